@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.observe.metrics import (
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 SUMMARY, PLOT, REPORT = "summary.json", "reward.png", "report.html"
 Summary: TypeAlias = dict[str, Any]
+Evaluation: TypeAlias = dict[str, Any]  # row of eval.jsonl; `answers` has the fields of Answer
 WIDTHS = (44, 26, 26)  # characters of problem, base answer, trained answer
 BLUE, GREY, GREEN, RED = "#1f5fa8", "#8a8a8a", "#2a7d3f", "#b5482f"
 
@@ -69,7 +70,7 @@ def write_summary(
         "last_reports": dict(last_reports),
         "verdict": asdict(verdict),
     }
-    summary = cast("Summary", nan_to_null(content))
+    summary: Summary = nan_to_null(content)
     replace_file(folder / SUMMARY, (json.dumps(summary, indent=2) + "\n").encode())
     return summary
 
@@ -103,7 +104,7 @@ def write_reward_plot(folder: Path) -> Path | None:
             label = f"held-out {label}: {value:.3f}"
             axes.axhline(value, color=color, linewidth=1.2, linestyle=":", label=label)
     resumes = [row for row in read_rows(folder / EVENTS) if row.get("event") == "resume"]
-    if steps := [number(row, "step") for row in resumes if math.isfinite(number(row, "step"))]:
+    if steps := [number(row, "step") for row in resumes]:
         edge = axes.get_xaxis_transform()  # x in steps, y in shares of the axes
         axes.vlines(steps, 0.0, 0.06, color="black", linewidth=1.6, transform=edge, label="resume")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, reverse=True)
@@ -142,9 +143,9 @@ def change_text(summary: Mapping[str, object], first: str, last: str) -> str:
     return " -> ".join(format_number(number(summary, key), ".3f") for key in (first, last))
 
 
-def _base_and_trained_evaluation(folder: Path) -> tuple[Row, Row]:
+def _base_and_trained_evaluation(folder: Path) -> tuple[Evaluation, Evaluation]:
     """Return the evaluation of step 0 and the newest one; an absent one is empty."""
-    rows = read_rows(folder / EVALUATIONS)
+    rows: Sequence[Evaluation] = read_rows(folder / EVALUATIONS)
     return next((row for row in rows if row["step"] == 0), {}), rows[-1] if rows else {}
 
 
@@ -180,20 +181,15 @@ def _draw_rewards(axes: Axes, rows: Sequence[Row]) -> None:
     axes.plot(steps, rewards, color=BLUE, linewidth=2.2, marker=marker, label="reward")
 
 
-def _answer_lines(base: Row, trained: Row) -> list[str]:
+def _answer_lines(base: Evaluation, trained: Evaluation) -> list[str]:
     """Return a table of the problems that both evaluations have."""
-    base_answers = {answer["problem"]: answer for answer in _answers(base)}
+    base_answers = {answer["problem"]: answer for answer in base.get("answers", [])}
     lines = [_columns("problem", "base answer", "trained answer", "reward")]
-    for after in _answers(trained):
+    for after in trained.get("answers", []):
         if before := base_answers.get(after["problem"]):
             reward = f"{before['reward']:g} -> {after['reward']:g}"
             lines.append(_columns(after["problem"], before["answer"], after["answer"], reward))
     return lines
-
-
-def _answers(evaluation: Row) -> list[dict[str, Any]]:
-    """Return the answers of an evaluation: mappings with the fields of rollout.Answer."""
-    return cast("list[dict[str, Any]]", evaluation.get("answers", []))
 
 
 def _columns(*texts: str) -> str:

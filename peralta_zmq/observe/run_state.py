@@ -208,8 +208,7 @@ def _stats(rows: Rows, name: str) -> GeneratorStats:
     """Average over the rows, because a single report covers only two seconds."""
 
     def mean(metric: str) -> float:
-        average = finite_mean(number(row, f"gen/{name}/{metric}") for row in rows)
-        return 0.0 if math.isnan(average) else average
+        return finite_mean((number(row, f"gen/{name}/{metric}") for row in rows), default=0.0)
 
     return GeneratorStats(
         name,

@@ -15,9 +15,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from statistics import fmean, median
 from typing import Literal, TypeAlias
+
+from rich.filesize import decimal
 
 from peralta_zmq.observe.metrics import number
 from peralta_zmq.observe.run_state import (
@@ -70,7 +71,7 @@ def verdict(rows: Rows, events: Rows = (), *, now: float | None = None) -> Verdi
     state = run_state(rows, events, now=now)
     if not state.rows:
         return _before_first_step(state, now)
-    findings = list(chain.from_iterable(find(state) for find in FINDINGS))
+    findings = [finding for find in FINDINGS for finding in find(state)]
     return next((finding for finding in findings if finding.level == "bad"), findings[0])
 
 
@@ -159,8 +160,7 @@ def _equal_groups(state: RunState) -> tuple[float, float]:
 
 
 def _lost_groups(state: RunState) -> Iterator[Verdict]:
-    names = [generator.name for generator in state.generators]
-    failed = {name: state.growth(f"gen/{name}/unscored") for name in names}
+    failed = {stats.name: state.growth(f"gen/{stats.name}/unscored") for stats in state.generators}
     num_failed, num_stale = sum(failed.values()), state.growth("dropped/stale")
     if (share := num_failed / max(1.0, num_failed + state.num_groups)) >= LOST_GROUPS:
         yield Verdict(
@@ -201,7 +201,7 @@ def _weights(state: RunState) -> Iterator[Verdict]:
     keys = ("weights/encode_seconds", "weights/write_seconds")
     seconds = median(sum(number(row, key, 0.0) for key in keys) for row in state.rows)
     if seconds >= max(SATURATED_SECONDS, state.step_seconds):
-        size = _format_bytes(median(number(row, "weights/bytes", 0.0) for row in state.rows))
+        size = decimal(int(median(number(row, "weights/bytes", 0.0) for row in state.rows)))
         yield Verdict(
             f"the disk or link of weights.dir is saturated: a version ({size}) takes "
             f"{seconds:.1f} s to publish, a step {state.step_seconds:.1f} s",
@@ -301,10 +301,6 @@ def _is_queue_full(generator: GeneratorStats) -> bool:
 
 def _cause(generator: GeneratorStats) -> str:
     return "by a full send queue" if _is_queue_full(generator) else "until the trainer catches up"
-
-
-def _format_bytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.1f} GB"
 
 
 FINDINGS = (_stalled, _gone, _no_signal, _lost_groups, _weights, _journal, _solved, _balance)

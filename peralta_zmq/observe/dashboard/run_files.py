@@ -20,7 +20,6 @@ from peralta_zmq.atomic_files import is_held
 from peralta_zmq.observe import metrics
 from peralta_zmq.observe.dashboard.charts import Table
 from peralta_zmq.observe.metrics import EVALUATIONS, EVENTS, METRICS, SAMPLES, Row, number
-from peralta_zmq.observe.report import SUMMARY
 from peralta_zmq.observe.run_state import SESSION_ENDS, SESSION_STARTS, stall_limit
 
 CONFIG = "config.toml"
@@ -53,7 +52,7 @@ class RunFiles:
     """
 
     def __init__(self, folder: Path, name: str = "", *, live: bool = False) -> None:
-        self.folder, self._live = folder, live
+        self.folder, self.live = folder, live
         self.name = name or folder.resolve().name
         self._num_resets = 0
         self._reset()
@@ -85,11 +84,6 @@ class RunFiles:
         return self.rows[-1] if self.rows else {}
 
     @property
-    def is_held(self) -> bool | None:
-        """True if a trainer holds the folder's lock; None if the lock cannot be read."""
-        return True if self._live else is_held(self.folder / LOCK)
-
-    @property
     def newest_time(self) -> float:
         """Unix seconds of the newest row or event; NaN if there is none."""
         newest = [self.last, *list(self.events)[-1:], *list(self.frequent_events)[-1:]]
@@ -115,13 +109,13 @@ class RunFiles:
             if is_complete or time.monotonic() > deadline:
                 break
 
-    def config(self) -> Mapping[str, Any]:
-        """Return the settings of the run by section; empty if they cannot be read."""
-        return _read_small_file(self.folder / CONFIG)
-
-    def summary(self) -> Mapping[str, Any]:
-        """Return the summary of a completed run; empty if the run is not complete."""
-        return _read_small_file(self.folder / SUMMARY)
+    def content(self, name: str) -> Mapping[str, Any]:
+        """Return the content of CONFIG or SUMMARY; empty if the file cannot be read."""
+        path = self.folder / name
+        try:
+            return _parse(path, path.stat().st_mtime_ns)
+        except (OSError, ValueError):
+            return {}
 
     def _add_metrics(self, rows: Sequence[Row]) -> None:
         self.table.extend(rows)
@@ -131,17 +125,9 @@ class RunFiles:
             self.rows.append(row)
 
 
-def _read_small_file(path: Path) -> Mapping[str, Any]:
-    """Return the content of a TOML or JSON file; empty if it cannot be read."""
-    try:
-        return _parse(path, path.stat().st_mtime_ns)
-    except (OSError, ValueError):
-        return {}
-
-
 @lru_cache
 def _parse(path: Path, mtime_ns: int) -> Mapping[str, Any]:
-    """Parse a file; a changed file has another `mtime_ns`, so that it is parsed again."""
+    """Parse a JSON or TOML file; a changed file has another `mtime_ns`, so it is parsed again."""
     return json.loads(path.read_bytes()) if path.suffix == ".json" else metrics.read_toml(path)
 
 
@@ -163,9 +149,10 @@ def status_of(run: RunFiles, *, now: float) -> str:
     seconds = now - run.newest_time
     if not seconds > stall_limit(number(run.last, "step_time", 0.0)):
         return "training" if run.rows else "empty"
-    if run.is_held:
+    is_running = run.live or is_held(run.folder / LOCK)  # None if the lock cannot be read
+    if is_running:
         return "stalled" if run.rows else "empty"  # an evaluation before step 1 may take minutes
-    return "silent" if run.is_held is None else "crashed"
+    return "silent" if is_running is None else "crashed"
 
 
 class Tail:

@@ -25,6 +25,7 @@ import numpy as np
 from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.observe.dashboard.charts import CHARTS, points
 from peralta_zmq.observe.dashboard.run_files import (
+    CONFIG,
     ENDED,
     NOT_RUNNING,
     RunFiles,
@@ -32,7 +33,7 @@ from peralta_zmq.observe.dashboard.run_files import (
     status_of,
 )
 from peralta_zmq.observe.metrics import Row, finite_mean, format_number, nan_to_null, number
-from peralta_zmq.observe.report import change_text
+from peralta_zmq.observe.report import SUMMARY, change_text
 from peralta_zmq.observe.run_state import (
     EVALUATION_EVENTS,
     RunState,
@@ -212,7 +213,7 @@ def _hash(content: str) -> str:
 
 
 def _header(run: RunFiles, status: str, session: Session, now: float) -> Json:
-    config = run.config()
+    config = run.content(CONFIG)
     train, model = config.get("train", {}), config.get("model", {})
     tasks = [str(env.get("task")) for env in config.get("env", [])]
     max_steps, step = number(train, "max_steps"), number(run.last, "step", 0.0)
@@ -235,7 +236,7 @@ def _header(run: RunFiles, status: str, session: Session, now: float) -> Json:
 
 def _status_texts(run: RunFiles, now: float) -> dict[str, tuple[str, str]]:
     """Return the name and the explanation, which may be empty, of each status."""
-    age, summary = format_duration(now - run.newest_time), run.summary()
+    age, summary = format_duration(now - run.newest_time), run.content(SUMMARY)
     steps = format_number(number(summary, "steps"), ",.0f")
     duration = format_duration(number(summary, "seconds"))
     accuracy = change_text(summary, "eval_before", "eval_after")
