@@ -165,61 +165,59 @@ def problems_from_files(
         """
         source = train if split == "train" else eval
         rows = read_rows(source, prompt_column=prompt_column, answer_column=answer_column)
+        unread = iter(rows)
 
         def problem_of(row: DataRow) -> Problem:
             check(row.answer)
             return _problem(row, task, system_prompt)
 
-        return _RowProblems(source, rows, problem_of)
+        return _RowProblems(_usable_problems(source, unread, problem_of), unread)
 
     return problems
 
 
 class _RowProblems:
-    """Iterator over the problems of the usable rows; `problem_of` raises ValueError for others.
+    """Iterator over the problems of rows; its length hint is the number of unread rows."""
 
-    Its length hint is the number of unread rows.
-    """
-
-    def __init__(
-        self, source: str, rows: Sequence[DataRow], problem_of: Callable[[DataRow], Problem]
-    ) -> None:
-        self._source, self._rows, self._problem_of = source, iter(rows), problem_of
-        self._num_kept, self._refused = 0, list[str]()
+    def __init__(self, problems: Iterator[Problem], unread: Iterator[DataRow]) -> None:
+        self._problems, self._unread = problems, unread
 
     def __iter__(self) -> Iterator[Problem]:
         return self
 
     def __next__(self) -> Problem:
-        for row in self._rows:
-            try:
-                problem = self._problem_of(row)
-            except ValueError as reason:
-                self._refused.append(
-                    f"row={row.number} answer={row.answer!r:.80} reason='{reason}'"
-                )
-            else:
-                self._num_kept += 1
-                return problem
-        self._report_refused()
-        raise StopIteration
+        return next(self._problems)
 
     def __length_hint__(self) -> int:
-        return length_hint(self._rows)
+        return length_hint(self._unread)
 
-    def _report_refused(self) -> None:
-        """Log the refused rows; raise TaskError if no row was usable."""
-        num_refused = len(self._refused)
-        if not self._num_kept:
-            raise TaskError(
-                f"none of the {num_refused} rows of '{self._source}' can be used, the first is "
-                f"{self._refused[0]}; name the right columns or correct the file"
-            )
-        for line in self._refused:
-            logger.warning("event=row_refused source='%s' %s", self._source, line)
-        if self._refused:
-            totals = f"refused={num_refused} kept={self._num_kept}"
-            logger.warning("event=rows_refused source='%s' %s", self._source, totals)
+
+def _usable_problems(
+    source: str, rows: Iterator[DataRow], problem_of: Callable[[DataRow], Problem]
+) -> Iterator[Problem]:
+    """Yield the problems of the rows for which `problem_of` raises no ValueError.
+
+    At the end, logs the other rows; raises TaskError if no row was usable.
+    """
+    num_kept, refused = 0, list[str]()
+    for row in rows:
+        try:
+            problem = problem_of(row)
+        except ValueError as reason:
+            refused.append(f"row={row.number} answer={row.answer!r:.80} reason='{reason}'")
+        else:
+            num_kept += 1
+            yield problem
+    if not num_kept:
+        raise TaskError(
+            f"none of the {len(refused)} rows of '{source}' can be used, the first is "
+            f"{refused[0]}; name the right columns or correct the file"
+        )
+    for line in refused:
+        logger.warning("event=row_refused source='%s' %s", source, line)
+    if refused:
+        totals = f"refused={len(refused)} kept={num_kept}"
+        logger.warning("event=rows_refused source='%s' %s", source, totals)
 
 
 def _problem(row: DataRow, task: str, system_prompt: str) -> Problem:
@@ -252,14 +250,6 @@ class DataRow(NamedTuple):
     answer: str
 
 
-class _LineError(Exception):
-    """A line that cannot be read."""
-
-    def __init__(self, number: int, reason: str) -> None:
-        super().__init__(reason)
-        self.number = number
-
-
 def read_rows(source: str, *, prompt_column: str, answer_column: str) -> list[DataRow]:
     """Read all rows of a data set, in file order; other columns are ignored.
 
@@ -270,12 +260,10 @@ def read_rows(source: str, *, prompt_column: str, answer_column: str) -> list[Da
     path = _path(source)
     parse = _json_records if path.suffix.lower() in JSONL_SUFFIXES else _csv_records
     try:
-        rows = [
-            _row(number, record, prompt_column, answer_column)
-            for number, record in parse(_read_text(path))
-        ]
-    except _LineError as error:
-        raise TaskError(f"'{source}' line {error.number}: {error}") from None
+        records = parse(_read_text(path))
+        rows = [_row(number, record, prompt_column, answer_column) for number, record in records]
+    except ValueError as error:
+        raise TaskError(f"'{source}' {error}") from None
     if not rows:
         raise TaskError(f"'{source}' has no rows; a data set needs at least one")
     return rows
@@ -306,22 +294,24 @@ def _suggestion(path: Path) -> str:
 
 
 def _read_text(path: Path) -> str:
-    """The file as text without a byte order mark; newlines are not converted."""
+    """The file as text without a byte order mark; newlines are not converted.
+
+    Raises ValueError for text that is not UTF-8.
+    """
     try:
-        content = path.read_bytes()
+        return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise TaskError(f"cannot read '{path}': {error.strerror}; check its permissions") from None
-    try:
-        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        number = content.count(b"\n", 0, error.start) + 1
-        raise _LineError(number, f"{error.reason}; save the file as UTF-8") from None
+        number = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"line {number}: {error.reason}; save the file as UTF-8") from None
 
 
 def _csv_records(text: str) -> Iterator[tuple[int, Mapping[str, object]]]:
     """Each record as text by column name, with the number of its first line.
 
-    The first record names the columns. Blank lines are skipped; quoted text may span lines.
+    The first record names the columns. Blank lines are skipped; quoted text may span lines. Raises
+    ValueError for a line that cannot be read.
     """
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     number, header = 1, list[str]()
@@ -331,46 +321,47 @@ def _csv_records(text: str) -> Iterator[tuple[int, Mapping[str, object]]]:
                 header = fields
             elif fields:
                 if len(fields) != len(header):
-                    raise _LineError(
-                        number,
-                        f"{len(fields)} fields, but the header names {len(header)} columns; "
-                        "put quotes around text with a comma in it",
+                    raise ValueError(
+                        f"line {number}: {len(fields)} fields, but the header names {len(header)} "
+                        "columns; put quotes around text with a comma in it"
                     )
                 yield number, dict(zip(header, fields, strict=True))
             number = reader.line_num + 1
     except csv.Error as error:
-        raise _LineError(number, f"{error}; check the quotes of this row") from None
+        raise ValueError(f"line {number}: {error}; check the quotes of this row") from None
 
 
 def _json_records(text: str) -> Iterator[tuple[int, Mapping[str, object]]]:
-    """The object on each line, with the line number; numbers stay text, so that 0.1 stays exact."""
+    """The object on each line, with the line number; numbers stay text, so that 0.1 stays exact.
+
+    Raises ValueError for a line that cannot be read.
+    """
     # Only "\n" ends a line: JSON text may contain the other separators of str.splitlines.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line, parse_int=str, parse_float=str)
-        except json.JSONDecodeError as error:
-            reason = f"not JSON ({error.msg} at character {error.colno})"
-            raise _LineError(number, f"{reason}; write one object on each line") from None
-        except RecursionError:
-            reason = "nested too deeply; write one flat object on each line"
-            raise _LineError(number, reason) from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            reason = str(error).replace("line 1 ", "")  # counted within the text of this line
+            remedy = "write one flat object on each line"
+            raise ValueError(f"line {number}: not JSON ({reason}); {remedy}") from None
         if not isinstance(record, dict):
-            raise _LineError(number, f"{line.strip():.40} is not an object; write one on each line")
+            reason = f"{line.strip():.40} is not an object"
+            raise ValueError(f"line {number}: {reason}; write one on each line")
         yield number, cast("dict[str, object]", record)
 
 
 def _row(
     number: int, record: Mapping[str, object], prompt_column: str, answer_column: str
 ) -> DataRow:
-    """The row in a record. Raises _LineError for a missing column and a value that is not text."""
+    """The row in a record. Raises ValueError for a missing column and a value that is not text."""
     prompts = [column for column in (prompt_column, TOKENS_COLUMN) if column in record]
     columns = [*(prompts or [prompt_column]), answer_column]
     for column in columns:
         if column not in record:
             names = f"the columns are {', '.join(map(repr, record))}" if record else "it is empty"
-            raise _LineError(number, f"no column '{column}'; {names}")
+            raise ValueError(f"line {number}: no column '{column}'; {names}")
     texts = {column: _text(record[column], column, number) for column in columns}
     return DataRow(
         number, texts.get(prompt_column, ""), texts.get(TOKENS_COLUMN, ""), texts[answer_column]
@@ -380,14 +371,15 @@ def _row(
 def _text(value: object, column: str, number: int) -> str:
     """The text of a value: a string, a JSON number (already text) or a list of token ids.
 
-    Raises _LineError for other types, and for a lone surrogate, which JSON can escape.
+    Raises ValueError for other types, and for a lone surrogate, which JSON can escape.
     """
     if column == TOKENS_COLUMN and isinstance(value, list):
         return " ".join(map(str, cast("list[object]", value)))
+    place = f"line {number}: column '{column}'"
     if not isinstance(value, str):
-        raise _LineError(number, f"column '{column}' is {value!r:.40}; it must be text or a number")
+        raise ValueError(f"{place} is {value!r:.40}; it must be text or a number")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _LineError(number, f"column '{column}' has a lone surrogate {value!a:.40}") from None
+        raise ValueError(f"{place} has a lone surrogate {value!a:.40}") from None
     return value
