@@ -10,9 +10,9 @@ import http.client
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote
 
 from peralta_zmq.environments.reward_runner import checked_reward
@@ -22,7 +22,7 @@ from peralta_zmq.rollout import Message, Problem
 RETRY_SECONDS = 60.0  # time without a response until the client raises
 REQUEST_TIMEOUT_SECONDS = 30.0
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 2.0  # between two attempts; doubles each time
-MAX_PROBLEMS_BYTES, MAX_REWARD_BYTES = 64 << 20, 64 << 10  # of a response
+MAX_RESPONSE_BYTES = 64 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +59,9 @@ class RemoteEnvironment:
         time, or sends an unexpected response.
         """
         path = f"/problems?env={quote(self._env)}&split={quote(split)}"
-        response = self._request("GET", path, None, max_bytes=MAX_PROBLEMS_BYTES)
+        rows = self._request(path, field="problems")
         try:
-            return iter([_problem_from_json(row, self._env) for row in response["problems"]])
+            return iter([_problem_from_json(row, self._env) for row in rows])
         except (KeyError, TypeError, ValueError) as error:
             raise self._unexpected(error) from None
 
@@ -69,10 +69,7 @@ class RemoteEnvironment:
         """The reward of a completion, computed by the verifier. Raises RewardError."""
         body = {"env": self._env, "problem": problem.answer, "completion": completion_text}
         try:
-            response = self._request(
-                "POST", "/verify_answer", json.dumps(body).encode(), max_bytes=MAX_REWARD_BYTES
-            )
-            return checked_reward(response.get("reward"))
+            return checked_reward(self._request("/verify_answer", body, field="reward"))
         except TaskError as error:
             raise RewardError(str(error)) from None
         except ValueError as error:
@@ -81,14 +78,15 @@ class RemoteEnvironment:
     def close(self) -> None:
         """Nothing to close: every request has its own connection."""
 
-    def _request(
-        self, method: str, path: str, body: bytes | None, *, max_bytes: int
-    ) -> dict[str, Any]:
-        """The response to a request, with retries while the verifier does not respond."""
+    def _request(self, path: str, body: Mapping[str, str] | None = None, *, field: str) -> Any:
+        """One field of the response to a GET request, or to a POST request with a JSON `body`.
+
+        Retries while the verifier does not respond.
+        """
         started, pause, waiting = time.monotonic(), MIN_PAUSE_SECONDS, False
         while True:
             try:
-                response = self._request_once(method, path, body, max_bytes)
+                value = self._request_once(path, body, field)
                 break
             except (OSError, http.client.HTTPException, _UnavailableError) as error:
                 reason = " ".join(str(error).split()) or type(error).__name__
@@ -104,38 +102,35 @@ class RemoteEnvironment:
             pause = min(MAX_PAUSE_SECONDS, 2 * pause)
         if waiting:
             logger.info("the verifier responds again url=%s", self._url)
-        return response
+        return value
 
-    def _request_once(
-        self, method: str, path: str, body: bytes | None, max_bytes: int
-    ) -> dict[str, Any]:
-        """The response to a request. Raises TaskError for a response that will not change."""
+    def _request_once(self, path: str, body: Mapping[str, str] | None, field: str) -> Any:
+        """As `_request` without retries. Raises TaskError for a response that will not change."""
         connection = http.client.HTTPConnection(
             self._host, self._port, timeout=REQUEST_TIMEOUT_SECONDS
         )
         with closing(connection):
-            connection.request(method, path, body, self._headers)
+            content = None if body is None else json.dumps(body).encode()
+            connection.request("GET" if body is None else "POST", path, content, self._headers)
             response = connection.getresponse()
-            content = response.read(max_bytes + 1)
+            content = response.read(MAX_RESPONSE_BYTES + 1)
         if response.status >= http.client.INTERNAL_SERVER_ERROR:
             raise _UnavailableError(f"status {response.status}")
         if response.length:  # number of missing bytes, as read() with a limit does not raise
             raise _UnavailableError("connection closed within the response")
-        if len(content) > max_bytes:
-            raise self._unexpected(f"more than {max_bytes} bytes")
+        if len(content) > MAX_RESPONSE_BYTES:
+            raise self._unexpected(f"more than {MAX_RESPONSE_BYTES} bytes")
+        is_ok = response.status == http.client.OK
         try:
-            message = json.loads(content)
-        except ValueError as error:
+            value = json.loads(content)[field if is_ok else "error"]
+        except (KeyError, TypeError, ValueError) as error:
             raise self._unexpected(error) from None
-        if not isinstance(message, dict):
-            raise self._unexpected(f"{type(message).__name__} is not an object")
-        message = cast("dict[str, Any]", message)
-        if response.status != http.client.OK:
+        if not is_ok:
             raise TaskError(
                 f"env.address {self._url} refuses {path.partition('?')[0]} with "
-                f"{response.status}: {str(message.get('error'))[:200]}"
+                f"{response.status}: {str(value)[:200]}"
             )
-        return message
+        return value
 
     def _unexpected(self, reason: object) -> TaskError:
         return TaskError(
