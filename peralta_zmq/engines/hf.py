@@ -22,13 +22,7 @@ from transformers import (
 )
 
 from peralta_zmq import models
-from peralta_zmq.engines.requests import (
-    completion_of,
-    decode,
-    end_token_ids,
-    find_stop,
-    read_requests,
-)
+from peralta_zmq.engines.requests import completion_of, end_token_ids, has_stop, read_requests
 from peralta_zmq.errors import EngineError
 from peralta_zmq.rollout import Completion, Request, Sampling
 
@@ -187,10 +181,8 @@ class HfEngine:
         for position, token in enumerate(ids):
             if token in self._end_ids:
                 return position + 1
-            if sampling.stop:
-                text = decode(self._tokenizer, np.array(ids[: position + 1]))
-                if find_stop(text, sampling.stop) is not None:
-                    return position + 1
+            if has_stop(self._tokenizer, ids[: position + 1], sampling.stop):
+                return position + 1
         return len(ids)
 
 

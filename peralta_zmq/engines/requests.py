@@ -158,8 +158,8 @@ def completion_of(
 
     `ended` says whether the last token is an end token.
     """
-    text = decode(tokenizer, token_ids)
-    stop_at = find_stop(text, sampling.stop)
+    text = _decode(tokenizer, token_ids.tolist())
+    stop_at = min((text.find(string) for string in sampling.stop if string in text), default=None)
     return Completion(
         index=request.index,
         prompt_ids=request.prompt_ids,
@@ -171,14 +171,17 @@ def completion_of(
     )
 
 
-def decode(tokenizer: models.Tokenizer, token_ids: NDArray[np.integer]) -> str:
+def has_stop(tokenizer: models.Tokenizer, token_ids: list[int], stop: Sequence[str]) -> bool:
+    """Whether the text of generated tokens contains one of the `stop` strings."""
+    if not stop:
+        return False
+    text = _decode(tokenizer, token_ids)
+    return any(string in text for string in stop)
+
+
+def _decode(tokenizer: models.Tokenizer, token_ids: list[int]) -> str:
     """Decode generated tokens to the text for rewards and stop strings: no special tokens."""
-    return cast(str, tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
-
-
-def find_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Position of the first of the `stop` strings in `text`; None if it contains none of them."""
-    return min((text.find(string) for string in stop if string in text), default=None)
+    return cast(str, tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 def end_token_ids(model: models.Model, tokenizer: models.Tokenizer) -> list[int]:

@@ -23,13 +23,7 @@ from peralta_zmq.engines.native.cache import EMPTY_SPAN, check_memory
 from peralta_zmq.engines.native.decoder import FAMILIES, Decoder
 from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS, PrefixCache
 from peralta_zmq.engines.native.sampler import sample
-from peralta_zmq.engines.requests import (
-    completion_of,
-    decode,
-    end_token_ids,
-    find_stop,
-    read_requests,
-)
+from peralta_zmq.engines.requests import completion_of, end_token_ids, has_stop, read_requests
 from peralta_zmq.errors import EngineError
 from peralta_zmq.rollout import Completion, Request, Sampling
 
@@ -259,8 +253,8 @@ class DecodeLoop:
         length = int(self.rows.num_tokens[row])
         if length < self._sampling.min_tokens:
             return False
-        text = decode(self._tokenizer, self.rows.tokens[row, :length])
-        return find_stop(text, self._sampling.stop) is not None
+        token_ids = self.rows.tokens[row, :length].tolist()
+        return has_stop(self._tokenizer, token_ids, self._sampling.stop)
 
     def _completion(self, row: int) -> Completion:
         length = self.rows.num_tokens[row]
