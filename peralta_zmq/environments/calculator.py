@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from peralta_zmq.environments.arithmetic import evaluate
-from peralta_zmq.environments.dataset import problems_from_files
-from peralta_zmq.errors import TaskError
+from peralta_zmq.environments.dataset import parsed_answer, problems_from_files
 from peralta_zmq.rollout import Problem
 
 REWARD_IS_BOUNDED = True  # evaluate() refuses expressions that take long, so no process is needed
@@ -24,13 +23,7 @@ def reward(problem: Problem, completion_text: str) -> float:
 
     Raises TaskError for a problem whose target is not arithmetic.
     """
-    try:
-        target = evaluate(problem.answer)
-    except ValueError as reason:
-        raise TaskError(
-            f"problem {problem.id} has the target {problem.answer!r:.80} ({reason}); "
-            "make it an arithmetic expression"
-        ) from None
+    target = parsed_answer(problem, evaluate)
     try:
         return float(evaluate(completion_text) == target)
     except ValueError:

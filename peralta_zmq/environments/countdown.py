@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from peralta_zmq.environments.arithmetic import evaluate
-from peralta_zmq.environments.dataset import problems_from_files
-from peralta_zmq.errors import TaskError
+from peralta_zmq.environments.dataset import parsed_answer, problems_from_files
 from peralta_zmq.rollout import Problem
 
 REWARD_IS_BOUNDED = True  # evaluate() refuses expressions that take long, so no process is needed
@@ -20,10 +19,7 @@ def reward(problem: Problem, completion_text: str) -> float:
 
     Raises TaskError for a problem without numbers or target.
     """
-    try:
-        numbers, target = _parse_answer(problem.answer)
-    except ValueError as reason:
-        raise TaskError(f"problem {problem.id}: {reason}") from None
+    numbers, target = parsed_answer(problem, _parse_answer)
     if FORBIDDEN.search(completion_text):
         return 0.0
     try:
@@ -37,7 +33,7 @@ def reward(problem: Problem, completion_text: str) -> float:
 def _parse_answer(answer: str) -> tuple[list[int], int]:
     """The sorted numbers and the target of `NUMBER NUMBER ... = TARGET`, or ValueError."""
     if not TARGET.fullmatch(answer):
-        raise ValueError(f"the answer {answer!r:.80} is not numbers = target, as in 3 7 25 = 46")
+        raise ValueError("it is not numbers = target, as in 3 7 25 = 46")
     *numbers, target = map(int, NUMBER.findall(answer))
     return sorted(numbers), target
 

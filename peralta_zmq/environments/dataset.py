@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import length_hint
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from peralta_zmq.errors import ConfigError, TaskError
 from peralta_zmq.rollout import Message, Problem
@@ -31,6 +31,7 @@ JSONL_SUFFIXES = (".jsonl", ".ndjson")
 MAX_TOKEN_ID = 2**31 - 1  # token ids are stored as int32
 
 Split: TypeAlias = Literal["train", "eval"]
+Parsed = TypeVar("Parsed")
 logger = logging.getLogger(__name__)
 
 
@@ -174,6 +175,17 @@ def problems_from_files(
         return _RowProblems(_usable_problems(source, unread, problem_of), unread)
 
     return problems
+
+
+def parsed_answer(problem: Problem, parse: Callable[[str], Parsed]) -> Parsed:
+    """`parse` of the problem's answer. Raises TaskError where `parse` raises ValueError."""
+    try:
+        return parse(problem.answer)
+    except ValueError as reason:
+        raise TaskError(
+            f"problem {problem.id} has the unusable answer {problem.answer!r:.80} ({reason}); "
+            "correct the data set"
+        ) from None
 
 
 class _RowProblems:

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from peralta_zmq.environments.dataset import problems_from_files
-from peralta_zmq.errors import ConfigError, TaskError
+from peralta_zmq.environments.dataset import parsed_answer, problems_from_files
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.rollout import Problem
 
 MAX_LENGTH = 2000  # characters at the end of a completion that are searched for the answer
@@ -25,10 +25,7 @@ def reward(problem: Problem, completion_text: str) -> float:
     that cannot be parsed.
     """
     parse, verify = _library()
-    try:
-        target = _parse_target(problem.answer)
-    except ValueError as reason:
-        raise TaskError(f"problem {problem.id}: {reason}") from None
+    target = parsed_answer(problem, _parse_target)
     parsed = parse(completion_text[-MAX_LENGTH:], parsing_timeout=_timeout())
     return float(bool(parsed) and verify(list(target), parsed, timeout_seconds=_timeout()))
 
@@ -39,7 +36,7 @@ def _parse_target(answer: str) -> tuple[Any, ...]:
     parse, _ = _library()
     parsed = parse(f"${answer}$" if "$" not in answer else answer, parsing_timeout=_timeout())
     if not parsed:
-        raise ValueError(f"the answer {answer!r:.80} is not mathematics")
+        raise ValueError("it is not mathematics")
     return tuple(parsed)
 
 

@@ -140,14 +140,11 @@ def checked_reward(result: object) -> Reward:
     """
     is_mapping = isinstance(result, Mapping)
     values = cast("Mapping[object, object]", result if is_mapping else {"": result})
-    terms, value = dict[str, float](), result
     try:
-        for name, value in values.items():
-            terms[str(name)] = _to_float(value)
-        value = result
+        terms = {str(name): _to_float(value) for name, value in values.items()}
         total = math.fsum(terms.values())  # raises for infinities of both signs
     except Exception:  # noqa: BLE001  a user's object may raise anything
-        raise ValueError(f"{_short_repr(value)}, which is not a number") from None
+        raise ValueError(f"{_short_repr(result)}, which is not a number") from None
     if not abs(total) <= MAX_REWARD:  # also true for NaN
         limits = f"-{MAX_REWARD:g} to {MAX_REWARD:g}"
         raise ValueError(f"{total}, which is not a number from {limits}")

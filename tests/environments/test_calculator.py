@@ -46,7 +46,9 @@ def test_other_value_or_no_expression_earns_zero(text: str) -> None:
 @pytest.mark.parametrize("broken", ["", "nonsense", "1 / 0", "9**9**9"])
 def test_invalid_target_is_an_error_even_for_the_same_text(broken: str) -> None:
     problem = Problem(id="p", task="calculator", messages=(), answer=broken)
-    with pytest.raises(TaskError, match=re.escape(f"problem p has the target {broken!r} (")):
+    with pytest.raises(
+        TaskError, match=re.escape(f"problem p has the unusable answer {broken!r} (")
+    ):
         calculator.reward(problem, broken)
 
 

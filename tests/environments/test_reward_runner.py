@@ -76,7 +76,7 @@ FAILURES = {
     "large": "returned 2000000.0, which is not a number from",
     "none": "returned None, which is not a number",
     "word": "returned '1', which is not a number",
-    "bad part": "returned None, which is not a number",
+    "bad part": "returned {'right': 1, 'short': None}, which is not a number",
     "array": r"returned array\(\[1\., 2\.\]\), which is not a number",
     "huge": r"returned 10{79}, which is not a number",
     "huger": "returned .*, which is not a number",
