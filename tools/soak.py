@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from peralta_zmq.observe.metrics import METRICS
-from peralta_zmq.operate.local import event_recorder, local_workers
-from peralta_zmq.operate.process_group import ProcessGroup, Record, Worker, supervise
+from peralta_zmq.operate.local import local_workers
+from peralta_zmq.operate.process_group import ProcessGroup, Record, Worker, recorder, supervise
 from peralta_zmq.wire import auth
 from tools.link_proxy import LinkProxy, free_ports
 from tools.promise_checker import check, unexpected_ends
@@ -154,7 +154,7 @@ def soak(folder: Path, *, minutes: float, seed: int, document: Path | None) -> i
     (folder / "logs").mkdir(parents=True)
     for name in (auth.TRAINER, *NAMES):
         auth.make_keys(folder / KEYS, name)
-    record, weights, port = event_recorder(folder), folder / "nas" / "weights", free_ports()
+    record, weights, port = recorder(folder), folder / "nas" / "weights", free_ports()
     is_last, target = False, 0
     session_steps = min(SESSION_STEPS, max(1, round(SESSION_STEPS_PER_MINUTE * minutes)))
     with ExitStack() as stack:

@@ -15,14 +15,12 @@ import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 from peralta_zmq.config import Config
 from peralta_zmq.config.hosts import Host, Hosts
 from peralta_zmq.config.resolved import toml_text
 from peralta_zmq.operate import ssh
-from peralta_zmq.operate.doctor.machine_checks import OLDEST_PYTHON
-from peralta_zmq.operate.ssh import Command, Result, failure, on_host
+from peralta_zmq.operate.ssh import Command, Result, on_host
 from peralta_zmq.operate.supervisor import COPY_MARKER, FOLDER, Job, job_text
 
 REPO = Path(__file__).resolve().parents[2]
@@ -33,7 +31,7 @@ EXCLUDED = (
 )
 INSTALL_MB, CODE_MB = 3000, 200  # free space for an environment with torch, and for the code alone
 KEYS, TOKEN = FOLDER / "keys", FOLDER / "weights-token"
-PYTHON = ".venv/bin/python"
+PYTHON, OLDEST_PYTHON = ".venv/bin/python", (3, 10)
 # --wait of bin/doctor in seconds: the trainer's answers the others, a generator's tries to connect.
 DOCTOR_WAIT = {"trainer": "900", "generator": "20"}
 DOCTOR_SECONDS = 1800.0
@@ -81,12 +79,10 @@ def sync(host: Host, config: Config) -> list[Command]:
     marker = f"{host.folder}/{COPY_MARKER}"
     make_marker = f"mkdir -p {host.folder}/{FOLDER} && touch {marker}"
     sources = sorted(str(path) for path in REPO.iterdir())
-    make_failed = partial(failure, remedy="its folder cannot be made; choose another dir")
-    remove_failed = partial(failure, remedy="run bin/lan sync again")
     return [
-        on_host(host, make_marker, find_problem=make_failed),
+        on_host(host, make_marker, remedy="its folder cannot be made; choose another dir"),
         ssh.rsync_to(host, sources, f"{host.folder}/", "--delete", *excluded),
-        on_host(host, f"rm -f {marker}", find_problem=remove_failed),
+        on_host(host, f"rm -f {marker}", remedy="run bin/lan sync again"),
     ]
 
 
@@ -114,15 +110,14 @@ def install(host: Host) -> list[Command]:
         return []
     script = in_project(host, f"make --no-print-directory setup PYTHON={shlex.quote(host.python)}")
     remedy = f"make setup failed; run it by hand in {host.folder} to see all of its output"
-    find_problem = partial(failure, remedy=remedy)
-    return [on_host(host, script, seconds=ssh.LONG_SECONDS, find_problem=find_problem)]
+    return [on_host(host, script, seconds=ssh.LONG_SECONDS, remedy=remedy)]
 
 
 def send_settings(host: Host, config: Config) -> list[Command]:
     """Send the settings, the token of the weight store, and only the keys that this host needs."""
     script = in_project(host, f"mkdir -p {FOLDER} && cat > {settings_file(config)}")
-    find_problem = partial(failure, remedy="the settings cannot be written; is the disk full?")
-    steps = [on_host(host, script, toml_text(config), find_problem=find_problem)]
+    remedy = "the settings cannot be written; is the disk full?"
+    steps = [on_host(host, script, toml_text(config), remedy=remedy)]
     folder = host.folder or REPO
     if token := token_file(config):
         steps.append(ssh.rsync_to(host, [str(token)], f"{folder}/{TOKEN}"))
@@ -211,8 +206,13 @@ def _probe_problem(host: Host, result: Result) -> str | None:
     facts = dict(line.split("=", 1) for line in result.out.splitlines() if "=" in line)
     if result.code or "python" not in facts:
         return f"the probe failed: {result.last_line}"
-    if problem := _python_problem(host, facts["python"]):
-        return problem
+    version = facts["python"]  # or the error of a command that does not run
+    is_version = re.fullmatch(r"\d+\.\d+\.\d+", version) is not None
+    if not is_version or tuple(map(int, version.split("."))) < OLDEST_PYTHON:
+        return (
+            f"{host.python} does not run Python 3.10 or later ({version}); "
+            "set python = to one that does, or install it"
+        )
     if host.folder is None:
         return None
     for program in ("rsync", "make"):
@@ -234,31 +234,13 @@ def _probe_problem(host: Host, result: Result) -> str | None:
     return None
 
 
-def _python_problem(host: Host, version: str) -> str | None:
-    try:
-        numbers = tuple(map(int, version.split(".")))
-    except ValueError:
-        return f"{host.python} does not run ({version}); set python = to one of 3.10 or later"
-    if numbers < OLDEST_PYTHON:
-        return (
-            f"{host.python} is Python {version}, and 3.10 or later is needed; "
-            "set python = to a newer one, or install it"
-        )
-    return None
-
-
 def _doctor_problem(result: Result) -> str | None:
-    """The failed checks of bin/doctor, from the last line of its output."""
+    """The failed checks of bin/doctor, from the JSON in the last line of its output."""
     if result.code == 0:
         return None
-    lines = result.out.strip().splitlines()
-    try:
-        checks = cast("list[dict[str, object]]", json.loads(lines[-1])["checks"])
-    except (IndexError, ValueError, KeyError, TypeError):
-        checks = []
-    failed = [
-        f"{check['name']}: {check['detail']}; {check['remedy']}"
-        for check in checks
-        if not check["ok"]
-    ]
-    return " / ".join(failed) or f"bin/doctor failed: {result.last_line}"
+    last_line = result.out.strip().rpartition("\n")[2]
+    if not last_line.startswith('{"checks"'):
+        return f"bin/doctor failed: {result.last_line}"
+    checks: list[dict[str, object]] = json.loads(last_line)["checks"]
+    failed = [check for check in checks if not check["ok"]]
+    return " / ".join(f"{check['name']}: {check['detail']}; {check['remedy']}" for check in failed)

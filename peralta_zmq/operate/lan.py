@@ -136,19 +136,21 @@ class Fleet:
         trainer = self.hosts.trainer
         others = [host for host in self.hosts.host if host is not trainer]
 
-        def run_doctors(hosts: Sequence[Host]) -> bool:
-            return self._phase("doctor", lambda host: [host_setup.doctor(host, self.config)], hosts)
+        def run_doctors(hosts: Sequence[Host]) -> None:
+            self._run_steps("doctor", lambda host: [host_setup.doctor(host, self.config)], hosts)
 
         if self.dry_run:
-            return run_doctors([trainer]) and run_doctors(others)
+            run_doctors([trainer, *others])
+            return True
         step = host_setup.doctor(trainer, self.config)
         with ssh.run_in_background(step, DOCTOR_READY) as doctor:
-            passed = not doctor.is_ready or run_doctors(others)
-            result = doctor.end()
-        self._report(trainer.name, "doctor", step.find_problem(result))
-        if doctor.is_ready or self.failed:
-            return passed and self._can_continue()
-        return run_doctors(others)  # answered by the running trainer
+            if doctor.is_ready:
+                run_doctors(others)
+            problem = step.find_problem(doctor.end())
+        self._report(trainer.name, "doctor", problem)
+        if not doctor.is_ready and not problem:
+            run_doctors(others)  # answered by the running trainer
+        return self._can_continue()
 
     def _start(self) -> bool:
         self._run_steps("start", self._supervisor_steps("start"), self.hosts.host)
@@ -166,9 +168,9 @@ class Fleet:
             host, command, host_setup.jobs_of(host, self.hosts, self.config)
         )
 
-    def _phase(self, title: str, steps_of: StepsOf, hosts: Sequence[Host] | None = None) -> bool:
-        """Run one phase on some hosts (None = all); returns True if the next one may follow."""
-        self._run_steps(title, steps_of, self.hosts.host if hosts is None else hosts)
+    def _phase(self, title: str, steps_of: StepsOf) -> bool:
+        """Run one phase on all hosts; returns True if the next one may follow."""
+        self._run_steps(title, steps_of, self.hosts.host)
         return self._can_continue()
 
     def _run_steps(self, title: str, steps_of: StepsOf, hosts: Sequence[Host]) -> None:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
 from peralta_zmq.operate import host_setup, ssh
@@ -65,7 +64,7 @@ def _query_all(hosts: Hosts) -> list[Row]:
 def _query(host: Host) -> list[Row]:
     """Return a row for each worker of a host; if the host fails, the problem as the last line."""
     script = host_setup.supervisor_script(host, "status", *host.workers)
-    step = ssh.on_host(host, script, find_problem=partial(ssh.failure, remedy="run bin/lan up"))
+    step = ssh.on_host(host, script, remedy="run bin/lan up")
     result = ssh.run(step)
     if problem := step.find_problem(result):
         unknown = {"state": "unknown", "since": None, "restarts": "", "code": None}
@@ -80,13 +79,14 @@ def _status_text(row: Row) -> str:
     since, state = row["since"], str(row["state"])
     age = _age(time.time() - since) if isinstance(since, float) else ""
     last_line = lines[-1] if lines else ""
-    text = _line(str(row["name"]), str(row["host"]), state, age, str(row["restarts"]), last_line)
+    text = _line(row["name"], row["host"], state, age, row["restarts"], last_line)
     earlier_lines = lines[:-1] if state in FAILED_STATES else []
     return text + "".join(f"    {line}\n" for line in earlier_lines)
 
 
-def _line(name: str, host: str, state: str, since: str, restarts: str, last_line: str) -> str:
-    text = f"{name:<16} {host:<10} {state:<12} {since:>9} {restarts:>9}  {last_line}"
+def _line(*columns: object) -> str:
+    """A line of the status table, of six columns."""
+    text = "{!s:<16} {!s:<10} {!s:<12} {!s:>9} {!s:>9}  {}".format(*columns)
     return f"{text.rstrip()}\n"
 
 
@@ -137,14 +137,14 @@ class LogReader:
 
     def run(self, lines: int) -> None:
         """Print the last `lines` lines of each log and all new ones, until the workers end."""
-        code = self._read(lines)
-        while code == ssh.SSH_FAILED and self._host.ssh and not self._stopped.is_set():
+        while self._read(lines) == ssh.SSH_FAILED and self._host.ssh:
             self._print(
                 f"{self._host.name}: connection lost, its workers continue; "
                 f"reconnecting in {RECONNECT_SECONDS:.0f} s"
             )
-            if not self._stopped.wait(RECONNECT_SECONDS):
-                code = self._read(0)
+            if self._stopped.wait(RECONNECT_SECONDS):
+                return
+            lines = 0
 
     def close(self) -> None:
         """End the connection; the workers continue."""

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from peralta_zmq.config import earlier_config
 from peralta_zmq.config.programs import program_command
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.observe.metrics import EVENTS, JsonLines
-from peralta_zmq.operate.process_group import BAD_CONFIG, ProcessGroup, Record, Worker, supervise
+from peralta_zmq.operate.process_group import BAD_CONFIG, ProcessGroup, Worker, recorder, supervise
 
 if TYPE_CHECKING:
     from peralta_zmq.config import Config
@@ -46,7 +45,7 @@ def run_local(
             f"run folder {folder} cannot be written ({error.strerror}); choose another --run.dir"
         ) from None
     workers = local_workers(folder, arguments, num_generators=config.run.num_local_generators)
-    code = supervise(workers, record=event_recorder(folder), on_tick=on_tick)
+    code = supervise(workers, record=recorder(folder), on_tick=on_tick)
     if code == BAD_CONFIG and created:
         shutil.rmtree(folder / "logs")
         with contextlib.suppress(OSError):  # a folder that is not empty stays
@@ -73,16 +72,3 @@ def local_workers(folder: Path, arguments: Sequence[str], *, num_generators: int
         )
         for index in range(num_generators)
     ]
-
-
-def event_recorder(folder: Path) -> Record:
-    """Return a function that appends supervisor events to the run's events.jsonl."""
-
-    def record(event: str, **fields: object) -> None:
-        try:
-            with JsonLines(folder / EVENTS) as events:
-                events.append_event(event, **fields)
-        except OSError as error:  # a full disk must not end the supervisor
-            sys.stderr.write(f"{event} not recorded in {folder / EVENTS}: {error}\n")
-
-    return record

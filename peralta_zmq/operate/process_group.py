@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from peralta_zmq.observe.metrics import EVENTS, JsonLines
+
 FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0  # seconds before a restart; doubles with each crash
 # The group ends after this many crashes of a worker within CALM_SECONDS. A worker that ran longer
 # is restarted after FIRST_DELAY again.
@@ -36,7 +38,7 @@ SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 GUARD = 'exec 3<&0; { read -r line <&3; kill -KILL 0; } >/dev/null 2>&1 & exec "$@" </dev/null 3<&-'
 
 Record: TypeAlias = Callable[..., None]  # (event, **fields), like Events.record
-WaitForSignals: TypeAlias = Callable[[float], list[int]]  # (seconds) -> received signals
+WaitForSignals: TypeAlias = Callable[[float], list[int]]  # see `catch_signals`
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +121,6 @@ class ProcessGroup:
 
         None if the group continues.
         """
-        if number not in (signal.SIGINT, signal.SIGTERM):
-            return None
         if self._interrupted or not self._leader.send_signal(number):
             return 128 + number
         self._interrupted = True
@@ -136,7 +136,7 @@ class ProcessGroup:
             process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and any(process.runs for process in processes):
-            if {signal.SIGINT, signal.SIGTERM} & set(wait_for_signals(POLL_SECONDS)):
+            if wait_for_signals(POLL_SECONDS):
                 return
             for process in processes:
                 process.poll()
@@ -284,17 +284,22 @@ class ManagedProcess:
 
 @contextlib.contextmanager
 def catch_signals() -> Generator[WaitForSignals, None, None]:
-    """Yield a function that waits up to the given seconds and returns the received signals."""
+    """Yield a function that waits up to the given seconds for a SIGINT, SIGTERM or SIGCHLD.
+
+    It returns the received signals except SIGCHLD (a child has ended), which only ends the wait.
+    """
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.set_blocking(writing, False)
     previous_wakeup = signal.set_wakeup_fd(writing)  # each signal writes its number as one byte
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
-    previous = {number: signal.signal(number, _ignore) for number in numbers}
+    # A handler that does nothing: unlike SIG_IGN it keeps the wake-up byte.
+    previous = {number: signal.signal(number, lambda *_: None) for number in numbers}
 
     def wait_for_signals(seconds: float) -> list[int]:
         ready, _, _ = select.select([reading], [], [], seconds)
-        return list(os.read(reading, 4096)) if ready else []
+        received = os.read(reading, 4096) if ready else b""
+        return [number for number in received if number != signal.SIGCHLD]
 
     try:
         yield wait_for_signals
@@ -306,8 +311,17 @@ def catch_signals() -> Generator[WaitForSignals, None, None]:
         os.close(writing)
 
 
-def _ignore(number: int, frame: object) -> None:
-    """Handler that does nothing; unlike SIG_IGN it keeps the wake-up byte."""
+def recorder(folder: Path) -> Record:
+    """Return a function that appends the group's events to events.jsonl of a run folder."""
+
+    def record(event: str, **fields: object) -> None:
+        try:
+            with JsonLines(folder / EVENTS) as events:
+                events.append_event(event, **fields)
+        except OSError as error:  # a full disk must not end the supervisor
+            sys.stderr.write(f"{event} not recorded in {folder / EVENTS}: {error}\n")
+
+    return record
 
 
 def _log_tail(worker: Worker) -> str:

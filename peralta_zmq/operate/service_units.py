@@ -24,15 +24,21 @@ PASSED_ENV = ("PATH", "PYTHONPATH")  # variables that a supervisor started by sy
 
 def main(command: str, names: Sequence[str]) -> int:
     """Enable or disable the start of workers at boot; returns 0. Raises ConfigError."""
+    is_enable = command == "enable"
     for name in names:
-        path, text, commands = _unit(name, enable=command == "enable")
-        if command == "enable":
-            _install(path, text, commands)
-        else:
-            _run_all(commands)
+        path, text, commands = _unit(name, command)
+        if is_enable:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, "utf-8")
+        for words in commands:
+            if problem := _run(words):
+                if is_enable:
+                    path.unlink()
+                raise ConfigError(f"{' '.join(words)} failed: {problem}; is it on this machine?")
+        if not is_enable:
             path.unlink(missing_ok=True)
         sys.stdout.write(f"{name}: {command}d, {path}\n")
-    if command == "enable" and platform.system() == "Linux" and not _lingers():
+    if is_enable and platform.system() == "Linux" and not _lingers():
         sys.stdout.write("to start before you log in: sudo loginctl enable-linger $USER\n")
     return 0
 
@@ -57,17 +63,18 @@ def start_in_systemd(name: str, words: Sequence[str], log: Path) -> bool:
     return not problem
 
 
-def _unit(name: str, *, enable: bool) -> tuple[Path, str, list[list[str]]]:
-    """Path and text of a unit file, and the commands that enable or disable it."""
+def _unit(name: str, command: str) -> tuple[Path, str, list[list[str]]]:
+    """Path and text of a unit file, and the commands of the system that enable or disable it."""
     label = _label(name)
     if platform.system() == "Darwin":
         path = Path.home() / "Library/LaunchAgents" / f"{label}.plist"
         domain = f"gui/{os.getuid()}"
-        words = ["bootstrap", domain, str(path)] if enable else ["bootout", f"{domain}/{label}"]
+        enable, disable = ["bootstrap", domain, str(path)], ["bootout", f"{domain}/{label}"]
+        words = enable if command == "enable" else disable
         return path, _unit_text("worker.plist", name), [["launchctl", *words]]
     path = Path.home() / ".config/systemd/user" / f"{label}.service"
-    verb = "enable" if enable else "disable"
-    commands = [["systemctl", "--user", "daemon-reload"], ["systemctl", "--user", verb, path.name]]
+    systemctl = ["systemctl", "--user"]
+    commands = [[*systemctl, "daemon-reload"], [*systemctl, command, path.name]]
     return path, _unit_text("worker.service", name), commands
 
 
@@ -81,23 +88,6 @@ def _unit_text(template: str, name: str) -> str:
     for key, value in values.items():
         text = text.replace(f"@{key}@", str(value))
     return text
-
-
-def _install(path: Path, text: str, commands: Sequence[Sequence[str]]) -> None:
-    """Write a unit file and enable it; removes the file if that fails. Raises ConfigError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, "utf-8")
-    try:
-        _run_all(commands)
-    except ConfigError:
-        path.unlink()
-        raise
-
-
-def _run_all(commands: Sequence[Sequence[str]]) -> None:
-    for words in commands:
-        if problem := _run(words):
-            raise ConfigError(f"{' '.join(words)} failed: {problem}; is it on this machine?")
 
 
 def _run(words: Sequence[str]) -> str | None:

@@ -81,13 +81,16 @@ def on_host(
     stdin: str = "",
     *,
     seconds: float = SHORT_SECONDS,
-    find_problem: FindProblem = failure,
+    remedy: str = "",
+    find_problem: FindProblem | None = None,
 ) -> Command:
     """Return the command that runs one line of shell in the home folder of a host.
 
-    Its problem is that of the ssh connection, if that fails, or what `find_problem` returns.
+    If the ssh connection fails, that is its problem. Otherwise `find_problem` finds the problem;
+    None = the last line of a command that failed, with `remedy`.
     """
     words = (*SSH, *shlex.split(host.ssh), script) if host.ssh else ("/bin/sh", "-c", script)
+    find_problem = find_problem or partial(failure, remedy=remedy)
     return Command(words, stdin, seconds, partial(_problem_on_host, host, find_problem))
 
 
@@ -99,8 +102,7 @@ def rsync_to(host: Host, sources: Sequence[str], target: str, *options: str) -> 
         remote = f"{machine}:{target.removeprefix('~/')}"
         words += ["-e", shlex.join([*SSH, *ssh_options]), *sources, remote]
     else:
-        target = target if target.startswith("~/") else shlex.quote(target)
-        words = ["/bin/sh", "-c", f"{shlex.join([*words, *sources])} {target}"]
+        words += [*sources, os.path.expanduser(target)]
     find_problem = partial(_problem_on_host, host, _copy_problem)
     return Command(tuple(words), seconds=LONG_SECONDS, find_problem=find_problem)
 
@@ -216,8 +218,8 @@ def _problem_on_host(host: Host, find_problem: FindProblem, result: Result) -> s
     error, by_hand = " ".join(result.err.split()), f"ssh {host.ssh}"
     remedies = {
         "Permission denied": f"its key is not accepted there; ssh-copy-id {host.ssh}",
-        "Host key verification failed": f"accept its host key once by hand: {by_hand}",
         "HOST IDENTIFICATION HAS CHANGED": f"the host key has changed; run {by_hand} by hand",
+        "Host key verification failed": f"accept its host key once by hand: {by_hand}",
         "Could not resolve": "the name cannot be resolved; correct ssh = in the hosts file",
         "Connection refused": "no sshd listens there; start it (macOS: Sharing, Remote Login)",
     }

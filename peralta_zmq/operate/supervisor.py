@@ -31,7 +31,7 @@ from typing import Any
 from peralta_zmq.atomic_files import is_held, replace_file
 from peralta_zmq.errors import ConfigError, PeraltaError
 from peralta_zmq.operate import service_units
-from peralta_zmq.operate.process_group import BAD_CONFIG, NUM_LOG_LINES, Record, Worker, supervise
+from peralta_zmq.operate.process_group import BAD_CONFIG, NUM_LOG_LINES, Worker, recorder, supervise
 
 FOLDER = Path(".lan")
 COPY_MARKER = FOLDER / "copying"  # exists while the code is being copied
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         "start": lambda: start(parse_jobs(sys.stdin.read())),
         "restart": lambda: restart(names),
         "run": lambda: run(read_job(names[0])),
-        "stop": lambda: max(map(stop, names), default=0),
+        "stop": lambda: max(map(stop, names)),
         "status": lambda: print_status(names),
         "follow": lambda: follow(names[1:], lines=int(names[0])),
         "enable": lambda: service_units.main(command, names),
@@ -124,7 +124,7 @@ def restart(names: Sequence[str]) -> int:
     """Stop workers, then start the same jobs. Raises ConfigError before it stops any."""
     _check_copied()
     jobs = [read_job(name) for name in names]
-    return max(map(stop, names), default=0) or start(jobs)
+    return max(map(stop, names)) or start(jobs)
 
 
 def run(job: Job) -> int:
@@ -133,11 +133,7 @@ def run(job: Job) -> int:
     os.environ.update(job.env)
     state = State(since=time.time())
     _write_state(job.name, state)
-    record_in_run: Record | None = None
-    if job.run is not None:
-        from peralta_zmq.operate.local import event_recorder  # slow to import: it loads the config
-
-        record_in_run = event_recorder(Path(job.run))
+    record_in_run = recorder(Path(job.run)) if job.run else None
 
     def record(event: str, **fields: object) -> None:
         nonlocal state
@@ -146,8 +142,7 @@ def run(job: Job) -> int:
         if record_in_run:
             record_in_run(event, **fields)
 
-    log = _file(job.name, "log")
-    worker = Worker(job.name, job.command)
+    worker, log = Worker(job.name, job.command), _file(job.name, "log")
     code = supervise([worker], record=record, on_tick=lambda _: rotate_log(log))
     _write_state(job.name, replace(state, code=code))
     return code

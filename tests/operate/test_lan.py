@@ -202,9 +202,9 @@ def test_good_host_passes_the_probe() -> None:
 
 
 @pytest.mark.parametrize(("changes", "expected"), [
-    ({"python": "3.8.18"}, "python3.11 is Python 3.8.18, and 3.10 or later is needed; set python"),
+    ({"python": "3.8.18"}, "python3.11 does not run Python 3.10 or later (3.8.18); set python ="),
     ({"python": "sh: python3.11: not found"},
-     "python3.11 does not run (sh: python3.11: not found); set python = to one of 3.10 or later"),
+     "python3.11 does not run Python 3.10 or later (sh: python3.11: not found); set python = to"),
     ({"rsync": ""}, "there is no rsync; install it there (apt install rsync, or brew install rsyn"),
     ({"make": ""}, "there is no make; install it there (apt install make, or xcode-select --insta"),
     ({"full": "yes"}, "~/peralta_zmq holds files that bin/lan did not put there; choose another"),
@@ -220,6 +220,7 @@ def test_bad_host_is_reported_with_a_remedy(changes: dict[str, str], expected: s
     ("ssh: connect to host pc port 22: Connection refused",
      "no sshd listens there; start it (macOS: Sharing, Remote Login)"),
     ("me@pc: Permission denied (publickey).", "its key is not accepted there; ssh-copy-id -p 2222"),
+    ("HOST IDENTIFICATION HAS CHANGED! Host key verification failed.", "the host key has changed"),
     ("Host key verification failed.", "accept its host key once by hand: ssh -p 2222 me@pc"),
     ("ssh: Could not resolve hostname pc", "the name cannot be resolved; correct ssh = in the ho"),
     ("ssh: connect to host pc port 22: Connection timed out",

@@ -109,8 +109,8 @@ def test_interrupted_copy_starts_nothing(tmp_path: Path) -> None:
 @pytest.mark.skipif(OLD_PYTHON is None, reason="no Python older than 3.10 on this machine")
 def test_old_python(tmp_path: Path) -> None:
     failed = up(tmp_path, {"python": str(OLD_PYTHON)})
-    assert f"beta: probe: {OLD_PYTHON} is Python 3." in failed.stderr
-    assert "and 3.10 or later is needed; set python = to a newer one" in failed.stderr
+    assert f"beta: probe: {OLD_PYTHON} does not run Python 3.10 or later (3." in failed.stderr
+    assert "; set python = to one that does, or install it" in failed.stderr
     assert failed.stderr.endswith(NOTHING)
 
 

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from typing import TypeAlias
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -24,7 +23,6 @@ from peralta_zmq.config import Config
 from peralta_zmq.operate.doctor.checks import Check
 
 PACKAGE = "peralta_zmq"
-OLDEST_PYTHON = (3, 10)
 # The first version that leaks interned strings and the first fixed one (cpython issue 113993).
 LEAKY_PYTHON = ((3, 12, 0), (3, 12, 6))
 SHOWN = ("torch", "transformers", "pyzmq")  # libraries whose versions are always shown
@@ -33,7 +31,6 @@ LOCAL_NETWORK = (
     "and start it again"
 )
 INHIBIT = "start the worker with systemd-inhibit --what=idle:sleep:handle-lid-switch COMMAND"
-RunCommand: TypeAlias = Callable[[Sequence[str]], str]  # see `output_of`
 
 
 def installed_version(library: str) -> str | None:
@@ -60,9 +57,6 @@ def check_versions(
 ) -> Check:
     """Check the version of Python and of every required library."""
     shown_python = ".".join(map(str, python[:3]))
-    if python[:2] < OLDEST_PYTHON:
-        detail = f"Python {shown_python} is too old"
-        return Check(False, detail, "use Python 3.10 or newer")
     # Libraries with a marker belong to an extra, or to another version of Python.
     required = [library for library in map(Requirement, requirements) if not library.marker]
     if not required:
@@ -88,7 +82,7 @@ def _is_satisfied(library: Requirement, version: str | None) -> bool:
     return version is not None and Version(version).base_version in library.specifier
 
 
-def check_device(config: Config, *, has_gpu: bool | None = None) -> Check:
+def check_device(config: Config) -> Check:
     """Report the device, and the dtype with its reason. Raises ConfigError for the device."""
     from peralta_zmq import models
 
@@ -96,8 +90,7 @@ def check_device(config: Config, *, has_gpu: bool | None = None) -> Check:
     dtype, reason = models.choose_dtype(device, config.model.dtype)
     name = str(dtype).removeprefix("torch.")
     detail = f"{models.device_name(device)}, {name} ({reason}), {models.available_cores()} cores"
-    has_gpu = shutil.which("nvidia-smi") is not None if has_gpu is None else has_gpu
-    if device.type == "cpu" and has_gpu and config.model.device == "auto":
+    if device.type == "cpu" and config.model.device == "auto" and shutil.which("nvidia-smi"):
         detail = f"{detail}; nvidia-smi is installed, but torch finds no GPU"
         return Check(True, detail, "install a CUDA build of torch; for a Jetson see README")
     return Check(True, detail)
@@ -135,19 +128,19 @@ def check_reward(config: Config) -> Check:
     return Check(True, "; ".join(details))
 
 
-def check_sleep(system: str, run_command: RunCommand, on_battery: bool) -> Check:
+def check_sleep(system: str, on_battery: bool) -> Check:
     """Check whether the machine may fall asleep during a run."""
     if system == "Darwin":
-        settings = run_command(["pmset", "-g"])
+        settings = output_of(["pmset", "-g"])
         minutes = re.search(r"^\s*sleep\s+(\d+)(.*)$", settings, re.MULTILINE)
         if minutes is None or minutes[1] == "0" or "prevented" in minutes[2]:
             return Check(True, "this Mac does not fall asleep by itself")
         detail = f"this Mac falls asleep after {minutes[1]} minutes without use"
         return Check(True, detail, "start the worker with caffeinate -is COMMAND")
-    targets = run_command(["systemctl", "is-enabled", "sleep.target", "suspend.target"])
-    inhibitors = run_command(["systemd-inhibit", "--list", "--no-legend"])
+    targets = output_of(["systemctl", "is-enabled", "sleep.target", "suspend.target"])
+    inhibitors = output_of(["systemd-inhibit", "--list", "--no-legend"])
     is_inhibited = re.search(r"\bsleep\b.*\bblock\b", inhibitors) is not None
-    is_desktop = run_command(["systemctl", "is-active", "graphical.target"]).strip() == "active"
+    is_desktop = output_of(["systemctl", "is-active", "graphical.target"]).strip() == "active"
     if "masked" in targets or is_inhibited or not (on_battery or is_desktop):
         return Check(True, "this machine does not fall asleep by itself")
     kind = "laptop" if on_battery else "desktop"

@@ -49,33 +49,23 @@ def check_ports(config: Config, stack: ExitStack) -> Check:
     The port of probes is left free for `serve_probes`. Ports in use by a running trainer of this
     run are no failure.
     """
-    port, bind = config.wire.port, config.wire.bind
-    last = port + NUM_PORTS - 1
+    bind, number = config.wire.bind, config.wire.port
+    ports = range(number, number + NUM_PORTS)
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     try:
-        _listen(bind, last).close()
-        for number in range(port, last):
-            stack.enter_context(_listen(bind, number))
-    except WireError as error:
-        if trainer_runs(config.run_folder):
-            return Check(True, f"the trainer of run {config.run.name} has {port} already")
-        return failed_check(error)
-    except OSError as error:
-        detail = f"cannot listen on {bind} ({error.strerror})"
-        return Check(
-            False, detail, "set wire.bind to an address of this machine, or 0.0.0.0 for all"
-        )
-    return Check(True, f"{port} to {last} are free on {bind}")
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket. Raises WireError if the port is in use, OSError for the address."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host.strip("[]"), port), family=family)
+        for number in ports:
+            server = socket.create_server((bind.strip("[]"), number), family=family)
+            stack.enter_context(server)
+            if number == ports[-1]:
+                server.close()
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise
-        raise WireError(wire.port_in_use_message(port)) from None
+            remedy = "set wire.bind to an address of this machine, or 0.0.0.0 for all"
+            return Check(False, f"cannot listen on {bind} ({error.strerror})", remedy)
+        if trainer_runs(config.run_folder):
+            return Check(True, f"the trainer of run {config.run.name} has {ports[0]} already")
+        return failed_check(WireError(wire.port_in_use_message(number)))
+    return Check(True, f"{ports[0]} to {ports[-1]} are free on {bind}")
 
 
 def trainer_runs(folder: Path) -> bool:

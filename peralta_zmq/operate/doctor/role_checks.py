@@ -87,10 +87,10 @@ def check_generator(
 
 
 def _check_machine(config: Config, report: Report) -> None:
-    run_command, on_battery = machine_checks.output_of, psutil.sensors_battery() is not None
+    on_battery = psutil.sensors_battery() is not None
     report.run("versions", machine_checks.check_versions, *machine_checks.this_python())
     report.run("device", machine_checks.check_device, config)
-    report.run("sleep", machine_checks.check_sleep, platform.system(), run_command, on_battery)
+    report.run("sleep", machine_checks.check_sleep, platform.system(), on_battery)
 
 
 def _check_run(config: Config) -> Check | None:
@@ -117,16 +117,15 @@ def _probe_trainer(
     return results[0].reply
 
 
-def _create_file(client: wire.ProbeClient) -> tuple[str, str]:
-    """Let the trainer's machine create a file in its weights folder; returns its name and ''.
+def _create_file(client: wire.ProbeClient) -> str:
+    """Let the trainer's machine create a file in its weights folder; returns the file's name.
 
-    Returns '' and a message if the file was not created.
+    Raises WireError without a file.
     """
-    try:
-        reply, _ = client.request("create_file", timeout=network_checks.PROBE_SECONDS)
-    except WireError as error:
-        return "", str(error)
-    return reply.created_file, reply.error
+    reply, _ = client.request("create_file", timeout=network_checks.PROBE_SECONDS)
+    if reply.error:
+        raise WireError(f"the trainer's machine: {reply.error}; run bin/doctor there")
+    return reply.created_file
 
 
 def _check_address(

@@ -6,15 +6,15 @@ and generators load them from there, or from a URL.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
-import threading
+import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from peralta_zmq import atomic_files
@@ -34,7 +34,6 @@ EVENT_SECONDS = 2.0  # time limit for the file system event of that file after i
 LIST_SECONDS = 0.02  # between two listings of the folder
 NOT_WRITABLE = "give this user write permission, free some space, or choose another weights.dir"
 OTHER_FOLDER = "it is another folder: mount the same one, and set weights.dir to it"
-CreateFile = Callable[[], tuple[str, str]]  # on the trainer's machine: name of a new file, or error
 
 
 def check_folder(folder: Path, *, role: str) -> Check:
@@ -62,19 +61,15 @@ def check_writing(folder: Path, *, num_bytes: int = SAMPLE_BYTES) -> Check:
     """Check that the folder, or its nearest parent, lets this user write, fsync and rename."""
     parent = nearest_folder(folder)
     content, started = os.urandom(num_bytes), time.monotonic()
-    created, renamed = (
-        parent / f"doctor-{kind}-{atomic_files.PROCESS_TAG}" for kind in ("created", "renamed")
-    )
     try:
-        atomic_files.write_folder(created, {"sample": content}, {})
-        seconds = time.monotonic() - started
-        os.rename(created, renamed)
+        with tempfile.TemporaryDirectory(prefix="doctor-", dir=parent) as work:
+            created = Path(work) / "created"
+            atomic_files.write_folder(created, {"sample": content}, {})
+            seconds = time.monotonic() - started
+            created.rename(Path(work) / "renamed")
     except OSError as error:
         detail = f"{parent} cannot be written ({error.strerror or error})"
         return Check(False, detail, NOT_WRITABLE)
-    finally:
-        for path in (created, renamed):
-            atomic_files.remove_folder(path)
     speed = num_bytes / seconds / 1e6
     return Check(True, f"write, fsync and rename work, {speed:.0f} MB/s")
 
@@ -85,16 +80,13 @@ def check_owner(folder: Path, run: Path, *, trainer_runs: bool) -> Check:
     A trainer that publishes holds the lease of the weights folder; with `trainer_runs` that is the
     trainer of this run. Raises OSError.
     """
-    from peralta_zmq.weights.backends import LocalBackend
-    from peralta_zmq.weights.store import WeightStore
-
-    backend = LocalBackend(folder)
+    store = _open_store(str(folder))
     # The run folder has a file RUN.json with the run's id, like a weights folder.
-    owner, run_id = WeightStore(backend).run_id, WeightStore(LocalBackend(run)).run_id
+    owner, run_id = store.run_id, _open_store(str(run)).run_id
     if owner and owner != run_id:
         detail = f"{folder} belongs to run {owner}, not to {run_id or run}"
         return Check(False, detail, "choose another folder with weights.dir, or delete this one")
-    holder = None if trainer_runs else backend.leases.holder(_folder_time(folder))
+    holder = None if trainer_runs else store.backend.leases.holder(_folder_time(folder))
     if holder:
         detail = f"another trainer ({holder}) publishes to {folder}"
         return Check(
@@ -116,22 +108,17 @@ def check_space(folder: Path, model_bytes: int | None, num_models: int = NUM_VER
     return Check(free >= needed, detail, remedy)
 
 
-def check_visible(folder: Path, create_file: CreateFile) -> Check:
-    """Check that a file created by the trainer's machine appears here, by polling and by event."""
+def check_visible(folder: Path, create_file: Callable[[], str]) -> Check:
+    """Check that a file created by the trainer's machine appears here, by polling and by event.
+
+    `create_file` makes the trainer's machine create a file in the folder, and returns its name.
+    """
     from peralta_zmq.weights.backends import FolderWatcher
 
-    event_times: list[float] = []
-    has_event = threading.Event()
-
-    def on_change() -> None:
-        event_times.append(time.monotonic())
-        has_event.set()
-
-    with closing(FolderWatcher(folder, on_change)):
-        name, problem = create_file()
+    event_times: SimpleQueue[float] = SimpleQueue()  # monotonic seconds
+    with closing(FolderWatcher(folder, lambda: event_times.put(time.monotonic()))):
+        name = create_file()
         started = time.monotonic()
-        if not name:
-            return Check(False, f"the trainer's machine: {problem}", "run bin/doctor there")
         while name not in os.listdir(folder):
             if time.monotonic() - started > VISIBLE_SECONDS:
                 detail = (
@@ -141,8 +128,11 @@ def check_visible(folder: Path, create_file: CreateFile) -> Check:
                 return Check(False, detail, OTHER_FOLDER)
             time.sleep(LIST_SECONDS)
         seconds = time.monotonic() - started
-        has_event.wait(EVENT_SECONDS)
-    event = f"by event {max(0.0, event_times[0] - started):.2f} s" if event_times else "no event"
+        try:
+            event_seconds = max(0.0, event_times.get(timeout=EVENT_SECONDS) - started)
+            event = f"by event {event_seconds:.2f} s"
+        except Empty:
+            event = "no event"
     times = f"{seconds:.2f} s by polling, {event}"
     return Check(True, f"the same folder as the trainer's; a new file appears after {times}")
 
@@ -216,14 +206,13 @@ def model_bytes_of(config: Config) -> int | None:
     None if the model is not on this machine.
     """
     from peralta_zmq import models
+    from peralta_zmq.weights.tensor_set import MappedTensors
 
     num_numbers = 0
     try:
         for path in models.model_folder(config.model.name).glob("*.safetensors"):
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            header.pop("__metadata__", None)
-            num_numbers += sum(math.prod(tensor["shape"]) for tensor in header.values())
+            specs = MappedTensors(path).specs.values()
+            num_numbers += sum(math.prod(spec.shape) for spec in specs)
     except (ConfigError, OSError, ValueError):
         return None
     return num_numbers * (4 if config.weights.dtype == "float32" else 2)
@@ -235,7 +224,7 @@ def nearest_folder(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.is_dir())
 
 
-def _open_store(address: str, token_file: str | None) -> WeightStore:
+def _open_store(address: str, token_file: str | None = None) -> WeightStore:
     from peralta_zmq.weights.store import WeightStore
 
     return WeightStore.open(address, token=atomic_files.read_private_token(token_file))
@@ -243,12 +232,8 @@ def _open_store(address: str, token_file: str | None) -> WeightStore:
 
 def _folder_time(folder: Path) -> float:
     """Unix seconds by the clock of the folder's file system, which a NAS has of its own."""
-    file = folder / f".doctor-clock-{atomic_files.PROCESS_TAG}"
-    try:
-        atomic_files.replace_file(file, b"")
-        return file.stat().st_mtime
-    finally:
-        file.unlink(missing_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_mtime
 
 
 def _read(backend: StorageBackend, path: str, folder: Path | None) -> tuple[int, float]:
@@ -256,13 +241,12 @@ def _read(backend: StorageBackend, path: str, folder: Path | None) -> tuple[int,
 
     The file is dropped from the page cache first, where the system permits that.
     """
-    with ExitStack() as stack:
-        if folder is not None and hasattr(os, "posix_fadvise"):
-            file = stack.enter_context((folder / path).open("rb"))
+    if folder is not None and hasattr(os, "posix_fadvise"):
+        with (folder / path).open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        started, num_bytes = time.monotonic(), 0
-        for chunk in backend.read(path):
-            num_bytes += len(chunk)
-            if num_bytes >= MAX_READ_BYTES:
-                break
-        return num_bytes, time.monotonic() - started
+    started, num_bytes = time.monotonic(), 0
+    for chunk in backend.read(path):
+        num_bytes += len(chunk)
+        if num_bytes >= MAX_READ_BYTES:
+            break
+    return num_bytes, time.monotonic() - started
