@@ -40,17 +40,17 @@ def exposition(rows: Mapping[str, Mapping[str, object]]) -> str:
 
     If two keys become the same name and labels, the first one counts.
     """
-    heads: dict[str, str] = {}  # Prometheus name -> HELP and TYPE lines
-    samples: dict[str, dict[str, str]] = {}  # Prometheus name -> labels -> sample line
+    # Prometheus name -> labels -> sample line; "" -> HELP and TYPE lines
+    families: dict[str, dict[str, str]] = {}
     for run, row in rows.items():
         for key in row:
             if math.isnan(value := number(row, key)):
                 continue
             name, labels = _name_and_labels(key)
             text = ",".join(f'{k}="{_escape(v)}"' for k, v in {"run": run, **labels}.items())
-            heads.setdefault(name, _head(name, key))
-            samples.setdefault(name, {}).setdefault(text, f"{name}{{{text}}} {value!r}\n")
-    return "".join(head + "".join(samples[name].values()) for name, head in heads.items())
+            family = families.setdefault(name, {"": _head(name, key)})
+            family.setdefault(text, f"{name}{{{text}}} {value!r}\n")
+    return "".join(line for family in families.values() for line in family.values())
 
 
 def _name_and_labels(key: str) -> tuple[str, dict[str, str]]:

@@ -31,7 +31,6 @@ PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb
 PROJECT = "peralta_zmq"
 MAX_PENDING_ROWS = 1000  # in the queue of a tracker; more mean that it hangs
 CLOSE_SECONDS = 20.0  # maximum wait for a tracker at the end of a run
-AXES = ("step", "time")  # x axes of the curves; not logged as curves
 Numbers: TypeAlias = dict[str, float]
 # Log the numbers of a step: called with step, numbers by name, and unix seconds (NaN: now).
 LogNumbers: TypeAlias = Callable[[int, Numbers, float], None]
@@ -73,7 +72,8 @@ class Tracker:
 
     def log(self, step: int, row: Mapping[str, object]) -> None:
         """Queue the finite numbers of a row of metrics.jsonl; never waits, never raises."""
-        numbers = {key: number(row, key) for key in row if key not in AXES}
+        # Step and time are the x axes of the curves.
+        numbers = {key: number(row, key) for key in row if key not in ("step", "time")}
         numbers = {key: value for key, value in numbers.items() if math.isfinite(value)}
         self._put((step, numbers, number(row, "time")))
 

@@ -10,9 +10,8 @@ import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,38 +19,15 @@ from numpy.typing import NDArray
 from peralta_zmq.observe.metrics import Row, generator_numbers, number, read_toml
 
 Column: TypeAlias = NDArray[np.float64]
+Json: TypeAlias = dict[str, Any]
 EVAL = "eval"  # column of held-out accuracy, which has its own steps
 MAX_COLUMNS = 2000  # limits the memory if many generator names come and go
 MAX_GENERATORS = 12  # lines in one chart
 NUM_BUCKETS = 120  # buckets of the x axis for downsampling
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One column in a chart; two "band" lines are the bounds of a filled area."""
-
-    key: str
-    label: str
-    kind: Literal["line", "band", "dots", "stack"] = "line"
-    right: bool = False  # on the right axis
-    percent: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """One chart; with `generator_metric` every generator has a line of this metric."""
-
-    id: str
-    title: str
-    lines: tuple[Line, ...] = ()
-    unit: str = ""
-    generator_metric: str = ""
-
-
-CHARTS = [
-    Chart(**{**chart, "lines": tuple(Line(**line) for line in chart.get("lines", ()))})
-    for chart in read_toml(Path(__file__).with_name("charts.toml"))["charts"]
-]
+# Title, unit and lines of each chart, as described in the file.
+CHARTS: list[Json] = read_toml(Path(__file__).with_name("charts.toml"))["charts"]
 # Activities that the trainer measures; the rest of the step time is time/other.
 ACTIVITIES = ("time/forward_backward", "time/wait_for_batch", "time/journal", "time/publish")
 
@@ -68,18 +44,17 @@ class Table:
         self.columns: dict[str, array[float]] = {}
         self.rewinds = 0
 
-    def extend(self, rows: Sequence[Row]) -> None:
-        """Add rows of metrics.jsonl, oldest first; rows without a step are skipped."""
-        for row in rows:
-            if math.isnan(step := number(row, "step")):
-                continue
-            if self.steps and step <= self.steps[-1]:
-                self._rewind(step)
-            self.steps.append(step)
-            # Derived numbers override metrics of the same name; MAX_COLUMNS cannot exclude them.
-            derived = derived_numbers(row)
-            for key in derived | row:
-                self._append(key, derived[key] if key in derived else number(row, key))
+    def append(self, row: Row) -> None:
+        """Add a row of metrics.jsonl; a row without a step is skipped."""
+        if math.isnan(step := number(row, "step")):
+            return
+        if self.steps and step <= self.steps[-1]:
+            self._rewind(step)
+        self.steps.append(step)
+        # Derived numbers override metrics of the same name; MAX_COLUMNS cannot exclude them.
+        derived = derived_numbers(row)
+        for key in derived | row:
+            self._set(key, derived[key] if key in derived else number(row, key))
 
     def values(self, key: str, *, after: int = 0) -> Column:
         """Return a column from row `after` on: float64 [steps - after], NaN without a value."""
@@ -97,7 +72,7 @@ class Table:
         index = bisect_left(self.steps, step)
         return index if index < len(self.steps) and self.steps[index] == step else None
 
-    def _append(self, key: str, value: float) -> None:
+    def _set(self, key: str, value: float) -> None:
         """Set the newest row of a column; rows without a value become NaN."""
         if math.isnan(value) or (key not in self.columns and len(self.columns) >= MAX_COLUMNS):
             return
@@ -137,36 +112,33 @@ def derived_numbers(row: Row) -> dict[str, float]:
     }
 
 
-def points(
-    chart: Chart, table: Table, evaluations: Mapping[float, float], *, after: int
-) -> dict[str, Any]:
-    """Return a chart from row `after` of the table on: the fields of Chart, `x` and `columns`.
+def points(chart: Json, table: Table, evaluations: Mapping[float, float], *, after: int) -> Json:
+    """Return a chart of CHARTS with its points from row `after` of the table on.
 
-    `evaluations` maps steps to held-out accuracy. `x` has steps, `columns` the values of each line.
-    Long columns are downsampled; a missing value is NaN.
+    `evaluations` maps steps to held-out accuracy. The result also has `x`, the steps, and
+    `columns`, the values of each line that the run has. Long columns are downsampled; a missing
+    value is NaN.
     """
     lines = [
         line
-        for line in (*chart.lines, *_generator_lines(chart, table))
-        if (evaluations if line.key == EVAL else line.key in table.columns)
+        for line in chart.get("lines") or _generator_lines(chart["generator_metric"], table)
+        if (evaluations if line["key"] == EVAL else line["key"] in table.columns)
     ]
-    values = [table.values(line.key, after=after) for line in lines if line.key != EVAL]
+    keys = [line["key"] for line in lines]
+    values = [table.values(key, after=after) for key in keys if key != EVAL]
     indices = {after + int(index) for index in downsample(values, num_buckets=NUM_BUCKETS)}
-    held_out = evaluations if any(line.key == EVAL for line in lines) else {}
+    held_out = evaluations if EVAL in keys else {}
     indices |= {index for step in held_out if (index := table.index(step)) is not None}
     index_of = {table.steps[index]: index for index in sorted(indices)}
     x = sorted(index_of.keys() | held_out.keys())
 
-    def value(line: Line, step: float) -> float:
-        if line.key == EVAL:
+    def value(key: str, step: float) -> float:
+        if key == EVAL:
             return held_out.get(step, math.nan)
-        return float(f"{table.value(line.key, index_of.get(step)):.7g}")  # makes the JSON shorter
+        return float(f"{table.value(key, index_of.get(step)):.7g}")  # makes the JSON shorter
 
-    return {
-        **asdict(replace(chart, lines=tuple(lines))),
-        "x": x,
-        "columns": [[value(line, step) for step in x] for line in lines],
-    }
+    columns = [[value(key, step) for step in x] for key in keys]
+    return {**chart, "lines": lines, "x": x, "columns": columns}
 
 
 def downsample(columns: Sequence[Column], *, num_buckets: int) -> NDArray[np.int64]:
@@ -194,9 +166,7 @@ def downsample(columns: Sequence[Column], *, num_buckets: int) -> NDArray[np.int
     return np.unique(np.minimum(np.concatenate(indices), size - 1))
 
 
-def _generator_lines(chart: Chart, table: Table) -> list[Line]:
-    if not chart.generator_metric:
-        return []
-    columns = dict.fromkeys(table.columns)
-    names = sorted(generator_numbers(columns, chart.generator_metric))[:MAX_GENERATORS]
-    return [Line(f"gen/{name}/{chart.generator_metric}", name) for name in names]
+def _generator_lines(metric: str, table: Table) -> list[Json]:
+    """Return one line for each generator that ever reported `metric`."""
+    names = sorted(generator_numbers(dict.fromkeys(table.columns), metric))[:MAX_GENERATORS]
+    return [{"key": f"gen/{name}/{metric}", "label": name} for name in names]

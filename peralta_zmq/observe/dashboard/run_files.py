@@ -97,7 +97,11 @@ class RunFiles:
             self._num_resets += 1
             self._reset()
         while True:
-            self._add_metrics(self._tails[METRICS].read())
+            for row in self._tails[METRICS].read():
+                self.table.append(row)
+                while self.rows and number(self.rows[-1], "step") >= number(row, "step"):
+                    self.rows.pop()  # undone by a roll-back
+                self.rows.append(row)
             for row in self._tails[EVALUATIONS].read():
                 self.accuracies[number(row, "step")] = number(row, "accuracy")
             for row in self._tails[EVENTS].read():
@@ -116,13 +120,6 @@ class RunFiles:
             return _parse(path, path.stat().st_mtime_ns)
         except (OSError, ValueError):
             return {}
-
-    def _add_metrics(self, rows: Sequence[Row]) -> None:
-        self.table.extend(rows)
-        for row in rows:
-            while self.rows and number(self.rows[-1], "step") >= number(row, "step"):
-                self.rows.pop()  # undone by a roll-back
-            self.rows.append(row)
 
 
 @lru_cache

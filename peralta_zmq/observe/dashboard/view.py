@@ -18,12 +18,12 @@ from dataclasses import asdict
 from heapq import merge
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import numpy as np
 
 from peralta_zmq.atomic_files import replace_file
-from peralta_zmq.observe.dashboard.charts import CHARTS, points
+from peralta_zmq.observe.dashboard.charts import CHARTS, Json, points
 from peralta_zmq.observe.dashboard.run_files import (
     CONFIG,
     ENDED,
@@ -44,8 +44,6 @@ from peralta_zmq.observe.run_state import (
     seconds_left,
 )
 from peralta_zmq.observe.verdict import verdict
-
-Json: TypeAlias = dict[str, Any]
 
 NUM_CHANGE = 20  # steps; the mean reward is compared with that of as many steps before
 MAX_EVENTS, MAX_MARKERS, MAX_GENERATORS = 60, 80, 200  # newest entries in one update

@@ -1,5 +1,6 @@
 // Charts with a shared cursor, drawn by uPlot. A chart is {id, title, unit, lines, x, columns}, as
-// charts.py computes it; x are optimizer steps, and columns has the values of one line each.
+// charts.py computes it from charts.toml; x are optimizer steps, and columns has the values of one
+// line each.
 "use strict";
 
 const Charts = (() => {
@@ -107,7 +108,7 @@ const Charts = (() => {
       this.box.dataset.testid = `chart-${chart.id}`;
       const title = document.createElement("h2");
       const name = document.createElement("span"), unit = document.createElement("small");
-      unit.textContent = chart.unit;
+      unit.textContent = chart.unit ?? "";
       name.append(chart.title, " ", unit);
       title.append(name);
       this.at = document.createElement("span");
@@ -202,7 +203,7 @@ const Charts = (() => {
       this.legendValues = [];
       const keys = this.lines.filter(line => line.kind !== "band").map(line => {
         const key = document.createElement("span");
-        key.className = `key ${line.kind} ${STROKES[DASHES.indexOf(line.dash)] ?? ""}`;
+        key.className = `key ${line.kind ?? "line"} ${STROKES[DASHES.indexOf(line.dash)] ?? ""}`;
         key.style.setProperty("--mark", `var(--${line.color})`);
         const value = document.createElement("b");
         value.dataset.testid = `${this.id}-${line.key}`;
