@@ -24,11 +24,11 @@ from torch import Tensor
 from benchmarks.harness import Claim, bounded, compared, interleaved, progress, seconds
 from benchmarks.limits import flops
 from peralta_zmq import models
-from peralta_zmq.learning.advantages import group_mean
+from peralta_zmq.learning.advantages import advantages_of, group_mean
 from peralta_zmq.learning.learner import update_parameters
 from peralta_zmq.learning.losses import reinforce
 from peralta_zmq.learning.optimizer import make_optimizer
-from peralta_zmq.learning.packing import Batch, PackedSample, make_batches, pack_groups
+from peralta_zmq.learning.packing import PackedSample, Packing, make_batches, pack_groups
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Rollout, RolloutGroup
 from tools.base_model import new_model
@@ -43,6 +43,7 @@ SHAPE: dict[str, Any] = {
 QUICK_SHAPE = {**SHAPE, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536,
                "vocab_size": 32000}  # fmt: skip
 RATE = 2e-6
+PACKING = Packing(max_tokens=1 << 16)
 CPU = torch.device("cpu")
 REQUIRED = {
     "exact_fp32_vs_original": 3.0, "bf16_vs_original": 6.0, "flop_share_bf16": 0.5,
@@ -95,7 +96,8 @@ class Setting:
 
     def samples(self, num_groups: int) -> Sequence[PackedSample]:
         """The packed groups."""
-        return pack_groups(self._groups[:num_groups], group_mean, max_tokens=1 << 16).samples
+        groups = self._groups[:num_groups]
+        return pack_groups(groups, advantages_of(groups, group_mean), PACKING)[0]
 
     def exact(self, num_groups: int) -> None:
         """Our step in fp32, all groups in one micro-batch."""
@@ -106,9 +108,7 @@ class Setting:
         self._ours(num_groups, torch.bfloat16)
 
     def _ours(self, num_groups: int, dtype: torch.dtype) -> None:
-        batches: list[Batch] = make_batches(
-            self.samples(num_groups), max_tokens=1 << 16, device=self._device
-        )
+        batches = make_batches(self.samples(num_groups), PACKING, device=self._device)
         update_parameters(
             self._optimizer, batches,
             compute_logprobs=self._scorers[dtype], loss=reinforce, max_grad_norm=1.0,

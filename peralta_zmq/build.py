@@ -39,6 +39,7 @@ from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.learner import Learner, LearnerSettings
 from peralta_zmq.learning.losses import TokenLoss, check_loss_options, with_entropy_bonus
 from peralta_zmq.learning.optimizer import learning_rate
+from peralta_zmq.learning.packing import Packing
 from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, reference_logprobs
 from peralta_zmq.learning.user_functions import FunctionKind, checked_function
 from peralta_zmq.models import lora
@@ -76,11 +77,13 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
         weight_decay=train.weight_decay,
         optim=train.optim,
         max_grad_norm=train.max_grad_norm,
-        max_tokens_per_microbatch=train.max_tokens_per_microbatch,
-        oversize=train.oversize,
-        temperature=temperature_schedule(config) or config.sampling.temperature or 1.0,
+        packing=Packing(
+            max_tokens=train.max_tokens_per_microbatch,
+            oversize=train.oversize,
+            share_prompts=scorer.packs,
+            temperature=temperature_schedule(config) or config.sampling.temperature or 1.0,
+        ),
         num_iterations=train.num_iterations,
-        share_prompts=scorer.packs,
         keep_zero_std=train.keep_zero_std,
     )
     return Learner(

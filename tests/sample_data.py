@@ -132,25 +132,36 @@ def siblings(rewards: Sequence[float], **options: Any) -> RolloutGroup:
     return replace(group, rollouts=rollouts)
 
 
+def packed(groups: Sequence[RolloutGroup], advantage: Any = None, **packing: Any) -> Any:
+    """The samples of `pack_groups` and its metrics; the default advantage is group_mean."""
+    from peralta_zmq.learning.advantages import advantages_of, group_mean
+    from peralta_zmq.learning.packing import Packing, pack_groups
+
+    return pack_groups(groups, advantages_of(groups, advantage or group_mean), Packing(**packing))
+
+
 def tiny_learner(model: Any, **options: Any) -> Any:
     """A learner of `model` with REINFORCE; `options` override its settings and arguments."""
     from peralta_zmq.learning.advantages import group_mean
     from peralta_zmq.learning.learner import Learner, LearnerSettings
     from peralta_zmq.learning.losses import reinforce
+    from peralta_zmq.learning.packing import Packing
     from peralta_zmq.models.scoring import Scorer
 
+    packing_names = {field.name for field in fields(Packing)}
     settings: dict[str, Any] = {
         "loss": reinforce,
         "advantage": group_mean,
         "betas": (0.9, 0.95),
         "weight_decay": 0.01,
         "max_grad_norm": 1.0,
-        "max_tokens_per_microbatch": 1000,
     }
     arguments: dict[str, Any] = {
         "learning_rate": constant(1e-2),
         "compute_logprobs": Scorer(model),
     }
+    packing = {name: options.pop(name) for name in packing_names & options.keys()}
+    settings["packing"] = Packing(**{"max_tokens": 1000, **packing})
     names = {field.name for field in fields(LearnerSettings)}
     settings |= {name: value for name, value in options.items() if name in names}
     arguments |= {name: value for name, value in options.items() if name not in names}

@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sample_data import siblings, tiny_model
+from sample_data import packed, siblings, tiny_model
 from weight_sets import COMPANIONS, reports_of, same
 
 from peralta_zmq import models
 from peralta_zmq.engines.native import NativeEngine, decoder
-from peralta_zmq.learning.advantages import group_mean
 from peralta_zmq.learning.learner import StepResult, update_parameters
 from peralta_zmq.learning.losses import reinforce
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
-from peralta_zmq.learning.packing import make_batches, pack_groups
+from peralta_zmq.learning.packing import Packing, make_batches
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Request, Sampling
 from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
@@ -103,10 +102,11 @@ def trained(device: str, dtype: torch.dtype) -> tuple[list[StepResult], dict[str
     optimizer = make_optimizer(dict(model.named_parameters()), betas=(0.9, 0.95), weight_decay=0.0)
     set_learning_rate(optimizer, 1e-3)
     groups = [siblings([1.0, 0.0, 0.0], lengths=[4, 7, 9], seed=seed) for seed in range(2)]
-    samples = pack_groups(groups, group_mean, max_tokens=1000).samples
+    samples, _ = packed(groups, max_tokens=1000)
+    batches = make_batches(samples, Packing(max_tokens=1000), device=device)
     results = [
         update_parameters(
-            optimizer, make_batches(samples, max_tokens=1000, device=device),
+            optimizer, batches,
             compute_logprobs=Scorer(model, dtype=dtype), loss=reinforce, max_grad_norm=1.0,
         )
         for _ in range(3)

@@ -37,16 +37,23 @@ AdvantageFunction = Callable[[Sequence[float], Sequence[int]], list[float]]
 
 
 def advantages_of(
-    groups: Sequence[RolloutGroup], advantage: AdvantageFunction
+    groups: Sequence[RolloutGroup], advantage: AdvantageFunction, *, keep_zero_std: bool = False
 ) -> list[list[float]]:
-    """Compute the advantages of each group's rollouts."""
-    rewards = [group.rewards for group in groups]
-    lengths = [[rollout.num_generated for rollout in group.rollouts] for group in groups]
+    """Compute the advantages of each group's rollouts.
+
+    A group without signal, in which all rewards are equal, has none: its list is empty, and its
+    rewards do not count in the step. With `keep_zero_std` it is treated as the other groups.
+    """
+    trained = [group for group in groups if keep_zero_std or group.has_signal]
+    rewards = [group.rewards for group in trained]
+    lengths = [[rollout.num_generated for rollout in group.rollouts] for group in trained]
     option = inspect.signature(advantage).parameters.get("group_adv_norm")
     if option is None or option.default:
-        return list(map(advantage, rewards, lengths))
-    advantages = iter(advantage([*chain(*rewards)], [*chain(*lengths)]))
-    return [list(islice(advantages, len(group))) for group in rewards]
+        by_group = map(advantage, rewards, lengths)
+    else:
+        values = iter(advantage([*chain(*rewards)], [*chain(*lengths)]) if trained else ())
+        by_group = (list(islice(values, len(group))) for group in rewards)
+    return [next(by_group) if keep_zero_std or group.has_signal else [] for group in groups]
 
 
 def group_mean(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
@@ -60,14 +67,14 @@ def group_zscore(
 ) -> list[float]:
     """(R - mean) / (std + eps) (GRPO); std is the population's unless ddof is 1."""
     mean = fmean(rewards)
-    variance = sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - ddof)
-    return [(reward - mean) / (math.sqrt(variance) + eps) for reward in rewards]
+    variance = sum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - ddof)
+    return _standardized(rewards, mean, variance, eps)
 
 
 def leave_one_out(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """R - mean of the other K - 1 rewards (RLOO, PipelineRL)."""
+    """R - mean of the other K - 1 rewards (RLOO, PipelineRL); 0 for a single rollout."""
     total, num_others = sum(rewards), len(rewards) - 1
-    return [reward - (total - reward) / num_others for reward in rewards]
+    return [reward - (total - reward) / num_others if num_others else 0.0 for reward in rewards]
 
 
 def length_weighted(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
@@ -90,7 +97,15 @@ def token_whitening(
     """
     mean = _token_mean(rewards, lengths)
     variance = _token_mean([(reward - mean) ** 2 for reward in rewards], lengths)
-    return [(reward - mean) / (math.sqrt(variance) + eps) for reward in rewards]
+    return _standardized(rewards, mean, variance, eps)
+
+
+def _standardized(
+    rewards: Sequence[float], mean: float, variance: float, eps: float
+) -> list[float]:
+    """(R - mean) / (std + eps), but 0 if the divisor is 0: equal rewards, without eps."""
+    divisor = math.sqrt(variance) + eps
+    return [(reward - mean) / divisor if divisor else 0.0 for reward in rewards]
 
 
 def _token_mean(values: Sequence[float], lengths: Sequence[int]) -> float:

@@ -26,17 +26,10 @@ from torch import Tensor
 
 from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning import optimizer as adamw
-from peralta_zmq.learning.advantages import AdvantageFunction, Filter, apply_filters
+from peralta_zmq.learning.advantages import AdvantageFunction, Filter, advantages_of, apply_filters
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.losses import TokenLoss, Tokens
-from peralta_zmq.learning.packing import (
-    Batch,
-    Oversize,
-    PackedSample,
-    Temperature,
-    make_batches,
-    pack_groups,
-)
+from peralta_zmq.learning.packing import Batch, PackedSample, Packing, make_batches, pack_groups
 from peralta_zmq.learning.reference_models import (
     ComputeLogprobs,
     ComputeLogprobsAndEntropy,
@@ -68,11 +61,8 @@ class LearnerSettings:
     weight_decay: float
     optim: adamw.Optim = "adamw"
     max_grad_norm: float
-    max_tokens_per_microbatch: int
-    oversize: Oversize = "truncate"  # what happens to a rollout longer than a micro-batch
-    temperature: Temperature = 1.0  # at which the generators sample
+    packing: Packing
     num_iterations: int = 1  # updates per step
-    share_prompts: bool = True  # False for a policy that cannot compute a shared prefix once
     keep_zero_std: bool = False  # train also on groups in which all rewards are equal
 
 
@@ -136,14 +126,9 @@ class Learner:
         adamw.set_learning_rate(self._optimizer, rate)
         settings = self._settings
         included, filter_metrics = apply_filters(groups, settings.filters)
-        packed = pack_groups(
-            groups,
-            settings.advantage,
-            max_tokens=settings.max_tokens_per_microbatch,
-            oversize=settings.oversize,
-            share_prompts=settings.share_prompts,
-            keep_zero_std=settings.keep_zero_std,
-            included=included,
+        advantages = advantages_of(groups, settings.advantage, keep_zero_std=settings.keep_zero_std)
+        samples, packing_metrics = pack_groups(
+            groups, advantages, settings.packing, included=included
         )
         updates = [
             update_parameters(
@@ -155,7 +140,7 @@ class Learner:
                 max_grad_norm=settings.max_grad_norm,
                 ranks=self._ranks,
             )
-            for batches in self._mini_batches(packed.samples)
+            for batches in self._mini_batches(samples)
         ]
         skip_reason = next((update.skip_reason for update in updates if update.skip_reason), "")
         self._count_skipped(skip_reason)
@@ -167,13 +152,12 @@ class Learner:
             **filter_metrics,
             **_mean_metrics(updates),
             "skipped_steps": self._num_skipped,
-            "num_truncated": packed.num_truncated,
-            "num_dropped": packed.num_dropped,
+            **packing_metrics,
             "learning_rate": rate,
             "time/forward_backward": time.monotonic() - started,
             **mismatch_metrics(mismatch),
         }
-        return StepResult(metrics, skip_reason, mismatch, packed.advantages)
+        return StepResult(metrics, skip_reason, mismatch, advantages)
 
     def _mini_batches(self, samples: Sequence[PackedSample]) -> list[list[Batch]]:
         """Micro-batches of each update, with the logprobs of reference models.
@@ -187,10 +171,8 @@ class Learner:
         for index in range(min(settings.num_iterations, num_groups)):
             batches = make_batches(
                 [sample for sample in samples if sample.group % settings.num_iterations == index],
-                max_tokens=settings.max_tokens_per_microbatch,
-                temperature=settings.temperature,
+                settings.packing,
                 device=next(iter(self._parameters.values())).device,
-                padded=not settings.share_prompts,
                 ranks=self._ranks,
             )
             if self._reference is not None:

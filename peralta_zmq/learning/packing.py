@@ -20,13 +20,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from peralta_zmq.learning.advantages import AdvantageFunction, advantages_of
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.rollout import Int32Array, PrefixTree, Rollout, RolloutGroup, TreeSpan
 
 Int64Array: TypeAlias = NDArray[np.int64]
 Temperature: TypeAlias = float | Callable[[int], float]  # constant, or a function of policy_step
 Oversize: TypeAlias = Literal["truncate", "drop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """Settings of the packing."""
+
+    max_tokens: int  # of a micro-batch
+    oversize: Oversize = "truncate"  # what happens to a rollout longer than a micro-batch
+    share_prompts: bool = True
+    """False for a model that cannot compute a shared prefix once: each rollout is a padded row."""
+    temperature: Temperature = 1.0  # at which the generators sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +69,6 @@ class Batch:
     prox_logprobs: Tensor | None = None  # float32 [N], of the policy before the step's first update
     ref_logprobs: Tensor | None = None  # float32 [N], of the reference model
     teacher_logprobs: Tensor | None = None  # float32 [N], of the teacher model
-
-
-@dataclass(frozen=True, slots=True)
-class PackedGroups:
-    """The samples of a step, the advantages, and the number of rollouts that did not fit."""
-
-    samples: tuple[PackedSample, ...]
-    num_truncated: int  # rollouts that lost their end
-    num_dropped: int  # rollouts left out because of their length
-    advantages: tuple[tuple[float, ...], ...]  # per group and rollout; empty for unpacked groups
 
 
 class TreeBuilder:
@@ -104,75 +104,62 @@ class TreeBuilder:
 
 def pack_groups(
     groups: Sequence[RolloutGroup],
-    advantage: AdvantageFunction,
+    advantages: Sequence[Sequence[float]],
+    packing: Packing,
     *,
-    max_tokens: int,
-    oversize: Oversize = "truncate",
-    share_prompts: bool = True,
-    keep_zero_std: bool = False,
     included: Sequence[Sequence[bool]] | None = None,
-) -> PackedGroups:
-    """Pack the groups that have signal, two different rewards, into samples of <= max_tokens.
+) -> tuple[list[PackedSample], dict[str, int]]:
+    """Pack the groups that have `advantages`, one per rollout, into samples of <= max_tokens.
 
-    With `keep_zero_std` groups without signal are packed too. Rollouts of a group share their
-    prefix unless `share_prompts` is False. A rollout longer than `max_tokens` is truncated or
-    dropped, as `oversize` says. `included` has a flag per group and rollout, False for a rollout
-    that a filter removed from the loss; its reward still counts in the advantages of its group.
-    None includes all.
+    `included` has a flag per group and rollout, False for a rollout to leave out; None includes
+    all. Also returns metrics: the number of rollouts that were longer than max_tokens and lost
+    their end (num_truncated) or were left out (num_dropped).
     """
     samples, num_truncated, num_dropped = list[PackedSample](), 0, 0
-    signal = [index for index, group in enumerate(groups) if keep_zero_std or group.has_signal]
-    advantages = advantages_of([groups[index] for index in signal], advantage)
-    for index, group_advantages in zip(signal, advantages, strict=True):
+    max_kept = packing.max_tokens if packing.oversize == "truncate" else 0
+    max_shared = packing.max_tokens if packing.share_prompts else 0
+    for index, (group, values) in enumerate(zip(groups, advantages, strict=True)):
         packable = deque[tuple[Rollout, float]]()
-        rollouts = groups[index].rollouts
-        flags = included[index] if included is not None else [True] * len(rollouts)
-        for rollout, value, include in zip(rollouts, group_advantages, flags, strict=True):
+        flags = included[index] if included is not None else [True] * len(values)
+        for rollout, value, include in zip(group.rollouts, values, flags, strict=False):
             if not include:
                 continue
-            fitting = rollout
-            if too_long := len(rollout.token_ids) > max_tokens:
-                fitting = _truncated(rollout, max_tokens if oversize == "truncate" else 0)
+            too_long = len(rollout.token_ids) > packing.max_tokens
+            fitting = _truncated(rollout, max_kept) if too_long else rollout
             has_target = bool(fitting.loss_mask[1:].any())  # not only the prompt is left
             num_truncated += too_long and has_target
             num_dropped += too_long and not has_target
             if has_target:
                 packable.append((fitting, value))
-        group = samples[-1].group + 1 if samples else 0
+        number = samples[-1].group + 1 if samples else 0
         while packable:
-            sender, row_tokens = groups[index].sender, max_tokens if share_prompts else 0
-            samples.append(_next_sample(packable, row_tokens, sender=sender, group=group))
-    by_group = dict(zip(signal, map(tuple, advantages), strict=True))
-    all_advantages = tuple(by_group.get(index, ()) for index in range(len(groups)))
-    return PackedGroups(tuple(samples), num_truncated, num_dropped, all_advantages)
+            samples.append(_next_sample(packable, max_shared, sender=group.sender, group=number))
+    return samples, {"num_truncated": num_truncated, "num_dropped": num_dropped}
 
 
 def make_batches(
     samples: Sequence[PackedSample],
+    packing: Packing,
     *,
-    max_tokens: int,
-    temperature: Temperature = 1.0,
     device: torch.device | str = "cpu",
-    padded: bool = False,
     ranks: Ranks = SINGLE,
 ) -> list[Batch]:
-    """This rank's micro-batches of at most `max_tokens` tokens, by `assign_to_bins`.
+    """This rank's micro-batches of at most max_tokens tokens, by `assign_to_bins`.
 
-    With `padded` each sample is counted with the length of the longest in its micro-batch. Ranks in
-    lockstep all need the same number of forward passes, so a rank without a sample in a round gets
-    a copy of another rank's sample with mask 0. `device` is that of the tensors.
+    Without share_prompts each sample is counted with the length of the longest in its micro-batch.
+    Ranks in lockstep all need the same number of forward passes, so a rank without a sample in a
+    round gets a copy of another rank's sample with mask 0. `device` is that of the tensors.
     """
-
-    def batch_of(indices: Sequence[int]) -> Batch:
-        return _to_batch([samples[index] for index in indices], temperature, device)
-
     sizes, batches = [len(sample.token_ids) for sample in samples], list[Batch]()
-    for bins in assign_to_bins(sizes, max_tokens, num_ranks=ranks.world_size, padded=padded):
-        if indices := bins[ranks.rank]:
-            batches.append(batch_of(indices))
-        elif ranks.lockstep:
-            filler = batch_of(bins[0][-1:])
-            batches.append(replace(filler, mask=torch.zeros_like(filler.mask)))
+    rounds = assign_to_bins(
+        sizes, packing.max_tokens, num_ranks=ranks.world_size, padded=not packing.share_prompts
+    )
+    for bins in rounds:
+        indices = bins[ranks.rank]
+        if indices or ranks.lockstep:
+            chosen = [samples[index] for index in indices or bins[0][-1:]]
+            batch = _to_batch(chosen, packing.temperature, device)
+            batches.append(batch if indices else replace(batch, mask=torch.zeros_like(batch.mask)))
     return batches
 
 

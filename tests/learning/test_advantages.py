@@ -92,6 +92,41 @@ def test_advantages_are_computed_per_group() -> None:
     assert advantages_of(GROUPS, group_mean) == [[0.5, -0.5], [1, -1, 0]]
 
 
+@pytest.mark.parametrize(
+    ("advantage", "equal", "other"),
+    [
+        (group_mean, (0, 0), (0.5, -0.5)),
+        # over the step: mean 3/4, standard deviation 0.433013
+        (token_whitening, (0.577337, 0.577337), (0.577337, -1.732011)),
+    ],
+)
+def test_keep_zero_std_gives_advantages_without_signal(
+    advantage: Any, equal: tuple[float, ...], other: tuple[float, ...]
+) -> None:
+    first, second = advantages_of(
+        [group_of([1, 1]), group_of([1, 0])], advantage, keep_zero_std=True
+    )
+    assert first == pytest.approx(equal, abs=1e-6) and second == pytest.approx(other, abs=1e-6)
+
+
+@pytest.mark.parametrize("advantage", [group_mean, token_whitening])
+def test_step_without_signal_has_no_advantages(advantage: Any) -> None:
+    assert advantages_of([group_of([1, 1]), group_of([0, 0])], advantage) == [[], []]
+
+
+SAMPLE_ZSCORE = functools.partial(group_zscore, ddof=1)
+
+
+@pytest.mark.parametrize("advantage", [group_mean, leave_one_out, SAMPLE_ZSCORE])
+def test_single_rollout_has_advantage_zero(advantage: Any) -> None:
+    assert advantages_of([group_of([3])], advantage, keep_zero_std=True) == [[0]]
+
+
+@pytest.mark.parametrize("advantage", [group_zscore, token_whitening])
+def test_equal_rewards_without_eps_have_advantage_zero(advantage: Any) -> None:
+    assert advantage([2, 2], [1, 3], eps=0) == [0, 0]
+
+
 def test_whitening_normalizes_over_the_step() -> None:
     # tokens 1 1 0 0 5 3 4 4: mean 2.25, mean square 68/8 = 8.5, variance 8.5 - 5.0625 = 3.4375
     whiten = functools.partial(token_whitening, eps=0.0)

@@ -14,14 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from local_ranks import on_ranks
-from sample_data import siblings, tiny_model
+from sample_data import packed, siblings, tiny_model
 from torch import Tensor
 
-from peralta_zmq.learning.advantages import group_mean
 from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks, join
 from peralta_zmq.learning.learner import update_parameters
 from peralta_zmq.learning.losses import grpo, importance, reinforce
-from peralta_zmq.learning.packing import make_batches, pack_groups
+from peralta_zmq.learning.packing import Packing, make_batches
 from peralta_zmq.models.scoring import Scorer
 
 CPU = torch.device("cpu")
@@ -62,8 +61,8 @@ def gradients(ranks: Ranks) -> dict[str, tuple[Tensor, dict[str, float]]]:
     score, found = Scorer(model), {}
     for name, loss in LOSSES.items():
         for max_tokens, groups in ((1000, GROUPS), (20, GROUPS), (1000, GROUPS[:1])):
-            samples = pack_groups(groups, group_mean, max_tokens=max_tokens).samples
-            batches = make_batches(samples, max_tokens=max_tokens, ranks=ranks)
+            samples, _ = packed(groups, max_tokens=max_tokens)
+            batches = make_batches(samples, Packing(max_tokens=max_tokens), ranks=ranks)
             optimizer = GradientRecorder(model.parameters(), lr=1.0)
             result = update_parameters(
                 optimizer,

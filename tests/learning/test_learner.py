@@ -123,8 +123,8 @@ def test_mini_batches_update_on_their_groups() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_tokens_per_microbatch": 9}, {"share_prompts": False},
-     {"max_tokens_per_microbatch": 9, "share_prompts": False}],
+    [{"max_tokens": 9}, {"share_prompts": False},
+     {"max_tokens": 9, "share_prompts": False}],
 )  # fmt: skip
 def test_siblings_share_an_update_for_any_packing(options: dict[str, Any]) -> None:
     # a prompt of 3 and 4 completions of 4: siblings in one sample, or each in its own

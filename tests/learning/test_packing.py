@@ -6,23 +6,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sample_data import group_of, siblings
+from sample_data import group_of, packed, siblings
 
-from peralta_zmq.learning.advantages import group_mean, length_weighted, token_whitening
-from peralta_zmq.learning.packing import Batch, assign_to_bins, make_batches, pack_groups
+from peralta_zmq.learning.advantages import group_mean, length_weighted
+from peralta_zmq.learning.packing import Batch, Packing, assign_to_bins, make_batches
 from peralta_zmq.rollout import RolloutGroup
 
 
 def batches_of(
     groups: list[RolloutGroup],
     *,
-    max_tokens: int = 1000,
     advantage: Any = group_mean,
+    max_tokens: int = 1000,
     **options: Any,
 ) -> list[Batch]:
-    share = options.pop("share_prompts", True)
-    samples = pack_groups(groups, advantage, max_tokens=max_tokens, share_prompts=share).samples
-    return make_batches(samples, max_tokens=max_tokens, **options)
+    samples, _ = packed(groups, advantage, max_tokens=max_tokens, **options)
+    return make_batches(samples, Packing(max_tokens=max_tokens, **options))
 
 
 def layouts(batches: list[Batch]) -> list[list[list[tuple[int, int]]]]:
@@ -154,21 +153,20 @@ def test_group_above_max_tokens_is_split_with_its_prompt() -> None:
 def test_oversize_rollout_is_truncated_or_dropped(
     oversize: Any, lengths: list[int], counts: tuple[int, int]
 ) -> None:
-    packed = pack_groups(
-        [siblings([1, 0], lengths=[1, 50])], group_mean, max_tokens=10, oversize=oversize
-    )
-    assert [len(p) for sample in packed.samples for p in sample.positions] == lengths
-    assert (packed.num_truncated, packed.num_dropped) == counts
+    groups = [siblings([1, 0], lengths=[1, 50])]
+    samples, metrics = packed(groups, max_tokens=10, oversize=oversize)
+    assert [len(p) for sample in samples for p in sample.positions] == lengths
+    assert (metrics["num_truncated"], metrics["num_dropped"]) == counts
 
 
 def test_oversize_prompt_drops_the_rollout() -> None:
-    packed = pack_groups([siblings([1, 0], num_prompt=12)], group_mean, max_tokens=10)
-    assert (packed.samples, packed.num_truncated, packed.num_dropped) == ((), 0, 2)
+    samples, metrics = packed([siblings([1, 0], num_prompt=12)], max_tokens=10)
+    assert (samples, metrics) == ([], {"num_truncated": 0, "num_dropped": 2})
 
 
 def test_dropped_rollout_counts_in_the_baseline() -> None:
     group = siblings([1, 0, 0, 0], lengths=[1, 1, 1, 50])
-    (sample,) = pack_groups([group], group_mean, max_tokens=10, oversize="drop").samples
+    (sample,), _ = packed([group], max_tokens=10, oversize="drop")
     assert sample.advantages == (0.75, -0.25, -0.25)
 
 
@@ -192,23 +190,6 @@ def test_advantages_are_computed_per_group() -> None:
     groups = [siblings([1, 0], lengths=[1, 1]), siblings([5, 3], lengths=[3, 1])]
     (batch,) = batches_of(groups)  # the longer group first
     assert batch.advantages.tolist() == [1, 1, 1, -1, 0.5, -0.5]
-
-
-@pytest.mark.parametrize(
-    ("advantage", "equal", "other"),
-    [
-        (group_mean, (0, 0), (0.5, -0.5)),
-        # over the step: mean 3/4, standard deviation 0.433013
-        (token_whitening, (0.577337, 0.577337), (0.577337, -1.732011)),
-    ],
-)
-def test_keep_zero_std_packs_groups_without_signal(
-    advantage: Any, equal: tuple[float, ...], other: tuple[float, ...]
-) -> None:
-    groups = [group_of([1, 1]), group_of([1, 0])]
-    kept = pack_groups(groups, advantage, max_tokens=1000, keep_zero_std=True).advantages
-    assert kept[0] == pytest.approx(equal, abs=1e-6)
-    assert kept[1] == pytest.approx(other, abs=1e-6)
 
 
 def test_batch_tensors_have_documented_dtypes() -> None:

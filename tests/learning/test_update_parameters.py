@@ -10,19 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sample_data import siblings, tiny_model
+from sample_data import packed, siblings, tiny_model
 from torch import Tensor
 
 from peralta_zmq.learning.advantages import group_mean
 from peralta_zmq.learning.learner import StepResult, update_parameters
 from peralta_zmq.learning.losses import TokenLoss, Tokens, grpo, reinforce
-from peralta_zmq.learning.packing import (
-    Batch,
-    PackedGroups,
-    Temperature,
-    make_batches,
-    pack_groups,
-)
+from peralta_zmq.learning.packing import Batch, Packing, Temperature, make_batches
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import PrefixTree, TreeSpan
 
@@ -51,13 +45,9 @@ def model() -> Iterator[Any]:
     yield tiny_model().double()
 
 
-def packed_groups(max_tokens: int = 1000, *, share_prompts: bool = True) -> PackedGroups:
-    return pack_groups(GROUPS, group_mean, max_tokens=max_tokens, share_prompts=share_prompts)
-
-
 def batches_of(max_tokens: int = 1000, temperature: Temperature = 1.0) -> list[Batch]:
-    samples = packed_groups(max_tokens).samples
-    return make_batches(samples, max_tokens=max_tokens, temperature=temperature)
+    samples, _ = packed(GROUPS, max_tokens=max_tokens)
+    return make_batches(samples, Packing(max_tokens=max_tokens, temperature=temperature))
 
 
 class GradientRecorder(torch.optim.SGD):
@@ -100,9 +90,9 @@ def test_gradient_is_equal_for_any_micro_batches(
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradient_is_equal_for_any_order(model: Any, loss: TokenLoss) -> None:
     whole, _ = gradient(model, batches_of(), loss)
-    samples = list(packed_groups(15).samples)
+    samples, _ = packed(GROUPS, max_tokens=15)
     random.Random(0).shuffle(samples)
-    shuffled = make_batches(samples, max_tokens=20)[::-1]
+    shuffled = make_batches(samples, Packing(max_tokens=20))[::-1]
     assert close(gradient(model, shuffled, loss)[0], whole, 1e-6)
 
 
@@ -118,13 +108,13 @@ def test_metrics_are_equal_for_any_micro_batches(model: Any, loss: TokenLoss) ->
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_packed_and_padded_gradients_are_equal(model: Any, loss: TokenLoss) -> None:
-    packed, expected = gradient(model, batches_of(), loss)
+    shared, expected = gradient(model, batches_of(), loss)
     scorer = Scorer(model)
     scorer.padding_reason = "padded rows: forced by the test"
-    alone = packed_groups(share_prompts=False).samples
-    padded = make_batches(alone, max_tokens=1000, padded=True)
+    alone, _ = packed(GROUPS, max_tokens=1000, share_prompts=False)
+    padded = make_batches(alone, Packing(max_tokens=1000, share_prompts=False))
     padded_gradient, metrics = gradient(model, padded, loss, compute_logprobs=scorer)
-    assert close(padded_gradient, packed, 1e-6)
+    assert close(padded_gradient, shared, 1e-6)
     assert metrics == pytest.approx(expected, rel=1e-6)
 
 
