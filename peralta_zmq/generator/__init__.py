@@ -1,1 +1,1 @@
-"""The generator process: sample, score and send groups; load new weights in place."""
+"""The generator process: sample, score and send groups of rollouts; apply new weights in place."""

@@ -1,8 +1,10 @@
 """The generator loop: sample completions, score them and send the groups to the trainer.
 
-A group is all rollouts (scored completions) of one problem, sent as one message. The policy step of
-weights is the number of optimizer steps that they have had. A generator keeps no state that a
-restart needs: the weights and the trainer's announcements define the progress of the run.
+A group is all rollouts (scored completions) of one problem, sent as one message; it is in flight
+while the engine samples it. The policy step of weights is the number of training steps that
+produced them. The outbox keeps groups that the trainer has not stored yet. A weight version is one
+published set of weights. A generator keeps no state that a restart needs: the weights and the
+trainer's announcements define the progress of the run.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from peralta_zmq.generator.weight_sync import (
 )
 from peralta_zmq.rollout import Completion, Problem, Rollout, RolloutGroup, Sampling, rollout_of
 
-IDLE_SECONDS = 0.002  # between two checks for weights and announcements while the engine is empty
+IDLE_SECONDS = 0.002  # maximum wait for an announcement while the engine has no group
 MAX_REWARD_FAILURES = 16  # consecutive groups that cannot be scored before the generator stops
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,8 @@ logger = logging.getLogger(__name__)
 def run(config: Config) -> None:
     """Sample, score and send groups until the trainer announces that the run is complete.
 
-    Waits for weights and for the trainer. Raises ConfigError, StoreError and TaskError.
+    Waits for the first weights, and for an absent trainer. Raises ConfigError, StoreError (no
+    weights in time), TaskError (unusable problems) and WireError (the trainer refuses the keys).
     """
     models.keep_memory()
     threads = models.use_threads(config.generator.num_workers)
@@ -90,10 +93,10 @@ def run(config: Config) -> None:
 
 
 def outbox_limit(config: Config) -> int:
-    """Number of groups to keep for a trainer that does not acknowledge them.
+    """Maximum number of groups to keep for a trainer that does not acknowledge them.
 
-    The groups of all optimizer steps that could still consume them: the one in progress, the next,
-    and `max_async_level` further ones.
+    Enough for all training steps that could still consume the groups: the one in progress, the
+    next, and `max_async_level` further ones.
     """
     steps = config.train.max_async_level + 2
     groups = steps * config.groups_per_step * config.curriculum.oversampling_factor
@@ -122,8 +125,8 @@ class Generator:
             follow_step_size=config.train.token_batch_size is not None,
         )
         self._samples = self._sample_problems()
-        self._num_in_flight = 0  # groups in the engine
-        self._evaluated_step = -1  # newest evaluation that this generator took part in
+        self._num_in_flight = 0  # groups
+        self._evaluated_step = -1  # step of the newest evaluation that this generator took part in
         self._num_failures = 0  # consecutive groups that could not be scored
 
     def run(self) -> None:
@@ -141,7 +144,7 @@ class Generator:
         logger.info("run complete: groups=%d", self._connection.outbox.next_sequence)
 
     def _make_training_groups(self) -> None:
-        """Make groups until the run is complete or the trainer announces an evaluation."""
+        """Make groups until the run is complete or an evaluation must begin."""
         seed = self._seed(f"{self._engine.step}/{self._connection.outbox.next_sequence}")
         self._make_groups(
             self._training_problems(),
@@ -164,9 +167,10 @@ class Generator:
         """Sample completions for each problem, score them and send them as a group.
 
         `problems` yields None while no group may be started. The engine calls `between_steps`
-        between two tokens. `evaluation_step` is that of RolloutGroup; -1 = groups for training.
+        between two decode steps (tokens). `evaluation_step` marks groups for the evaluation of that
+        policy step; -1 = groups for training.
         """
-        self._num_in_flight = 0  # earlier ones were cancelled or have failed
+        self._num_in_flight = 0  # the engine drops groups of an earlier call
         for problem, completions in generate_groups(
             self._engine,
             self._tokenizer,
@@ -185,9 +189,9 @@ class Generator:
     def _score(
         self, problem: Problem, completions: Sequence[Completion], environments: Environments
     ) -> tuple[Rollout, ...]:
-        """The completions with their rewards; empty if a reward failed, so the group is dropped.
+        """The completions with their rewards; empty if a reward failed: the group is dropped.
 
-        Raises RewardError when many consecutive groups cannot be scored.
+        Raises RewardError at MAX_REWARD_FAILURES consecutive groups that cannot be scored.
         """
         try:
             rollouts = tuple(
@@ -207,7 +211,7 @@ class Generator:
     def _group_of(
         self, problem: Problem, rollouts: tuple[Rollout, ...], evaluation_step: int
     ) -> RolloutGroup:
-        """The next group; the oldest weights that sampled one of its tokens identify it."""
+        """The next group; its policy step is that of the oldest weights that sampled a token."""
         connection = self._connection
         policy_step = min(
             int(rollout.policy_steps[rollout.loss_mask].min()) for rollout in rollouts
@@ -230,7 +234,7 @@ class Generator:
     # Which problem is sampled next, and when.
 
     def _training_problems(self) -> Iterator[Problem | None]:
-        """The next problem whenever a group may be started, else None; ends for an evaluation."""
+        """The next problem if a group may be started now, else None; ends for an evaluation."""
         while not self._connection.is_run_complete:
             if self._may_start_group():
                 self._num_in_flight += 1
@@ -247,8 +251,9 @@ class Generator:
     def _sample_problems(self) -> Iterator[Problem]:
         """This generator's endless sequence of training problems in one run.
 
-        Starts when the first problem is requested: with the first sample that no generator has
-        made, as announced by the trainer, or with an estimate from the number of optimizer steps.
+        A sample index is a position in the shuffled order of problems that all generators share.
+        The start is determined when the first problem is requested: the first sample index that the
+        trainer has not received, or before an announcement an estimate from the policy step.
         """
         config, environments, connection = self._config, self._environments, self._connection
 
@@ -272,7 +277,7 @@ class Generator:
             yield replace(environments.problems[position], sample_index=sample_index)
 
     def _may_start_group(self) -> bool:
-        """Whether a training group started now would be kept, and consumed early enough."""
+        """Apply newer weights; whether outbox and pacer then allow one more training group."""
         self._refresh_weights()
         announcement = self._connection.exchange()
         if self._connection.is_run_complete or self._weights.is_draining or self._must_evaluate():
@@ -286,12 +291,12 @@ class Generator:
         )
 
     def _between_steps(self) -> None:
-        """Keep weights and status reports current while a long group is sampled."""
+        """Apply newer weights and send due statuses while the engine samples."""
         self._refresh_weights()
         self._connection.report_when_due()
 
     def _wait(self) -> None:
-        """Wait shortly for a new announcement if the engine has no group in flight."""
+        """Wait for IDLE_SECONDS or a new announcement, but not while a group is in flight."""
         if not self._num_in_flight:
             started = time.monotonic()
             self._connection.exchange(timeout=IDLE_SECONDS)
@@ -307,7 +312,8 @@ class Generator:
     def _refresh_weights(self) -> None:
         """Apply newer weights if there are any.
 
-        Raises ObsoleteGroupsError if the groups in flight are of another run or lineage.
+        Raises ObsoleteGroupsError if they belong to another run, or follow a roll-back of the run:
+        the trainer would drop the groups in flight.
         """
         previous = self._weights.version
         try:
@@ -318,24 +324,24 @@ class Generator:
                 self._connection.start_run()
                 self._samples = self._sample_problems()
             if version.run_id != previous.run_id or version.number > previous.number:
-                self._evaluated_step = -1  # a roll-back repeats evaluations; a rejection does not
+                self._evaluated_step = -1  # a roll-back repeats evaluations, a rejection does not
             raise
 
     def _reject_weights(self, error: EngineError) -> None:
-        """Replace weights that give non-finite logits by the newest other version."""
+        """Replace weights with non-finite logits by another version; wait until there is one."""
         number = self._weights.version.number
         logger.warning("dropped groups in flight: version=%d reason=%s", number, error)
         self._num_in_flight = 0
         self._weights.reject()
         while not self._connection.is_run_complete and self._weights.version.number == number:
             self._connection.exchange(timeout=0.2)
-            with suppress(ObsoleteGroupsError):  # no group is in flight
+            with suppress(ObsoleteGroupsError):  # no group is in flight any more
                 self._refresh_weights()
 
-    # Evaluation: the generators answer the held-out examples with the weights of one step.
+    # Evaluation: the generators answer the held-out problems with the weights of one policy step.
 
     def _must_evaluate(self) -> bool:
-        """Whether an evaluation was announced that this generator has not taken part in."""
+        """Whether an evaluation is announced that this generator can do and has not done yet."""
         announcement = self._connection.announcement
         return (
             announcement is not None
@@ -343,9 +349,9 @@ class Generator:
         )
 
     def _make_evaluation_groups(self) -> None:
-        """Make groups for this generator's share of the held-out examples, without new weights."""
+        """Make groups for the announced evaluation, without applying newer weights meanwhile."""
         config, announcement = self._config, self._connection.announcement
-        assert announcement is not None  # else nothing must be evaluated
+        assert announcement is not None  # because `_must_evaluate` was true
         self._evaluated_step = step = announcement.evaluation_step
         try:
             held_out = build.open_environments(config, "eval", limit=config.eval.num_examples)
@@ -365,9 +371,9 @@ class Generator:
     def _held_out_problems(
         self, step: int, problems: Sequence[Problem]
     ) -> Iterator[Problem | None]:
-        """This generator's examples without answers, until the trainer ends the evaluation.
+        """The held-out problems without answers, first those assigned to this generator.
 
-        Yields None while the outbox is full.
+        Ends when the trainer ends the evaluation. Yields None while the outbox is full.
         """
         generator, connection = self._config.generator, self._connection
 

@@ -1,7 +1,9 @@
 """Sampling pace: limits how far a generator samples ahead of the trainer.
 
-A policy step is the number of optimizer steps that the weights have had. A group is pending from
-its start until an optimizer step consumes it or the trainer drops it.
+A group is all rollouts of one problem. It is pending from its start until a training step that
+consumes it begins or the trainer drops it. The policy step of weights is the number of training
+steps that produced them. The staleness of a group is the number of training steps that begin after
+the one that produced its weights and before the one that consumes it.
 """
 
 from __future__ import annotations
@@ -11,23 +13,23 @@ import time
 
 from peralta_zmq import wire
 
-# Time since its last start after which a generator at its limit starts one more group:
+# A generator at its limit starts one more group after this time since it last started one:
 STARVED_SECONDS = 0.25  # if the trainer waits for groups and has received all of this generator's
-SILENCE_SECONDS = 30.0  # in any other case: announcements may be lost
+SILENCE_SECONDS = 30.0  # in any other case, because announcements may be lost
 
 
 class SamplingPacer:
-    """Keeps a generator within `max_async_level` optimizer steps of the newest weights.
+    """Keeps the expected staleness of a generator's groups within `max_async_level`.
 
-    The generators share the `groups_per_step` groups of an optimizer step equally. From its number
-    of pending groups a generator computes which step will consume its next group, and starts that
-    group if the step begins at most `max_async_level` steps after the generator's weights.
+    Each of n generators is expected to supply one n-th of the `groups_per_step` groups of a
+    training step. From its number of pending groups a generator computes which training step will
+    consume its next group, and so the staleness of that group.
 
     A crashed generator or a lost announcement must not block the others for long. Therefore a
     generator at its limit starts one more group after `STARVED_SECONDS` or `SILENCE_SECONDS`.
 
-    `oversampling_factor` scales `groups_per_step`. With `follow_step_size` (batches are counted in
-    tokens) the number of groups in the newest optimizer step replaces `groups_per_step`.
+    `oversampling_factor` scales the expected number of groups. With `follow_step_size` (for batches
+    of a number of tokens) the groups in the newest training step replace `groups_per_step`.
     """
 
     def __init__(
@@ -53,10 +55,10 @@ class SamplingPacer:
     ) -> bool:
         """Whether a group sampled from the weights of policy step `step` may be started.
 
-        `num_pending` counts this generator's pending groups, `num_undelivered` those of them that
-        the trainer has not received. `announcement` is None before the first one.
+        `num_pending` counts this generator's pending groups; `num_undelivered` counts its groups
+        that the trainer has not received. `announcement` is the newest one, None before the first.
         """
-        announcement = announcement or wire.Announcement("")
+        announcement = announcement or wire.Announcement("")  # default values: nothing has started
         starved = announcement.waiting and not num_undelivered
         limit = STARVED_SECONDS if starved else SILENCE_SECONDS
         if time.monotonic() - self._last_start > limit:
@@ -66,10 +68,10 @@ class SamplingPacer:
             groups_per_step = announcement.groups_in_step
         num_generators = max(1, len(announcement.received))
         share = math.ceil(math.ceil(groups_per_step * self._oversampling_factor) / num_generators)
-        newest = max(announcement.started_step, step)  # weights may come while announcements do not
-        consuming_step = newest + num_pending // share
-        return consuming_step - step <= self._max_async_level
+        begun = max(announcement.started_step, step)  # weights may be newer
+        staleness = begun + num_pending // share - step
+        return staleness <= self._max_async_level
 
     def record_start(self) -> None:
-        """Restart the time limits: a group was started."""
+        """Record that a group was started, which restarts the time limits."""
         self._last_start = time.monotonic()

@@ -1,10 +1,10 @@
-"""The generator's connection to the trainer: announcements in, groups and status reports out.
+"""The generator's connection to the trainer: sends groups and statuses, receives announcements.
 
-A group is one message with all rollouts of one problem. An incarnation is the 8 random bytes that a
-generator draws at its start and for each run that it samples for; `sequence` numbers the groups of
-one incarnation from 0. The trainer acknowledges a group twice: `received` = it is in the trainer's
-memory; `durable` = it is in the journal on the trainer's disk, or needed no longer. Until a group
-is durable the outbox keeps it, so that it can be sent again after a crash of the trainer.
+A group is all rollouts of one problem, sent as one message (frame). An incarnation is the 8 random
+bytes that a generator draws at its start and for each new run; `sequence` numbers the groups of one
+incarnation from 0. Announcements of the trainer acknowledge each group twice: as received, in the
+trainer's memory, and later as durable, in the journal on the trainer's disk or dropped. The outbox
+keeps a group until it is durable, so that it can be sent again after a crash of the trainer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from peralta_zmq.generator.pacing import SILENCE_SECONDS
 from peralta_zmq.generator.weight_sync import LOG_SECONDS, ServedWeights
 from peralta_zmq.rollout import RolloutGroup, sender_of
 
-RESEND_SECONDS = 2.0  # between two resends: the acknowledgement of the first must have time to come
-IDLE_SECONDS = 5.0  # a trainer that waits and receives nothing for this time has lost groups
+RESEND_SECONDS = 2.0  # between two resends, as the acknowledgement of the first takes some time
+IDLE_SECONDS = 5.0  # if the trainer waits and receives nothing for this time, groups were lost
 logger = logging.getLogger(__name__)
 
 
@@ -37,19 +37,19 @@ class Sockets:
 
 @dataclass(slots=True)
 class Throughput:
-    """Counts since the previous status report."""
+    """Counts since the previous status."""
 
-    num_tokens: int = 0
-    idle_seconds: float = 0.0  # time in which the pacer allowed no group
-    queue_seconds: float = 0.0  # time spent waiting for room in the send queue
-    started: float = field(default_factory=time.monotonic)
+    num_tokens: int = 0  # generated tokens of the groups made
+    idle_seconds: float = 0.0  # with an empty engine, because no group might be started
+    queue_seconds: float = 0.0  # spent waiting for room in the send queue
+    started: float = field(default_factory=time.monotonic)  # time of the previous status
 
 
 class TrainerConnection:
     """Exchanges messages with the trainer and keeps groups until they are durable.
 
-    Announcements of another run than the one whose weights are in use are ignored, except that
-    they trigger a poll for newer weights.
+    Announcements of a run other than that of the weights in use have one effect only: they trigger
+    a poll for newer weights.
     """
 
     def __init__(
@@ -67,27 +67,30 @@ class TrainerConnection:
         self.name, self._worker_info = name, worker_info
         self._outbox_limit, self._max_steps = outbox_limit, max_steps
         self.throughput = Throughput()
-        self.num_unscored = 0  # groups dropped because a reward failed
+        self.num_unscored = 0  # groups dropped because a reward failed; counted by the caller
         self.is_run_complete = False
-        self._silence_logged = time.monotonic()
+        self._silence_logged = time.monotonic()  # when the silence was logged, or the start
         self.start_run(incarnation)
 
     def start_run(self, incarnation: bytes | None = None) -> None:
-        """Begin a run: drop all groups of the previous one and count from 0 again."""
+        """Begin a run: drop all groups of the previous run and number new ones from 0.
+
+        Without an `incarnation`, draw a new one.
+        """
         self.incarnation = incarnation or os.urandom(8)
         self.outbox = Outbox(sender_of(self.name, self.incarnation), limit=self._outbox_limit)
 
     @property
     def announcement(self) -> wire.Announcement | None:
-        """The newest announcement; None before the first and if it belongs to another run."""
+        """The newest announcement; None if there is none, or if it is of another run."""
         latest = self._sockets.announcements.latest
         return latest if latest and latest.run_id == self._weights.version.run_id else None
 
     def send(self, group: RolloutGroup) -> None:
-        """Send a group; the outbox keeps it until it is durable.
+        """Send a group and keep it in the outbox until it is durable.
 
-        A group that cannot be encoded is dropped, and `min_sequence` of the next group tells the
-        trainer not to wait for it.
+        A group that cannot be encoded is dropped; from the field `min_sequence` of the next group
+        the trainer concludes that this one will not come.
         """
         newest = f" newest={group.newest_step}" if group.newest_step > group.policy_step else ""
         evaluated = f" evaluation_step={step}" if (step := group.evaluation_step) >= 0 else ""
@@ -107,9 +110,9 @@ class TrainerConnection:
         failpoint("generator.sent")
 
     def exchange(self, *, timeout: float = 0.0) -> wire.Announcement | None:
-        """Send a due status report, receive announcements, and resend the groups that were lost.
+        """Send a status if one is due, receive announcements, and resend groups that were lost.
 
-        Returns the property `announcement`, after waiting up to `timeout` seconds for a new one.
+        Waits up to `timeout` seconds for a new announcement. Returns the property `announcement`.
         """
         announcement = self._receive(timeout)
         if announcement is not None:
@@ -119,12 +122,12 @@ class TrainerConnection:
         return announcement
 
     def report_when_due(self) -> None:
-        """Send a status report if the previous one is old enough."""
+        """Send a status if one is due: at regular intervals, and when a trainer connects."""
         if self._sockets.statuses.due:
             self.report()
 
     def report(self, *, last: bool = False) -> None:
-        """Send a status report; `last` announces that no group will follow."""
+        """Send a status now; `last` tells the trainer that no group will follow."""
         counts, self.throughput = self.throughput, Throughput()
         seconds = max(self.throughput.started - counts.started, 1e-3)
         blocked = counts.idle_seconds + counts.queue_seconds
@@ -149,7 +152,7 @@ class TrainerConnection:
         )
 
     def _send_frame(self, frame: bytes) -> None:
-        """Wait for room in the send queue, unless the run completes first."""
+        """Send a frame, after waiting for room in the send queue; give up if the run completes."""
         started = logged = time.monotonic()
         while not self._sockets.rollouts.send(frame, timeout=0.2):
             self._receive(0.0)
@@ -161,6 +164,7 @@ class TrainerConnection:
         self.throughput.queue_seconds += time.monotonic() - started
 
     def _receive(self, timeout: float) -> wire.Announcement | None:
+        """Like `exchange`, but without resending groups."""
         self.report_when_due()
         latest = self._sockets.announcements.receive(timeout=timeout)
         self._check_silence()
@@ -172,9 +176,10 @@ class TrainerConnection:
         return announcement
 
     def _check_silence(self) -> None:
-        """Log that no announcement arrives; after the last optimizer step the run is then complete.
+        """Log if no announcement has arrived for SILENCE_SECONDS.
 
-        The trainer exits soon after its final announcement, so a generator may miss it.
+        If the weights are those of the last training step, the run then counts as complete: the
+        trainer exits soon after its final announcement, so a generator may miss that one.
         """
         now, received = time.monotonic(), self._sockets.announcements.received_at
         if now - max(received, self._silence_logged) <= SILENCE_SECONDS:
@@ -197,12 +202,14 @@ class Outbox:
         self.num_lost = 0  # groups dropped because the outbox was full
         self.num_resent = 0  # groups sent again
         self._frames: dict[int, bytes] = {}  # by sequence, ascending
-        self._num_consumed = 0  # groups in started optimizer steps, or dropped by the trainer
-        self._received = -1  # the trainer has received all groups up to this sequence
-        self._trainer = b""  # incarnation of the trainer in the newest announcement
-        self._announcement: wire.Announcement | None = None  # the newest
-        self._progress = 0, 0  # _received and next_sequence at the newest announcement
-        self._idle_since = float("-inf")  # monotonic seconds; no progress since then
+        self._num_consumed = 0  # groups in started training steps, or dropped by the trainer
+        self._received = -1  # the trainer has received all groups up to this sequence; -1 = none
+        # Of the newest announcement: the trainer's incarnation, the announcement itself, and the
+        # values of `_received` and `next_sequence` after it.
+        self._trainer = b""
+        self._announcement: wire.Announcement | None = None
+        self._progress = 0, 0
+        self._idle_since = float("-inf")  # monotonic seconds; the trainer waits, without progress
         self._resent_at = float("-inf")  # monotonic seconds of the latest resend
 
     def __len__(self) -> int:
@@ -215,19 +222,19 @@ class Outbox:
 
     @property
     def num_pending(self) -> int:
-        """Number of groups made that no optimizer step has consumed and the trainer not dropped.
+        """Number of groups made that are neither in a started training step nor dropped.
 
-        Keeps the last known value while announcements do not list this sender.
+        While announcements do not list this sender, new groups only increase the number.
         """
         return self.next_sequence - self._num_consumed
 
     @property
     def min_sequence(self) -> int:
-        """No group below this sequence will be sent again."""
+        """The oldest sequence that may still be sent: all groups below are durable or lost."""
         return next(iter(self._frames), self.next_sequence)
 
     def has_room(self, num_unfinished: int) -> bool:
-        """Whether one more group fits, besides the unfinished ones in the engine."""
+        """Whether one more group fits, besides `num_unfinished` groups in the engine."""
         return len(self._frames) + num_unfinished < self._limit
 
     def add(self, frame: bytes) -> None:
@@ -241,14 +248,15 @@ class Outbox:
         self.next_sequence += 1
 
     def skip(self) -> None:
-        """Leave the next sequence without a group."""
+        """Leave the next sequence without a group, after a group that cannot be sent."""
         self.next_sequence += 1
 
     def frames_to_resend(self, announcement: wire.Announcement) -> list[bytes]:
-        """Drop the frames that are durable; returns the frames to send again now, in order.
+        """Remove the frames that are durable; returns the frames to send again now, in order.
 
-        Groups are lost if the trainer restarts (those in its sockets), if it has received a later
-        group (those before it), or if it waits for groups and receives none (the last ones).
+        Frames that the trainer has not received were lost in one of three cases: the trainer has
+        restarted (all of them), it has received a later group (those before that group), or it
+        waits for groups and has received none for IDLE_SECONDS (all of them).
         """
         restarted = self._trainer not in (b"", announcement.incarnation)
         self._trainer = announcement.incarnation
@@ -260,15 +268,19 @@ class Outbox:
         return self._resend(announcement.highest_received.get(self.sender, -1))
 
     def _acknowledge(self, announcement: wire.Announcement, restarted: bool) -> None:
+        """Update what the trainer has received and consumed; remove frames that are durable."""
         durable = announcement.durable.get(self.sender, -1)
-        before = -1 if restarted else self._received  # a restart loses what was only received
+        before = -1 if restarted else self._received  # a restart loses groups that are not durable
         self._received = max(before, durable, announcement.received.get(self.sender, -1))
         self._frames = {number: frame for number, frame in self._frames.items() if number > durable}
         if self.sender in announcement.consumed:
             self._num_consumed = announcement.consumed[self.sender] + 1
 
     def _is_idle(self, announcement: wire.Announcement) -> bool:
-        """Whether this is a new announcement of a trainer that waits and receives nothing."""
+        """Whether the trainer has waited for IDLE_SECONDS while no group was made or received.
+
+        True at most once for each announcement.
+        """
         now, progress = time.monotonic(), (self._received, self.next_sequence)
         changed, self._progress = progress != self._progress, progress
         is_new, self._announcement = announcement is not self._announcement, announcement
@@ -277,7 +289,7 @@ class Outbox:
         return is_new and now - self._idle_since > IDLE_SECONDS
 
     def _resend(self, below: int) -> list[bytes]:
-        """The frames with a sequence below `below` that the trainer has not received."""
+        """Count and return the frames below sequence `below` that the trainer has not received."""
         frames = [
             frame for sequence, frame in self._frames.items() if self._received < sequence < below
         ]

@@ -1,10 +1,10 @@
-"""Weight synchronization: opens the engine on the first version and applies every newer one.
+"""Weights of a generator: opens the engine on the first version and applies newer ones to it.
 
-A weight version is one published set of weights with a manifest: number, policy step (optimizer
-steps taken), weights_id (hash of the manifest), run and lineage (increased by a roll-back to an
-older checkpoint). WeightSubscriber offers a version only when it is complete: its STABLE mark and
-manifest are present and all its files have the manifest's hashes. A rejected version is put into
-quarantine: no generator loads it again.
+The engine samples completions. A weight version is one published set of weights with a manifest:
+number, policy step (training steps that produced it), weights_id (hash of the manifest), run and
+lineage (number of roll-backs to an older checkpoint). WeightSubscriber offers a version only when
+all its files are present and have the hashes of the manifest. A group (all rollouts of one problem)
+is in flight while the engine samples it. Quarantine marks a version as bad: no generator loads it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 class ObsoleteGroupsError(Exception):
-    """The weights now belong to another run or lineage; the trainer takes no group in flight."""
+    """The weights now belong to another run or lineage; the trainer would drop groups in flight."""
 
 
 class ServedWeights:
     """The weight version that the engine samples from, and its replacement by newer versions.
 
-    With `between_groups` a newer version waits until no group is in flight (`is_draining`).
+    With `between_groups` a newer version waits until no group is in flight; while it waits,
+    `is_draining` is True and the generator must start no group.
     """
 
     def __init__(
@@ -41,33 +42,34 @@ class ServedWeights:
         self._subscriber, self._between_groups = subscriber, between_groups
         self.version = version
         self.is_draining = False
-        self.reload_seconds = 0.0  # of the latest replacement
-        self._weights_ids = {version.step: version.weights_id}  # by policy step, of this run
+        self.reload_seconds = 0.0  # duration of the latest replacement
+        self._weights_ids = {version.step: version.weights_id}  # policy step -> id, of this run
 
     @property
     def needs_keyframe(self) -> bool:
-        """Whether no chain of deltas (changes only) leads to the newest version.
+        """Whether a delta (change between versions) that the newest version needs is missing.
 
-        The trainer then publishes a keyframe (complete weights).
+        A generator reports this in its status; the trainer then publishes a keyframe (all weights).
         """
         return self._subscriber.wants_keyframe
 
     def weights_id_of(self, step: int) -> str:
-        """The weights_id of the version of policy step `step`, which this generator has served."""
+        """The weights_id of the version with policy step `step`, which the engine has used."""
         return self._weights_ids[step]
 
     def poll_for(self, announcement: wire.Announcement) -> None:
-        """Look for the announced version now instead of at the next polling interval."""
+        """Look for the announced version now instead of at the next regular poll of the store."""
         self._subscriber.notify(announcement.version, announcement.weights_id)
 
     def reject(self) -> None:
-        """Quarantine the served version; `refresh` then applies the newest other one."""
+        """Quarantine the version in use; `refresh` then applies the newest other one."""
         self._subscriber.reject(self.version)
 
     def refresh(self, engine: registry.Engine, *, num_in_flight: int) -> None:
-        """Apply the newest complete version in place, if there is one and it may be applied now.
+        """Apply the newest complete version in place if it may be applied now; else do nothing.
 
-        Raises ObsoleteGroupsError after a change to another run or lineage.
+        Raises ObsoleteGroupsError if the new version belongs to another run or lineage, after
+        applying it.
         """
         must_wait = num_in_flight > 0 and self._between_groups
         self.is_draining = must_wait and self._subscriber.poll() is not None
@@ -85,18 +87,18 @@ class ServedWeights:
         if is_new_run:
             raise ObsoleteGroupsError(f"the weights now belong to run {version.run_id}")
         if version.step == previous.step and version.field("result") == previous.field("result"):
-            return  # the same weights, published again
+            return  # equal weights, published again with another number
         if version.lineage != previous.lineage or version.step <= previous.step:
-            # After a roll-back a token's step no longer identifies the weights that sampled it.
+            # After a roll-back, a policy step no longer identifies the weights of a sampled token.
             raise ObsoleteGroupsError(f"rolled back to the weights of step {version.step}")
 
 
 def apply_newest(
     engine: registry.Engine, subscriber: WeightSubscriber, current: Version
 ) -> Version:
-    """Apply the newest complete version in place and return the version now in use.
+    """Apply the newest complete version in place; returns the version now in use.
 
-    A version that the engine rejects changes nothing and is quarantined.
+    If the engine rejects the new version, it is quarantined and `current` stays in use.
     """
     pending = subscriber.poll()
     if pending is None:
@@ -114,7 +116,7 @@ def apply_newest(
 
 
 def _accept(subscriber: WeightSubscriber, pending: PendingWeights, started: float) -> Version:
-    """Report that the weights are in use and log it; `started` is when their loading began."""
+    """Accept and log a version that was applied from `started` (monotonic seconds) until now."""
     subscriber.accept()
     version, seconds = pending.version, time.monotonic() - started
     identity = f"version={version.number} step={version.step} weights_id={version.weights_id}"
@@ -126,7 +128,7 @@ def _accept(subscriber: WeightSubscriber, pending: PendingWeights, started: floa
 
 
 def open_subscriber(config: Config, name: str) -> WeightSubscriber:
-    """Subscribe to the run's weight store; the local replica outlives the process."""
+    """Subscribe to the run's weight store, with a local copy that the next start reuses."""
     address = config.weights_address
     return WeightSubscriber(
         WeightStore.open(address, token=read_private_token(config.weights.token_file)),
@@ -145,8 +147,9 @@ def open_engine(
 ) -> tuple[Version, registry.Engine, models.Tokenizer]:
     """Wait for the first complete version and open an engine on it, with its tokenizer.
 
-    Logs every 5 s while waiting, and calls `request_keyframe(run_id)` when the store holds only
-    deltas. Raises StoreError when weights.wait_for_weights_timeout is over.
+    `address` is that of the trainer. While waiting, logs every LOG_SECONDS, and repeatedly calls
+    `request_keyframe(run_id)` if the store has only deltas. Raises StoreError after
+    weights.wait_for_weights_timeout.
     """
     started = logged = time.monotonic()
     timeout = config.weights.wait_for_weights_timeout or float("inf")
@@ -161,7 +164,7 @@ def open_engine(
         if announcement is not None and subscriber.wants_keyframe:
             request_keyframe(announcement.run_id)
         if now - logged > LOG_SECONDS:
-            logged, answers = now, wire.accepts_connection(address)
+            logged, answers = now, wire.accepts_connection(address)  # blocks for up to 1 s
             logger.info(
                 waiting_text(address, now - started, config.weights_address, answers=answers)
             )
@@ -173,7 +176,7 @@ def open_engine(
 def waiting_text(address: str, seconds: float, weights: str, *, answers: bool) -> str:
     """The log message of a generator without weights: what is missing, and the remedy.
 
-    `answers`: the trainer's address accepts TCP connections.
+    `weights` is the address of the store; `answers`: the trainer's address accepts TCP connections.
     """
     files, start = files_given(), f"waiting for trainer {address} ({seconds:.0f} s)"
     diagnose = f"Diagnose: bin/doctor{files}"
