@@ -125,7 +125,7 @@ def test_resume_allows_new_address_but_not_new_data(tmp_path: Path) -> None:
             ("--curriculum.oversampling-factor=0.5"),
             "oversampling_factor = '0.5' is wrong: should be greater",
         ),
-        ("", ("--eval.num-examples=0"), "eval.num_examples 0 measures nothing"),
+        ("", ("--eval.num-examples=0"), "eval.num_examples 0 evaluates no problem"),
         ("", ("--train.token-batch-size=0"), "train.token_batch_size"),
     ],
 )

@@ -1,12 +1,15 @@
-"""Settings: one schema for trainer and generators, TOML files, the command line, entry points.
+"""Settings of trainer and generators, from TOML files and the command line; entry points.
+
+A setting is written `section.leaf`, such as train.learning_rate: the key `learning_rate` in the
+table [train] of a TOML file, or the option --train.learning-rate.
 
     sections, training_sections   one pydantic model per TOML section
     schema                        `Config`: all sections, and checks across them
     load                          command line and TOML files -> Config; --help
-    foreign_names                 errors for unknown settings, with the right name
+    foreign_names                 error messages for unknown settings, with the right name
     resolved                      config.toml in the run folder, and what a resumed run may change
     hosts                         the hosts file of a run on several machines
-    programs                      entry points of the programs
+    programs                      entry points: console scripts of the wheel, files in bin/
 
 Nothing here imports torch: `--help` and configuration errors take less than half a second.
 """

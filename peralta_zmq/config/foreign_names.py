@@ -1,8 +1,8 @@
 """Error messages for unknown settings, with the setting that the user probably meant.
 
-A foreign name is the name that another training program (TRL, prime-rl, ...) uses for a setting;
-foreign_names.toml lists the foreign names of each setting of this program. A setting is written
-`section.leaf`, such as `train.learning_rate`.
+A setting is written `section.leaf`, such as `train.learning_rate`. A foreign name is the name that
+another training program (TRL, prime-rl, ...) uses for a setting or section; foreign_names.toml
+lists the foreign names of each setting and section of this program.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-Known: TypeAlias = Mapping[str, Mapping[str, object]]  # section -> setting (leaf) -> type
+Known: TypeAlias = Mapping[str, Mapping[str, object]]  # existing settings: section -> leaf -> type
 
+# "sections" and "settings" -> name in this program -> foreign names, separated by spaces.
 NAMES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 def _by_foreign_name(names: Mapping[str, str]) -> dict[str, str]:
+    """Return foreign name -> name in this program."""
     return {foreign: name for name, aliases in names.items() for foreign in aliases.split()}
 
 
@@ -33,22 +35,25 @@ RIGHT_NAMES = _by_foreign_name(NAMES["settings"])
 
 def unknown_setting(section: str, leaf: str, value: object, known: Known) -> str:
     """Return the error message for a setting that does not exist."""
-    hint = right_name(section, leaf, known)
+    hint = _hint(section, leaf, known)
     return f"unknown setting {section}.{leaf} = {shorten(value)}; {hint}"
 
 
 def unknown_section(section: str, content: object, known: Known) -> str:
-    """Return the error message for a section, or a setting without section, that does not exist."""
+    """Return the error message for a top-level key that is not a section.
+
+    Its `content` is a table, or the value of a setting that was written without a section.
+    """
     if not isinstance(content, Mapping):
-        hint = right_name("", section, known)
+        hint = _hint("", section, known)
         return f"unknown setting {section} = {shorten(content)}; {hint}"
     for leaf, value in cast("Mapping[str, object]", content).items():
         return unknown_setting(section, leaf, value, known)
     return f"unknown section [{section}]; the sections are {', '.join(known)}"
 
 
-def right_name(section: str, leaf: str, known: Known) -> str:
-    """Return a hint, for the end of an error message, with the right name of a setting."""
+def _hint(section: str, leaf: str, known: Known) -> str:
+    """Return the end of an error message, which names the setting that was probably meant."""
     if section not in known:
         matches = get_close_matches(section, known, n=1)
         section = FOREIGN_SECTIONS.get(section) or (matches[0] if matches else "")
@@ -65,11 +70,13 @@ def right_name(section: str, leaf: str, known: Known) -> str:
 
 
 def _renamed(leaf: str, right: str) -> str:
+    """Return the hint for a foreign name whose setting is `right` (section.name)."""
     section, _, name = right.partition(".")
     return f"'{leaf}' is called '{name}' here, in [{section}]: write {right}"
 
 
 def _nearest(section: str, leaf: str, known: Known) -> str:
+    """Return the hint for a misspelt name; without a similar name, list the choices."""
     sections_by_leaf = {name: section for section, leaves in known.items() for name in leaves}
     if matches := get_close_matches(leaf, known.get(section, ()), n=1):
         return f"did you mean {section}.{matches[0]}?"

@@ -1,7 +1,8 @@
-"""Schema of a hosts file: the machines (hosts) of a run on several machines, for bin/lan.
+"""Schema of a hosts file, which lists the machines (hosts) of a run on several machines.
 
-A worker is the trainer or one generator. A field has a default and a docstring; `load_hosts` checks
-the file, and each error is one line with the remedy.
+The program bin/lan copies the project to these hosts and starts their workers: one trainer, and
+generators. The docstring under a field explains that setting of the file. `load_hosts` reads and
+checks a hosts file; each error is one line with the remedy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from peralta_zmq.config.load import FILE_SIGN, check_files, reason_of
 from peralta_zmq.config.sections import PlainName, Section, Text
 from peralta_zmq.errors import ConfigError
 
-# Without spaces and special characters, because the path passes through two shells.
+# Without spaces and special characters: two shells (local and remote) expand the path.
 PLAIN_FOLDER = re.compile(r"(~/|/)?[A-Za-z0-9_][A-Za-z0-9._+/-]*")
 HOME_FOLDER = "~/peralta_zmq"
 
@@ -32,7 +33,7 @@ class Host(Section):
     ssh: Text | None = None
     """arguments for ssh, e.g. -p 2222 me@box; None = this machine, without ssh"""
     dir: Text | None = None
-    """folder for a copy of the project; None = ~/peralta_zmq, or this checkout without ssh"""
+    """folder for a copy of the project; None = ~/peralta_zmq, or no copy if ssh is None"""
     python: Text = "python3"
     """Python 3.10 or later with which .venv is created on the host"""
     role: Literal["trainer", "generator"] = "generator"
@@ -74,7 +75,7 @@ class Hosts(Section):
     config: Text = "configs/demo.toml"
     """config file on this machine; options of bin/lan override it"""
     host: tuple[Host, ...] = ()
-    """the machines, as [[host]]"""
+    """the machines, one table [[host]] for each"""
 
     @property
     def trainer(self) -> Host:
@@ -107,11 +108,12 @@ def load_hosts(path: Path) -> Hosts:
 
 
 def _check_host(host: Host) -> None:
+    """Raise ConfigError for an unusable dir, ssh or count of one host."""
     folder = host.dir or HOME_FOLDER
     if not PLAIN_FOLDER.fullmatch(folder) or ".." in folder.split("/"):
         raise ConfigError(
             f"host {host.name}: dir {folder!r} is not a plain path; use one like "
-            f"{HOME_FOLDER}, of letters, digits, . _ + and -"
+            f"{HOME_FOLDER}, of letters, digits, . _ + - and /"
         )
     try:
         words = shlex.split(host.ssh or "")
@@ -119,18 +121,19 @@ def _check_host(host: Host) -> None:
         raise ConfigError(f"host {host.name}: ssh {host.ssh!r}: {error}; write -o 'A B'") from None
     if host.ssh and (not words or words[-1].startswith("-")):
         raise ConfigError(
-            f"host {host.name}: ssh {host.ssh!r} does not end with a machine; write me@box"
+            f"host {host.name}: ssh {host.ssh!r} must end with the host name, as in -p 2222 me@box"
         )
     if host.role == "generator" and host.count == 0:
-        raise ConfigError(f"host {host.name}: count = 0 runs nothing there; leave the host out")
+        raise ConfigError(f"host {host.name}: count = 0 starts no worker; leave the host out")
 
 
 def _check_listed_once(hosts: tuple[Host, ...]) -> None:
+    """Raise ConfigError for two hosts with the same name, or with the same machine and folder."""
     for name, count in Counter(host.name for host in hosts).items():
         if count > 1:
             raise ConfigError(
-                f"host {name} is listed {count} times; list it once, with count = for more "
-                "generators there"
+                f"host {name} is listed {count} times; list it once, and set count to its number "
+                "of generators"
             )
     seen: dict[tuple[str, str], str] = {}
     for host in hosts:
@@ -138,12 +141,13 @@ def _check_listed_once(hosts: tuple[Host, ...]) -> None:
         if location in seen:
             raise ConfigError(
                 f"hosts {seen[location]} and {host.name} are the same folder of the same machine; "
-                "list it once, with count = for its generators, or give each its own dir"
+                "list that machine once and set its count, or give each host its own dir"
             )
         seen[location] = host.name
 
 
 def _check_roles(hosts: tuple[Host, ...]) -> None:
+    """Raise ConfigError unless exactly one host has the trainer and there is a generator."""
     trainers = [host.name for host in hosts if host.role == "trainer"]
     if len(trainers) > 1:
         raise ConfigError(
@@ -151,9 +155,9 @@ def _check_roles(hosts: tuple[Host, ...]) -> None:
             'others role = "generator"'
         )
     if not trainers:
-        raise ConfigError('no host is the trainer; give one of them role = "trainer"')
+        raise ConfigError('no host has the role trainer; give one of them role = "trainer"')
     if not any(host.num_generators for host in hosts):
         raise ConfigError(
-            f"there are no generators; add a host, or give {trainers[0]} count = 1 for a generator "
-            "there"
+            f"there are no generators; add a host, or set count = 1 on host {trainers[0]} for a "
+            "generator there"
         )

@@ -1,7 +1,8 @@
 """Load settings from the command line and TOML files into `Config`; print --help.
 
-A setting is written `section.name`, as the option --section.name or in the table [section] of a
-file. Each error is one line with the remedy.
+A setting is written `section.leaf`: its value comes from the default, from the key `leaf` in the
+table [section] of a file, or from the option --section.leaf. Each error is one line with the
+remedy. The parsing itself is done by pydantic_config.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from peralta_zmq.config.sections import Section, default_text, row_model_of
 from peralta_zmq.config.training_sections import EnvSection
 from peralta_zmq.errors import ConfigError
 
-FILE_SIGN = "@"
+FILE_SIGN = "@"  # precedes the name of a config file on the command line
 USAGE = """\
 usage: {program} [@ FILE.toml ...] [--section.name VALUE ...]
 
@@ -55,9 +56,9 @@ def load_config(program: str, arguments: Sequence[str]) -> Config:
 
 
 def files_given(arguments: Sequence[str] | None = None) -> str:
-    """Return the config files of a command line as arguments, such as ' @ configs/lan.toml'.
+    """Return the config files of a command line in its notation, such as ' @ configs/lan.toml'.
 
-    `arguments` None means those of this process.
+    `arguments` None means the command line of this process.
     """
     words = _split_arguments(sys.argv[1:] if arguments is None else arguments)
     return "".join(f" @ {name}" for sign, name in pairwise(words) if sign == FILE_SIGN)
@@ -78,12 +79,13 @@ def check_files(words: Sequence[str]) -> None:
 def reason_of(error: Exception, program: str, root: type[Section] = Config) -> str:
     """Explain an error of the command line or of a file, with the remedy.
 
-    `root` is the model of the file: `Config`, or the one of a hosts file.
+    `root` is the pydantic model that was loaded: `Config` or `Hosts`.
     """
     if isinstance(error.__cause__, ValidationError):
         problems = error.__cause__.errors(include_url=False)
         for problem in problems:
-            # [env] is unknown as well: only [[env]] exists, and [env] is a foreign name of [task].
+            # A table [env], instead of the array [[env]], is an unknown section as well: "env" is
+            # a foreign name of [task].
             if problem["type"] == "extra_forbidden" or problem["loc"] == ("env",):
                 return _explain_unknown(root, problem["loc"], problem["input"])
         return "; ".join(map(_explain_wrong_value, problems))
@@ -97,7 +99,10 @@ def reason_of(error: Exception, program: str, root: type[Section] = Config) -> s
 
 
 def _explain_unknown(root: type[Section], path: Sequence[str | int], value: object) -> str:
-    """Explain an unknown setting; `path` has its section or table, row numbers, and its name."""
+    """Explain an unknown setting.
+
+    `path` leads to the setting: names of tables, row numbers in arrays of tables, its own name.
+    """
     *tables, leaf = (key for key in path if isinstance(key, str))
     if root is Config and not tables:
         return unknown_section(leaf, value, known_fields())
@@ -113,13 +118,14 @@ def _explain_unknown(root: type[Section], path: Sequence[str | int], value: obje
 
 
 def _model_of(field: FieldInfo | None) -> type[Section] | None:
-    """The model of a table, of the rows of an array, or of the values of a dictionary."""
+    """Return the pydantic model of a table, of an array's rows, or of a dictionary's values."""
     annotation = field.annotation if field else None
     kinds = (annotation, *get_args(annotation))
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
 
 
 def _explain_wrong_value(problem: ErrorDetails) -> str:
+    """Explain a value of a wrong type or out of bounds, or a section that is given as a value."""
     name, value = ".".join(map(str, problem["loc"])), shorten(problem["input"])
     if name in section_models():
         leaves = ", ".join(known_fields()[name])
@@ -131,7 +137,7 @@ def _explain_wrong_value(problem: ErrorDetails) -> str:
 def help_text(program: str) -> str:
     """Return the text of --help: usage, sections and settings, as wide as the terminal.
 
-    The help of pydantic_config is not used, because it takes 0.8 s to parse the source of pydantic.
+    The help of pydantic_config is not used: it takes 0.8 s, because it parses pydantic's source.
     """
     width = max(80, shutil.get_terminal_size().columns)
     parts = [USAGE.format(program=program)]
@@ -147,7 +153,7 @@ def help_text(program: str) -> str:
 
 
 def _setting_help(flag: str, field: FieldInfo, width: int) -> str:
-    """Return the lines of --help for one setting, `width` columns wide."""
+    """Return the lines of --help for one setting, wrapped at `width` columns."""
     flag = f"  {flag} {default_text(field)}"
     description = field.description or ""
     if get_origin(field.annotation) is Literal:
@@ -175,6 +181,7 @@ def _split_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def _nearest_file(path: Path) -> str:
+    """Return a hint for a missing file: one with a similar name, or all TOML files there."""
     names = sorted(file.name for file in path.parent.glob("*.toml"))
     if matches := get_close_matches(path.name, names, n=1):
         return f"did you mean {path.parent / matches[0]}?"
@@ -187,7 +194,7 @@ def _check_missing_values(words: Sequence[str]) -> None:
     for flag, following in pairwise([*words, "--"]):
         section, _, leaf = flag.removeprefix("--").replace("-", "_").partition(".")
         kind = known.get(section, {}).get(leaf)
-        # Without a value, --filter.NAME adds a filter with its defaults.
+        # --filter.NAME needs no value: it adds a filter with its defaults.
         may_stand_alone = kind in (None, bool) or section == "filter"
         if flag.startswith("--") and not may_stand_alone and following.startswith("--"):
             raise ConfigError(f"{flag} has no value; write {flag} VALUE (or {flag}=VALUE)")

@@ -1,7 +1,8 @@
 """Entry points of the programs: console scripts of the wheel and the files in bin/.
 
-`run_program` parses the settings before it imports the program, so that `--help` and errors in the
-settings do not wait for the import of torch.
+A group is several scored completions of one problem. Generators sample groups; the trainer trains
+the model on them and publishes its weights. `run_program` parses the settings before it imports the
+program, so that `--help` and errors in the settings do not wait for the import of torch.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ from peralta_zmq.errors import ConfigError, PeraltaError
 
 INTERRUPTED = 130  # exit code that a shell reports for SIGINT
 CHECKOUT_BIN = Path(__file__).resolve().parents[2] / "bin"
+# First arguments of peralta-lan that refer to the machines of a hosts file.
 LAN_COMMANDS = ("up", "sync", "status", "logs", "restart", "stop", "down", "enable", "disable")
 
 
 def trainer() -> int:
-    """peralta-trainer: collect groups, take optimizer steps, publish weights."""
-    _die_on_interrupt()
+    """peralta-trainer: collect groups, train the model on them, publish its weights."""
+    _end_process_on_interrupt()
     return run_program("peralta_zmq.trainer.loop:run", program_name("trainer"))
 
 
 def generator() -> int:
     """peralta-generator: sample completions from the newest weights, score and send them."""
-    _die_on_interrupt()
+    _end_process_on_interrupt()
     return run_program("peralta_zmq.generator.loop:run", program_name("generator"))
 
 
@@ -41,16 +43,16 @@ def verifier() -> int:
 
 
 def lan() -> int:
-    """peralta-lan: a run on this machine (local), or on the machines of a hosts file."""
+    """peralta-lan: start and manage a run on this machine (local) or on those of a hosts file."""
     program = program_name("lan")
     if sys.argv[1:2] and sys.argv[1] in LAN_COMMANDS:
         return run_plain_program("peralta_zmq.operate.lan:main", program)
-    commands = ["local", *LAN_COMMANDS]  # all of them, for the help and for an unknown command
+    commands = ["local", *LAN_COMMANDS]  # only "local" gets here, but help and errors list all
     return run_program("peralta_zmq.operate.local:main", program, commands=commands)
 
 
 def replay() -> int:
-    """peralta-replay: train a run again from its journal, or export one of its versions."""
+    """peralta-replay: repeat a run's training from its journal, or export a weight version."""
     return run_plain_program("peralta_zmq.trainer.replay:main", program_name("replay"))
 
 
@@ -62,7 +64,7 @@ def dashboard() -> int:
 
 
 def doctor() -> int:
-    """peralta-doctor: check this machine for a run; keygen makes keys."""
+    """peralta-doctor: check whether this machine is ready for a run; keygen makes keys."""
     return run_plain_program("peralta_zmq.operate.doctor:main", program_name("doctor"))
 
 
@@ -88,8 +90,8 @@ def run_program(
     """Load the settings of the command line, run `main` with them, and return the exit code.
 
     `main` may be a name (module:function), which is imported after the settings are checked. If
-    `commands` is not empty, the first argument must be one of them. For a PeraltaError, one line is
-    printed and the exit code is 2.
+    `commands` is not empty, the first argument must be one of them. A PeraltaError is printed in
+    one line, and the exit code is 2.
     """
     usage = f"{program} {{{','.join(commands)}}}" if commands else program
 
@@ -97,15 +99,15 @@ def run_program(
         config = load_config(usage, _without_command(program, arguments, commands))
         logging.basicConfig(format=f"%(asctime)s {program} %(message)s", datefmt="%H:%M:%S")
         logging.getLogger("peralta_zmq").setLevel(config.log.level.upper())
-        return _resolved(main)(config)
+        return _imported(main)(config)
 
     return run_plain_program(start, program)
 
 
 def run_plain_program(main: Callable[[Sequence[str]], int | None] | str, program: str) -> int:
-    """Run a `main` that parses its arguments itself, and return the exit code."""
+    """Run a `main` that parses the command line itself, and return the exit code."""
     try:
-        return _resolved(main)(sys.argv[1:]) or 0
+        return _imported(main)(sys.argv[1:]) or 0
     except PeraltaError as error:
         sys.stderr.write(f"{program}: error: {error}\n")
         return 2
@@ -113,11 +115,11 @@ def run_plain_program(main: Callable[[Sequence[str]], int | None] | str, program
         return INTERRUPTED
 
 
-def _resolved(main: Callable[..., int | None] | str) -> Callable[..., int | None]:
+def _imported(main: Callable[..., int | None] | str) -> Callable[..., int | None]:
     """Return the function `main`; import it if it is a name.
 
     The garbage collector is off during the import and ignores the imported objects afterwards:
-    torch creates so many objects that collections would take much of the start-up time.
+    torch creates many objects, and collections would take much of the start-up time.
     """
     if not isinstance(main, str):
         return main
@@ -129,10 +131,10 @@ def _resolved(main: Callable[..., int | None] | str) -> Callable[..., int | None
         gc.enable()
 
 
-def _die_on_interrupt() -> None:
-    """Let Ctrl-C terminate the process until the program installs its own handler.
+def _end_process_on_interrupt() -> None:
+    """Let Ctrl-C end the process at once until the program installs its own handler.
 
-    Python's default handler raises KeyboardInterrupt, which a library could suppress in its import.
+    Python's handler raises KeyboardInterrupt, which a library could suppress during its import.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -140,6 +142,10 @@ def _die_on_interrupt() -> None:
 def _without_command(
     program: str, arguments: Sequence[str], commands: Sequence[str]
 ) -> Sequence[str]:
+    """Return the arguments after the command; ConfigError unless it is one of `commands`.
+
+    With --help the command may be missing.
+    """
     if not commands or {"-h", "--help"} & set(arguments):
         return [word for word in arguments if word not in commands]
     if not arguments or arguments[0] not in commands:

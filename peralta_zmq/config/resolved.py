@@ -1,7 +1,8 @@
 """The file config.toml in a run folder, and the settings that a resumed run may change.
 
-At each start the trainer compares its settings with those of the previous start
-(`earlier_config`), then writes its settings into the run folder (`write_resolved`).
+At each start the trainer compares its settings with those of the run's previous start
+(`earlier_config`), then writes all of its settings into the run folder (`write_resolved`). A run
+whose folder exists is resumed.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from peralta_zmq.config.load import load_config
 from peralta_zmq.config.schema import Config
 from peralta_zmq.errors import ConfigError
 
-RESOLVED = "config.toml"
+RESOLVED = "config.toml"  # name of the file in the run folder
 REMEDY = "choose another --run.name, or delete the folder to start again (FRESH=1 make run)"
 
-# Settings without influence on the training result; a resumed run may change them.
+# Settings that a resumed run may change. Most of them do not influence the training result; the
+# others are made for a change during the run, or are limits of time and memory.
 FREE_SECTIONS = {
     *("checkpoint", "dashboard", "eval", "generator", "log"),
     *("security", "verifier", "weights", "wire"),
@@ -36,9 +38,9 @@ GROWING_SETTINGS = {"train.max_steps"}  # a resumed run may only increase them
 
 
 def write_resolved(config: Config, folder: Path) -> None:
-    """Write all settings to folder/config.toml, atomically; `load_config` reads it back.
+    """Write all settings to folder/config.toml, atomically; `load_config` can read that file.
 
-    Raises ConfigError when the folder cannot be written.
+    Raises ConfigError if the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,9 +52,9 @@ def write_resolved(config: Config, folder: Path) -> None:
 
 
 def earlier_config(config: Config, folder: Path) -> Config:
-    """Return the settings with which the run in `folder` was last started; `config` if it is new.
+    """Return the settings with which the run in `folder` was last started; of a new run `config`.
 
-    Raises ConfigError when `config` changes a setting that a resumed run may not change.
+    Raises ConfigError if `config` changes a setting that a resumed run may not change.
     """
     if not (folder / RESOLVED).exists():
         return config
@@ -82,6 +84,7 @@ def toml_text(config: Config) -> str:
 
 
 def _without_null(value: Any) -> Any:
+    """Replace None by "None" in nested tables and lists, and leave out an empty `env`."""
     if isinstance(value, dict):
         table = cast("dict[str, Any]", value)
         # Leave out an empty `env`, which is its default.
@@ -92,6 +95,7 @@ def _without_null(value: Any) -> Any:
 
 
 def _settings(config: Config) -> Iterator[tuple[str, object]]:
+    """Yield (section.leaf, value) of all settings; [[env]] without addresses, which may change."""
     yield "env", tuple(env.model_copy(update={"address": None}) for env in config.env)
     for name, section in config:
         if name != "env":
@@ -100,7 +104,9 @@ def _settings(config: Config) -> Iterator[tuple[str, object]]:
 
 
 def _may_change(key: str, before: Any, now: Any, config: Config) -> bool:
+    """Whether a resumed run may change the setting `key` from `before` to `now`."""
     if key in GROWING_SETTINGS:
-        # A temperature schedule ends at max_steps: groups in flight use the earlier ones.
+        # Not with a temperature schedule: it ends at max_steps, and the trainer would compute
+        # logprobs of groups in flight at other temperatures than those that sampled the groups.
         return now > before and config.sampling.temp_scheduler is None
     return key in FREE_SETTINGS or key.partition(".")[0] in FREE_SECTIONS

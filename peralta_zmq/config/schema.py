@@ -1,7 +1,8 @@
 """`Config`: all settings of a run, and the checks of settings that depend on each other.
 
-Bounds of a single setting are in its section (`sections`, `training_sections`). The checks here
-raise ConfigError for the first contradiction between several settings.
+A field of `Config` is a section: the table [section] of a TOML file. The bounds of each setting are
+in `sections` and `training_sections`; the checks here raise ConfigError for the first contradiction
+between several settings. A setting is written `section.leaf`, such as train.learning_rate.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from peralta_zmq.config.sections import Section
 from peralta_zmq.errors import ConfigError
 
 # bfloat16 has a relative resolution of 1/256. With a larger beta, the optimizer state changes by
-# less than 1 % per step, which is mostly rounded away.
+# less than 1 % per update, which is mostly rounded away.
 MAX_BETA_BF16 = 0.99
 
 
@@ -53,7 +54,7 @@ class Config(Section):
 
     @property
     def run_folder(self) -> Path:
-        """Folder of this run."""
+        """Folder of this run, run.dir/run.name: checkpoints, journal, metrics and logs."""
         return Path(self.run.dir).expanduser() / self.run.name
 
     @property
@@ -68,7 +69,7 @@ class Config(Section):
 
     @property
     def keys_folder(self) -> Path | None:
-        """Folder of CURVE keys; None = no keys."""
+        """Folder of the CURVE keys (ZeroMQ authentication); None = no keys."""
         return Path(self.security.keys).expanduser() if self.security.keys else None
 
     @property
@@ -79,12 +80,12 @@ class Config(Section):
 
     @property
     def eval_environments(self) -> tuple[training.EnvSection, ...]:
-        """Environments of the evaluation."""
+        """Evaluation environments: [[eval.env]], or those of the training."""
         return self.eval.env or self.environments
 
     @property
     def groups_per_step(self) -> int:
-        """Number of groups per optimizer step."""
+        """Number of groups (problems with all their completions) per training step."""
         return self.train.batch_size // self.sampling.num_generations
 
     @model_validator(mode="after")
@@ -100,7 +101,7 @@ class Config(Section):
 
 
 def section_models() -> dict[str, type[Section]]:
-    """Return the model of each section by name; without `env`, which is an array of tables."""
+    """Return section name -> pydantic model; without `env`, which is an array of tables."""
     kinds = {name: field.annotation for name, field in Config.model_fields.items()}
     return {
         name: kind
@@ -110,7 +111,7 @@ def section_models() -> dict[str, type[Section]]:
 
 
 def known_fields() -> dict[str, dict[str, object]]:
-    """Return the type of each setting by section and leaf name."""
+    """Return section name -> leaf name -> type of the setting."""
     return {
         name: {leaf: field.annotation for leaf, field in section.model_fields.items()}
         for name, section in section_models().items()
@@ -118,7 +119,7 @@ def known_fields() -> dict[str, dict[str, object]]:
 
 
 def host_and_port(address: str, *, option: str) -> tuple[str, int]:
-    """Split http://HOST:PORT. Raises ConfigError, with the name of the `option`, if invalid."""
+    """Return host and port of http://HOST:PORT; `option` is the setting, for the ConfigError."""
     parts = urlsplit(address)
     try:
         host, port = parts.hostname, parts.port
@@ -166,15 +167,16 @@ def _check_reference(config: Config) -> None:
     if alpha != 1 and config.lora.rank is not None:
         raise ConfigError(
             f"train.ref_mixup_alpha {alpha} and lora.rank {config.lora.rank} exclude each other: "
-            "mixed adapters are not the adapters of mixed weights; leave one of them out"
+            "averaged adapters are not the adapters of averaged weights; leave one of them out"
         )
 
 
 def _check_ranges(config: Config) -> None:
+    """Check bounds that depend on another setting, and ranges that are not one interval."""
     train, generator = config.train, config.generator
     if config.eval.num_examples == 0 or config.eval.num_examples < -1:
         raise ConfigError(
-            f"eval.num_examples {config.eval.num_examples} measures nothing; "
+            f"eval.num_examples {config.eval.num_examples} evaluates no problem; "
             "use -1 for all, or 1 or more"
         )
     if train.warmup_steps > train.max_steps:
@@ -192,7 +194,7 @@ def _check_ranges(config: Config) -> None:
     if generator.index >= generator.count:
         raise ConfigError(
             f"generator.index {generator.index} is not below generator.count {generator.count}; "
-            "indices start at 0, and the count is the same for all generators"
+            "indices start at 0, and all generators have the same count"
         )
 
 
@@ -211,13 +213,14 @@ def _check_environments(config: Config) -> None:
     if config.env and (has_task or config.data != training.DataSection()):
         raise ConfigError(
             "[[env]] and the settings of [task] or [data] exclude each other; "
-            "move them into an [[env]]"
+            "move the settings into an [[env]]"
         )
     _check_environment_rows("env", config.environments)
     _check_environment_rows("eval.env", config.eval.env)
 
 
 def _check_environment_rows(option: str, environments: Sequence[training.EnvSection]) -> None:
+    """Check labels and addresses; `option` is env or eval.env, for the error messages."""
     for label, count in Counter(env.label for env in environments).items():
         if count > 1:
             raise ConfigError(

@@ -1,5 +1,9 @@
 """Settings of machines and processes: one pydantic model per TOML section.
 
+A run has one trainer, which publishes weight versions to the weight store, and generators, which
+sample completions with these weights. A group is all completions of one problem. A training step is
+what the trainer does with one batch of groups.
+
 Each field has a default, bounds and a docstring, from which `--help` and docs/config.md are
 generated. A setting that TRL also has uses the name in TRL. Settings of the training itself are in
 `training_sections`; `schema` joins all sections into `Config`.
@@ -29,14 +33,14 @@ from peralta_zmq.atomic_files import MAX_NAME, PLAIN_NAME
 
 
 def _split_commas(value: object) -> object:
-    """Turn `1,2` from the command line into ['1', '2']; lists from TOML pass unchanged."""
+    """Turn `1,2` from the command line into ['1', '2']; return a list from TOML unchanged."""
     if not isinstance(value, str):
         return value
     return [part.strip() for part in value.split(",")] if value.strip() else []
 
 
 def _check_plain_name(name: str) -> str:
-    """Reject a name that is not a file name on every system."""
+    """Reject a name that is not a valid file name on every system."""
     if not PLAIN_NAME.fullmatch(name):
         message = "should be a plain name; use letters, digits, . _ and -"
         raise PydanticCustomError("plain_name", message)
@@ -49,7 +53,7 @@ Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 FractionOrZero: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Probability: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
-# At most 65535 - 3, because wire.port also uses the next three ports.
+# At most 65535 - 3, because the trainer also uses the three ports after wire.port.
 Port: TypeAlias = Annotated[int, Field(ge=1, le=65532)]
 CommaSeparated = BeforeValidator(_split_commas)
 Names: TypeAlias = Annotated[tuple[Text, ...], CommaSeparated]
@@ -67,7 +71,7 @@ class Section(BaseConfig):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_true_as_number(cls, value: object, info: ValidationInfo) -> object:
+    def _reject_true_as_number(cls, value: object, info: ValidationInfo) -> object:
         """Reject true and false for a number, which pydantic would read as 1 and 0."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and annotation is not bool:
@@ -102,22 +106,22 @@ class RunSection(Section):
     seed: NonNegativeInt = 0
     """seed of all random number generators of the run"""
     num_local_generators: PositiveInt = 2
-    """generators that `bin/lan local` starts on this machine, in addition to the trainer"""
+    """number of generators that `bin/lan local` starts on this machine, besides the trainer"""
     report_to: Annotated[tuple[Tracker, ...], CommaSeparated] = ()
-    """trackers that receive the metrics as well: tensorboard, trackio, wandb"""
+    """experiment trackers that also receive the metrics: tensorboard, trackio, wandb"""
 
 
 class ModelSection(Section):
     """The language model."""
 
     name: Text = "embedded"
-    """a Hugging Face folder, a name in the local hub cache, or 'embedded'"""
+    """a Hugging Face folder, a name in the local hub cache, or 'embedded' (in this package)"""
     device: Text = "auto"
     """cpu, cuda, cuda:1, mps, or auto = the accelerator of this machine if it has one"""
     teacher: Text | None = None
     """teacher model with the same vocabulary, for loss.teacher_tau; None = the base model"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """number format in which generators compute; the trainer's master weights are float32"""
+    """number format in which generators compute; train.dtype is that of the trainer"""
 
 
 class EngineSection(Section):
@@ -132,16 +136,16 @@ class EngineSection(Section):
 
 
 class GeneratorSection(Section):
-    """Identity of one generator; differs between generators."""
+    """Identity of one generator: name and index differ between the generators of a run."""
 
     name: PlainName | None = None
     """name in metrics and logs; None = hostname-index"""
     index: NonNegativeInt = 0
-    """which share of the problems this generator samples, from 0 to count - 1"""
+    """number of this generator, from 0 to count - 1; it samples every count-th problem"""
     count: PositiveInt = 1
-    """number of shares into which the problems are split, one per generator"""
+    """number of generators between which the problems are divided; set it on all generators"""
     num_workers: PositiveInt = 1
-    """number of processes that share the cores of the generator's machine"""
+    """number of workers on the generator's machine, between which its CPU cores are divided"""
 
 
 class WireSection(Section):
@@ -154,15 +158,15 @@ class WireSection(Section):
     bind: Text = "127.0.0.1"
     """address that the trainer binds; 0.0.0.0 = all network interfaces"""
     hwm: PositiveInt = 1
-    """high-water mark: groups in the send queue of one generator before it blocks"""
+    """high-water mark: groups in ZeroMQ's send queue of a generator before sending waits"""
 
 
 class WeightsSection(Section):
     """The weight store: where the trainer publishes and generators load weights."""
 
     dir: Text | None = None
-    """folder shared by all machines, s3://BUCKET/PREFIX, or for generators http://TRAINER:PORT;
-    None = the folder weights/ of the run"""
+    """folder shared by all machines, s3://BUCKET/PREFIX, or on generators http://TRAINER:PORT;
+    None = the folder weights/ in the run folder"""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """number format of published weights; only bfloat16 gives small deltas"""
     keyframe_interval: PositiveInt = 10
@@ -172,45 +176,45 @@ class WeightsSection(Section):
     keep_interval: PositiveInt | None = None
     """keep every n-th version permanently; None = off"""
     keep_seconds: NonNegativeFloat = 10.0
-    """minimum age in seconds before a version is deleted, for slow readers; use 600 on a NAS"""
+    """minimum age in seconds at which a version is deleted, for slow readers; 600 on a NAS"""
     poll_seconds: PositiveFloat = 2.0
-    """seconds between two listings of the folder while no announcement arrives"""
+    """seconds between two searches for a new version while the trainer announces none"""
     wait_for_weights_timeout: PositiveFloat | None = None
     """seconds after which a generator without any weights exits; None = no limit"""
     update: Literal["in_flight", "between_groups"] = "in_flight"
-    """apply a new version between two tokens, or only when no group is in flight"""
+    """when a generator applies a new version: between two tokens, or with no group in flight"""
     max_mbit_per_s: PositiveFloat | None = None
     """upper limit for the bandwidth of publishing; None = unlimited"""
     serve_port: Port | None = None
     """port on which the trainer serves its weights folder over HTTP; None = not served"""
     token_file: Text | None = None
-    """file of mode 0600 with the bearer token for serve_port, the same on all machines"""
+    """file of mode 0600 with the bearer token for serve_port, equal on all machines"""
 
 
 class CheckpointSection(Section):
     """Checkpoints and journal, from which a restarted trainer resumes."""
 
     interval: PositiveInt = 20
-    """optimizer steps between two checkpoints"""
+    """training steps between two checkpoints"""
     keep_last: PositiveInt | None = 2
     """number of newest checkpoints to keep; None here and in keep_interval = all"""
     keep_interval: PositiveInt | None = None
     """also keep each checkpoint whose step is a multiple of this"""
     keep_journal: bool = False
-    """keep the journal of steps older than all checkpoints, so that bin/replay can start at 0"""
+    """keep the journal of steps before the oldest checkpoint: bin/replay can then start at 0"""
     resume_step: Annotated[int, Field(ge=-1)] = -1
     """roll back once to the checkpoint of this step; -1 = resume from the newest"""
 
 
 class VerifierSection(Section):
-    """Address of bin/verifier, the reward service."""
+    """Address of bin/verifier, the service for problems and rewards."""
 
     host: Text = "127.0.0.1"
-    """address that it binds; any other than loopback needs a token_file"""
+    """address that the verifier binds; any other than loopback needs a token_file"""
     port: Port = 5560
-    """port that it binds"""
+    """port that the verifier binds"""
     token_file: Text | None = None
-    """file of mode 0600 with the bearer token, the same on all machines"""
+    """file of mode 0600 with the bearer token, equal on all machines"""
 
 
 class SecuritySection(Section):
@@ -228,7 +232,7 @@ class DashboardSection(Section):
     enabled: bool = True
     """serve a dashboard while the trainer runs"""
     host: Text = "127.0.0.1"
-    """address that it binds; any other than loopback needs a token_file"""
+    """address that the dashboard binds; any other than loopback needs a token_file"""
     port: Port = 8470
     """port of the dashboard; if it is in use, the next free one"""
     token_file: Text | None = None

@@ -1,5 +1,9 @@
 """Settings of the training: task, sampling, optimizer, loss, evaluation.
 
+A rollout is a prompt with a sampled completion and its reward; a group is all rollouts of one
+problem. A training step ("step") consumes one batch of groups. The policy is the trained model. A
+verifier is a service on another machine that supplies problems and rewards.
+
 For an option of [loss] or [advantage], None means the default in the signature of the chosen
 function; `peralta_zmq.build` checks which options that function takes.
 """
@@ -31,7 +35,7 @@ HashKeys: TypeAlias = Annotated[
 
 
 class TaskSection(Section):
-    """The task: problems and rewards."""
+    """The task, which supplies problems and rewards."""
 
     name: Text = "calculator"
     """a shipped task, or the import path of a custom module"""
@@ -44,7 +48,7 @@ class TaskSection(Section):
 
 
 class DataSection(Section):
-    """Data files of the task; None = the task's default."""
+    """Data files of the task; None = the default of the task."""
 
     train: Text | None = None
     """training problems: a shipped data set (math_1k) or the path of a CSV or JSONL file"""
@@ -59,14 +63,14 @@ class DataSection(Section):
 
 
 class EnvSection(DataSection):
-    """One of several environments; a single one is described by [task] and [data]."""
+    """One of several environments (task with data); a single one is set by [task] and [data]."""
 
     name: PlainName | None = None
     """name in metrics and at the verifier; None = name of the task"""
     task: Text = "calculator"
     """a shipped task, or the import path of a custom module"""
     address: Text | None = None
-    """http://HOST:PORT of the bin/verifier with problems and rewards; None = run locally"""
+    """http://HOST:PORT of the bin/verifier that runs the task; None = no verifier"""
 
     @property
     def label(self) -> str:
@@ -75,7 +79,7 @@ class EnvSection(DataSection):
 
     @property
     def data_options(self) -> dict[str, str]:
-        """Keyword arguments for the task's `problems`, without those left at their default."""
+        """Keyword arguments for the task's function `problems`: the data settings that are set."""
         return self.model_dump(include=set(DataSection.model_fields), exclude_none=True)
 
 
@@ -83,9 +87,9 @@ class CurriculumSection(Section):
     """Selection of the problems that are sampled."""
 
     env_ratios: Numbers | None = None
-    """weight of each [[env]] in the sampling, in their order; None = number of problems"""
+    """relative number of samples of each [[env]], in order; None = its number of problems"""
     hash_keys: HashKeys = ("task", "prompt")
-    """fields that identify a problem: task, prompt, answer, id (assigned by the task)"""
+    """fields that together identify a problem: task, prompt, answer, id (given by the task)"""
     easy_threshold: FractionOrZero | None = None
     """exclude problems with a mean reward of at least this (easy pool); None = off"""
     hard_threshold: FractionOrZero | None = None
@@ -95,7 +99,7 @@ class CurriculumSection(Section):
     hard_fraction: FractionOrZero = 0.0
     """fraction of the hard pool that is sampled again when a run is resumed"""
     online_difficulty_filtering: bool = False
-    """drop groups whose mean reward is exactly 0 or 1, and wait for other groups"""
+    """drop groups whose mean reward is exactly 0 or 1, and fill the batch with other groups"""
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
     """groups in flight as a multiple of the groups per step; raise it if filtering drops groups"""
 
@@ -104,15 +108,15 @@ class SamplingSection(Section):
     """Sampling of completions."""
 
     num_generations: Annotated[int, Field(ge=2)] = 8
-    """completions per problem, whose rewards are compared with each other (a group)"""
+    """completions per problem, which form a group: advantages compare their rewards"""
     temperature: PositiveFloat | None = None
     """divisor of the logits before the softmax; None = 1, or as temp_scheduler defines"""
     temp_scheduler: Literal["linear", "cosine"] | None = None
     """temperature schedule over train.max_steps; None = constant"""
     temp_start: PositiveFloat | None = None
-    """temp_scheduler: temperature at the first step"""
+    """temp_scheduler: temperature at the first training step"""
     temp_end: PositiveFloat | None = None
-    """temp_scheduler: temperature at the last step"""
+    """temp_scheduler: temperature at the last training step"""
     top_p: Fraction = 1.0
     """nucleus sampling: keep the most probable tokens up to this probability mass; 1 = off"""
     top_k: NonNegativeInt = 0
@@ -133,11 +137,11 @@ class TrainSection(Section):
     """Optimizer, batch and off-policy limits."""
 
     batch_size: PositiveInt = 128
-    """rollouts per optimizer step, a multiple of sampling.num_generations"""
+    """rollouts per training step, a multiple of sampling.num_generations"""
     token_batch_size: PositiveInt | None = None
-    """tokens per optimizer step (prompts and completions), instead of batch_size"""
+    """tokens per training step (prompts and completions), instead of batch_size"""
     max_steps: PositiveInt = 80
-    """optimizer steps of the whole run"""
+    """training steps of the whole run"""
     optim: Literal["adamw", "adamw_bf16", "adamw_8bit"] = "adamw"
     """AdamW with float32, bfloat16 or 8-bit state (extra `optim`): 8, 4 or 2 bytes per weight"""
     learning_rate: PositiveFloat = 2e-4
@@ -145,7 +149,7 @@ class TrainSection(Section):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """learning rate schedule after the warm-up"""
     warmup_steps: NonNegativeInt = 0
-    """steps in which the learning rate rises linearly from 0 to its peak"""
+    """training steps in which the learning rate rises linearly from 0 to its peak"""
     adam_beta1: Decay = 0.9
     """AdamW: decay of the mean of gradients"""
     adam_beta2: Decay = 0.95
@@ -159,32 +163,32 @@ class TrainSection(Section):
     oversize: Literal["truncate", "drop"] = "truncate"
     """rollouts longer than max_tokens_per_microbatch: train on their beginning, or drop them"""
     keep_zero_std: bool = False
-    """also compute the loss of groups with equal rewards: terms for a reference, a teacher or
-    entropy apply to them, and advantages over the whole step (token_whitening) are not zero"""
+    """also train on groups with equal rewards: the loss terms of a reference, a teacher or entropy
+    apply to them, and advantages over the whole step (token_whitening) are not zero"""
     num_iterations: PositiveInt = 1
-    """optimizer updates per step, each on its own part of the groups (mini-batches)"""
+    """optimizer updates per training step, each on another part of its groups (mini-batch)"""
     ref_sync_steps: PositiveInt | None = None
-    """steps between two updates of the reference model from the policy; None = never"""
+    """training steps between two updates of the reference model from the policy; None = never"""
     ref_mixup_alpha: Fraction = 1.0
-    """weight of the policy in an updated reference; the rest is the previous reference"""
+    """weight of the policy in the updated reference model; the rest is the previous one"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """number format of matrix products; weights and gradients stay float32"""
     gradient_checkpointing: bool = False
     """recompute each layer in the backward pass: less memory, a third more time"""
     max_async_level: NonNegativeInt = 1
-    """steps for which generators sample rollouts in advance, with older weights; 0 = on-policy"""
+    """training steps for which generators sample in advance, with older weights; 0 = on-policy"""
     max_off_policy_steps: NonNegativeInt = 8
-    """drop groups sampled by weights older than this many steps; 0 if max_async_level is 0"""
+    """drop groups sampled by weights more than this many steps old; 0 if max_async_level is 0"""
     max_mismatch_kl: PositiveFloat = 0.1
-    """report a generator whose logprobs differ by more than this KL from the trainer's"""
+    """report a generator if the KL between its logprobs and the trainer's exceeds this"""
     on_mismatch: Literal["report", "drop"] = "report"
-    """groups of a reported generator: train on them anyway, or drop them"""
+    """groups of a generator above max_mismatch_kl: only report it, or also drop them"""
     num_workers: PositiveInt = 1
-    """number of processes that share the cores of the trainer's machine"""
+    """number of workers on the trainer's machine, between which its CPU cores are divided"""
 
 
 class LossSection(Section):
-    """The loss function; options set to None have the default of the loss (docs/losses.md)."""
+    """The loss function; an option that is None has the default of the loss (docs/losses.md)."""
 
     name: Text = "reinforce"
     """a shipped loss, or the import path of a custom function (module:function)"""
@@ -193,11 +197,11 @@ class LossSection(Section):
     epsilon_high: PositiveFloat | None = None
     """upper clip range; None = epsilon (gspo: 4e-4). reinforce: upper limit of the ratio"""
     c_clip: AboveOne | None = None
-    """grpo, decoupled_ppo: dual clip, bounds the loss of negative advantages at c_clip * |A|"""
+    """grpo, decoupled_ppo: dual clip, limits the loss to c_clip * |A| where the advantage A < 0"""
     use_decoupled_loss: bool = True
-    """decoupled_ppo: false = no proximal policy, which is PPO against the sampling policy"""
+    """decoupled_ppo: false = PPO against the sampling policy; the proximal policy is not used"""
     behav_imp_weight_cap: PositiveFloat | None = None
-    """decoupled_ppo: leave out tokens whose weight exp(prox - behavior) exceeds this"""
+    """decoupled_ppo: tokens with a larger ratio of proximal to sampling policy get weight 0"""
     beta: NonNegativeFloat | None = None
     """grpo_kl: coefficient of the KL to the reference model; default 0.001"""
     ratio_type: Literal["token", "sequence"] | None = None
@@ -223,9 +227,9 @@ class LossSection(Section):
     kl_tau: NonNegativeFloat | None = None
     """importance, dppo: coefficient of the KL to the sampling policy"""
     dppo_mask_low: Probability | None = None
-    """dppo: leave out tokens with A <= 0 whose probability fell by more than this"""
+    """dppo: leave out tokens with advantage <= 0 whose probability fell by more than this"""
     dppo_mask_high: Probability | None = None
-    """dppo: leave out tokens with A > 0 whose probability rose by more than this"""
+    """dppo: leave out tokens with advantage > 0 whose probability rose by more than this"""
     entropy_coef: NonNegativeFloat = 0.0
     """any loss: coefficient of the entropy bonus; 0 = off"""
     kwargs: Table = Field(default={})
@@ -233,7 +237,7 @@ class LossSection(Section):
 
 
 class AdvantageSection(Section):
-    """Advantage estimator; options set to None have the estimator's default."""
+    """The advantage estimator; an option that is None has the default of the estimator."""
 
     name: Text = "group_mean"
     """a shipped estimator, or the import path of a custom function (module:function)"""
@@ -248,7 +252,7 @@ class AdvantageSection(Section):
 
 
 class LoraSection(Section):
-    """Train LoRA adapters and publish only these; needs the extra `lora`."""
+    """LoRA: train and publish only adapters; needs the extra `lora` of the package."""
 
     rank: PositiveInt | None = None
     """rank of the adapters; None = train all weights"""
@@ -262,39 +266,39 @@ class LoraSection(Section):
 
 
 class FilterOptions(Section):
-    """Options of every filter."""
+    """Options of every filter, a function that detects unusable rollouts."""
 
     enforce: bool = False
     """remove detected rollouts from the loss; false = only count them"""
 
 
 class GibberishFilter(FilterOptions):
-    """A rare token that was sampled with a very low probability."""
+    """Detects a rare token that was sampled with a very low probability."""
 
     token_id_threshold: PositiveInt = 100_000
-    """tokens with larger ids are rare"""
+    """tokens with an id above this are rare"""
     logprob_offset: NonNegativeFloat = 2.0
     """a logprob is very low if it is this far below that of a uniform distribution"""
 
 
 class RepetitionFilter(FilterOptions):
-    """Many consecutive tokens with a probability near 1."""
+    """Detects many consecutive tokens with a probability near 1."""
 
     window: PositiveInt = 3000
-    """number of tokens, or half of sampling.max_completion_length if that is less"""
+    """number of consecutive tokens; at most half of sampling.max_completion_length"""
     prob_threshold: Probability = 0.99
-    """a token sampled with a higher probability counts"""
+    """tokens sampled with a probability above this count"""
 
 
 class CustomFilter(FilterOptions):
-    """A filter function of the user."""
+    """A filter function that the user wrote."""
 
     kwargs: Table = Field(default={})
     """keyword arguments of the filter"""
 
 
 class FilterSection(Section):
-    """Filters that exclude rollouts from the loss; their rewards still count in the baseline."""
+    """Filters that exclude rollouts from the loss, but not from the baseline of the group."""
 
     gibberish: GibberishFilter | None = None
     """rare token with a very low probability; a table of enforce (false = only count),
@@ -312,7 +316,7 @@ class EvalSection(Section):
     """Evaluation on held-out problems before, during and after training."""
 
     interval: PositiveInt = 100
-    """optimizer steps between two evaluations by the generators"""
+    """training steps between two evaluations by the generators"""
     num_examples: int = -1
     """held-out problems per environment; -1 = all"""
     rollouts_per_example: PositiveInt = 1
@@ -320,8 +324,8 @@ class EvalSection(Section):
     eval_base_model: bool = True
     """also evaluate the model before training"""
     skip_eval_on_resume: bool = True
-    """do not evaluate at the step at which a run is resumed"""
+    """do not evaluate again at the step from which a run is resumed"""
     cancel_inflight_rollouts_on_eval: bool = False
     """cancel the groups in flight when an evaluation starts, instead of finishing them"""
     env: tuple[EnvSection, ...] = ()
-    """environments to evaluate, as [[eval.env]]; empty = the training environments"""
+    """environments to evaluate, one table [[eval.env]] each; empty = those of the training"""

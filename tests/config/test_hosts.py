@@ -61,24 +61,25 @@ def test_commented_host_of_the_example_is_valid(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    (TRAINER, "there are no generators; add a host, or give mac count = 1 for a generator there"),
-    ('[[host]]\nname = "pc"\n', 'no host is the trainer; give one of them role = "trainer"'),
+    (TRAINER,
+     "there are no generators; add a host, or set count = 1 on host mac for a generator there"),
+    ('[[host]]\nname = "pc"\n', 'no host has the role trainer; give one of them role = "trainer"'),
     (f'{TRAINER}[[host]]\nname = "pc"\nrole = "trainer"\n',
      "hosts mac and pc are both the trainer; a run has one, so give the others "
      'role = "generator"'),
     (f'{TRAINER}[[host]]\nname = "mac"\n',
-     "host mac is listed 2 times; list it once, with count = for more generators there"),
+     "host mac is listed 2 times; list it once, and set count to its number of generators"),
     (f'{TRAINER}[[host]]\nname = "pc"\nssh = "mac.local"\ndir = "~/peralta_zmq/"\n',
-     "hosts mac and pc are the same folder of the same machine; list it once, with count = for "
-     "its generators, or give each its own dir"),
+     "hosts mac and pc are the same folder of the same machine; list that machine once and set "
+     "its count, or give each host its own dir"),
     (f'{TRAINER}[[host]]\nname = "a"\ncount = 1\n[[host]]\nname = "a b"\ndir = "x"\n',
      "host.2.name = 'a b' is wrong: should be a plain name; use letters, digits, . _ and -"),
     (f'{TRAINER}[[host]]\nname = "pc"\nrolle = "x"\n',
      "unknown setting rolle in [[host]]; did you mean role?"),
     (f'{TRAINER}[[host]]\nname = "pc"\ncount = 0\n',
-     "host pc: count = 0 runs nothing there; leave the host out"),
+     "host pc: count = 0 starts no worker; leave the host out"),
     (f'{TRAINER}[[host]]\nname = "pc"\nssh = "me@pc -v"\n',
-     "host pc: ssh 'me@pc -v' does not end with a machine; write me@box"),
+     "host pc: ssh 'me@pc -v' must end with the host name, as in -p 2222 me@box"),
 ])  # fmt: skip
 def test_invalid_hosts_are_refused_by_name(tmp_path: Path, text: str, expected: str) -> None:
     assert error_of(tmp_path, text) == expected
