@@ -170,7 +170,7 @@ class Generator:
         between two decode steps (tokens). `evaluation_step` marks groups for the evaluation of that
         policy step; -1 = groups for training.
         """
-        self._num_in_flight = 0  # the engine drops groups of an earlier call
+        self._num_in_flight = 0  # no group of an earlier call is in flight any more
         for problem, completions in generate_groups(
             self._engine,
             self._tokenizer,
@@ -189,7 +189,7 @@ class Generator:
     def _score(
         self, problem: Problem, completions: Sequence[Completion], environments: Environments
     ) -> tuple[Rollout, ...]:
-        """The completions with their rewards; empty if a reward failed: the group is dropped.
+        """The completions with their rewards; empty if a reward failed, which drops the group.
 
         Raises RewardError at MAX_REWARD_FAILURES consecutive groups that cannot be scored.
         """
@@ -277,7 +277,7 @@ class Generator:
             yield replace(environments.problems[position], sample_index=sample_index)
 
     def _may_start_group(self) -> bool:
-        """Apply newer weights; whether outbox and pacer then allow one more training group."""
+        """Apply newer weights and return whether one more training group may be started now."""
         self._refresh_weights()
         announcement = self._connection.exchange()
         if self._connection.is_run_complete or self._weights.is_draining or self._must_evaluate():

@@ -68,8 +68,8 @@ class SamplingPacer:
             groups_per_step = announcement.groups_in_step
         num_generators = max(1, len(announcement.received))
         share = math.ceil(math.ceil(groups_per_step * self._oversampling_factor) / num_generators)
-        begun = max(announcement.started_step, step)  # weights may be newer
-        staleness = begun + num_pending // share - step
+        begun = max(announcement.started_step, step)  # the announcement may be old
+        staleness = begun + num_pending // share - step  # pending groups are consumed first
         return staleness <= self._max_async_level
 
     def record_start(self) -> None:

@@ -50,7 +50,8 @@ class Announcement:
     done: bool = False  # the run is complete
     groups_in_step: int = 0  # groups in the batch of the newest started step; 0 before the first
     next_sample_index: int = 0
-    """Above every sample_index (position in the run's shuffled order of problems) received."""
+    """Greater than the sample_index (position in the run's shuffled order of problems) of every
+    received group."""
     train_set_digest: bytes = b""  # 8 bytes that identify the list of training problems
     excluded: bytes = b""
     """Bit field of the training problems that must not be sampled now: bit p % 8 of byte p // 8 is

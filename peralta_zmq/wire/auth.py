@@ -36,7 +36,7 @@ DOMAIN = b"peralta"  # ZAP domain of the protected sockets
 POLL_SECONDS = 0.2  # maximum delay of closing the authenticator
 READ_SECONDS = 1.0  # minimum interval between two reads of the key folder
 HANDSHAKE_SECONDS = 5.0  # after this time without a ZAP reply libzmq disconnects the client
-# A client reports a wrong server key when both this time and this number of disconnects are over.
+# A client reports a wrong server key after this time and at least this number of disconnects.
 PATIENCE_SECONDS, PATIENCE_TRIES = 3.0, 5
 HANDSHAKE_EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -295,7 +295,7 @@ class HandshakeMonitor:
     def __init__(self, client: zmq.Socket[bytes], address: str, keys: GeneratorKeys | None) -> None:
         self._address, self._keys = address, keys
         self._refusal: str | None = None  # the reason, once it is certain
-        self._failures = 0  # handshakes that ended without a reason, since the last success
+        self._failures = 0  # handshakes that failed without a known reason, since the last success
         self._first_failure = 0.0  # monotonic seconds of the first of `_failures`
         use_keys(client, keys)
         # A new endpoint each time: libzmq releases a closed one only some time later.
@@ -309,9 +309,9 @@ class HandshakeMonitor:
     def check(self) -> None:
         """Raise WireError with reason and remedy if the trainer refuses the client.
 
-        Blocks for up to half a second after handshakes that failed without a reason.
+        Blocks for up to half a second after handshakes that failed without a known reason.
         """
-        failures = 0  # without a reason, in this call
+        failures = 0  # without a known reason, read in this call
         while self._refusal is None and self._events.poll(0):
             message: Any = parse_monitor_message(self._events.recv_multipart())
             if message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -330,7 +330,7 @@ class HandshakeMonitor:
         self._events.close(linger=0)
 
     def _reason(self, event: int) -> str | None:
-        """The reason and remedy of a failed handshake; None if the event does not tell it."""
+        """Text with reason and remedy of a failed handshake; None if the event has no reason."""
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             used, expected = ("no keys", "keys") if self._keys is None else ("keys", "no keys")
             return (
@@ -345,10 +345,11 @@ class HandshakeMonitor:
         return None
 
     def _reason_of_disconnects(self, failures: int) -> str | None:
-        """The reason for `failures` more handshakes that ended without one; None if uncertain.
+        """Text with reason and remedy of repeated disconnects; None while the reason is uncertain.
 
-        A trainer with a different key accepts every TCP connection and closes it during the
-        handshake. A trainer that is down, stopped or suspended is no reason to fail.
+        `failures` is the number of new disconnects. A trainer with a different key accepts every
+        TCP connection and closes it during the handshake. A trainer that is down, stopped or
+        suspended is not reported, because it may come back.
         """
         now = time.monotonic()  # before the connection test, which takes up to half a second
         is_up = accepts_connection(self._address, timeout=0.5, greeting=b"\xff")
@@ -356,7 +357,7 @@ class HandshakeMonitor:
             self._failures = 0
             return None
         if not self._failures:
-            failures, self._first_failure = 1, now  # when the others happened is unknown
+            failures, self._first_failure = 1, now  # the times of earlier ones are unknown
         self._failures += failures
         elapsed = now - self._first_failure
         # A trainer that cannot read its key folder closes a connection after HANDSHAKE_SECONDS.

@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 class GeneratorStatus:
     """Progress of one incarnation of a generator; counts are since its start.
 
-    Rate and fractions are over the time since the previous status.
+    `tokens_per_s`, `blocked_frac` and `queue_frac` cover the time since the previous status.
     """
 
     run_id: str
     generator_id: str  # its name
     incarnation: bytes  # as in its groups
     made: int = 0  # groups, including lost ones
-    lost: int = 0  # groups dropped because the buffer of unacknowledged groups was full
+    lost: int = 0  # groups dropped because the outbox (groups that are not durable) was full
     resent: int = 0  # groups sent again
     unscored: int = 0  # groups dropped because a reward could not be computed
     step: int = 0  # policy step of the weights in use

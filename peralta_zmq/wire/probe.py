@@ -1,8 +1,8 @@
 """Probes: requests with which bin/doctor tests a generator's connection to the trainer's machine.
 
 The client is bin/doctor on the generator's machine. The server is the trainer, or bin/doctor on the
-trainer's machine. A probe asks for the identity and clock of the server ("info"), for a new file in
-the weights folder ("create_file": the client then checks that it can read the file there), or only
+trainer's machine. A probe requests the identity and clock of the server ("info"), or a new file in
+the weights folder ("create_file": the client then checks that it finds the file there), or only
 carries data whose transfer is timed ("discard").
 """
 
@@ -27,7 +27,7 @@ from peralta_zmq.wire.sockets import open_server, open_socket, ready
 POLL_SECONDS = 0.2  # maximum delay of closing the server and of reporting a refused connection
 MAX_REQUEST = 256 << 10  # bytes
 CHUNK = 64 << 10  # bytes of the payload of one request in a throughput measurement
-NUM_IN_FLIGHT = 8  # unanswered requests in a throughput measurement; fills links with a delay
+NUM_IN_FLIGHT = 8  # unanswered requests in a throughput measurement; one would measure latency
 ProbeRequest: TypeAlias = Literal["info", "create_file", "discard"]
 logger = logging.getLogger(__name__)
 
