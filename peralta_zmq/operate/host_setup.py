@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -166,9 +165,9 @@ def doctor(host: Host, config: Config) -> Command:
     return on_host(host, script, seconds=DOCTOR_SECONDS, find_problem=_doctor_problem)
 
 
-def supervisor_steps(host: Host, command: str, jobs: Sequence[Job]) -> list[Command]:
-    """`check` that these jobs can be started, or `start` them."""
-    lines = "".join(f"{job_text(job)}\n" for job in jobs)
+def supervisor_steps(host: Host, command: str, hosts: Hosts, config: Config) -> list[Command]:
+    """`check` that the jobs of a host can be started, or `start` them."""
+    lines = "".join(f"{job_text(job)}\n" for job in jobs_of(host, hosts, config))
     return [on_host(host, supervisor_script(host, command), lines)]
 
 
@@ -203,9 +202,9 @@ def settings_options(host: Host, config: Config) -> list[str]:
 
 
 def _probe_problem(host: Host, result: Result) -> str | None:
-    facts = dict(line.split("=", 1) for line in result.out.splitlines() if "=" in line)
-    if result.code or "python" not in facts:
-        return f"the probe failed: {result.last_line}"
+    facts = dict(line.split("=", 1) for line in result.stdout.splitlines() if "=" in line)
+    if result.returncode or "python" not in facts:
+        return f"the probe failed: {ssh.last_line(result)}"
     version = facts["python"]  # or the error of a command that does not run
     is_version = re.fullmatch(r"\d+\.\d+\.\d+", version) is not None
     if not is_version or tuple(map(int, version.split("."))) < OLDEST_PYTHON:
@@ -236,11 +235,11 @@ def _probe_problem(host: Host, result: Result) -> str | None:
 
 def _doctor_problem(result: Result) -> str | None:
     """The failed checks of bin/doctor, from the JSON in the last line of its output."""
-    if result.code == 0:
+    if result.returncode == 0:
         return None
-    last_line = result.out.strip().rpartition("\n")[2]
+    last_line = result.stdout.strip().rpartition("\n")[2]
     if not last_line.startswith('{"checks"'):
-        return f"bin/doctor failed: {result.last_line}"
+        return f"bin/doctor failed: {ssh.last_line(result)}"
     checks: list[dict[str, object]] = json.loads(last_line)["checks"]
     failed = [check for check in checks if not check["ok"]]
     return " / ".join(f"{check['name']}: {check['detail']}; {check['remedy']}" for check in failed)

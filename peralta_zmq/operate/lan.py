@@ -18,30 +18,25 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-from peralta_zmq.config import load_config
+from peralta_zmq.config import Config, load_config
+from peralta_zmq.config.hosts import Host, Hosts, load_hosts
 from peralta_zmq.config.programs import LAN_COMMANDS
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate import host_setup, lan_monitor, ssh
 from peralta_zmq.operate.lan_monitor import in_parallel
-
-if TYPE_CHECKING:
-    from peralta_zmq.config import Config
-    from peralta_zmq.config.hosts import Host, Hosts
 
 PROGRAM = "bin/lan"
 STARTING = ("up", "sync")  # commands that need the code and the settings
 HOSTS_FILE, EXAMPLE = Path("configs/hosts.toml"), Path("configs/hosts.example.toml")
 DOCTOR_READY = "answering the doctors"  # start of the line after which the trainer's doctor serves
 LOOPBACK = ("127.0.0.1", "localhost")  # not 127.0.0.2, which tests use for another machine
-StepsOf: TypeAlias = "Callable[[Host], list[ssh.Command]]"  # commands of one phase for a host
+StepsOf: TypeAlias = Callable[[Host], list[ssh.Command]]  # commands of one phase for a host
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command on the hosts of a hosts file. Raises ConfigError."""
-    from peralta_zmq.config.hosts import load_hosts
-
     options, settings = _parser().parse_known_args(arguments)
     command: str = options.command
     if settings and command not in STARTING:
@@ -164,9 +159,7 @@ class Fleet:
         return False
 
     def _supervisor_steps(self, command: str) -> StepsOf:
-        return lambda host: host_setup.supervisor_steps(
-            host, command, host_setup.jobs_of(host, self.hosts, self.config)
-        )
+        return lambda host: host_setup.supervisor_steps(host, command, self.hosts, self.config)
 
     def _phase(self, title: str, steps_of: StepsOf) -> bool:
         """Run one phase on all hosts; returns True if the next one may follow."""
@@ -224,7 +217,7 @@ def _command_supervisors(command: str, selected: Sequence[tuple[Host, list[str]]
 
     def send(step: ssh.Command) -> str | None:
         result = ssh.run(step)
-        sys.stdout.write(result.out)
+        sys.stdout.write(result.stdout)
         return step.find_problem(result)
 
     steps = {

@@ -13,17 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
+from peralta_zmq.config.hosts import Host, Hosts
 from peralta_zmq.operate import host_setup, ssh
-
-if TYPE_CHECKING:
-    from peralta_zmq.config.hosts import Host, Hosts
 
 FAILED_STATES = ("gave up", "bad config", "crashed", "unknown")  # unknown: host not reached
 DEFAULT_LINES = 20  # of each log, for `bin/lan logs`
 RECONNECT_SECONDS = 5.0
-Row: TypeAlias = "dict[str, object]"  # a worker: what `supervisor.print_status` prints, and host
+Row: TypeAlias = dict[str, object]  # a worker: what `supervisor.print_status` prints, and host
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -70,7 +68,7 @@ def _query(host: Host) -> list[Row]:
         unknown = {"state": "unknown", "since": None, "restarts": "", "code": None}
         rows = [{**unknown, "name": name, "tail": [problem]} for name in host.workers]
     else:
-        rows = [json.loads(line) for line in result.out.splitlines()]
+        rows = [json.loads(line) for line in result.stdout.splitlines()]
     return [{**row, "host": host.name} for row in rows]
 
 
@@ -107,10 +105,8 @@ def follow_logs(
     for the commands that are named after Ctrl-C.
     """
     stopped = threading.Event()
-    readers = [LogReader(host, names, stopped) for host, names in selected]
-    threads = [
-        threading.Thread(target=reader.run, args=(lines,), daemon=True) for reader in readers
-    ]
+    readers = [LogReader(host, names, lines, stopped) for host, names in selected]
+    threads = [threading.Thread(target=reader.run, daemon=True) for reader in readers]
     for thread in threads:
         thread.start()
     try:
@@ -129,22 +125,27 @@ def follow_logs(
 
 
 class LogReader:
-    """Prints the logs of one host's workers; reconnects when the connection is lost."""
+    """Prints the logs of one host's workers; reconnects when the connection is lost.
 
-    def __init__(self, host: Host, names: Sequence[str], stopped: threading.Event) -> None:
-        self._host, self._names, self._stopped = host, names, stopped
+    It begins with the last `lines` lines of each log, and ends when `stopped` is set.
+    """
+
+    def __init__(
+        self, host: Host, names: Sequence[str], lines: int, stopped: threading.Event
+    ) -> None:
+        self._host, self._names, self._lines, self._stopped = host, names, lines, stopped
         self._process: subprocess.Popen[str] | None = None
 
-    def run(self, lines: int) -> None:
-        """Print the last `lines` lines of each log and all new ones, until the workers end."""
-        while self._read(lines) == ssh.SSH_FAILED and self._host.ssh:
+    def run(self) -> None:
+        """Print the logs until the workers end."""
+        while self._read() == ssh.SSH_FAILED and self._host.ssh:
             self._print(
                 f"{self._host.name}: connection lost, its workers continue; "
                 f"reconnecting in {RECONNECT_SECONDS:.0f} s"
             )
             if self._stopped.wait(RECONNECT_SECONDS):
                 return
-            lines = 0
+            self._lines = 0
 
     def close(self) -> None:
         """End the connection; the workers continue."""
@@ -152,8 +153,9 @@ class LogReader:
             self._process.kill()
             self._process.wait()
 
-    def _read(self, lines: int) -> int:
-        script = host_setup.supervisor_script(self._host, "follow", str(lines), *self._names)
+    def _read(self) -> int:
+        """Print the logs until the connection ends; returns the exit code of ssh."""
+        script = host_setup.supervisor_script(self._host, "follow", str(self._lines), *self._names)
         with ssh.start(ssh.on_host(self._host, script)) as process:
             self._process = process
             assert process.stdout

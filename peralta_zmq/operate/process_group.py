@@ -29,7 +29,6 @@ GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 POLL_SECONDS = 0.2  # between two calls of `on_tick` when nothing happens
 NUM_LOG_LINES = 20  # of the end of a log that are printed after a failure
 BAD_CONFIG = 2  # exit code of a program that rejects its settings
-SHOW_CURSOR = "\033[?25h"
 SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 
 # Shell script that starts a worker and a guard process. The guard reads from a pipe of which only
@@ -178,8 +177,8 @@ class ProcessGroup:
             self._print_notices()
 
     def _print_notices(self) -> None:
-        if sys.stdout.isatty():  # a leader killed while drawing leaves the cursor hidden
-            sys.stdout.write(SHOW_CURSOR)
+        if sys.stdout.isatty():
+            sys.stdout.write("\033[?25h")  # show the cursor, which a killed leader may have hidden
         sys.stdout.write("".join(f"{text}\n" for text in self._notices))
         self._notices.clear()
         sys.stdout.flush()
@@ -294,7 +293,7 @@ def catch_signals() -> Generator[WaitForSignals, None, None]:
     previous_wakeup = signal.set_wakeup_fd(writing)  # each signal writes its number as one byte
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
     # A handler that does nothing: unlike SIG_IGN it keeps the wake-up byte.
-    previous = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    previous = {number: signal.signal(number, lambda number, frame: None) for number in numbers}
 
     def wait_for_signals(seconds: float) -> list[int]:
         ready, _, _ = select.select([reading], [], [], seconds)

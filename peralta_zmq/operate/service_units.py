@@ -22,8 +22,8 @@ COMMAND_SECONDS = 10.0
 PASSED_ENV = ("PATH", "PYTHONPATH")  # variables that a supervisor started by systemd needs
 
 
-def main(command: str, names: Sequence[str]) -> int:
-    """Enable or disable the start of workers at boot; returns 0. Raises ConfigError."""
+def main(command: str, names: Sequence[str]) -> None:
+    """Enable or disable the start of workers at boot. Raises ConfigError."""
     is_enable = command == "enable"
     for name in names:
         path, text, commands = _unit(name, command)
@@ -40,7 +40,6 @@ def main(command: str, names: Sequence[str]) -> int:
         sys.stdout.write(f"{name}: {command}d, {path}\n")
     if is_enable and platform.system() == "Linux" and not _lingers():
         sys.stdout.write("to start before you log in: sudo loginctl enable-linger $USER\n")
-    return 0
 
 
 def systemd_is_usable() -> bool:

@@ -15,10 +15,9 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from peralta_zmq.config.hosts import Host
+from peralta_zmq.config.hosts import Host
 
 SSH = (
     *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),  # BatchMode: never prompt
@@ -29,29 +28,21 @@ SHORT_SECONDS, LONG_SECONDS = 60.0, 3600.0  # time limits of commands
 SHOWN_LINES = 12  # longest standard input that a dry run prints
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Exit code and output of a command."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def last_line(self) -> str:
-        """The last line of the errors, else of the output, else the exit code."""
-        lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
-        return lines[-1] if lines else f"exit code {self.code}"
-
-
+Result: TypeAlias = subprocess.CompletedProcess[str]
 FindProblem: TypeAlias = Callable[[Result], "str | None"]  # result -> problem and remedy, or None
+
+
+def last_line(result: Result) -> str:
+    """The last line of the errors of a command, else of its output, else its exit code."""
+    lines = [line.strip() for line in (result.stderr or result.stdout).splitlines() if line.strip()]
+    return lines[-1] if lines else f"exit code {result.returncode}"
 
 
 def failure(result: Result, remedy: str = "") -> str | None:
     """Return the last line of a command that failed and the remedy; None if it succeeded."""
-    if result.code == 0:
+    if result.returncode == 0:
         return None
-    return f"{result.last_line}; {remedy}" if remedy else result.last_line
+    return f"{last_line(result)}; {remedy}" if remedy else last_line(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +99,12 @@ def rsync_to(host: Host, sources: Sequence[str], target: str, *options: str) -> 
 
 
 def _copy_problem(result: Result) -> str | None:
-    if result.code == NOT_FOUND:  # rsync of this machine: the probe found the one of the host
+    if result.returncode == NOT_FOUND:  # rsync of this machine: the probe found the one of the host
         return f"there is no rsync on this machine; install it ({package_hint('rsync')})"
-    if result.code == 0:
+    if result.returncode == 0:
         return None
-    text = f"copying stopped halfway (rsync code {result.code}: {result.last_line})"
-    if "No space left" in result.err:
+    text = f"copying stopped halfway (rsync code {result.returncode}: {last_line(result)})"
+    if "No space left" in result.stderr:
         return f"{text}; the disk is full: make room there, then run the same command again"
     return f"{text}; the same command again continues the copy"
 
@@ -127,7 +118,7 @@ def package_hint(program: str) -> str:
 def run(command: Command) -> Result:
     """Run a command to its end, or to its time limit."""
     try:
-        done = subprocess.run(
+        return subprocess.run(
             command.words,
             input=command.stdin,
             timeout=command.seconds,
@@ -136,14 +127,14 @@ def run(command: Command) -> Result:
             errors="replace",
         )
     except FileNotFoundError as error:
-        return Result(NOT_FOUND, "", f"there is no {error.filename} on this machine; install it")
+        problem = f"there is no {error.filename} on this machine; install it"
+        return Result(command.words, NOT_FOUND, "", problem)
     except subprocess.TimeoutExpired:
-        return _timed_out(command.seconds)
-    return Result(done.returncode, done.stdout, done.stderr)
+        return _timed_out(command.words, command.seconds)
 
 
-def _timed_out(seconds: float) -> Result:
-    return Result(TIMED_OUT, "", f"no end after {seconds:.0f} s")
+def _timed_out(words: object, seconds: float) -> Result:
+    return Result(words, TIMED_OUT, "", f"no end after {seconds:.0f} s")
 
 
 @contextmanager
@@ -207,15 +198,16 @@ class BackgroundCommand:
         try:
             out, err = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            return _timed_out(seconds)
-        return Result(self.process.returncode, "".join([*self.lines, out]), err)
+            return _timed_out(self.process.args, seconds)
+        out = "".join([*self.lines, out])
+        return Result(self.process.args, self.process.returncode, out, err)
 
 
 def _problem_on_host(host: Host, find_problem: FindProblem, result: Result) -> str | None:
     """Return why ssh could not connect, with the remedy, else the problem of the command."""
-    if not host.ssh or result.code != SSH_FAILED:
+    if not host.ssh or result.returncode != SSH_FAILED:
         return find_problem(result)
-    error, by_hand = " ".join(result.err.split()), f"ssh {host.ssh}"
+    error, by_hand = " ".join(result.stderr.split()), f"ssh {host.ssh}"
     remedies = {
         "Permission denied": f"its key is not accepted there; ssh-copy-id {host.ssh}",
         "HOST IDENTIFICATION HAS CHANGED": f"the host key has changed; run {by_hand} by hand",
@@ -225,4 +217,4 @@ def _problem_on_host(host: Host, find_problem: FindProblem, result: Result) -> s
     }
     default = f"cannot be reached; is it on, and does {by_hand} work?"
     remedy = next((text for sign, text in remedies.items() if sign in error), default)
-    return f"ssh: {result.last_line.rstrip('.')}: {remedy}"
+    return f"ssh: {last_line(result).rstrip('.')}: {remedy}"

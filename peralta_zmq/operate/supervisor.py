@@ -69,7 +69,7 @@ class State:
 def main(arguments: Sequence[str]) -> int:
     """Run one command; returns an exit code. `check` and `start` read jobs from standard input."""
     command, *names = arguments
-    commands: dict[str, Callable[[], int]] = {
+    commands: dict[str, Callable[[], int | None]] = {
         "check": lambda: check(parse_jobs(sys.stdin.read())),
         "start": lambda: start(parse_jobs(sys.stdin.read())),
         "restart": lambda: restart(names),
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         "enable": lambda: service_units.main(command, names),
         "disable": lambda: service_units.main(command, names),
     }
-    return commands[command]()
+    return commands[command]() or 0
 
 
 def parse_jobs(text: str) -> list[Job]:
@@ -94,7 +94,7 @@ def job_text(job: Job) -> str:
     return json.dumps(asdict(job))
 
 
-def check(jobs: Sequence[Job]) -> int:
+def check(jobs: Sequence[Job]) -> None:
     """Raise ConfigError if a worker cannot be started or runs with other settings."""
     _check_copied()
     for job in jobs:
@@ -102,10 +102,9 @@ def check(jobs: Sequence[Job]) -> int:
             raise ConfigError(
                 f"{job.name} runs already with other settings; bin/lan stop {job.name} first"
             )
-    return 0
 
 
-def start(jobs: Sequence[Job]) -> int:
+def start(jobs: Sequence[Job]) -> None:
     """Start each worker detached, except those that run already. Raises ConfigError."""
     check(jobs)
     FOLDER.mkdir(exist_ok=True)
@@ -117,11 +116,13 @@ def start(jobs: Sequence[Job]) -> int:
         _file(job.name, "state").unlink(missing_ok=True)
         _start_detached(job.name)
         sys.stdout.write(f"{job.name}: started pid={_wait_for_start(job.name)}\n")
-    return 0
 
 
-def restart(names: Sequence[str]) -> int:
-    """Stop workers, then start the same jobs. Raises ConfigError before it stops any."""
+def restart(names: Sequence[str]) -> int | None:
+    """Stop workers, then start the same jobs; returns 1 if one does not end.
+
+    Raises ConfigError before it stops any.
+    """
     _check_copied()
     jobs = [read_job(name) for name in names]
     return max(map(stop, names)) or start(jobs)
@@ -172,18 +173,17 @@ def stop(name: str) -> int:
     return 1
 
 
-def print_status(names: Sequence[str]) -> int:
+def print_status(names: Sequence[str]) -> None:
     """Print one JSON object per worker: the fields of its `State`, name, state and log tail."""
     for name in names:
         state = _read_state(name)
         state_name = "running" if supervisor_pid(name) else _state_name(state)
         row = {**asdict(state), "name": name, "state": state_name, "tail": _tail(name)}
         sys.stdout.write(f"{json.dumps(row)}\n")
-    return 0
 
 
-def follow(names: Sequence[str], *, lines: int) -> int:
-    """Print the last `lines` lines of each log and all new ones; returns 0.
+def follow(names: Sequence[str], *, lines: int) -> None:
+    """Print the last `lines` lines of each log and all new ones.
 
     Ends when no worker runs or standard input is closed, as by a lost ssh connection.
     """
@@ -201,10 +201,10 @@ def follow(names: Sequence[str], *, lines: int) -> int:
         if is_alive:
             last_alive = time.monotonic()
         elif not has_printed and time.monotonic() - last_alive > _restart_grace(names):
-            return 0
+            return
         ready, _, _ = select.select([sys.stdin], [], [], FOLLOW_SECONDS)
         if ready and not os.read(sys.stdin.fileno(), 1024):  # the ssh connection is gone
-            return 0
+            return
 
 
 def _restart_grace(names: Sequence[str]) -> float:

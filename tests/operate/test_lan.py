@@ -32,7 +32,7 @@ def config(**sections: object) -> Config:
 def probe_problem(host: Host, **changes: str) -> str | None:
     """The problem of a host whose probe prints good values except for `changes`."""
     out = "".join(f"{name}={word}\n" for name, word in {**GOOD_PROBE, **changes}.items() if word)
-    return host_setup.probe(host)[0].find_problem(Result(0, out, ""))
+    return host_setup.probe(host)[0].find_problem(Result((), 0, out, ""))
 
 
 # Commands.
@@ -228,18 +228,18 @@ def test_bad_host_is_reported_with_a_remedy(changes: dict[str, str], expected: s
 ])  # fmt: skip
 def test_failed_ssh_connection_is_explained(err: str, expected: str) -> None:
     find_problem = ssh.on_host(PC, "true").find_problem
-    problem = find_problem(Result(255, "", err)) or ""
+    problem = find_problem(Result((), 255, "", err)) or ""
     assert err.rstrip(".") in problem and expected in problem
-    assert find_problem(Result(1, "", err)) == err  # of the command, not of ssh
+    assert find_problem(Result((), 1, "", err)) == err  # of the command, not of ssh
 
 
 def test_interrupted_copy_names_code_and_remedy() -> None:
     copy = host_setup.sync(PC, config())[1]
-    assert copy.find_problem(Result(12, "", "rsync: connection unexpectedly closed")) == (
+    assert copy.find_problem(Result((), 12, "", "rsync: connection unexpectedly closed")) == (
         "copying stopped halfway (rsync code 12: rsync: connection unexpectedly closed); "
         "the same command again continues the copy"
     )
-    full = copy.find_problem(Result(11, "", "write failed: No space left on device (28)")) or ""
+    full = copy.find_problem(Result((), 11, "", "write failed: No space left on device (28)")) or ""
     assert full.endswith("the disk is full: make room there, then run the same command again")
 
 
@@ -257,11 +257,11 @@ def test_missing_local_rsync_is_reported(
 def test_background_command_is_killed_after_its_time_limit() -> None:
     silent = ssh.Command(("/bin/sh", "-c", "sleep 60; true"), seconds=0.1)
     with ssh.run_in_background(silent, "ready") as command:
-        assert not command.is_ready and command.end().code != 0
+        assert not command.is_ready and command.end().returncode != 0
     stays = ssh.Command(("/bin/sh", "-c", "echo ready; sleep 60; true"))
     with ssh.run_in_background(stays, "ready") as command:
         assert command.is_ready
-        assert command.end(seconds=0.1) == Result(124, "", "no end after 0 s")
+        assert command.end(seconds=0.1).stderr == "no end after 0 s"
 
 
 def test_failed_checks_of_a_doctor_are_reported() -> None:
@@ -271,9 +271,12 @@ def test_failed_checks_of_a_doctor_are_reported() -> None:
         {"name": "device", "ok": True, "detail": "cpu", "remedy": ""},
     ]
     out = f"FAIL ports\n{json.dumps({'checks': checks})}\n"
-    assert find_problem(Result(1, out, "")) == "ports: 5555 is taken; stop it"
-    assert find_problem(Result(0, out, "")) is None
-    assert find_problem(Result(1, "", "Traceback\nOSError: x\n")) == "bin/doctor failed: OSError: x"
+    assert find_problem(Result((), 1, out, "")) == "ports: 5555 is taken; stop it"
+    assert find_problem(Result((), 0, out, "")) is None
+    assert (
+        find_problem(Result((), 1, "", "Traceback\nOSError: x\n"))
+        == "bin/doctor failed: OSError: x"
+    )
 
 
 def test_hosts_that_cannot_reach_weights_or_trainer_are_refused() -> None:

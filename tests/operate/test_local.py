@@ -40,8 +40,8 @@ def test_local_workers_get_index_count_and_share_of_cores() -> None:
     assert trainer.log is None
     assert first.command[2:6] == second.command[2:6] == tuple(arguments)
     assert second.command[6:] == (
-        *("--generator.index", "1", "--generator.count", "2"),
-        *("--generator.num-workers", "3", "--generator.name", "local-1"),
+        *("--generator.count", "2", "--generator.num-workers", "3"),
+        *("--generator.index", "1", "--generator.name", "local-1"),
     )
     assert second.log == folder / "logs" / "generator-1.log"
 

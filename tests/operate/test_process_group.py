@@ -370,7 +370,7 @@ def test_restart_notice_waits_for_the_trainers_table(children: Children) -> None
     with supervisor(draws, crashes_once, stdout=stdout) as process:
         assert process.wait() == 0
     children.until_all_have_ended()
-    lines = os.read(terminal, 65536).decode().replace(process_group.SHOW_CURSOR, "").splitlines()
+    lines = os.read(terminal, 65536).decode().replace("\033[?25h", "").splitlines()
     os.close(terminal)
     os.close(stdout)
     notice = "restarted generator-0 (exit code 1) after 0.5 s"

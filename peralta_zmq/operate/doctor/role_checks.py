@@ -18,7 +18,7 @@ from peralta_zmq import wire
 from peralta_zmq.config import Config, earlier_config
 from peralta_zmq.errors import ConfigError, WireError
 from peralta_zmq.operate.doctor import machine_checks, network_checks, weights_checks
-from peralta_zmq.operate.doctor.checks import Check, Report
+from peralta_zmq.operate.doctor.checks import Check, Report, failed_check
 
 
 def default_role(config: Config) -> str:
@@ -104,17 +104,16 @@ def _probe_trainer(
     config: Config, report: Report, client: wire.ProbeClient
 ) -> wire.ProbeReply | None:
     """Check the answers of the trainer's machine; returns its reply, None for another run."""
-    results: list[network_checks.ProbeResult] = []
-
-    def check_probe() -> Check:
-        results.append(network_checks.send_probes(client))
-        return network_checks.check_probe(results[0], config.run.name)
-
-    if not report.run("probe", check_probe):
+    try:
+        result = network_checks.send_probes(client)
+    except WireError as error:
+        report.add("probe", failed_check(error))
         return None
-    report.run("clock", network_checks.check_clock, results[0])
+    if not report.add("probe", network_checks.check_probe(result, config.run.name)):
+        return None
+    report.run("clock", network_checks.check_clock, result)
     report.run("burst", network_checks.check_throughput, client)
-    return results[0].reply
+    return result.reply
 
 
 def _create_file(client: wire.ProbeClient) -> str:

@@ -89,9 +89,8 @@ def check_owner(folder: Path, run: Path, *, trainer_runs: bool) -> Check:
     holder = None if trainer_runs else store.backend.leases.holder(_folder_time(folder))
     if holder:
         detail = f"another trainer ({holder}) publishes to {folder}"
-        return Check(
-            False, detail, "stop it, wait 30 s if it has ended, or choose another weights.dir"
-        )
+        remedy = "stop it, wait 30 s if it has ended, or choose another weights.dir"
+        return Check(False, detail, remedy)
     return Check(True, f"belongs to run {owner}" if owner else "belongs to no run yet")
 
 
