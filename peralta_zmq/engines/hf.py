@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -108,8 +109,9 @@ class HfEngine:
     def _sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         step = self.step  # a caller may apply newer weights between two completions
         sampling = sampling.at(step)
-        prompts = [request.prompt_ids.tolist() for request in requests]
-        token_ids, attention_mask = self._pad_left(prompts)
+        prompts = [torch.from_numpy(request.prompt_ids).long() for request in requests]
+        token_ids = self._pad_left(prompts, self._pad_id)  # [B, P]
+        attention_mask = self._pad_left([torch.ones_like(prompt) for prompt in prompts], 0)
         num_prompt = token_ids.shape[1]
         recorder = LogprobRecorder(sampling.temperature or 1.0)
         # In this order, so that the logits are recorded before any penalty; transformers appends
@@ -147,13 +149,10 @@ class HfEngine:
                 ended=int(ids[length - 1]) in self._end_ids,
             )
 
-    def _pad_left(self, prompts: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and attention mask, [B, length of the longest prompt] each."""
-        longest = max(map(len, prompts))
-        ids = [[self._pad_id] * (longest - len(prompt)) + prompt for prompt in prompts]
-        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        device = self._model.device
-        return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+    def _pad_left(self, rows: list[torch.Tensor], value: int) -> torch.Tensor:
+        """Rows of different lengths with `value` before the shorter ones, [B, longest]."""
+        padded = pad_sequence(rows, batch_first=True, padding_value=value, padding_side="left")
+        return padded.to(self._model.device)
 
     def _generation_config(self, sampling: Sampling) -> GenerationConfig:
         truncation: dict[str, Any] = {}

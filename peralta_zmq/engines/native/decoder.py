@@ -56,18 +56,11 @@ class Decoder:
             device=self.device,
         )
         self._positions = torch.arange(capacity, device=self.device)
-        self._weights = ModelWeights(model, pack=not live)
+        self.weights = ModelWeights(model, pack=not live)
         self._rotary_table = _rotary_table(model, self._positions)
         self._library = _library_for(model)
         capture = capture_for(model.device) if can_capture(self._model.model) else None
         self._graphs = None if capture is None else GraphCache(capture, model.device)
-
-    def apply(self, weights: Mapping[str, Tensor]) -> None:
-        """Compute with `weights` from now on.
-
-        Raises ValueError, with nothing changed, if names or shapes differ from the model's.
-        """
-        self._weights.apply(weights)
 
     def hidden_states(self, tokens: np.ndarray, positions: np.ndarray, *, first_row: int) -> Tensor:
         """Last hidden states [n, S, hidden_size] of `tokens` [n, S]; caches keys and values.

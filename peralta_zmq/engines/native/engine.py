@@ -88,7 +88,7 @@ class NativeEngine:
         if self._decoder is None:
             models.apply_weights(self._model, weights)
         else:
-            self._decoder.apply(weights)
+            self._decoder.weights.apply(weights)
         if self._loop is not None:
             self._loop.prefix_cache.invalidate()
         self.step = step
