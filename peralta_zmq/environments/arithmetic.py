@@ -39,10 +39,15 @@ def evaluate(text: str) -> Fraction:
     """
     source = text.strip()
     _check_text(source)
-    tree = _parse(source)
-    if sum(isinstance(node, ast.expr) for node in ast.walk(tree)) > MAX_NODES:
-        raise ValueError(f"more than {MAX_NODES} numbers and operations")
-    return _value(tree, source.split("\n"), depth=1)
+    try:
+        tree = ast.parse(source, mode="eval").body
+        if sum(isinstance(node, ast.expr) for node in ast.walk(tree)) > MAX_NODES:
+            raise ValueError(f"more than {MAX_NODES} numbers and operations")
+        return _value(tree, source.split("\n"), depth=1)
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+    except (SyntaxError, RecursionError, MemoryError, OverflowError):  # of the parser
+        raise ValueError("not an expression") from None
 
 
 def _check_text(source: str) -> None:
@@ -55,14 +60,6 @@ def _check_text(source: str) -> None:
         raise ValueError(f"{foreign[0]!a} is not arithmetic")
     if max(accumulate((char == "(") - (char == ")") for char in source)) > MAX_DEPTH:
         raise ValueError(f"parentheses deeper than {MAX_DEPTH}")
-
-
-def _parse(source: str) -> ast.expr:
-    """The syntax tree of a text that consists of CHARACTERS."""
-    try:
-        return ast.parse(source, mode="eval").body
-    except (SyntaxError, RecursionError, MemoryError, OverflowError):
-        raise ValueError("not an expression") from None
 
 
 def _value(node: ast.expr, lines: list[str], *, depth: int) -> Fraction:
@@ -78,7 +75,8 @@ def _value(node: ast.expr, lines: list[str], *, depth: int) -> Fraction:
             value = _value(node.operand, lines, depth=depth + 1)
         case ast.BinOp():
             left = _value(node.left, lines, depth=depth + 1)
-            value = _binary(node.op, left, _value(node.right, lines, depth=depth + 1))
+            right = _value(node.right, lines, depth=depth + 1)
+            value = BINARY_OPERATORS[type(node.op)](left, right)
         case _:
             raise ValueError("not arithmetic")
     if max(abs(value.numerator), value.denominator) > MAX_MAGNITUDE:
@@ -91,13 +89,6 @@ def _literal(node: ast.Constant, lines: list[str]) -> Fraction:
     if type(node.value) not in (int, float):
         raise ValueError("not arithmetic")
     return Fraction(lines[node.lineno - 1][node.col_offset : node.end_col_offset])
-
-
-def _binary(kind: ast.operator, left: Fraction, right: Fraction) -> Fraction:
-    try:
-        return BINARY_OPERATORS[type(kind)](left, right)
-    except ZeroDivisionError:
-        raise ValueError("division by zero") from None
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import random
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from itertools import count as count_from
@@ -66,10 +65,6 @@ class ProblemSampler:
         env = order[within]
         num_earlier = block * self._block_counts[env] + order[:within].count(env)
         return self._starts[env] + self._position_in_epoch(num_earlier, self._sizes[env], f" {env}")
-
-    def environment(self, position: int) -> int:
-        """The index of the environment to which a position belongs."""
-        return bisect_right(self._starts, position) - 1
 
     def _position_in_epoch(self, index: int, size: int, name: str = "") -> int:
         epoch, within = divmod(index, size)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from peralta_zmq.environments.dataset import parsed_answer, problems_from_files
@@ -24,17 +23,17 @@ def reward(problem: Problem, completion_text: str) -> float:
     An answer that cannot be parsed, or not compared in time, earns 0. Raises TaskError for a target
     that cannot be parsed.
     """
-    parse, verify = _library()
+    library = _library()
     target = parsed_answer(problem, _parse_target)
-    parsed = parse(completion_text[-MAX_LENGTH:], parsing_timeout=_timeout())
-    return float(bool(parsed) and verify(list(target), parsed, timeout_seconds=_timeout()))
+    parsed = library.parse(completion_text[-MAX_LENGTH:], parsing_timeout=_timeout())
+    return float(bool(parsed) and library.verify(list(target), parsed, timeout_seconds=_timeout()))
 
 
 @functools.lru_cache(maxsize=4096)
 def _parse_target(answer: str) -> tuple[Any, ...]:
     """A target as math-verify represents it. Raises ValueError if there is nothing to parse."""
-    parse, _ = _library()
-    parsed = parse(f"${answer}$" if "$" not in answer else answer, parsing_timeout=_timeout())
+    text = answer if "$" in answer else f"${answer}$"
+    parsed = _library().parse(text, parsing_timeout=_timeout())
     if not parsed:
         raise ValueError("it is not mathematics")
     return tuple(parsed)
@@ -45,16 +44,15 @@ def _timeout() -> int | None:
     return TIMEOUT_SECONDS if threading.current_thread() is threading.main_thread() else None
 
 
-@functools.lru_cache(maxsize=1)
-def _library() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`parse` and `verify` of math-verify. Raises ConfigError if it is not installed."""
+def _library() -> Any:
+    """The module math_verify. Raises ConfigError if it is not installed."""
     try:
         import math_verify  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ConfigError(
             "task math_answers needs math-verify; pip install 'peralta_zmq[math]'"
         ) from None
-    return math_verify.parse, math_verify.verify
+    return math_verify
 
 
 problems = problems_from_files(
