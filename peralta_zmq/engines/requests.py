@@ -85,8 +85,7 @@ def evaluate(
     engine, only the problems completed so far are returned. A problem whose reward function fails
     is skipped and logged; raises TaskError if the reward function fails for all problems.
     """
-    positions = {id(problem): position for position, problem in enumerate(problems)}
-    answered: list[tuple[Problem, list[Answer]]] = []  # in the order of completion
+    answered: dict[int, list[Answer]] = {}  # by id() of the problem, in the order of completion
     failure: TaskError | None = None
     groups = generate_groups(
         engine,
@@ -98,7 +97,7 @@ def evaluate(
     )
     for num_done, (problem, completions) in enumerate(groups, start=1):
         try:
-            answers = [
+            answered[id(problem)] = [
                 Answer(
                     problem.question,
                     completion.text,
@@ -106,14 +105,13 @@ def evaluate(
                 )
                 for completion in completions
             ]
-            answered.append((problem, answers))
         except TaskError as error:
             failure = error
             logger.warning("not evaluated: problem=%s reason=%s", problem.id, error)
         report_progress(num_done)
     if failure is not None and not answered:
         raise failure
-    return sorted(answered, key=lambda result: positions[id(result[0])])
+    return [(problem, answered[id(problem)]) for problem in problems if id(problem) in answered]
 
 
 # Helpers of the engines.
