@@ -24,7 +24,7 @@ import torch
 from benchmarks import slow_link
 from benchmarks.generation import token_logprobs
 from benchmarks.harness import Claim, progress, progress_of, seconds, spread
-from peralta_zmq import atomic_files, models
+from peralta_zmq import models
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
 from peralta_zmq.weights import delta
 from peralta_zmq.weights.delta import Bits
@@ -179,8 +179,8 @@ def _measure_apply(
     that.
     """
     if version.kind == "delta":
-        chunks = atomic_files.read_chunks(version.folder / DELTA)
-        note(measured, "apply", seconds(lambda: delta.apply(delta.reader_of(chunks), decoded)))
+        with (version.folder / DELTA).open("rb") as file:
+            note(measured, "apply", seconds(lambda: delta.apply(file, decoded)))
     note(measured, "background", seconds(lambda: replica.advance(store, version)))
     tensors = replica.tensors()
     note(measured, "pause", seconds(lambda: [served[name].copy_(tensors[name]) for name in served]))

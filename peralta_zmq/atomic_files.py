@@ -172,8 +172,7 @@ def read_chunks(path: Path, *, start: int = 0) -> Iterator[bytes]:
         while chunk := os.read(descriptor, CHUNK):
             yield chunk
     finally:
-        with contextlib.suppress(OSError):  # closing cannot lose data that was read
-            os.close(descriptor)
+        os.close(descriptor)
 
 
 def steps_in(folder: Path, *, suffix: str = "") -> dict[int, Path]:
@@ -199,12 +198,11 @@ def sweep(folder: Path) -> None:
 
     Only for the process that alone may write there: the files of another writer could be in use.
     """
-    for pattern in (".tmp-*", ".trash-*"):
-        for path in folder.glob(pattern):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+    for path in (*folder.glob(".tmp-*"), *folder.glob(".trash-*")):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def is_held(lock: Path) -> bool | None:
@@ -271,7 +269,9 @@ def _write(path: Path, content: Content) -> tuple[int, str]:
         failpoint("atomic_files.opened")
         for chunk in chunks_of(content):
             sha256.update(chunk)
-            written += _write_all(descriptor, chunk)
+            written += len(chunk)
+            while chunk:  # a call may write only a part
+                chunk = chunk[os.write(descriptor, chunk) :]
             failpoint("atomic_files.chunk")
         _sync(descriptor)
     finally:
@@ -285,14 +285,6 @@ def chunks_of(content: Content) -> Iterator[memoryview]:
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), CHUNK):
             yield view[start : start + CHUNK]
-
-
-def _write_all(descriptor: int, chunk: memoryview) -> int:
-    """Write the whole chunk, where os.write may write only a part; return its size."""
-    done = 0
-    while done < len(chunk):
-        done += os.write(descriptor, chunk[done:])
-    return done
 
 
 def _rename(source: Path, target: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -131,17 +130,18 @@ class LocalBackend:
     def prepare(self) -> None:
         """Create the folder, remove temporary files. StoreError if folders cannot be renamed."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        source = self.folder / f".tmp-probe-{atomic_files.PROCESS_TAG}"
-        os.makedirs(source, exist_ok=True)
+        atomic_files.sweep(self.folder)
+        probe = self.folder / f".tmp-probe-{atomic_files.PROCESS_TAG}"
+        probe.mkdir()
         try:
-            os.rename(source, self.folder / f".trash-probe-{atomic_files.PROCESS_TAG}")
+            probe.rename(self.folder / f".trash-probe-{atomic_files.PROCESS_TAG}")
         except OSError as error:
-            shutil.rmtree(source, ignore_errors=True)
             raise StoreError(
                 f"weights folder {self.folder} is on a file system that cannot rename folders "
                 f"({error.strerror}); choose another with --weights.dir"
             ) from None
-        atomic_files.sweep(self.folder)
+        finally:
+            atomic_files.sweep(self.folder)
 
     def free_bytes(self) -> int:
         """Free space for unprivileged users, in bytes."""

@@ -14,8 +14,8 @@ a larger step, which is in the stream of wide (16-bit) steps. All streams are co
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ LEVEL = 1  # of zstd; higher levels are slower and hardly smaller
 CONTINUE, WIDE = 255, -128  # gap byte that continues in the next one; mark of a wide step
 DTYPES = {torch.bfloat16, torch.float16}
 Bits: TypeAlias = NDArray[np.int16]
-Read: TypeAlias = Callable[[int], bytes]  # returns exactly the requested number of bytes
 
 
 def unsuitable(tensors: Mapping[str, torch.Tensor]) -> str | None:
@@ -53,7 +52,11 @@ def encode(
     Both sets have equal names, shapes and 16-bit dtypes.
     """
     assert specs_of(base) == specs_of(tensors)
-    compressor = _compressor()
+    # Hardly search for repetitions, which are rare in gaps and steps.
+    settings = zstandard.ZstdCompressionParameters.from_level(
+        LEVEL, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6
+    )
+    compressor = zstandard.ZstdCompressor(compression_params=settings)
     yield MAGIC
     for name, tensor in tensors.items():
         label = name.encode()
@@ -69,7 +72,7 @@ def encode(
     yield END
 
 
-def apply(read: Read, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def apply(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Change `tensors` from the base to the result, in place; returns the crc32 of each tensor.
 
     Raises ValueError if the delta is malformed or has another base; the tensors are then invalid.
@@ -77,38 +80,21 @@ def apply(read: Read, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     decompressor = zstandard.ZstdDecompressor()
     remaining = dict(tensors)
     checksums: dict[str, int] = {}
-    _require(read(len(MAGIC)) == MAGIC, "not a delta")
-    while length := struct.unpack("<H", read(2))[0]:
-        name = read(length).decode("utf-8", errors="replace")
+    _require(_read(file, len(MAGIC)) == MAGIC, "not a delta")
+    while length := struct.unpack("<H", _read(file, 2))[0]:
+        name = _read(file, length).decode("utf-8", errors="replace")
         _require(name in remaining, f"unknown tensor {name!r:.80}")
         flat = bits_of(remaining.pop(name))
-        _require(struct.unpack("<Q", read(8))[0] == len(flat), f"{name} has another size")
+        _require(struct.unpack("<Q", _read(file, 8))[0] == len(flat), f"{name} has another size")
         checksum = 0
         for start in range(0, len(flat), CHUNK):
             piece = flat[start : start + CHUNK]
-            _apply_piece(read, piece, decompressor)
+            _apply_piece(file, piece, decompressor)
             checksum = crc32(memoryview(cast(Any, piece)), checksum)
         checksums[name] = checksum
-        _require(struct.unpack("<I", read(4))[0] == checksum, f"{name} has another base")
+        _require(struct.unpack("<I", _read(file, 4))[0] == checksum, f"{name} has another base")
     _require(not remaining, f"the delta lacks {next(iter(remaining), '')}")
     return checksums
-
-
-def reader_of(chunks: Iterator[bytes]) -> Read:
-    """A function `read(count)` over a stream of chunks; it raises ValueError at the end."""
-    buffer = bytearray()
-
-    def read(count: int) -> bytes:
-        while len(buffer) < count:
-            chunk = next(chunks, None)
-            if chunk is None:
-                raise ValueError("the delta is truncated")
-            buffer.extend(chunk)
-        content = bytes(buffer[:count])
-        del buffer[:count]
-        return content
-
-    return read
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:
@@ -139,10 +125,10 @@ def _encode_piece(old: Bits, new: Bits, compressor: Any) -> bytes:
     return b"".join([header, *compressed])
 
 
-def _apply_piece(read: Read, flat: Bits, decompressor: Any) -> None:
-    sizes = struct.unpack("<6I", read(24))
+def _apply_piece(file: BinaryIO, flat: Bits, decompressor: Any) -> None:
+    sizes = struct.unpack("<6I", _read(file, 24))
     gaps, narrow, wide = (
-        np.frombuffer(_decompress(read, sizes[i], sizes[i + 1], len(flat), decompressor), dtype)
+        np.frombuffer(_decompress(file, sizes[i], sizes[i + 1], len(flat), decompressor), dtype)
         for i, dtype in ((0, np.uint8), (2, np.int8), (4, "<i2"))
     )
     changed = _positions(gaps)
@@ -157,13 +143,15 @@ def _apply_piece(read: Read, flat: Bits, decompressor: Any) -> None:
     flat[changed] = ordered(ordered(flat[changed]) + steps)
 
 
-def _decompress(read: Read, size: int, frame_size: int, elements: int, decompressor: Any) -> bytes:
+def _decompress(
+    file: BinaryIO, size: int, frame_size: int, elements: int, decompressor: Any
+) -> bytes:
     """Read one stream; refuses sizes that `elements` changed elements cannot have."""
     limit = 2 * elements + elements // CONTINUE
     _require(size <= limit and frame_size <= 2 * size + 64, "a stream exceeds its maximum size")
     if size == 0:
         return b""
-    frame = read(frame_size)
+    frame = _read(file, frame_size)
     try:
         _require(zstandard.frame_content_size(frame) == size, "a stream of another size")
         return cast(bytes, decompressor.decompress(frame))
@@ -189,12 +177,10 @@ def _positions(gaps: NDArray[np.uint8]) -> NDArray[np.int64]:
     return np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(len(ends))
 
 
-def _compressor() -> Any:
-    """zstd with a minimal search for repetitions, which are rare in gaps and steps."""
-    settings = zstandard.ZstdCompressionParameters.from_level(
-        LEVEL, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6
-    )
-    return zstandard.ZstdCompressor(compression_params=settings)
+def _read(file: BinaryIO, count: int) -> bytes:
+    content = file.read(count)
+    _require(len(content) == count, "the delta is truncated")
+    return content
 
 
 def _require(condition: bool, reason: str) -> None:

@@ -99,16 +99,11 @@ class FolderLeases:
         Without the lease no mark counts as expired.
         """
         marked: set[str] = set()
-        if self._folder is None:
-            return marked
-        for name in os.listdir(self._folder):
-            if not name.startswith(READ_MARK):
-                continue
-            mark = self._folder / name
+        for mark in self._folder.glob(f"{READ_MARK}*") if self._folder else ():
             with contextlib.suppress(OSError):  # the mark was removed meanwhile
                 now = self._lease.stat().st_mtime if self._lease else 0.0
                 if now - mark.stat().st_mtime < READ_MARK_SECONDS:
-                    marked.add(name.removeprefix(READ_MARK).split("-")[0])
+                    marked.add(mark.name.removeprefix(READ_MARK).split("-")[0])
                 else:
                     mark.unlink()
         return marked

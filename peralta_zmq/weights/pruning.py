@@ -35,14 +35,14 @@ class Pruner:
 
     def __init__(self, store: WeightStore, retention: Retention) -> None:
         self._store, self._retention = store, retention
-        self._parents: dict[int, int | None] = {}  # by version number; None for keyframes
+        self._parents: dict[int, int] = {}  # by version number; -1 for keyframes
         self._obsolete_since: dict[int, float] = {}  # monotonic seconds by version number
         self._reading_since: dict[str, float] = {}  # monotonic seconds by folder name
         self._slowest_load = 0.0  # seconds
 
     def prune(self, published: Version) -> None:
         """Prune after a publication. Ignores OSError, because the next publication prunes again."""
-        self._remember_parent(published)
+        self._parents[published.number] = published.parent
         with contextlib.suppress(OSError):
             for number in self._removable(self._store.numbers(), time.monotonic()):
                 failpoint("prune.remove")
@@ -54,9 +54,8 @@ class Pruner:
         being_read = self._observe_readers(now)
         needed = self._needed(numbers)
         obsolete = [number for number in reversed(numbers) if number not in needed]
-        self._obsolete_since = {
-            number: self._obsolete_since.get(number, now) for number in obsolete
-        }
+        known_since = self._obsolete_since
+        self._obsolete_since = {number: known_since.get(number, now) for number in obsolete}
         keep_seconds = max(self._retention.seconds, KEPT_LOADS * self._slowest_load)
         return [
             number
@@ -70,26 +69,18 @@ class Pruner:
         interval, needed = self._retention.interval, set[int]()
         at_interval = [number for number in numbers if interval and number % interval == 0]
         for selected in [*at_interval, *numbers[-self._retention.last :]]:
-            number: int | None = selected
-            while number is not None and number not in needed:
+            number = selected
+            while number >= 0 and number not in needed:
                 needed.add(number)
-                number = self._parent_of(number)
+                if number not in self._parents and (version := self._store.find(number)):
+                    self._parents[number] = version.parent
+                number = self._parents.get(number, -1)  # an unreadable version has no parent
         return needed
-
-    def _parent_of(self, number: int) -> int | None:
-        """The number of a delta's parent; None for a keyframe or an unreadable version."""
-        if number not in self._parents and (version := self._store.find(number)):
-            self._remember_parent(version)
-        return self._parents.get(number)
-
-    def _remember_parent(self, version: Version) -> None:
-        self._parents[version.number] = version.parent if version.kind == "delta" else None
 
     def _observe_readers(self, now: float) -> set[str]:
         """Names of the folders that are being read; updates the duration of the slowest load."""
         names = self._store.backend.leases.being_read()
         for finished in self._reading_since.keys() - names:
-            load_seconds = now - self._reading_since[finished]
-            self._slowest_load = max(self._slowest_load, load_seconds)
+            self._slowest_load = max(self._slowest_load, now - self._reading_since[finished])
         self._reading_since = {name: self._reading_since.get(name, now) for name in names}
         return names

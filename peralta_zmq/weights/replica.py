@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,6 +37,7 @@ class LocalReplica:
         self.folder = folder
         self.version: Version | None = None
         self.mapped = False  # a model has mapped the weights file: do not change it in place
+        self.read_seconds = 0.0  # of the last `advance`, from the store
 
     def tensors(self) -> tensor_set.MappedTensors:
         """Views of the weights file; their values change when `advance` applies a delta."""
@@ -48,7 +50,9 @@ class LocalReplica:
             stable = hashlib.sha256(text).hexdigest().encode()
             manifest = atomic_files.parse_manifest(text, stable=stable, where=STATE)
             version = Version.from_manifest(Path(folder_name(manifest.about["number"])), manifest)
-            if tensor_set.digest_of(self.tensors()) == version.field("result"):
+            tensors = self.tensors()
+            digest = tensor_set.set_digest(tensor_set.checksums_of(tensors), tensors.specs)
+            if digest == version.field("result"):
                 self.version = version
         return self.version
 
@@ -76,6 +80,7 @@ class LocalReplica:
         chain = store.chain(version, self.version)
         incoming = self.folder / INCOMING
         shutil.rmtree(incoming, ignore_errors=True)
+        started = time.monotonic()
         try:
             with ExitStack() as read_marks:
                 for member in chain:
@@ -84,6 +89,7 @@ class LocalReplica:
                     )
                 for member in chain:
                     _fetch(store, member, incoming / str(member.number))
+            self.read_seconds = time.monotonic() - started
             failpoint("load.fetched")
             before_change()
             self._change(store, chain, incoming)
@@ -121,9 +127,9 @@ class LocalReplica:
     def _apply(self, member: Version, fetched: Path) -> Mapping[str, int]:
         """Apply one version of the chain; returns the crc32 of each tensor."""
         if member.kind == "delta":
-            chunks = atomic_files.read_chunks(fetched / DELTA)
             target = tensor_set.MappedTensors(self.folder / WEIGHTS, writable=True)
-            return delta.apply(delta.reader_of(chunks), target)
+            with (fetched / DELTA).open("rb") as file:
+                return delta.apply(file, target)
         for file in fetched.iterdir():
             os.replace(file, self.folder / file.name)
         return tensor_set.checksums_of(self.tensors())

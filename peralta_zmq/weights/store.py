@@ -40,7 +40,6 @@ MIN_FREE_VERSIONS = 2  # free space needed to publish, in keyframes
 # process); a NAS may return stale pages once or twice.
 MAX_MISMATCHES = 3
 MAX_DELTA_SHARE = 0.6  # of a keyframe's size; a larger delta is published as a keyframe
-MAX_CHAIN = 1000  # versions in a chain of deltas
 # Invalid versions that each listing checks again, because a NAS may show their files late.
 MAX_RECHECKS = 100
 Base: TypeAlias = tuple[Version, Mapping[str, torch.Tensor]]  # parent of a delta, its weights
@@ -89,7 +88,10 @@ class WeightStore:
         try:
             owner = self.run_id
             if owner is None and known:  # no folder, or an empty mount point
-                raise _gone_error(self.address)
+                raise GoneError(
+                    f"{RUN_FILE} in weights folder {self.address} is gone; is it mounted? "
+                    "Mount it, or choose another with --weights.dir"
+                )
             if owner not in (None, run_id):
                 raise StoreError(
                     f"weights folder {self.address} belongs to run {owner}, not to {run_id}; "
@@ -101,8 +103,6 @@ class WeightStore:
                 self.backend.write_file(RUN_FILE, text.encode())
             holder = self.backend.leases.acquire(run_id)
         except OSError as error:
-            if known and self.run_id is None:
-                raise _gone_error(self.address) from None
             raise StoreError(
                 f"weights folder {self.address} cannot be written ({error.strerror or error}); "
                 "mount it, free it, or choose another with --weights.dir"
@@ -133,11 +133,8 @@ class WeightStore:
         try:
             if (run_id := self.run_id) is None:  # e.g. an empty mount point
                 raise OSError(f"{RUN_FILE} is gone; is it mounted?")
-            free, needed = (
-                self.backend.free_bytes(),
-                MIN_FREE_VERSIONS * tensor_set.file_size(specs),
-            )
-            if free < needed:
+            needed = MIN_FREE_VERSIONS * tensor_set.file_size(specs)
+            if (free := self.backend.free_bytes()) < needed:
                 raise OSError(f"{free >> 20} MiB free, {needed >> 20} MiB needed")
             number = max([step, *(used + 1 for used in self.numbers())])  # never a used number
             identity = {"format": FORMAT, "run_id": run_id, "number": number, "step": step}
@@ -211,7 +208,7 @@ class WeightStore:
             base = first.field("base")
             if local and local.number == first.parent and local.field("result") == base:
                 break
-            parent = self.find(first.parent) if len(chain) < MAX_CHAIN else None
+            parent = self.find(first.parent)
             if parent is None or parent.run_id != version.run_id:
                 raise ChainError(
                     f"version {version.number} needs version {first.parent}, which is missing or "
@@ -267,13 +264,6 @@ def version_of_step(store: WeightStore, step: int) -> Version:
     raise StoreError(f"no version of step {step} in {store.address}; available steps: {steps:.300}")
 
 
-def _gone_error(address: str) -> GoneError:
-    return GoneError(
-        f"{RUN_FILE} in weights folder {address} is gone; is it mounted? "
-        "Mount it, or choose another with --weights.dir"
-    )
-
-
 def _write_version(
     backend: StorageBackend,
     fields: Mapping[str, Any],
@@ -287,29 +277,22 @@ def _write_version(
     specs = tensor_set.specs_of(tensors)
     name = folder_name(fields["number"])
 
-    def write(files: Mapping[str, Content], **more: str | int | None) -> Version:
+    def write(files: Mapping[str, Content], kind: Mapping[str, Any]) -> Version:
         def about() -> dict[str, Any]:  # called when all files are written
-            return {**fields, **more, "result": tensor_set.set_digest(checksums, specs)}
+            return {**fields, **kind, "result": tensor_set.set_digest(checksums, specs)}
 
         manifest = backend.write_folder(name, files, about)
         return Version.from_manifest(backend.path(name), manifest)
 
-    if base is not None and tensor_set.specs_of(base[1]) == specs and not delta.unsuitable(tensors):
+    if base is not None:
         parent, parent_tensors = base
-        pieces = _at_most(
-            int(MAX_DELTA_SHARE * tensor_set.file_size(specs)),
-            delta.encode(parent_tensors, tensors, checksums),
-        )
+        limit = int(MAX_DELTA_SHARE * tensor_set.file_size(specs))
+        pieces = _at_most(limit, delta.encode(parent_tensors, tensors, checksums))
+        kind = {"kind": "delta", "parent": parent.number, "depth": parent.depth + 1}
         with contextlib.suppress(_DeltaTooLargeError):
-            return write(
-                {DELTA: stream(pieces)},
-                kind="delta",
-                parent=parent.number,
-                depth=parent.depth + 1,
-                base=parent.field("result"),
-            )
+            return write({DELTA: stream(pieces)}, {**kind, "base": parent.field("result")})
     pieces = stream(tensor_set.file_of(tensors, checksums))
-    return write({WEIGHTS: pieces, **companions}, kind="keyframe")
+    return write({WEIGHTS: pieces, **companions}, {"kind": "keyframe"})
 
 
 class _DeltaTooLargeError(Exception):

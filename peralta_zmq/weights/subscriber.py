@@ -191,12 +191,10 @@ class WeightSubscriber:
             self._offered = None
 
     def _poll_interval(self) -> float:
-        seconds = self._poll_seconds
-        if not self._known_versions():
-            seconds = min(FIRST_POLL_SECONDS, seconds)
+        longest = self._poll_seconds if self._known_versions() else FIRST_POLL_SECONDS
         # Not the shared generator of `random`, which the run's seed may have set.
         jitter = random.SystemRandom().uniform(1 - JITTER, 1 + JITTER)
-        return min(threading.TIMEOUT_MAX, jitter * seconds)
+        return min(threading.TIMEOUT_MAX, jitter * min(longest, self._poll_seconds))
 
 
 class VersionLoader:
@@ -286,20 +284,13 @@ class VersionLoader:
         self, target: Version, model: str | None, before_change: Callable[[], None]
     ) -> PendingWeights:
         """Update the replica to `target` and check it. Raises StoreError."""
-        started = fetched = time.monotonic()
-
-        def fetch_is_complete() -> None:
-            nonlocal fetched
-            fetched = time.monotonic()
-            before_change()
-
         bytes_read = self.replica.advance(
-            self._store, target, model=model, before_change=fetch_is_complete
+            self._store, target, model=model, before_change=before_change
         )
         pending = self._pending(target, bytes_read)
         failpoint("load.checked")
         if bytes_read:
-            bytes_per_second = bytes_read / max(1e-6, fetched - started)
+            bytes_per_second = bytes_read / max(1e-6, self.replica.read_seconds)
             self._speed_check.add(*self._discovered, target.size, bytes_per_second)
         self.wants_keyframe, self._last_warning = False, ""
         return pending

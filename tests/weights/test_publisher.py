@@ -74,9 +74,23 @@ def test_keyframe_interval_is_kept_and_every_version_is_bit_exact(
     assert all(same(loaded(store, each), weights_at(each.step)) for each in versions[4:])
 
 
-def test_float32_is_published_as_keyframes(open_publisher: Opener) -> None:
-    publisher = open_publisher(dtype=torch.float32)
-    assert [published(publisher, step).kind for step in range(2)] == ["keyframe", "keyframe"]
+@pytest.mark.parametrize(
+    "dtype, name, kind",
+    [
+        (torch.float16, "w", "delta"),
+        (torch.float32, "w", "keyframe"),
+        (torch.bfloat16, "q.lora_A.weight", "keyframe"),
+    ],
+)
+def test_deltas_are_published_of_16_bit_models_only(
+    store: WeightStore, open_publisher: Opener, dtype: torch.dtype, name: str, kind: str
+) -> None:
+    publisher = open_publisher(dtype=dtype)
+    weights = torch.randn(2000)
+    published(publisher, 0, {name: weights})
+    version = published(publisher, 1, {name: weights * 1.001})
+    assert version.kind == kind
+    assert torch.equal(loaded(store, version)[name], (weights * 1.001).to(dtype))
 
 
 def test_snapshot_is_a_copy(store: WeightStore, open_publisher: Opener) -> None:

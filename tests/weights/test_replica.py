@@ -104,22 +104,6 @@ def test_delta_of_other_weights_becomes_a_keyframe(store: WeightStore) -> None:
     assert same(loaded(store, second), new)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes_are_published(store: WeightStore, dtype: torch.dtype) -> None:
-    old = {"w": torch.randn(2000).to(dtype)}
-    new = {"w": old["w"] * 1.001}
-    first = store.publish(0, old, companions=COMPANIONS)
-    second = store.publish(1, new, companions=COMPANIONS, base=(first, old))
-    assert second.kind == ("keyframe" if dtype is torch.float32 else "delta")
-    assert torch.equal(loaded(store, second)["w"], new["w"])
-
-
-def test_adapter_is_always_a_keyframe(store: WeightStore) -> None:
-    adapter = {"q.lora_A.weight": torch.zeros(4, 9).bfloat16()}
-    first = store.publish(0, adapter, companions={})
-    assert store.publish(1, adapter, companions={}, base=(first, adapter)).kind == "keyframe"
-
-
 # Pruning.
 
 
