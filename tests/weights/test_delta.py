@@ -50,7 +50,9 @@ def test_any_bit_patterns_round_trip(pairs: list[tuple[int, int]]) -> None:
 
 
 @given(
-    changed=st.lists(st.integers(0, 5000), max_size=12, unique=True),
+    changed=st.lists(
+        st.sampled_from([254, 255, 256, 509, 510, 511]) | st.integers(0, 5000), max_size=12
+    ),
     piece_size=st.sampled_from([1, 255, 256, 1000, 5001]),
 )
 @settings(max_examples=60, deadline=None, database=None)
@@ -61,14 +63,6 @@ def test_any_gaps_and_piece_sizes_round_trip(changed: list[int], piece_size: int
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(delta, "CHUNK", piece_size)
         round_trip({"w": old}, {"w": new})
-
-
-@pytest.mark.parametrize("gap", [0, 1, 254, 255, 256, 509, 510, 511])
-def test_gaps_around_multiples_of_255_round_trip(gap: int) -> None:
-    old = torch.zeros(2000).bfloat16()
-    new = old.clone()
-    new[gap] = new[2 * gap + 1] = 1.0
-    round_trip({"w": old}, {"w": new})
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (), (0, 5), (3, 0, 2), (2, 3, 4)])
@@ -106,6 +100,7 @@ def test_next_larger_negative_float_is_one_step_away() -> None:
 
 
 def test_delta_of_small_steps_is_close_to_its_entropy() -> None:
+    assert entropy_bits(np.zeros(8, np.int16), np.tile([1, 0], 4).astype(np.int16)) == 8
     random = torch.Generator().manual_seed(0)
     weights = 0.02 * torch.randn(400_000, generator=random)
     moved = weights + 2e-6 * torch.randn(400_000, generator=random)
@@ -114,13 +109,6 @@ def test_delta_of_small_steps_is_close_to_its_entropy() -> None:
     assert 2 * 400_000 / size > 30
     bound = entropy_bits(delta.bits_of(old["w"]), delta.bits_of(new["w"])) / 8
     assert 0.75 < bound / size < 1.0
-
-
-def test_entropy_of_every_other_element_is_one_bit_each() -> None:
-    old = torch.zeros(8, dtype=torch.int16).numpy()
-    new = old.copy()
-    new[::2] = 1
-    assert entropy_bits(old, new) == pytest.approx(8.0)
 
 
 @pytest.mark.parametrize(
@@ -183,15 +171,6 @@ def test_random_bytes_raise_only_value_error(noise: bytes, keep: int) -> None:
     valid = b"".join(delta.encode(old, new, {}))
     with pytest.raises(ValueError):
         apply_to_zeros(valid[:keep] + noise)
-
-
-def test_deltas_are_for_16_bit_models_only() -> None:
-    one = torch.zeros(1)
-    assert delta.unsuitable({"w": one.bfloat16()}) is None
-    assert delta.unsuitable({"w": one.half()}) is None
-    assert delta.unsuitable({"w": one}) == "all elements of float32 weights change"
-    adapter = {"q.lora_A.weight": one.bfloat16(), "q.lora_B.weight": one.bfloat16()}
-    assert delta.unsuitable(adapter) == "an adapter is small and all its elements change"
 
 
 def test_memory_of_encode_and_apply_is_bounded(tmp_path: Path) -> None:

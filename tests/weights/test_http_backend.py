@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import itertools
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -23,6 +22,7 @@ from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import ReadSpeedCheck, WeightSubscriber
+from tools.link_proxy import free_ports
 
 TOKEN = "0123456789abcdef"
 
@@ -75,10 +75,7 @@ def test_broken_transfer_is_resumed(store: WeightStore, server: HttpServer, tmp_
 
 
 def test_newest_without_a_server_is_none() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
-    assert WeightStore.open(f"http://127.0.0.1:{port}").newest() is None
+    assert WeightStore.open(f"http://127.0.0.1:{free_ports()}").newest() is None
 
 
 def test_wrong_token_is_refused(store: WeightStore, server: HttpServer) -> None:
@@ -127,9 +124,11 @@ def test_server_on_a_used_port_is_refused(store: WeightStore, server: HttpServer
         serve_weights(store.folder, host="127.0.0.1", port=server.port, token=None)
 
 
-@pytest.mark.parametrize("address", ["http://", "http://host:99999", "http://host:1/path"])
+@pytest.mark.parametrize(
+    "address", ["ftp://x", "http://", "http://host:99999", "http://host:1/path"]
+)
 def test_malformed_address_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match="is not http://HOST:PORT"):
+    with pytest.raises(ConfigError, match="is (neither a folder nor|not) http://HOST:PORT"):
         open_backend(address)
 
 

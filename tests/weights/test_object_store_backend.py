@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import time
 import urllib.request
@@ -21,6 +20,7 @@ from weight_sets import publish, publish_chain, same, weights_at
 from peralta_zmq.weights.pruning import Pruner, Retention
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
+from tools.link_proxy import free_ports
 
 pytest.importorskip("obstore", reason="needs the extra s3: pip install 'peralta_zmq[s3]'")
 
@@ -33,9 +33,7 @@ def endpoint() -> Iterator[str]:
     """Address of an S3 server with one bucket."""
     if MOTO is None:
         pytest.skip("moto_server is not on PATH: pip install 'moto[s3,server]'")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
+    port = free_ports()
     server = subprocess.Popen([MOTO, "-p", str(port)], stderr=subprocess.DEVNULL)
     address = f"http://127.0.0.1:{port}"
     try:

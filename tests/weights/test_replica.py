@@ -70,24 +70,21 @@ def test_advance_from_an_old_version_skips_to_the_newest_chain(
 def test_advance_to_a_rolled_back_step_works(store: WeightStore, replica: LocalReplica) -> None:
     replica.advance(store, publish_chain(store, 3)[-1])
     version = publish(store, 1)
-    assert (version.number, version.kind) == (3, "keyframe")
+    assert (version.number, version.kind) == (3, "keyframe")  # no number is used again
+    assert store.newest() == WeightStore.open(store.folder).newest() == version
     replica.advance(store, version)
     assert same(replica.tensors(), weights_at(1))
 
 
-def test_copy_of_an_earlier_process_is_recovered(store: WeightStore, replica: LocalReplica) -> None:
+def test_undamaged_copy_of_an_earlier_process_is_recovered(
+    store: WeightStore, replica: LocalReplica
+) -> None:
     versions = publish_chain(store, 3)
     replica.advance(store, versions[1])
     restarted = LocalReplica(replica.folder)
     recovered = restarted.recover()
     assert recovered is not None and recovered.weights_id == versions[1].weights_id
     assert restarted.advance(store, versions[2]) == versions[2].size
-
-
-def test_copy_with_a_flipped_bit_is_not_recovered(
-    store: WeightStore, replica: LocalReplica
-) -> None:
-    replica.advance(store, publish(store, 1))
     flip_bit(replica.folder / WEIGHTS)
     assert LocalReplica(replica.folder).recover() is None
 
@@ -179,7 +176,7 @@ def test_third_mismatch_quarantines_a_version(store: WeightStore, replica: Local
 @pytest.mark.parametrize(
     "fields",
     [
-        {"number": 7}, {"number": "1"}, {"number": True}, {"step": -1}, {"step": 1.5},
+        {"number": 7}, {"number": "1"}, {"number": True}, {"step": -1}, {"step": float("inf")},
         {"parent": 1}, {"parent": 5}, {"parent": None}, {"depth": "1"}, {"kind": "patch"},
         {"kind": "keyframe"}, {"files": []}, {"result": 5}, {"base": []}, {"model": {}},
         {"run_id": 3}, {"lineage": 0.5},
@@ -200,6 +197,8 @@ def test_versions_of_another_run_in_the_folder_are_ignored(
     other.claim("run-2")
     shutil.copytree(publish(other, 9).folder, store.folder / "step_00000009")
     assert store.newest() == good
+    with pytest.raises(StoreError, match="another run"):
+        loaded(store, publish(other, 10))
 
 
 def test_weights_of_another_model_are_refused_before_reading(

@@ -7,13 +7,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from damage import CHANGES
 from sample_data import TINY, tiny_model
-from weight_sets import COMPANIONS, loaded, publish, same, weights_at
+from weight_sets import COMPANIONS, loaded, publish
 
 from peralta_zmq import atomic_files, models
 from peralta_zmq.errors import GoneError, StoreError
@@ -25,70 +24,13 @@ def numbers_of(store: WeightStore) -> list[int]:
     return list(atomic_files.steps_in(store.folder))
 
 
-def test_published_tensors_are_loaded_bit_identical(store: WeightStore) -> None:
-    assert same(loaded(store, publish(store, 1)), weights_at(1))
-
-
 def test_newest_without_a_readable_folder_is_none(tmp_path: Path) -> None:
     assert WeightStore.open(tmp_path / "missing").newest() is None
     (tmp_path / "file").touch()
     assert WeightStore.open(tmp_path / "file").newest() is None
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
-def test_newest_while_listing_fails_is_none(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    publish(store, 1)
-
-    def fails(folder: Any) -> list[str]:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "listdir", fails)
-    assert store.newest() is None
-
-
-def test_number_is_not_reused_after_a_roll_back(store: WeightStore) -> None:
-    publish(store, 7)
-    version = publish(store, 5)
-    assert (version.number, version.step) == (8, 5)
-    assert store.newest() == WeightStore.open(store.folder).newest() == version
-
-
 # Invalid versions.
-
-
-@pytest.mark.parametrize(
-    "name, content",
-    [("STABLE", None), ("manifest.json", None), ("STABLE", "0" * 64), ("STABLE", "")],
-)
-def test_newest_ignores_a_torn_version(store: WeightStore, name: str, content: str | None) -> None:
-    good = publish(store, 1)
-    file = publish(store, 2).folder / name
-    file.unlink()
-    if content is not None:
-        file.write_text(content)
-    assert store.newest() == good
-
-
-@pytest.mark.parametrize("step", [None, [], "x", float("inf"), {}])
-def test_newest_ignores_a_version_without_a_step(store: WeightStore, step: Any) -> None:
-    atomic_files.write_folder(store.folder / "step_00000009", {WEIGHTS: b"w"}, {"step": step})
-    assert store.newest() is None
-
-
-def test_newest_ignores_a_version_without_weights(store: WeightStore) -> None:
-    about = {"number": 9, "step": 9, "run_id": "run-1"}
-    atomic_files.write_folder(store.folder / "step_00000009", {"config.json": b"{}"}, about)
-    assert store.newest() is None
-
-
-def test_newest_ignores_stray_names(store: WeightStore) -> None:
-    good = publish(store, 1)
-    for name in ("step_9", "step_99999999.bak", ".tmp-step_00000009-1", "lost+found"):
-        (store.folder / name).mkdir()
-    (store.folder / "step_00000008").write_text("a file")
-    assert store.newest() == good
 
 
 @pytest.mark.parametrize("damage", CHANGES)
@@ -99,25 +41,11 @@ def test_damaged_weights_are_not_loaded(store: WeightStore, damage: Callable[[Pa
         loaded(store, version)
 
 
-def test_version_of_another_run_is_not_loaded(store: WeightStore, tmp_path: Path) -> None:
-    other = WeightStore.open(tmp_path / "other")
-    other.claim("run-2")
-    with pytest.raises(StoreError, match="another run"):
-        loaded(store, publish(other, 1))
-
-
 def test_removed_version_is_reported_as_removed(store: WeightStore) -> None:
     version = publish(store, 1)
     store.backend.remove(version.folder.name)
     with pytest.raises(StoreError, match="was removed meanwhile"):
         loaded(store, version)
-
-
-def test_quarantined_version_is_not_the_newest(store: WeightStore) -> None:
-    good = publish(store, 1)
-    store.quarantine(publish(store, 2))
-    assert store.newest() == good
-    assert publish(store, 3) == store.newest()
 
 
 # Claiming.
@@ -177,23 +105,15 @@ def test_publish_without_space_for_two_versions_is_refused(
     assert numbers_of(store) == [1, 2]
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_failed_publication_leaves_nothing_and_the_next_one_works(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch, code: int
+def test_failed_publication_names_the_reason(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = publish(store, 1)
-    before = sorted(os.listdir(store.folder))
-
     def fails(descriptor: int) -> None:
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", fails)
-        with pytest.raises(StoreError, match=os.strerror(code)):
-            publish(store, 2)
-    assert store.newest() == good
-    assert sorted(os.listdir(store.folder)) == before
-    assert publish(store, 2) == store.newest()
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(StoreError, match=r"cannot publish step 2 .*: No space left on device"):
+        publish(store, 2)
 
 
 @pytest.mark.parametrize("mount_point_stays", [True, False])
@@ -218,21 +138,20 @@ def test_tied_tensors_are_published_once(store: WeightStore) -> None:
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
 
 
-def test_keyframe_loads_with_from_pretrained(store: WeightStore, tmp_path: Path) -> None:
+def test_keyframe_is_loaded_by_transformers_with_its_tokenizer(
+    store: WeightStore, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     model = tiny_model(seed=3).bfloat16()
     model.config.save_pretrained(tmp_path / "origin")
-    companions = models.companion_files(tmp_path / "origin")
+    companions = {
+        **models.companion_files(models.EMBEDDED),
+        **models.companion_files(tmp_path / "origin"),
+    }
     version = store.publish(1, models.weights_of(model), companions=companions)
     read = AutoModelForCausalLM.from_pretrained(version.folder, dtype=torch.bfloat16).state_dict()
     assert read["lm_head.weight"].shape == (TINY["vocab_size"], TINY["hidden_size"])
     assert all(torch.equal(read[name], tensor) for name, tensor in model.state_dict().items())
-
-
-def test_keyframe_of_the_embedded_model_has_its_tokenizer(store: WeightStore) -> None:
-    companions = models.companion_files(models.EMBEDDED)
-    version = store.publish(1, weights_at(1), companions=companions)
-    assert models.load_tokenizer(version.folder).get_vocab() == (
-        models.load_tokenizer(models.EMBEDDED).get_vocab()
-    )
+    vocabulary = models.load_tokenizer(models.EMBEDDED).get_vocab()
+    assert models.load_tokenizer(version.folder).get_vocab() == vocabulary

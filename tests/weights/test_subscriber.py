@@ -64,16 +64,14 @@ def accepts(subscriber: WeightSubscriber, version: Version) -> bool:
 # Finding versions.
 
 
-def test_listing_alone_finds_a_version(store: WeightStore, subscribe: Opener) -> None:
+@pytest.mark.parametrize("by_event", [False, True])
+def test_listing_or_folder_event_alone_finds_a_version(
+    store: WeightStore, subscribe: Opener, by_event: bool
+) -> None:
     first = publish(store, 0)
-    subscriber = subscribe(poll_seconds=0.1)
-    assert accepts(subscriber, first)
-    assert accepts(subscriber, publish(store, 1, base=first))
-
-
-def test_folder_event_alone_finds_a_version(store: WeightStore, subscribe: Opener) -> None:
-    first = publish(store, 0)
-    subscriber = subscribe(poll_seconds=NEVER, watch=store.folder)
+    subscriber = subscribe(
+        poll_seconds=NEVER if by_event else 0.1, watch=store.folder if by_event else None
+    )
     assert accepts(subscriber, first)
     assert accepts(subscriber, publish(store, 1, base=first))
 
@@ -128,12 +126,6 @@ def test_copy_does_not_change_between_poll_and_accept(
     assert same(weights.tensors, weights_at(0))
     subscriber.accept()
     assert accepts(subscriber, second)
-
-
-def test_copy_has_what_from_pretrained_needs(store: WeightStore, subscribe: Opener) -> None:
-    publish_chain(store, 3)
-    folder = pending(subscribe()).folder
-    assert {WEIGHTS, *COMPANIONS} <= {file.name for file in folder.iterdir()}
 
 
 def test_restart_reads_nothing_that_is_in_the_copy(store: WeightStore, subscribe: Opener) -> None:
@@ -212,24 +204,22 @@ def test_rejecting_the_accepted_version_keeps_the_polled_one(
     assert accepts(subscriber, second)
 
 
-def test_version_of_another_model_is_not_offered(store: WeightStore, subscribe: Opener) -> None:
-    subscriber = subscribe()
-    assert accepts(subscriber, publish(store, 0))
-    store.publish(1, {"other": torch.zeros(3).bfloat16()}, companions=COMPANIONS)
-    assert subscriber.poll(timeout=0.5) is None
-    assert accepts(subscriber, publish(store, 2))
-
-
 def publish_nan(store: WeightStore, step: int) -> None:
     weights = weights_at(step)
     weights["few"][1] = torch.nan
     store.publish(step, weights, companions=COMPANIONS)
 
 
-def test_weights_that_are_not_finite_are_not_offered(store: WeightStore, subscribe: Opener) -> None:
+@pytest.mark.parametrize("fault", ["not finite", "another model"])
+def test_weights_that_cannot_be_used_are_not_offered(
+    store: WeightStore, subscribe: Opener, fault: str
+) -> None:
     subscriber = subscribe()
     assert accepts(subscriber, publish(store, 0))
-    publish_nan(store, 1)
+    if fault == "not finite":
+        publish_nan(store, 1)
+    else:
+        store.publish(1, {"other": torch.zeros(3).bfloat16()}, companions=COMPANIONS)
     assert subscriber.poll(timeout=0.5) is None
     assert accepts(subscriber, publish(store, 2))
 
@@ -279,15 +269,16 @@ def test_damaged_version_is_skipped_until_a_keyframe_repairs(
     assert accepts(subscriber, publish(store, 2))
 
 
+@pytest.mark.parametrize("name", [WEIGHTS, "STABLE"])
 def test_unreadable_version_is_read_when_it_becomes_readable(
-    store: WeightStore, subscribe: Opener, tmp_path: Path
+    store: WeightStore, subscribe: Opener, tmp_path: Path, name: str
 ) -> None:
-    versions = publish_chain(store, 2)
-    shutil.move(versions[1].folder / DELTA, tmp_path / "hidden")
+    version = publish(store, 0)
+    shutil.move(version.folder / name, tmp_path / "hidden")
     subscriber = subscribe()
     assert subscriber.poll(timeout=0.5) is None
-    shutil.move(tmp_path / "hidden", versions[1].folder / DELTA)
-    assert accepts(subscriber, versions[1])
+    shutil.move(tmp_path / "hidden", version.folder / name)
+    assert accepts(subscriber, version)
 
 
 @pytest.mark.parametrize("mount_point_stays", [False, True])
