@@ -12,22 +12,17 @@ import pytest
 import torch
 from damage import CHANGES
 from sample_data import TINY, tiny_model
-from weight_sets import COMPANIONS, loaded, publish
+from weight_sets import loaded, publish
 
-from peralta_zmq import atomic_files, models
+from peralta_zmq import models
 from peralta_zmq.errors import GoneError, StoreError
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.version import WEIGHTS, Version
+from peralta_zmq.weights.version import WEIGHTS
 
 
-def numbers_of(store: WeightStore) -> list[int]:
-    return list(atomic_files.steps_in(store.folder))
-
-
-def test_newest_without_a_readable_folder_is_none(tmp_path: Path) -> None:
-    assert WeightStore.open(tmp_path / "missing").newest() is None
-    (tmp_path / "file").touch()
-    assert WeightStore.open(tmp_path / "file").newest() is None
+@pytest.mark.parametrize("address", ["/missing", "/dev/null", "http://127.0.0.1:1"])
+def test_newest_without_a_readable_store_is_none(address: str) -> None:
+    assert WeightStore.open(address).newest() is None
 
 
 # Invalid versions.
@@ -85,24 +80,19 @@ def test_known_store_that_is_gone_is_not_created(
 # Publishing.
 
 
-def publish_constant(store: WeightStore, step: int) -> Version:
-    """A version of constant size."""
-    return store.publish(step, {"a": torch.ones(4).bfloat16()}, companions=COMPANIONS)
-
-
 def test_publish_without_space_for_two_versions_is_refused(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size = publish_constant(store, 1).manifest.files[WEIGHTS][0]
+    size = publish(store, 1).manifest.files[WEIGHTS][0]
     for free, fits in ((2 * size, True), (2 * size - 1, False)):
         space = SimpleNamespace(f_bavail=free, f_frsize=1)
         monkeypatch.setattr(os, "statvfs", lambda folder, space=space: space)
         if fits:
-            publish_constant(store, 2)
+            publish(store, 2)
         else:
             with pytest.raises(StoreError, match="free"):
-                publish_constant(store, 3)
-    assert numbers_of(store) == [1, 2]
+                publish(store, 3)
+    assert store.numbers() == [1, 2]
 
 
 def test_failed_publication_names_the_reason(
@@ -138,9 +128,7 @@ def test_tied_tensors_are_published_once(store: WeightStore) -> None:
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
 
 
-def test_keyframe_is_loaded_by_transformers_with_its_tokenizer(
-    store: WeightStore, tmp_path: Path
-) -> None:
+def test_keyframe_loads_with_from_pretrained(store: WeightStore, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = tiny_model(seed=3).bfloat16()
