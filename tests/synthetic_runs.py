@@ -7,6 +7,7 @@ import math
 import time
 from pathlib import Path
 
+from peralta_zmq.observe.dashboard.run_files import RunFiles
 from peralta_zmq.observe.metrics import Row
 
 CONFIG = """\
@@ -68,6 +69,13 @@ def make_run(
         append(folder / "events.jsonl", *joins)
         append(folder / "samples.jsonl", group(num_steps))
     return folder
+
+
+def read_run(folder: Path) -> RunFiles:
+    """Read all files of a run."""
+    run = RunFiles(folder)
+    run.refresh()
+    return run
 
 
 def group(step: int, *texts: str) -> Row:

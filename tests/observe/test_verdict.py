@@ -70,222 +70,133 @@ STALE_DROPS: list[Row] = [  # those of "a" are older than the rows that count
 RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, str, str]] = {
     # name: rows, events, now, level, sentence and advice
     # 0.16 s of waiting in each step of 2 s are 8%
-    "balanced": (
-        run(), [], None, "ok",
-        "balanced: the trainer waits 8% of its time for rollouts, generators 5% for the trainer",
-    ),
-    "too few rollouts": (
-        run(time__wait_for_batch=1.24), [], None, "warn",
+    "balanced": (run(), [], None, "ok",
+        "balanced: the trainer waits 8% of its time for rollouts, generators 5% for the trainer"),
+    "too few rollouts": (run(time__wait_for_batch=1.24), [], None, "warn",
         "the trainer waits 62% of its time for rollouts; add a generator on another machine, or "
-        "raise engine.slots",
-    ),
-    "slow generator among three": (
-        run(10, gen("a"), gen("b"), gen("nas", tokens_per_s=40.0), time__wait_for_batch=1.24), [],
-        None, "warn",
+        "raise engine.slots"),
+    "slow generator among three": (run(10, gen("a"), gen("b"), gen("nas", tokens_per_s=40.0),
+        time__wait_for_batch=1.24), [], None, "warn",
         "the trainer waits 62% of its time for rollouts; nas is slow: 40 of 840 tokens/s; add a "
-        "generator on another machine, or raise engine.slots",
-    ),
-    "blocked generator is not slow": (
-        run(10, gen("a"), gen("b"), gen("c", tokens_per_s=40.0, blocked_frac=0.9)), [], None,
-        "warn",
+        "generator on another machine, or raise engine.slots"),
+    "blocked generator is not slow": (run(10, gen("a"), gen("b"), gen("c", tokens_per_s=40.0,
+        blocked_frac=0.9)), [], None, "warn",
         "only c is blocked, 90% of its time until the trainer catches up, the others 5%; the "
-        "trainer waits 8% for rollouts; raise train.max_async_level: c has spare capacity",
-    ),
+        "trainer waits 8% for rollouts; raise train.max_async_level: c has spare capacity"),
     # 90% of one are 22% of all four
-    "full queue among four": (
-        run(10, gen("a", blocked_frac=0.0), gen("b", blocked_frac=0.0), gen("c",
-        blocked_frac=0.0), gen("nas", blocked_frac=0.9, queue_frac=0.9)), [], None, "warn",
+    "full queue among four": (run(10, gen("a", blocked_frac=0.0), gen("b", blocked_frac=0.0),
+        gen("c", blocked_frac=0.0), gen("nas", blocked_frac=0.9, queue_frac=0.9)), [], None, "warn",
         "only nas is blocked, 90% of its time by a full send queue, the others 0%; the trainer "
-        "waits 8% for rollouts; check its link to the trainer with bin/doctor on that machine",
-    ),
-    "all blocked": (
-        run(10, gen("a", blocked_frac=0.6), gen("b", blocked_frac=0.3)), [], None, "warn",
+        "waits 8% for rollouts; check its link to the trainer with bin/doctor on that machine"),
+    "all blocked": (run(10, gen("a", blocked_frac=0.6), gen("b", blocked_frac=0.3)), [], None,
+        "warn",
         "the trainer is the bottleneck: a is blocked 60% of its time until the trainer catches "
         "up; use a faster device or train.dtype bfloat16 for the trainer; fewer generators "
-        "suffice",
-    ),
-    "full queue": (
-        run(10, gen("a", blocked_frac=0.6, queue_frac=0.5)), [], None, "warn",
+        "suffice"),
+    "full queue": (run(10, gen("a", blocked_frac=0.6, queue_frac=0.5)), [], None, "warn",
         "the trainer is the bottleneck: a is blocked 60% of its time by a full send queue; use a "
-        "faster device or train.dtype bfloat16 for the trainer; fewer generators suffice",
-    ),
-    "both wait": (
-        run(10, gen("a", blocked_frac=0.4), time__wait_for_batch=0.6), [], None, "warn",
+        "faster device or train.dtype bfloat16 for the trainer; fewer generators suffice"),
+    "both wait": (run(10, gen("a", blocked_frac=0.4), time__wait_for_batch=0.6), [], None, "warn",
         "trainer and generators alternate: the trainer waits 30% of its time for rollouts, "
-        "generators 40% for the trainer; raise train.max_async_level",
-    ),
-    "both wait and the queue is full": (
-        run(10, gen("a", blocked_frac=0.4, queue_frac=0.35), time__wait_for_batch=0.6), [], None,
-        "warn",
-        "the link to the trainer is saturated: generators are blocked 35% of their time by a full"
-        " send queue, the trainer waits 30% for rollouts; raise wire.hwm, or use a faster network",
-    ),
+        "generators 40% for the trainer; raise train.max_async_level"),
+    "both wait and the queue is full": (run(10, gen("a", blocked_frac=0.4, queue_frac=0.35),
+        time__wait_for_batch=0.6), [], None, "warn",
+        "the link to the trainer is saturated: generators are blocked 35% of their time by a full "
+        "send queue, the trainer waits 30% for rollouts; raise wire.hwm, or use a faster network"),
     # weights
-    "publishing blocks": (
-        run(time__publish=0.5), [], None, "warn",
+    "publishing blocks": (run(time__publish=0.5), [], None, "warn",
         "publishing blocks the trainer 25% of its time; put weights.dir on a faster disk, or "
-        "raise train.batch_size for fewer versions",
-    ),
-    "publishing lags": (
-        run(weights__write_seconds=8.1, weights__bytes=1300000000), [], None, "warn",
-        "the disk or link of weights.dir is saturated: a version (1.3 GB) takes 8.2 s to publish,"
-        " a step 2.0 s; raise weights.keyframe_interval or weights.max_mbit_per_s, or use a "
-        "faster weights.dir",
-    ),
-    "reloading dominates": (
-        run(10, gen("a"), gen("nas", reload_s=0.8)), [], None, "warn",
+        "raise train.batch_size for fewer versions"),
+    "publishing lags": (run(weights__write_seconds=8.1, weights__bytes=1300000000), [], None,
+        "warn",
+        "the disk or link of weights.dir is saturated: a version (1.3 GB) takes 8.2 s to publish, "
+        "a step 2.0 s; raise weights.keyframe_interval or weights.max_mbit_per_s, or use a faster "
+        "weights.dir"),
+    "reloading dominates": (run(10, gen("a"), gen("nas", reload_s=0.8)), [], None, "warn",
         "nas takes 0.8 s to load new weights, a step takes 2.0 s; raise train.batch_size for "
-        "fewer versions",
-    ),
-    "journal disk saturated": (
-        run(time__wait_for_batch=0.1, time__journal=0.8), [], None, "warn",
+        "fewer versions"),
+    "journal disk saturated": (run(time__wait_for_batch=0.1, time__journal=0.8), [], None, "warn",
         "the disk of run.dir is saturated: the journal takes 40% of the trainer's time; move "
-        "run.dir to a local disk",
-    ),
-    "old weights": (
-        run(10, gen("a"), gen("nas", step=4)), [], None, "warn",
+        "run.dir to a local disk"),
+    "old weights": (run(10, gen("a"), gen("nas", step=4)), [], None, "warn",
         "nas still samples from the weights of step 4, which are 6 steps or 12 s old; check its "
-        "link to weights.dir with bin/doctor on that machine",
-    ),
+        "link to weights.dir with bin/doctor on that machine"),
     # 9 rows after the first: 9 groups dropped, 72 trained
-    "stale groups": (
-        growing(run(), dropped__stale=1), STALE_DROPS, None, "warn",
+    "stale groups": (growing(run(), dropped__stale=1), STALE_DROPS, None, "warn",
         "11% of groups were dropped as stale, most of them from b; raise "
-        "train.max_off_policy_steps, or remove the slowest generator",
-    ),
-    "no reward": (
-        growing(run(), gen__b__unscored=4), [], None, "warn",
-        "33% of groups got no reward, most of them on b; check its log: the reward function fails"
-        " or exceeds task.reward_timeout",
-    ),
+        "train.max_off_policy_steps, or remove the slowest generator"),
+    "no reward": (growing(run(), gen__b__unscored=4), [], None, "warn",
+        "33% of groups got no reward, most of them on b; check its log: the reward function fails "
+        "or exceeds task.reward_timeout"),
     # the signal
-    "no signal at reward 0 in twenty steps after the first": (
-        run(21, frac_reward_zero_std=1.0, reward=0.0), [START], None, "bad",
+    "no signal at reward 0 in twenty steps after the first": (run(21, frac_reward_zero_std=1.0,
+        reward=0.0), [START], None, "bad",
         "no learning signal: 100% of groups have equal rewards, mean reward 0.00; check the "
-        "reward function; if it is right, use easier problems or raise sampling.num_generations",
-    ),
-    "no signal in the first steps": (
-        run(20, frac_reward_zero_std=1.0, reward=0.0), [START], None, "warn",
+        "reward function; if it is right, use easier problems or raise sampling.num_generations"),
+    "no signal in the first steps": (run(20, frac_reward_zero_std=1.0, reward=0.0), [START], None,
+        "warn",
         "little learning signal: 100% of groups have equal rewards, mean reward 0.00; check the "
-        "reward function; if it is right, use easier problems or raise sampling.num_generations",
-    ),
-    "little signal": (
-        run(frac_reward_zero_std=0.85), [], None, "warn",
+        "reward function; if it is right, use easier problems or raise sampling.num_generations"),
+    "little signal": (run(frac_reward_zero_std=0.85), [], None, "warn",
         "little learning signal: 85% of groups have equal rewards, mean reward 0.50; raise "
-        "sampling.temperature or sampling.num_generations",
-    ),
-    "solved": (
-        run(frac_reward_zero_std=1.0, reward=0.98), [], None, "ok",
+        "sampling.temperature or sampling.num_generations"),
+    "solved": (run(frac_reward_zero_std=1.0, reward=0.98), [], None, "ok",
         "the task is solved: mean reward 0.98, 100% of groups have equal rewards; balanced: the "
         "trainer waits 8% of its time for rollouts, generators 5% for the trainer; stop here, or "
-        "train on harder problems",
-    ),
-    "solved, and the trainer waits": (
-        run(frac_reward_zero_std=1.0, reward=0.98, time__wait_for_batch=1.24), [], None, "ok",
-        "the task is solved: mean reward 0.98, 100% of groups have equal rewards; the trainer "
-        "waits 62% of its time for rollouts; stop here, or train on harder problems",
-    ),
-    "solved, and publishing blocks": (
-        run(frac_reward_zero_std=1.0, reward=0.98, time__publish=0.5), [], None, "warn",
+        "train on harder problems"),
+    "solved, and publishing blocks": (run(frac_reward_zero_std=1.0, reward=0.98, time__publish=0.5),
+        [], None, "warn",
         "publishing blocks the trainer 25% of its time; put weights.dir on a faster disk, or "
-        "raise train.batch_size for fewer versions",
-    ),
+        "raise train.batch_size for fewer versions"),
     # generators that are gone
-    "one is not in the last row": (
-        without(run(), "b", last=2), [], None, "warn",
-        "b is gone, 1 still up; restart it; the others continue",
-    ),
-    "one left since the last row": (
-        without(run(10, gen("a"), gen("b"), gen("c")), "b", last=1), [{"event": "leave",
-        "generator": "c", "incarnation": "2", "time": 1030.0}], None, "warn",
-        "b, c are gone, 1 still up; restart them; the others continue",
-    ),
-    "all are gone": (
-        without(run(10, gen("a")), "a", last=1), [], None, "bad",
-        "a is gone, 0 still up; restart it",
-    ),
-    "one is gone though the task is solved": (
-        without(run(frac_reward_zero_std=1.0, reward=0.98), "b", last=2), [], None, "warn",
-        "b is gone, 1 still up; restart it; the others continue",
-    ),
-    "one is gone and there is little signal": (
-        without(run(frac_reward_zero_std=0.85), "b", last=2), [], None, "warn",
-        "b is gone, 1 still up; restart it; the others continue",
-    ),
-    "one is gone and there is no signal": (
-        without(run(20, frac_reward_zero_std=1.0, reward=0.0), "b", last=2), [], None, "bad",
+    "one is not in the last row": (without(run(), "b", last=2), [], None, "warn",
+        "b is gone, 1 still up; restart it; the others continue"),
+    "one left since the last row": (without(run(10, gen("a"), gen("b"), gen("c")), "b", last=1),
+        [{"event": "leave", "generator": "c", "incarnation": "2", "time": 1030.0}], None, "warn",
+        "b, c are gone, 1 still up; restart them; the others continue"),
+    "all are gone": (without(run(10, gen("a")), "a", last=1), [], None, "bad",
+        "a is gone, 0 still up; restart it"),
+    "one is gone and there is little signal": (without(run(frac_reward_zero_std=0.85), "b", last=2),
+        [], None, "warn", "b is gone, 1 still up; restart it; the others continue"),
+    "one is gone and there is no signal": (without(run(20, frac_reward_zero_std=1.0, reward=0.0),
+        "b", last=2), [], None, "bad",
         "no learning signal: 100% of groups have equal rewards, mean reward 0.00; check the "
-        "reward function; if it is right, use easier problems or raise sampling.num_generations",
-    ),
-    "all are gone and there is no signal": (
-        without(run(10, gen("a"), frac_reward_zero_std=1.0, reward=0.0), "a", last=1), [], None,
-        "bad",
-        "a is gone, 0 still up; restart it",
-    ),
-    "no step and no generator up": (
-        without(run(10, gen("a")), "a", last=1), [], 1110.0, "bad",
-        "no step for 1m30s: no generator is up, a left; start one: bin/generator @ CONFIG",
-    ),
-    "no step though a generator is up": (
-        run(), [START], 1110.0, "bad",
-        "no step for 1m30s; check the newest event and the last lines of the trainer's log",
-    ),
+        "reward function; if it is right, use easier problems or raise sampling.num_generations"),
+    "no step and no generator up": (without(run(10, gen("a")), "a", last=1), [], 1110.0, "bad",
+        "no step for 1m30s: no generator is up, a left; start one: bin/generator @ CONFIG"),
+    "no step though a generator is up": (run(), [START], 1110.0, "bad",
+        "no step for 1m30s; check the newest event and the last lines of the trainer's log"),
     # few or no steps
-    "nothing": (
-        [], [], NOW, "ok",
-        "waiting for the first generator; start one: bin/generator @ CONFIG",
-    ),
-    "run stopped before the first step": (
-        [], [START, START | {"event": "stop"}], NOW, "ok",
-        "waiting for the first step",
-    ),
-    "no join": (
-        [], [START], 1045.0, "bad",
-        "no step yet: no generator has joined in 45s; start one: bin/generator @ CONFIG",
-    ),
-    "only generator left": (
-        [], [START, joined("a", 1010.0), left("a", 1041.0)], 1042.0, "bad",
-        "no step yet: a left; start one: bin/generator @ CONFIG",
-    ),
-    "one of two left": (
-        [], [START, joined("a", 1010.0), joined("b", 1010.0), left("a", 1041.0)], 1042.0, "ok",
-        "waiting for the first step; b joined",
-    ),
-    "join in an earlier session": (
-        [], [START, joined("a", 1010.0), START | {"event": "resume", "time": 2000.0}], 2045.0,
-        "bad",
-        "no step yet: no generator has joined in 45s; start one: bin/generator @ CONFIG",
-    ),
-    "two joined, no step": (
-        [], [START, joined("b", 1010.0), joined("a", 1011.0)], 1160.0, "warn",
+    "nothing": ([], [], NOW, "ok",
+        "waiting for the first generator; start one: bin/generator @ CONFIG"),
+    "run stopped before the first step": ([], [START, START | {"event": "stop"}], NOW, "ok",
+        "waiting for the first step"),
+    "no join": ([], [START], 1045.0, "bad",
+        "no step yet: no generator has joined in 45s; start one: bin/generator @ CONFIG"),
+    "only generator left": ([], [START, joined("a", 1010.0), left("a", 1041.0)], 1042.0, "bad",
+        "no step yet: a left; start one: bin/generator @ CONFIG"),
+    "one of two left": ([], [START, joined("a", 1010.0), joined("b", 1010.0), left("a", 1041.0)],
+        1042.0, "ok", "waiting for the first step; b joined"),
+    "join in an earlier session": ([], [START, joined("a", 1010.0), START | {"event": "resume",
+        "time": 2000.0}], 2045.0, "bad",
+        "no step yet: no generator has joined in 45s; start one: bin/generator @ CONFIG"),
+    "two joined, no step": ([], [START, joined("b", 1010.0), joined("a", 1011.0)], 1160.0, "warn",
         "no step yet: a, b joined 2m30s ago; the first step of a large model takes long; "
-        "otherwise check the last lines of the trainer's and the generators' logs",
-    ),
-    "no join since the resume": (
-        run(), [START, joined("a", 1001.0), START | {"event": "resume", "time": 2000.0}], 2045.0,
-        "bad",
+        "otherwise check the last lines of the trainer's and the generators' logs"),
+    "no join since the resume": (run(), [START, joined("a", 1001.0), START | {"event": "resume",
+        "time": 2000.0}], 2045.0, "bad",
         "no step since the resume: no generator has joined in 45s; start one: bin/generator @ "
-        "CONFIG",
-    ),
-    "all left since the resume": (
-        run(), [START, START | {"event": "resume", "time": 2000.0}, joined("a", 2001.0), left("a",
-        2031.0)], 2032.0, "bad",
-        "no step since the resume: a left; start one: bin/generator @ CONFIG",
-    ),
-    "the untrained model is evaluated": (
-        [], [START, {"event": "evaluate", "time": 1001.0, "step": 0}], 4000.0, "ok",
-        "evaluating the untrained model before the first step",
-    ),
-    "run stopped during the evaluation": (
-        [], [START, {"event": "evaluate", "time": 1001.0}, {"event": "stop", "time": 1002.0}],
-        4000.0, "ok",
-        "waiting for the first step",
-    ),
-    "no join after the evaluation": (
-        [], [START, {"event": "evaluate", "time": 1001.0}, {"event": "evaluated", "time":
-        3000.0}], 3045.0, "bad",
-        "no step yet: no generator has joined in 45s; start one: bin/generator @ CONFIG",
-    ),
+        "CONFIG"),
+    "all left since the resume": (run(), [START, START | {"event": "resume", "time": 2000.0},
+        joined("a", 2001.0), left("a", 2031.0)], 2032.0, "bad",
+        "no step since the resume: a left; start one: bin/generator @ CONFIG"),
+    "the untrained model is evaluated": ([], [START, {"event": "evaluate", "time": 1001.0, "step":
+        0}], 4000.0, "ok", "evaluating the untrained model before the first step"),
+    "run stopped during the evaluation": ([], [START, {"event": "evaluate", "time": 1001.0},
+        {"event": "stop", "time": 1002.0}], 4000.0, "ok", "waiting for the first step"),
+    "no join after the evaluation": ([], [START, {"event": "evaluate", "time": 1001.0}, {"event":
+        "evaluated", "time": 3000.0}], 3045.0, "bad",
+        "no step yet: no generator has joined in 45s; start one: bin/generator @ CONFIG"),
     "two steps": (run(2), [], None, "ok", "too few steps to name a bottleneck"),
 }  # fmt: skip
 
@@ -300,9 +211,11 @@ def test_verdict_matches_run(name: str) -> None:
 BALANCED = verdict(run())
 
 
-def test_verdict_uses_the_newest_twenty_rows() -> None:
+def test_verdict_uses_the_newest_twenty_trained_rows() -> None:
     assert verdict([*run(30, time__wait_for_batch=2.0), *run(20)]) == BALANCED
     assert verdict([*run(20), *run(20, time__wait_for_batch=2.0)]).level == "warn"
+    replayed = run(10, step_time=0.0, time__wait_for_batch=2.0)
+    assert verdict([*run(), *replayed]) == BALANCED
 
 
 def test_verdict_ignores_the_first_step_of_a_session() -> None:
@@ -312,32 +225,21 @@ def test_verdict_ignores_the_first_step_of_a_session() -> None:
     assert verdict(rows, [START]) == BALANCED
 
 
-def test_verdict_ignores_replayed_steps() -> None:
-    assert verdict([*run(), *run(10, step_time=0.0, time__wait_for_batch=2.0)]) == BALANCED
-
-
 def test_restarted_generator_is_not_gone() -> None:
-    join: Row = {"event": "join", "generator": "b", "incarnation": "2", "time": 1019.0}
-    leave: Row = {"event": "leave", "generator": "b", "incarnation": "1", "time": 1020.0}
-    assert verdict(run(), [join | {"incarnation": "1"}, join, leave]) == BALANCED
-    assert verdict(run(), [join, leave | {"incarnation": "2"}]).sentence == "b is gone, 1 still up"
+    rejoined, leave = joined("b", 1019.0, incarnation="2"), left("b", 1020.0)
+    assert verdict(run(), [joined("b", 1019.0), rejoined, leave]) == BALANCED
+    ended = verdict(run(), [rejoined, leave | {"incarnation": "2"}])
+    assert ended.sentence == "b is gone, 1 still up"
 
 
 def test_generator_that_left_before_the_window_is_ignored() -> None:
-    leave: Row = {"event": "leave", "generator": "c", "incarnation": "1", "time": 900.0}
-    assert verdict(run(), [leave]) == BALANCED
+    assert verdict(run(), [left("c", 900.0)]) == BALANCED
 
 
 @pytest.mark.parametrize("end", ["stop", "complete"])
-def test_ended_run_has_no_gone_generators(end: str) -> None:
-    rows = without(run(), "b", last=2)
-    assert verdict(rows, [START]).sentence == "b is gone, 1 still up"
-    assert verdict(rows, [START, {"event": end, "time": 1021.0}]) == BALANCED
-
-
-@pytest.mark.parametrize("end", ["stop", "complete"])
-def test_ended_run_is_not_stalled(end: str) -> None:
+def test_ended_run_is_not_stalled_and_has_no_gone_generators(end: str) -> None:
     ended: Row = {"event": end, "time": 1021.0}
+    assert verdict(without(run(), "b", last=2), [START, ended]) == BALANCED
     assert verdict(run(), [START, ended], now=NOW) == BALANCED
     assert verdict(run(), [START, ended, START | {"event": "resume"}], now=NOW).level == "bad"
 
@@ -360,13 +262,10 @@ def test_stall_limit_is_thirty_seconds_or_ten_steps() -> None:
     assert verdict(slow, now=1630.0).level == "bad"
 
 
-def test_verdict_accepts_null_and_absent_fields() -> None:
-    empty: Row = {"step": 1, "step_time": 1.0, "reward": None, "gen/a/tokens_per_s": None}
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
+def test_null_and_non_finite_numbers_count_as_absent(value: float | None) -> None:
+    empty: Row = {"step": 1, "step_time": 1.0, "reward": value, "gen/a/tokens_per_s": value}
     assert verdict([empty] * 5).level == "ok"
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_non_finite_number_counts_as_absent(value: float) -> None:
     for key in run()[0]:
         rows, without_it = run(), run()
         rows[4][key] = value

@@ -6,17 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from synthetic_runs import append, make_run
+from synthetic_runs import append, make_run, read_run
 
 from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.run_files import RunFiles, Tail, open_runs
 from peralta_zmq.observe.metrics import Row
-
-
-def read_run(folder: Path) -> RunFiles:
-    run = RunFiles(folder)
-    run.refresh()
-    return run
 
 
 def test_tail_reads_each_complete_row_once(tmp_path: Path) -> None:

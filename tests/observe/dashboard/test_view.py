@@ -10,18 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from synthetic_runs import append, make_run, row
+from synthetic_runs import append, make_run, read_run, row
 
 from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.run_files import RunFiles, status_of
 from peralta_zmq.observe.metrics import Row
 from peralta_zmq.observe.terminal import Terminal
-
-
-def read_run(folder: Path) -> RunFiles:
-    run = RunFiles(folder)
-    run.refresh()
-    return run
 
 
 def test_update_has_only_points_after_the_cursor(tmp_path: Path) -> None:
