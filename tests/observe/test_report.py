@@ -77,8 +77,8 @@ def test_summary_fields(evaluated: Path) -> None:
 
 def test_summary_of_a_run_without_rows_has_nulls(tmp_path: Path) -> None:
     summary = write_summary(tmp_path, **CLOSING)
-    assert (summary["reward_first"], summary["reward_last5"]) == (None, None)
-    assert (summary["eval_before"], summary["eval_after"]) == (None, None)
+    for key in ("reward_first", "reward_last5", "eval_before", "eval_after"):
+        assert summary[key] is None
     assert (summary["seconds"], summary["steps"], summary["restarts"]) == (0.0, 0, 0)
 
 
@@ -97,28 +97,19 @@ def test_plot_draws_evaluations_and_resumes(evaluated: Path) -> None:
     assert struct.unpack(">II", with_both[16:24]) == (1350, 720)
 
 
-def test_plot_without_matplotlib_is_none(folder: Path) -> None:
+def test_plot_without_matplotlib_is_none_and_torch_is_not_imported(folder: Path) -> None:
     program = (
-        "import sys, pathlib; sys.modules['matplotlib'] = None\n"
+        "import sys, pathlib, peralta_zmq.observe.terminal\n"
         "from peralta_zmq.observe.report import write_reward_plot\n"
+        "print({'matplotlib', 'torch'} & set(sys.modules))\n"
+        "sys.modules['matplotlib'] = None\n"
         "print(write_reward_plot(pathlib.Path(sys.argv[1])))"
     )
     command = [sys.executable, "-c", program, str(folder)]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout == "None\n"
+    assert done.stdout == "set()\nNone\n"
     assert not (folder / "reward.png").exists()
-
-
-def test_report_imports_neither_matplotlib_nor_torch() -> None:
-    program = (
-        "import sys, peralta_zmq.observe.report, peralta_zmq.observe.terminal\n"
-        "print({'matplotlib', 'torch'} & set(sys.modules))"
-    )
-    command = [sys.executable, "-c", program]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
 
 
 def test_closing_text_shows_answers_and_results(evaluated: Path) -> None:

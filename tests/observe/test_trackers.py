@@ -21,7 +21,14 @@ from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe import trackers
 from peralta_zmq.observe.metrics import Row
 from peralta_zmq.observe.run_log import RunLog
-from peralta_zmq.observe.trackers import LogNumbers, Numbers, Tracker, check_trackers, open_trackers
+from peralta_zmq.observe.trackers import (
+    LogNumbers,
+    Numbers,
+    OpenTracker,
+    Tracker,
+    check_trackers,
+    open_trackers,
+)
 
 pytestmark = pytest.mark.timeout(60)
 ROW: Row = {"step": 3, "time": 1000.0, "reward": 0.5, "loss": None, "note": "x", "kl": math.inf}
@@ -48,37 +55,32 @@ class RecordingTracker:
         self.closed = True
 
 
-def track(recording: RecordingTracker, rows: Sequence[Row]) -> None:
-    with Tracker("recording", recording.open) as tracker:
+def track(open_tracker: OpenTracker, rows: Sequence[Row]) -> None:
+    with Tracker("recording", open_tracker) as tracker:
         for row in rows:
             tracker.log(int(str(row["step"])), row)
 
 
 def test_tracker_logs_finite_numbers_without_axes() -> None:
     recording = RecordingTracker()
-    track(recording, [ROW, ROW | {"step": 4, "reward": 1}])
+    track(recording.open, [ROW, ROW | {"step": 4, "reward": 1}])
     assert recording.logged == [(3, {"reward": 0.5}, 1000.0), (4, {"reward": 1.0}, 1000.0)]
     assert recording.closed
 
 
-def test_failing_tracker_logs_one_warning_and_stops(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def refuse(first_step: int) -> AbstractContextManager[LogNumbers]:
+    raise OSError("no room")
+
+
+def test_failing_tracker_logs_one_warning_and_stops(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"step": step, "reward": 0.5} for step in range(1, 100)]
     recording = RecordingTracker(fails_at=2)
-    track(recording, [{"step": step, "reward": 0.5} for step in range(1, 100)])
+    track(recording.open, rows)
     assert [step for step, _, _ in recording.logged] == [1]
-    (line,) = caplog.messages
-    assert line.startswith("no more metrics for recording: RuntimeError: connection lost")
-
-
-def test_tracker_that_cannot_open_logs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(first_step: int) -> AbstractContextManager[LogNumbers]:
-        raise OSError("no room")
-
-    with Tracker("recording", refuse) as tracker:
-        for step in range(1, 100):
-            tracker.log(step, {"reward": 0.5})
-    assert len(caplog.messages) == 1 and "no room" in caplog.text
+    track(refuse, rows)
+    failed, refused = caplog.messages
+    assert failed.startswith("no more metrics for recording: RuntimeError: connection lost")
+    assert refused.startswith("no more metrics for recording: OSError: no room")
 
 
 def test_hanging_tracker_blocks_neither_steps_nor_close(
@@ -86,14 +88,12 @@ def test_hanging_tracker_blocks_neither_steps_nor_close(
 ) -> None:
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.1)
     release = threading.Event()
-    track(RecordingTracker(hangs=release), [{"step": 1, "reward": 0.5}])
+    hanging = RecordingTracker(hangs=release).open
+    track(hanging, [{"step": 1, "reward": 0.5}])
     assert caplog.messages == ["no more metrics for recording: not closed within 0 s"]
     caplog.clear()
     num_rows = trackers.MAX_PENDING_ROWS + 5
-    track(
-        RecordingTracker(hangs=release),
-        [{"step": step, "reward": 0.5} for step in range(1, num_rows)],
-    )
+    track(hanging, [{"step": step, "reward": 0.5} for step in range(1, num_rows)])
     release.set()
     assert caplog.messages == ["no more metrics for recording: 1000 rows are pending"]
 
@@ -151,9 +151,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
         yield listening
 
 
-def test_tensorboard_reads_curves_without_rolled_back_steps(
-    tmp_path: Path,
-) -> None:
+def test_tensorboard_reads_curves_without_rolled_back_steps(tmp_path: Path) -> None:
     reason = "pip install 'peralta_zmq[tensorboard]' tensorboard"
     pytest.importorskip("tensorboardX", reason=reason)
     reader = pytest.importorskip(
