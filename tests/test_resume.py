@@ -191,7 +191,7 @@ def lose_step_3(folder: Path) -> str:
         first = Session(stack, folder)
         for _ in range(3):  # the checkpoint is of step 2
             first.advance()
-        first.trainer.publishing.wait(30)
+        first.trainer.publishing.wait()
         lost = first.trainer.publishing.store.newest()
         file = first.trainer.collector.journal.file_of(3)
     assert lost is not None and lost.step == 3
@@ -203,7 +203,7 @@ def test_step_lost_by_the_journal_is_trained_again(tmp_path: Path) -> None:
     lost = lose_step_3(tmp_path)
     with ExitStack() as stack:
         second = Session(stack, tmp_path)
-        second.trainer.publishing.wait(30)
+        second.trainer.publishing.wait()
         assert 3 not in replay._published(second.trainer.session.config)
         assert [version.lineage for version in second.trainer.publishing.store.versions()][-1] == 1
         assert [second.advance()["step"] for _ in range(2)] == [3, 4]
@@ -291,7 +291,7 @@ class Continued:
             assert self._sender.send(wire.encode_group(group), timeout=5)
         while trainer.policy.learner.step < until:
             trainer.advance()
-            trainer.publishing.wait(30)  # a newer version would replace a waiting one
+            trainer.publishing.wait()  # a newer version would replace a waiting one
 
 
 @pytest.fixture

@@ -9,11 +9,12 @@ train on one rank.
 from __future__ import annotations
 
 import copy
+import io
 import json
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,136 +27,30 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 COMMAND_TIMEOUT = timedelta(days=365)  # the next command may follow after any time
 
 
-class SingleRank:
-    """The only rank of a trainer of one process; has the methods of `DistributedRanks`."""
+class Ranks:
+    """The ranks of a trainer; the base class is the only rank of a trainer of one process.
+
+    `lockstep` is True if every rank must make the same number of forward and backward passes.
+    """
 
     rank, world_size, lockstep = 0, 1, False
 
     def prepare(self, model: Module) -> Module:
-        """Return the model."""
+        """Copy rank 0's weights to all ranks; return `model`, or its sharded copy to train."""
         return model
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Change nothing."""
-
-    def sum_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return the sums."""
-        return dict(sums)
-
-    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Change nothing."""
-
-    def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return the tensor."""
-        return tensor
-
-    gather = full_tensor
-
-    def shard(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Return the tensor on the device of `like`."""
-        return tensor.to(like.device)
-
-
-SINGLE = SingleRank()
-
-
-class Command(NamedTuple):
-    """A message of rank 0 to the other ranks: JSON fields and binary payloads."""
-
-    fields: dict[str, Any]
-    payloads: list[bytes]
-
-
-def join(device: torch.device) -> DistributedRanks:
-    """Join the process group that torchrun's environment variables describe.
-
-    Raises RankError when another rank does not join.
-    """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    with _rank_errors():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    return DistributedRanks(device, shards=device.type == "cuda")
-
-
-class DistributedRanks:
-    """The ranks of torch's default process group, which must be initialized.
-
-    Every rank makes the same calls in the same order; a method raises RankError when another rank
-    is gone. With `shards` each rank holds a part of every parameter (FSDP2), else a full copy.
-    `lockstep` is True with shards: each forward and backward pass gathers the parts of all ranks,
-    so every rank must make the same number of passes.
-    """
-
-    def __init__(self, device: torch.device, *, shards: bool) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.lockstep = shards
-        self._device = device
-        self._commands: Any = dist.new_group(backend="gloo", timeout=COMMAND_TIMEOUT)
-
-    # Reductions
-
-    def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over all ranks."""
-        with _rank_errors():
-            dist.all_reduce(tensor)
 
     def sum_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Sum over all ranks, in rank order, of each named number; names may differ by rank."""
-        total: dict[str, float] = {}
-        for message in self._all_gather(json.dumps(sums).encode()):
-            for name, value in cast("dict[str, float]", json.loads(message)).items():
-                total[name] = total.get(name, 0.0) + value
-        return total
+        return dict(sums)
 
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Replace each parameter's gradient by its sum over all ranks.
 
         A rank without a gradient adds zero.
         """
-        if self.lockstep:  # FSDP has summed them in the backward pass
-            return
-        counts = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
-        self.all_reduce(counts)
-        used = [p for p, count in zip(parameters, counts, strict=True) if count]
-        for parameter in used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        with _rank_errors():
-            for work in [dist.all_reduce(parameter.grad, async_op=True) for parameter in used]:
-                cast(Any, work).wait()
-
-    def _all_gather(self, content: bytes) -> list[bytes]:
-        """Return the content that each rank passed, in rank order."""
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        with _rank_errors():
-            dist.all_gather(sizes, torch.tensor([len(content)]))
-            longest = int(max(sizes))
-            padded = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-            dist.all_gather(padded, _as_tensor(content.ljust(longest)))
-        return [t[: int(size)].numpy().tobytes() for t, size in zip(padded, sizes, strict=True)]
-
-    # Parameters
-
-    def prepare(self, model: Module) -> Module:
-        """Copy rank 0's weights to all ranks; return `model`, or its sharded copy to train."""
-        with _rank_errors():
-            for tensor in model.state_dict().values():
-                dist.broadcast(tensor, 0)
-        return self._sharded(copy.deepcopy(model)) if self.lockstep else model
-
-    def _sharded(self, model: Module) -> Module:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh(self._device.type, (self.world_size,))
-        layers = {str(name) for name in getattr(model, "_no_split_modules", None) or ()}
-        modules = [module for module in model.modules() if module.__class__.__name__ in layers]
-        for module in (*modules, model):
-            sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
-            sharded.set_gradient_divide_factor(1.0)  # the loss divides by the totals of the step
-            sharded.set_force_sum_reduction_for_comms(True)  # gloo has no averaging
-        return model
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
         """Return the full tensor on every rank."""
@@ -181,30 +76,114 @@ class DistributedRanks:
         layout: Any = like
         return distribute_tensor(tensor, layout.device_mesh, layout.placements, src_data_rank=None)
 
+
+SINGLE = Ranks()
+
+
+class Command(NamedTuple):
+    """A message of rank 0 to the other ranks: JSON fields and binary payloads."""
+
+    fields: dict[str, Any]
+    payloads: list[bytes]
+
+
+def join(device: torch.device) -> DistributedRanks:
+    """Join the process group that torchrun's environment variables describe.
+
+    Raises RankError when another rank does not join.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with _rank_errors():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return DistributedRanks(device, shards=device.type == "cuda")
+
+
+class DistributedRanks(Ranks):
+    """The ranks of torch's default process group, which must be initialized.
+
+    Every rank makes the same calls in the same order; a method raises RankError when another rank
+    is gone. With `shards` each rank holds a part of every parameter (FSDP2), else a full copy.
+    `lockstep` is True with shards: each forward and backward pass gathers the parts of all ranks.
+    """
+
+    def __init__(self, device: torch.device, *, shards: bool) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.lockstep = shards
+        self._device = device
+        self._commands: Any = dist.new_group(backend="gloo", timeout=COMMAND_TIMEOUT)
+
+    # Reductions
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        with _rank_errors():
+            dist.all_reduce(tensor)
+
+    def sum_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        content, total = json.dumps(sums).encode(), dict[str, float]()
+        for rank in range(self.world_size):
+            for name, value in json.loads(self._broadcast_bytes(content, source=rank)).items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        if self.lockstep:  # FSDP has summed them in the backward pass
+            return
+        counts = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+        self.all_reduce(counts)
+        used = [p for p, count in zip(parameters, counts, strict=True) if count]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        with _rank_errors():
+            for work in [dist.all_reduce(parameter.grad, async_op=True) for parameter in used]:
+                cast(Any, work).wait()
+
+    # Parameters
+
+    def prepare(self, model: Module) -> Module:
+        with _rank_errors():
+            for tensor in model.state_dict().values():
+                dist.broadcast(tensor, 0)
+        return self._sharded(copy.deepcopy(model)) if self.lockstep else model
+
+    def _sharded(self, model: Module) -> Module:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self._device.type, (self.world_size,))
+        layers = {str(name) for name in getattr(model, "_no_split_modules", None) or ()}
+        modules = [module for module in model.modules() if module.__class__.__name__ in layers]
+        for module in (*modules, model):
+            sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
+            sharded.set_gradient_divide_factor(1.0)  # the loss divides by the totals of the step
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo has no averaging
+        return model
+
     # Commands of rank 0
 
     def send_command(self, fields: Mapping[str, Any], payloads: Sequence[bytes] = ()) -> None:
         """Send a command to all other ranks. Only rank 0 calls it."""
-        header = json.dumps({**fields, "sizes": [len(payload) for payload in payloads]}).encode()
-        message = b"".join([header, *payloads])
-        with _rank_errors():
-            dist.broadcast(torch.tensor([len(header), len(message)]), 0, group=self._commands)
-            dist.broadcast(_as_tensor(message), 0, group=self._commands)
+        sizes = [len(payload) for payload in payloads]
+        header = json.dumps({**fields, "sizes": sizes}).encode()  # contains no line break
+        self._broadcast_bytes(b"".join([header, b"\n", *payloads]), group=self._commands)
 
     def receive_command(self) -> Command:
         """Wait for the next command. All ranks but 0 call it."""
-        sizes = torch.zeros(2, dtype=torch.int64)
+        header, _, content = self._broadcast_bytes(b"", group=self._commands).partition(b"\n")
+        fields, stream = json.loads(header), io.BytesIO(content)
+        return Command(fields, [stream.read(size) for size in fields["sizes"]])
+
+    def _broadcast_bytes(self, content: bytes, *, source: int = 0, group: Any = None) -> bytes:
+        """Return the content that rank `source` passed; the other ranks' content is not used."""
+        size = torch.tensor([len(content)])
         with _rank_errors():
-            dist.broadcast(sizes, 0, group=self._commands)
-            received = torch.empty(int(sizes[1]), dtype=torch.uint8)
-            dist.broadcast(received, 0, group=self._commands)
-        message, start = received.numpy().tobytes(), int(sizes[0])
-        fields = json.loads(message[:start])
-        payloads = list[bytes]()
-        for size in fields.pop("sizes"):
-            payloads.append(message[start : start + size])
-            start += size
-        return Command(fields, payloads)
+            dist.broadcast(size, source, group=group)
+            received = torch.empty(int(size), dtype=torch.uint8)
+            if self.rank == source:
+                received = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            dist.broadcast(received, source, group=group)
+        return received.numpy().tobytes()
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite these CPU tensors on all ranks with those of rank 0."""
@@ -215,9 +194,6 @@ class DistributedRanks:
     def close(self) -> None:
         """Leave the process group, after the last command."""
         dist.destroy_process_group()
-
-
-Ranks: TypeAlias = SingleRank | DistributedRanks
 
 
 @contextmanager
@@ -234,7 +210,3 @@ def _rank_errors() -> Generator[None]:
 
 def _is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")  # a DTensor
-
-
-def _as_tensor(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

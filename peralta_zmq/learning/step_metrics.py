@@ -99,8 +99,8 @@ class MismatchStatistics:
     """
 
     def __init__(self, *, bound: float) -> None:
-        self.flagged: dict[str, float] = {}  # sender -> its mean when it was flagged
         self._bound = bound
+        self._flagged: set[str] = set()
         self._steps: dict[str, deque[Mismatch]] = {}
 
     def record(self, step: Mapping[str, Mismatch]) -> None:
@@ -117,17 +117,17 @@ class MismatchStatistics:
         steps = self._steps.get(sender, ())
         return Mismatch(sum(m.kl for m in steps), sum(m.num_tokens for m in steps)).mean
 
-    def flag_senders(self) -> list[str]:
-        """Flag the senders whose mean exceeds the bound; returns the newly flagged ones."""
+    def flag_senders(self) -> dict[str, float]:
+        """Flag the senders whose mean exceeds the bound; returns the new ones with their mean."""
         new = {
             sender: mean
             for sender, steps in self._steps.items()
-            if sender not in self.flagged
+            if sender not in self._flagged
             and len(steps) >= MIN_STEPS
             and (mean := self.mean(sender)) > self._bound
         }
-        self.flagged |= new
-        return list(new)
+        self._flagged |= new.keys()
+        return new
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -72,27 +71,16 @@ class CheckpointWriter:
             return
         folder = self._session.folder / "checkpoints"
         saved = Checkpoint(learner.step, learner.state(), self._progress)
-        keep_last, keep_interval = settings.keep_last, settings.keep_interval
-        run_id = self._session.run_id
-        save(folder, saved, run_id=run_id, keep_last=keep_last, keep_interval=keep_interval)
+        save(folder, saved, run_id=self._session.run_id)
         self.saved_step = learner.step
+        prune(folder, settings.keep_last, settings.keep_interval)
+        failpoint("checkpoint.pruned")
         if not settings.keep_journal:
             self._collector.journal.prune(min(atomic_files.steps_in(folder)) + 1)
 
 
-def save(
-    folder: Path,
-    checkpoint: Checkpoint,
-    *,
-    run_id: str,
-    keep_last: int | None,
-    keep_interval: int | None = None,
-) -> None:
-    """Write `folder/step_N` atomically, then prune older checkpoints.
-
-    Keeps the newest `keep_last` and every `keep_interval`-th step; keeps all if both are None.
-    Raises JournalError if it cannot be written; the older checkpoints stay.
-    """
+def save(folder: Path, checkpoint: Checkpoint, *, run_id: str) -> None:
+    """Write `folder/step_N` atomically. Raises JournalError if it cannot be written."""
     final = folder / f"step_{checkpoint.step:06d}"
     files = {
         TENSORS: safetensors.torch.save(checkpoint.tensors),
@@ -106,18 +94,18 @@ def save(
     except OSError as error:
         raise JournalError(f"cannot write checkpoint {final}: {error.strerror}") from None
     failpoint("checkpoint.written")
-    for old in _prunable(atomic_files.steps_in(folder), keep_last, keep_interval):
-        atomic_files.remove_folder(old)
-    failpoint("checkpoint.pruned")
 
 
-def _prunable(
-    checkpoints: Mapping[int, Path], keep_last: int | None, keep_interval: int | None
-) -> list[Path]:
+def prune(folder: Path, keep_last: int | None, keep_interval: int | None) -> None:
+    """Remove all checkpoints but the newest `keep_last` and those of every `keep_interval`-th step.
+
+    If both are None, all checkpoints stay. The newest one always stays.
+    """
     if keep_last is None and keep_interval is None:
-        return []
-    older = list(checkpoints)[: -(keep_last or 1)]
-    return [checkpoints[step] for step in older if not keep_interval or step % keep_interval]
+        return
+    for step, path in list(atomic_files.steps_in(folder).items())[: -(keep_last or 1)]:
+        if not keep_interval or step % keep_interval:
+            atomic_files.remove_folder(path)
 
 
 def newest(folder: Path, *, run_id: str, until: int | None = None) -> Checkpoint | None:

@@ -47,7 +47,7 @@ class BatchCollector:
     """Collects the batch of one step at a time.
 
     `batch` holds the groups admitted so far; `journal_seconds` is the time spent on journal commits
-    for the current step.
+    for the current step; `session` is the trainer's session with its settings and run log.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class BatchCollector:
         self.acknowledgements = Acknowledgements(
             session.status, self.admission, generators, self.curriculum
         )
-        self._session, self._receiver = session, receiver
+        self.session, self._receiver = session, receiver
         self._generators, self._evaluations = generators, evaluations
         self._size = 0  # of the batch, in the unit of step_size
 
     @property
     def is_full(self) -> bool:
         """True if the batch is large enough for a step."""
-        return self._size >= step_size(self._session.config)
+        return self._size >= step_size(self.session.config)
 
     def collect(
         self, step: int, between_groups: Callable[[bool], None]
@@ -95,7 +95,7 @@ class BatchCollector:
         while not self.is_full:
             self._generators.receive_status(step=step)
             between_groups(idle)
-            if self._session.stop.requested:
+            if self.session.stop.requested:
                 return [], depth
             received = self._receiver.receive(timeout=0.005)
             if received is None:
@@ -105,9 +105,9 @@ class BatchCollector:
             idle = received is None
             if received is None:
                 self.commit()
-                if time.monotonic() - last_warning >= WARNING_SECONDS:
-                    last_warning = time.monotonic()
-                    self._warn_without_rollouts(last_warning - last_group)
+                if (now := time.monotonic()) - last_warning >= WARNING_SECONDS:
+                    last_warning = now
+                    self._warn_without_rollouts(now - last_group)
                 continue
             depth += queued
             group, frame = received
@@ -132,7 +132,7 @@ class BatchCollector:
         if decision in ADMITTED:
             self.journal.append(step, frame)  # durable after the next commit
             self.batch.append(group)
-            self._size += size_of(self._session.config, group)
+            self._size += size_of(self.session.config, group)
             self.curriculum.update(group, decision)
         elif decision != "duplicate":
             self._drop(group, decision, step=step)
@@ -146,7 +146,7 @@ class BatchCollector:
         elif reason != "filtered":
             age = admissions.staleness(group, step=step)
             fields = {"sender": sender, "sequence": sequence, "outcome": reason}
-            self._session.run_log.event("drop", **fields, step=step, staleness=age)
+            self.session.run_log.event("drop", **fields, step=step, staleness=age)
         self.curriculum.update(group, reason)
         self.acknowledgements.add_consumed(sender)
         dropped = DroppedGroup(
@@ -174,25 +174,23 @@ class BatchCollector:
         started, retry_seconds = time.monotonic(), FIRST_RETRY_SECONDS
         while True:
             try:
-                if not self.journal.commit():
-                    return
-                break
+                if self.journal.commit():
+                    self.acknowledgements.mark_durable()
+                    self.journal_seconds += time.monotonic() - started
+                return
             except JournalError as error:
-                if self._session.stop.requested:
+                if self.session.stop.requested:
                     raise
-                self._session.run_log.event("journal_failed", reason=str(error))
-                self._session.run_log.note(
-                    f"{error}; make room for it. Training waits, nothing is lost"
-                )
-            self._session.stop.pause(retry_seconds)
+                run_log = self.session.run_log
+                run_log.event("journal_failed", reason=str(error))
+                run_log.note(f"{error}; make room for it. Training waits, nothing is lost")
+            self.session.stop.pause(retry_seconds)
             retry_seconds = min(MAX_RETRY_SECONDS, 2 * retry_seconds)
-        self.acknowledgements.mark_durable()
-        self.journal_seconds += time.monotonic() - started
 
     def restore_batch(self, groups: list[RolloutGroup]) -> None:
         """Set the batch to groups read from the journal."""
         self.batch = groups
-        self._size = sum(size_of(self._session.config, group) for group in groups)
+        self._size = sum(size_of(self.session.config, group) for group in groups)
         self.acknowledgements.mark_durable()
 
     def state(self) -> dict[str, Any]:
@@ -217,9 +215,8 @@ class BatchCollector:
     def accounting(self) -> dict[str, int]:
         """Number of groups by outcome; `made` is the sum of all others except `duplicates`."""
         ledger = self.admission.ledger
-        seen = {sender: ledger.highest(sender) for sender in ledger.senders}
-        made = ledger.made + self._generators.num_outstanding(seen)
-        made = max(made, self._session.run_log.made_before)
+        made = ledger.made + self._generators.num_outstanding(ledger)
+        made = max(made, self.session.run_log.made_before)
         return {
             "made": made,
             **{outcome: ledger.outcomes[outcome] for outcome in admissions.OUTCOMES},
@@ -240,7 +237,7 @@ class BatchCollector:
 
     def _warn_without_rollouts(self, seconds: float) -> None:
         dropped = sorted({sender.rpartition("/")[0] for sender in self.admission.flagged})
-        self._session.run_log.note(no_rollouts_text(seconds, self._receiver.address, dropped))
+        self.session.run_log.note(no_rollouts_text(seconds, self._receiver.address, dropped))
 
 
 @dataclass(slots=True)

@@ -12,11 +12,11 @@ import time
 from collections.abc import Mapping
 
 from peralta_zmq import wire
-from peralta_zmq.config import Config
-from peralta_zmq.learning.admission import Admission
-from peralta_zmq.learning.step_metrics import WINDOW, Mismatch, MismatchStatistics
+from peralta_zmq.learning.admission import Admission, Ledger
+from peralta_zmq.learning.step_metrics import WINDOW, MismatchStatistics
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.terminal import worker_info_text
+from peralta_zmq.trainer.session import Session
 
 SILENCE_SECONDS = 30.0  # without a message until a sender is not live any more
 SAME_NAME_SECONDS = 2.0  # shorter than the restart of a generator with the same name
@@ -140,44 +140,34 @@ class GeneratorRegistry:
         steps = {key: row[key] for key in values if key.endswith("/step") and key in row}
         return values | {key: max(step, values[key]) for key, step in steps.items()}
 
-    def num_outstanding(self, seen: Mapping[str, int]) -> int:
-        """Groups made after the highest sequence received from each sender (`seen`)."""
+    def num_outstanding(self, ledger: Ledger) -> int:
+        """Groups made after the highest sequence received from each sender."""
         made = self.num_made | {sender: status.made for sender, status in self.statuses.items()}
-        return sum(max(0, count - seen.get(sender, -1) - 1) for sender, count in made.items())
+        return sum(max(0, num - ledger.highest(sender) - 1) for sender, num in made.items())
 
 
-class LogprobMismatchMonitor:
-    """Reports senders whose logprobs differ from the trainer's; drops their groups if configured.
+def report_mismatches(
+    statistics: MismatchStatistics, session: Session, admission: Admission, *, step: int
+) -> None:
+    """Report each sender above train.max_mismatch_kl once; drop its groups if configured.
 
-    Call `update` after every step, and `flag` after new steps only, not after steps that a restart
-    trains again: groups that an earlier session admitted stay admitted.
+    Call it after new steps only, not after steps that a restart trains again: groups that an
+    earlier session admitted stay admitted.
     """
-
-    def __init__(self, config: Config, run_log: RunLog, admission: Admission) -> None:
-        self._bound = config.train.max_mismatch_kl
-        self._drops = config.train.on_mismatch == "drop"
-        self._run_log, self._admission = run_log, admission
-        self._statistics = MismatchStatistics(bound=self._bound)
-
-    def update(self, mismatch: Mapping[str, Mismatch]) -> None:
-        """Add the mismatch of each sender in one step."""
-        self._statistics.record(mismatch)
-
-    def flag(self, *, step: int) -> None:
-        """Report each sender above train.max_mismatch_kl, once."""
-        for sender in self._statistics.flag_senders():
-            name, mean = sender.rpartition("/")[0], self._statistics.flagged[sender]
-            fields = {**_sender_fields(sender), "step": step, "mismatch_kl": mean}
-            self._run_log.event("mismatch", **fields, dropped=self._drops)
-            remedy = "Start it with another model.dtype or device, or set train.on_mismatch = drop"
-            if self._drops:
-                self._admission.flagged.add(sender)
-                remedy = f"Its groups are dropped until {name} is started with another model.dtype"
-            self._run_log.note(
-                f"generator {name} disagrees with the trainer about logprobs: mismatch_kl "
-                f"{mean:.3g} over its last {WINDOW} steps, bound {self._bound:g} "
-                f"(train.max_mismatch_kl). {remedy}"
-            )
+    settings, run_log = session.config.train, session.run_log
+    drops = settings.on_mismatch == "drop"
+    for sender, mean in statistics.flag_senders().items():
+        fields, name = _sender_fields(sender), sender.rpartition("/")[0]
+        run_log.event("mismatch", **fields, step=step, mismatch_kl=mean, dropped=drops)
+        remedy = "Start it with another model.dtype or device, or set train.on_mismatch = drop"
+        if drops:
+            admission.flagged.add(sender)
+            remedy = f"Its groups are dropped until {name} is started with another model.dtype"
+        run_log.note(
+            f"generator {name} disagrees with the trainer about logprobs: mismatch_kl {mean:.3g} "
+            f"over its last {WINDOW} steps, bound {settings.max_mismatch_kl:g} "
+            f"(train.max_mismatch_kl). {remedy}"
+        )
 
 
 def _sender_fields(sender: str) -> dict[str, str]:

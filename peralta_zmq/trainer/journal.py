@@ -109,12 +109,10 @@ class Journal:
         failpoint("journal.commit")
         write, self._pending_write = self._pending_write, None
         try:
-            if write is not None and isinstance(write.exception(), OSError):
+            if write is not None and write.exception():
                 self.close()
-                write = None  # write again below: the disk may have room by now
-            if write is not None:
-                write.result()
-            else:
+                write = None  # write again: the disk may have room by now
+            if write is None:
                 self._write(b"".join(self._waiting))
         except OSError as error:
             self.close()  # a second fsync of the same pages would report success

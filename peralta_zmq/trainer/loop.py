@@ -20,14 +20,14 @@ from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks
 from peralta_zmq.learning.learner import StepResult
-from peralta_zmq.learning.step_metrics import by_environment
+from peralta_zmq.learning.step_metrics import MismatchStatistics, by_environment
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import check_trackers
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import evaluation, policy, session
 from peralta_zmq.trainer.checkpoint import CheckpointWriter
 from peralta_zmq.trainer.collector import BatchCollector
-from peralta_zmq.trainer.generator_registry import GeneratorRegistry, LogprobMismatchMonitor
+from peralta_zmq.trainer.generator_registry import GeneratorRegistry, report_mismatches
 from peralta_zmq.trainer.ranks import join, run_follower, shutdown
 from peralta_zmq.trainer.recovery import Recovery
 
@@ -91,7 +91,7 @@ class Trainer:
             self.session, receiver, journal, self.generators, pools, self.evaluations
         )
         self.checkpoints = CheckpointWriter(self.session, self.policy, self.collector)
-        self.mismatch = LogprobMismatchMonitor(config, run_log, self.collector.admission)
+        self.mismatch = MismatchStatistics(bound=config.train.max_mismatch_kl)
         self.recorder = StepRecorder(run_log, self.policy.tokenizer)
         session.open_dashboard(config, stack, run_log)
         stop.install()  # until here a signal ends the process at once: there is no progress to save
@@ -137,7 +137,7 @@ class Trainer:
         failpoint("trainer.collected")
         result = self.learn(groups)
         failpoint("trainer.stepped")
-        self.mismatch.flag(step=self.step)
+        report_mismatches(self.mismatch, self.session, self.collector.admission, step=self.step)
         publish_seconds = self.publish()
         timings = {
             "queue/depth": depth,
@@ -168,7 +168,7 @@ class Trainer:
             run_log.event("skip", step=self.step, reason=reason)
             run_log.note(f"step {self.step} skipped: {reason}")
         self.checkpoints.update_progress()
-        self.mismatch.update(result.mismatch)
+        self.mismatch.record(result.mismatch)
         return result
 
     def publish(self) -> float:

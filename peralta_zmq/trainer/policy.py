@@ -19,11 +19,11 @@ from peralta_zmq import atomic_files, build, models, registry
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import check_tokens
 from peralta_zmq.errors import ConfigError, StoreError
-from peralta_zmq.learning.distributed import Ranks
+from peralta_zmq.learning.distributed import DistributedRanks, Ranks
 from peralta_zmq.models import lora
 from peralta_zmq.observe.run_log import published_weights
 from peralta_zmq.rollout import Problem
-from peralta_zmq.trainer.ranks import PolicyLearner, lead_ranks
+from peralta_zmq.trainer.ranks import LeadingLearner, PolicyLearner
 from peralta_zmq.trainer.session import Session
 from peralta_zmq.weights import tensor_set
 from peralta_zmq.weights.http_backend import serve_weights
@@ -66,19 +66,15 @@ def open_policy(config: Config, problems: Sequence[Problem], ranks: Ranks) -> Po
     companions, manifest_fields = companion_files(config, folder, model)
     check_tokens(problems, len(tokenizer))
     dtype, _ = models.training_dtype(model, config.train.dtype)
-    learner = lead_ranks(build.make_learner(config, model, ranks), ranks, model)
+    learner: PolicyLearner = build.make_learner(config, model, ranks)
+    if isinstance(ranks, DistributedRanks):
+        learner = LeadingLearner(learner, ranks, model)
     engine = registry.resolve("engine", config.engine.name).open_live(
         model, tokenizer, slots=config.engine.slots, max_model_len=config.engine.max_model_len
     )
+    worker_info = models.worker_info(model.device, dtype)
     return Policy(
-        base_folder=folder,
-        model=model,
-        tokenizer=tokenizer,
-        companions=companions,
-        manifest_fields=manifest_fields,
-        learner=learner,
-        engine=engine,
-        worker_info=models.worker_info(model.device, dtype),
+        folder, model, tokenizer, companions, manifest_fields, learner, engine, worker_info
     )
 
 
@@ -124,8 +120,7 @@ class PolicyPublisher:
         self._session, self._model = session, policy.model
         self._manifest_fields: dict[str, str | int] = {**policy.manifest_fields}
         self._newest: PublishReport | None = None
-        config = session.config
-        weights = config.weights
+        config, weights = session.config, session.config.weights
         token = atomic_files.read_private_token(weights.token_file)
         if weights.serve_port:
             folder, host, port = config.weights_folder, config.wire.bind, weights.serve_port
@@ -142,16 +137,13 @@ class PolicyPublisher:
         self._publisher = WeightPublisher(writer, dtype=models.DTYPES[weights.dtype])
         stack.callback(lambda: self._publisher.close(self._timeout()))
 
-    def set_lineage(self, lineage: int) -> None:
-        """Set the lineage of all later versions."""
-        self._manifest_fields["lineage"] = lineage
-
     def publish(self, step: int, *, keyframe: bool = False) -> float:
         """Copy the weights of `step` for the publishing thread; returns the seconds it took.
 
         The last step is always a keyframe, so that transformers can load the folder.
         """
         keyframe = keyframe or step >= self._session.config.train.max_steps
+        self._manifest_fields["lineage"] = self._session.run_log.lineage
         return self._publisher.publish(step, lora.published_weights(self._model), keyframe=keyframe)
 
     def announce(self, version: Version) -> None:
@@ -170,12 +162,9 @@ class PolicyPublisher:
             "weights/write_seconds": report.write_seconds,
         }
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until the newest copy is published; report it if `timeout` seconds pass.
-
-        The default is COMPLETE_SECONDS, or STOP_SECONDS if a stop is requested.
-        """
-        timeout = self._timeout() if timeout is None else timeout
+    def wait(self) -> None:
+        """Wait until the newest copy is published; report a timeout."""
+        timeout = self._timeout()
         if not self._publisher.wait(timeout):
             self._session.run_log.note(f"the last version is not published after {timeout:.0f} s")
         self.record_reports()

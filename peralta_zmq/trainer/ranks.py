@@ -143,11 +143,6 @@ class LeadingLearner:
 PolicyLearner: TypeAlias = Learner | LeadingLearner  # the object that the trainer's loop calls
 
 
-def lead_ranks(learner: Learner, ranks: Ranks, model: models.Model) -> PolicyLearner:
-    """Return `learner` itself if this is the only rank, else the learner that leads all ranks."""
-    return LeadingLearner(learner, ranks, model) if isinstance(ranks, DistributedRanks) else learner
-
-
 def run_follower(config: Config, ranks: DistributedRanks) -> None:
     """Execute rank 0's commands until the last one; ignore signals, which rank 0 handles.
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from peralta_zmq import atomic_files, build, wire
 from peralta_zmq.config import Config, write_resolved
 from peralta_zmq.errors import JournalError, WireError
-from peralta_zmq.learning.admission import ADMITTED, OUTCOMES
+from peralta_zmq.learning.admission import ADMITTED
 from peralta_zmq.observe.run_log import abandoned_weights
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint
@@ -55,7 +55,6 @@ class Recovery:
 
         Raises JournalError if checkpoint and journal contradict each other or are of another run.
         """
-        run_log = self.session.run_log
         self._roll_back()
         self._restore_checkpoint()
         restored_step = self.policy.learner.step
@@ -63,7 +62,6 @@ class Recovery:
             return False
         step = self.policy.learner.step
         self._undo_lost_steps(step)
-        self.publishing.set_lineage(run_log.lineage)
         self.publishing.record_unrecorded()
         self.collector.admission.abandoned = abandoned_weights(self.session.folder, step)
         self._return_problems(step)
@@ -143,9 +141,8 @@ class Recovery:
         begin = learner.step
         end = max(self.collector.journal.steps(), default=begin)
         with run_log.progress("replaying", end - begin) as progress:
-            while load_journaled_batch(
-                self.collector, self.session, learner.step + 1, self.policy.vocab_size
-            ):
+            vocab_size = self.policy.vocab_size
+            while load_journaled_batch(self.collector, learner.step + 1, vocab_size=vocab_size):
                 if learner.step >= self.previous_config.train.max_steps:
                     break  # a complete batch after the previous last step: train it as a new step
                 if self.session.stop.requested:
@@ -221,9 +218,7 @@ def _move_later(paths: Mapping[int, Path], step: int, target: Path) -> None:
             atomic_files.sync_folder(paths[later].parent)
 
 
-def load_journaled_batch(
-    collector: BatchCollector, session: Session, step: int, vocab_size: int
-) -> bool:
+def load_journaled_batch(collector: BatchCollector, step: int, *, vocab_size: int) -> bool:
     """Admit the groups in the journal of `step` again; return True if they are a full batch.
 
     Raises JournalError if a group is in the checkpoint too, or if the batch is incomplete although
@@ -231,7 +226,7 @@ def load_journaled_batch(
     """
     groups: list[RolloutGroup] = []
     for record in collector.journal.read(step):
-        group = _decode(collector, session, step, record, vocab_size)
+        group = _decode(collector, step, record, vocab_size)
         if isinstance(group, DroppedGroup):
             outcome = group.outcome
             is_new = collector.admission.ledger.settle(
@@ -243,7 +238,7 @@ def load_journaled_batch(
             is_new = outcome in ADMITTED
         if not is_new:
             raise JournalError(
-                f"the checkpoint and the journal of step {step} in {session.folder} "
+                f"the checkpoint and the journal of step {step} in {collector.session.folder} "
                 "disagree: a group is in both; move the newer of the two away"
             )
         collector.curriculum.update(group, outcome)
@@ -254,16 +249,13 @@ def load_journaled_batch(
 
 
 def _decode(
-    collector: BatchCollector, session: Session, step: int, record: JournalRecord, vocab_size: int
+    collector: BatchCollector, step: int, record: JournalRecord, vocab_size: int
 ) -> RolloutGroup | DroppedGroup:
     """Decode one record. Raises JournalError if it is unreadable or belongs to another run."""
-    file = collector.journal.file_of(step)
+    file, run_id = collector.journal.file_of(step), collector.session.run_id
     try:
         if record.kind == DROPPED:
-            dropped = DroppedGroup.decode(record.content)
-            if dropped.outcome not in OUTCOMES:
-                raise ValueError(f"unknown outcome {dropped.outcome!a:.40}")
-            return dropped
+            return DroppedGroup.decode(record.content)
         group = wire.decode_group(record.content, vocab_size=vocab_size)
     except (WireError, ValueError, TypeError) as error:
         raise JournalError(
@@ -271,9 +263,9 @@ def _decode(
             "model that wrote it, or move it and those of later steps away to continue from step "
             f"{step - 1}"
         ) from None
-    if group.run_id != session.run_id:
+    if group.run_id != run_id:
         raise JournalError(
-            f"{file} holds a group of run {group.run_id}, not of {session.run_id}; move it and "
+            f"{file} holds a group of run {group.run_id}, not of {run_id}; move it and "
             f"those of later steps away to continue from step {step - 1}, or choose another "
             "--run.name"
         )

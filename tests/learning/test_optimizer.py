@@ -90,7 +90,7 @@ def test_small_state_has_documented_size(optim: str) -> None:
 @small
 def test_resumed_run_equals_uninterrupted_run(optim: str, tmp_path: Path) -> None:
     whole = take_steps(learner_with(optim), to=4)
-    save(tmp_path, Checkpoint(4, whole.state(), {}), run_id="run", keep_last=1)
+    save(tmp_path, Checkpoint(4, whole.state(), {}), run_id="run")
     saved, resumed = newest(tmp_path, run_id="run"), learner_with(optim)
     assert saved is not None
     resumed.restore(4, saved.tensors)

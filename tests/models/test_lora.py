@@ -278,7 +278,7 @@ def test_lora_checkpoint_resumes_bit_for_bit(tmp_path: Path, dropout: str) -> No
     learner = build.make_learner(config, model)
     learner.learn(some_groups(1))
     saved = checkpoint.Checkpoint(1, learner.state(), {})
-    checkpoint.save(tmp_path, saved, run_id="run", keep_last=1)
+    checkpoint.save(tmp_path, saved, run_id="run")
     expected = [learner.learn(some_groups(step)).metrics["loss"] for step in (2, 3)]
     torch.manual_seed(5)  # a new process has another state
     other = build.make_learner(config, again := build.load_policy(config, models.EMBEDDED))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from peralta_zmq.errors import JournalError
-from peralta_zmq.trainer.checkpoint import Checkpoint, newest, save
+from peralta_zmq.trainer.checkpoint import Checkpoint, newest, prune, save
 
 LEDGER = {"ann/0011": 17}
 
@@ -25,9 +25,9 @@ def checkpoint_at(step: int) -> Checkpoint:
     return Checkpoint(step, tensors, {"ledger": LEDGER})
 
 
-def saved(folder: Path, *steps: int, keep_last: int = 10) -> None:
+def saved(folder: Path, *steps: int) -> None:
     for step in steps:
-        save(folder, checkpoint_at(step), run_id="run-1", keep_last=keep_last)
+        save(folder, checkpoint_at(step), run_id="run-1")
 
 
 def step_of(folder: Path) -> int | None:
@@ -70,9 +70,7 @@ def test_damaged_newest_checkpoint_falls_back_to_the_previous(
     assert step_of(tmp_path) == 10
 
 
-def test_only_damaged_checkpoints_are_an_error(
-    tmp_path: Path,
-) -> None:
+def test_only_damaged_checkpoints_are_an_error(tmp_path: Path) -> None:
     saved(tmp_path, 10)
     bit_flip(tmp_path / "step_000010" / "state.safetensors")
     with pytest.raises(JournalError, match=r"no checkpoint in .* verifies; put a copy back"):
@@ -93,9 +91,21 @@ def test_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
         newest(tmp_path, run_id="run-2")
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    saved(tmp_path, 10, 20, 30, keep_last=2)
-    assert sorted(os.listdir(tmp_path)) == ["step_000020", "step_000030"]
+@pytest.mark.parametrize(
+    ("keep_last", "keep_interval", "kept"),
+    [
+        (2, None, [20, 30]),
+        (None, 10, [10, 20, 30]),
+        (1, 20, [20, 30]),
+        (None, None, [5, 10, 20, 30]),
+    ],
+)
+def test_newest_and_every_nth_are_kept(
+    tmp_path: Path, keep_last: int | None, keep_interval: int | None, kept: list[int]
+) -> None:
+    saved(tmp_path, 5, 10, 20, 30)
+    prune(tmp_path, keep_last, keep_interval)
+    assert sorted(os.listdir(tmp_path)) == [f"step_{step:06d}" for step in kept]
 
 
 def test_full_disk_is_reported_and_keeps_the_older_checkpoint(
@@ -109,5 +119,5 @@ def test_full_disk_is_reported_and_keeps_the_older_checkpoint(
     with monkeypatch.context() as full:
         full.setattr(os, "fsync", fails)
         with pytest.raises(JournalError, match="No space left"):
-            saved(tmp_path, 20, keep_last=1)
+            saved(tmp_path, 20)
     assert step_of(tmp_path) == 10

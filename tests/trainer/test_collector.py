@@ -287,6 +287,6 @@ def test_batch_in_tokens_is_full_at_the_first_group_above_the_size(
         assert not scene.collector.is_full
     again = opened(stack, tmp_path, groups=100, settings=tokens)
     for step, expected in ((1, 3), (2, 1), (3, 1)):
-        assert load_journaled_batch(again.collector, again.session, step, vocab_size=64)
+        assert load_journaled_batch(again.collector, step, vocab_size=64)
         assert len(again.collector.take_batch()) == expected
-    assert not load_journaled_batch(again.collector, again.session, 4, vocab_size=64)
+    assert not load_journaled_batch(again.collector, 4, vocab_size=64)

@@ -193,7 +193,7 @@ def test_keyframe_request_of_a_generator_is_served_once(settings: list[str], por
         def kind_of_next() -> str:
             before = trainer.publishing.store.newest()
             trainer.publish()
-            trainer.publishing.wait(30)
+            trainer.publishing.wait()
             newest = trainer.publishing.store.newest()
             assert newest is not None and newest != before
             return newest.kind
@@ -241,7 +241,7 @@ def saved_by(
     state = {**trainer.policy.learner.state(), **tensors}
     progress = trainer.collector.state() | {"ledger": ledger.saved(), "duplicates": duplicates}
     run_id = run_id or trainer.session.run_id
-    checkpoint.save(folder, checkpoint.Checkpoint(0, state, progress), run_id=run_id, keep_last=1)
+    checkpoint.save(folder, checkpoint.Checkpoint(0, state, progress), run_id=run_id)
 
 
 def journaled_by(
