@@ -16,7 +16,7 @@ from peralta_zmq.config.schema import known_fields
 from peralta_zmq.generator.weight_sync import waiting_text
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.trainer.collector import no_rollouts_text
-from peralta_zmq.trainer.loop import NO_SIGNAL_STEPS, StepRecorder
+from peralta_zmq.trainer.loop import NO_SIGNAL_STEPS, NoSignalWarning
 from tools import config_reference
 
 ROOT = Path(__file__).parents[1]
@@ -64,11 +64,10 @@ def test_steps_without_signal_are_named_once_with_three_samples(
     tokenizer = models.load_tokenizer(models.EMBEDDED)
     groups = [group_of([0.25, 0.25], seed=seed) for seed in range(4)]
     with RunLog(tmp_path, run="demo", max_steps=99) as run_log:
-        recorder = StepRecorder(run_log, tokenizer)
+        warning = NoSignalWarning(run_log, tokenizer)
         for step in range(1, NO_SIGNAL_STEPS + 5):
             assert ("no learning signal" in capsys.readouterr().out) is (step > NO_SIGNAL_STEPS)
-            row = {"frac_reward_zero_std": 1.0, "reward": 0.25}
-            recorder.record(step, groups, row, advantages=[[0.0] * 2] * 4)
+            warning.update(step, groups, 1.0)
             if step == NO_SIGNAL_STEPS:
                 printed = capsys.readouterr().out
                 assert (

@@ -14,7 +14,7 @@ import json
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -78,13 +78,6 @@ class Ranks:
 
 
 SINGLE = Ranks()
-
-
-class Command(NamedTuple):
-    """A message of rank 0 to the other ranks: JSON fields and binary payloads."""
-
-    fields: dict[str, Any]
-    payloads: list[bytes]
 
 
 def join(device: torch.device) -> DistributedRanks:
@@ -168,11 +161,14 @@ class DistributedRanks(Ranks):
         header = json.dumps({**fields, "sizes": sizes}).encode()  # contains no line break
         self._broadcast_bytes(b"".join([header, b"\n", *payloads]), group=self._commands)
 
-    def receive_command(self) -> Command:
-        """Wait for the next command. All ranks but 0 call it."""
+    def receive_command(self) -> dict[str, Any]:
+        """Wait for the next command; return its fields, with a list of bytes as "payloads".
+
+        All ranks but 0 call it.
+        """
         header, _, content = self._broadcast_bytes(b"", group=self._commands).partition(b"\n")
         fields, stream = json.loads(header), io.BytesIO(content)
-        return Command(fields, [stream.read(size) for size in fields["sizes"]])
+        return {**fields, "payloads": [stream.read(size) for size in fields["sizes"]]}
 
     def _broadcast_bytes(self, content: bytes, *, source: int = 0, group: Any = None) -> bytes:
         """Return the content that rank `source` passed; the other ranks' content is not used."""

@@ -75,8 +75,7 @@ class EvaluationCoordinator:
             return
         if not current.expects(group.problem_id, len(group.rollouts)):
             return
-        completions = [rollout.token_ids[rollout.loss_mask] for rollout in group.rollouts]
-        texts = [models.text_of(tokenizer, token_ids) for token_ids in completions]
+        texts = [models.text_of(tokenizer, r.token_ids[r.loss_mask]) for r in group.rollouts]
         answers = list(zip(texts, group.rewards, strict=True))
         current.add(group.problem_id, answers, policy_step=group.policy_step)
         if current.complete:

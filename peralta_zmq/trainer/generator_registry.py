@@ -132,13 +132,13 @@ class GeneratorRegistry:
 
         `row` has gen/NAME/step of the trained groups; the larger of the two steps is returned.
         """
-        values = {
-            f"gen/{status.generator_id}/{name}": getattr(status, name)
-            for sender in self.live() if (status := self.statuses.get(sender))
-            for name in STATISTICS
-        }  # fmt: skip
-        steps = {key: row[key] for key in values if key.endswith("/step") and key in row}
-        return values | {key: max(step, values[key]) for key, step in steps.items()}
+        metrics = dict[str, float]()
+        for sender in self.live():
+            if status := self.statuses.get(sender):
+                prefix = f"gen/{status.generator_id}/"
+                metrics |= {prefix + name: getattr(status, name) for name in STATISTICS}
+                metrics[f"{prefix}step"] = max(status.step, row.get(f"{prefix}step", status.step))
+        return metrics
 
     def num_outstanding(self, ledger: Ledger) -> int:
         """Groups made after the highest sequence received from each sender."""

@@ -142,7 +142,13 @@ class Journal:
                 )
             logger.warning("journal cut: file=%s lost_bytes=%d", file.name, torn)
         if self.steps()[-1:] == [step]:
-            self._truncate(file, file.stat().st_size - torn)
+            try:
+                with file.open("r+b") as opened:
+                    opened.truncate(file.stat().st_size - torn)
+                    os.fsync(opened.fileno())
+                atomic_files.sync_folder(self._folder)
+            except OSError as error:
+                raise JournalError(f"cannot write {file}: {error.strerror}") from None
         return records
 
     def check_last(self, step: int, fault: str) -> None:
@@ -185,16 +191,6 @@ class Journal:
     def file_of(self, step: int) -> Path:
         """Path of a step's file."""
         return file_of(self._folder, step)
-
-    def _truncate(self, file: Path, size: int) -> None:
-        """Truncate the file to `size` bytes and make them durable."""
-        try:
-            with file.open("r+b") as opened:
-                opened.truncate(size)
-                os.fsync(opened.fileno())
-            atomic_files.sync_folder(self._folder)
-        except OSError as error:
-            raise JournalError(f"cannot write {file}: {error.strerror}") from None
 
     def _write(self, content: bytes) -> None:
         if self._descriptor < 0:

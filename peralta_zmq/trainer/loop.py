@@ -8,7 +8,7 @@ kill the next start loses no group and trains none twice (see recovery.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from peralta_zmq import models
@@ -74,12 +74,7 @@ class Trainer:
         worker_info = self.policy.worker_info
         run_id = session.run_id_of(config.run_folder, config.run.name)
         receiver, status_receiver, status = session.open_sockets(
-            config,
-            stack,
-            run_id=run_id,
-            vocab_size=self.policy.vocab_size,
-            worker_info=worker_info,
-            train_set_digest=train.digest,
+            config, stack, run_id, self.policy.vocab_size, worker_info, train.digest
         )
         store = policy.open_store(config)
         run_log, journal = session.open_run_folder(config, stack, store, run_id, stop)
@@ -92,7 +87,7 @@ class Trainer:
         )
         self.checkpoints = CheckpointWriter(self.session, self.policy, self.collector)
         self.mismatch = MismatchStatistics(bound=config.train.max_mismatch_kl)
-        self.recorder = StepRecorder(run_log, self.policy.tokenizer)
+        self.no_signal = NoSignalWarning(run_log, self.policy.tokenizer)
         session.open_dashboard(config, stack, run_log)
         stop.install()  # until here a signal ends the process at once: there is no progress to save
 
@@ -183,6 +178,8 @@ class Trainer:
         """Write the newest step to the run log, unless an earlier session has written it."""
         by_task = by_environment(groups) if len(self.session.config.environments) > 1 else {}
         row = {
+            "step": self.step,
+            "time": time.time(),
             **result.metrics,
             **by_task,
             **self.collector.metrics(),
@@ -190,7 +187,9 @@ class Trainer:
             **self.generators.metrics(result.metrics),
             "step_time": step_time,
         }
-        self.recorder.record(self.step, groups, row, advantages=result.advantages)
+        sample = _sample(self.step, groups[0], result.advantages[0], self.policy.tokenizer)
+        if self.session.run_log.step(row, sample):
+            self.no_signal.update(self.step, groups, result.metrics["frac_reward_zero_std"])
 
     def train_again(self, groups: Sequence[RolloutGroup], learning_rate: float) -> None:
         """Repeat a step of an earlier session with its groups, read from the journal."""
@@ -216,10 +215,8 @@ class Trainer:
             return
         self.generators.wait_for_final_statuses(step=step)
         run_log.end("complete", step=step)
-        weights_folder = policy.final_weights(
-            self.session.config, self.policy, self.publishing.store
-        )
-        run_log.close_run(weights_folder, self.collector.accounting(), self.generators.num_made)
+        folder = policy.final_weights(self.session.config, self.policy, self.publishing.store)
+        run_log.close_run(folder, self.collector.accounting(), self.generators.num_made)
 
     def _between_groups(self, idle: bool) -> None:
         """Background work of the collector; `idle` is True while no group arrives."""
@@ -230,53 +227,16 @@ class Trainer:
             self.publish()
 
 
-class StepRecorder:
-    """Writes metrics and one sample group per step; warns once if no group has a signal.
-
-    A group has a signal if its rollouts have different rewards.
-    """
+class NoSignalWarning:
+    """Warns once if no group has a signal for long; a signal is a difference between rewards."""
 
     def __init__(self, run_log: RunLog, tokenizer: models.Tokenizer) -> None:
         self._run_log, self._tokenizer = run_log, tokenizer
         self._signal_time, self._signal_step = time.monotonic(), 0  # of the last step with a signal
         self._warned = False
 
-    def record(
-        self,
-        step: int,
-        groups: Sequence[RolloutGroup],
-        row: Mapping[str, float],
-        *,
-        advantages: Sequence[Sequence[float]],
-    ) -> None:
-        """Write the metrics `row` of a step, unless the step was recorded by an earlier session.
-
-        `advantages` has one sequence per group, with one number per rollout.
-        """
-        full = {"step": step, "time": time.time(), **row}
-        if self._run_log.step(full, self._sample(step, groups[0], advantages[0])):
-            self._warn_without_signal(step, groups, row["frac_reward_zero_std"])
-
-    def _sample(
-        self, step: int, group: RolloutGroup, advantages: Sequence[float]
-    ) -> dict[str, object]:
-        first = group.rollouts[0]
-        prompt_ids = first.token_ids[: int(first.loss_mask.argmax())]  # up to the first sampled one
-        return {
-            "step": step,
-            "problem": group.problem_id,
-            "task": group.task,
-            "generator": group.generator_id,
-            "policy_step": group.policy_step,
-            "rewards": group.rewards,
-            "advantages": list(advantages),
-            "prompt": models.text_of(self._tokenizer, prompt_ids),
-            "texts": [models.text_of(self._tokenizer, r.token_ids) for r in group.rollouts],
-        }
-
-    def _warn_without_signal(
-        self, step: int, groups: Sequence[RolloutGroup], frac_without: float
-    ) -> None:
+    def update(self, step: int, groups: Sequence[RolloutGroup], frac_without: float) -> None:
+        """Add a step whose fraction of groups without signal is `frac_without`."""
         if frac_without < 1.0:
             self._signal_time, self._signal_step = time.monotonic(), step
             return
@@ -294,6 +254,25 @@ class StepRecorder:
             f"no learning signal: 100% of groups have equal rewards for {steps} steps; "
             f"check the reward and the task's difficulty. Samples: {samples}"
         )
+
+
+def _sample(
+    step: int, group: RolloutGroup, advantages: Sequence[float], tokenizer: models.Tokenizer
+) -> dict[str, object]:
+    """The row of a group, with its texts, for the run's file of samples."""
+    first = group.rollouts[0]
+    prompt_ids = first.token_ids[: int(first.loss_mask.argmax())]  # up to the first sampled one
+    return {
+        "step": step,
+        "problem": group.problem_id,
+        "task": group.task,
+        "generator": group.generator_id,
+        "policy_step": group.policy_step,
+        "rewards": group.rewards,
+        "advantages": list(advantages),
+        "prompt": models.text_of(tokenizer, prompt_ids),
+        "texts": [models.text_of(tokenizer, r.token_ids) for r in group.rollouts],
+    }
 
 
 def _open_pools(config: Config, train: Environments) -> DifficultyPools:

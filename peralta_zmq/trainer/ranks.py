@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -19,7 +19,7 @@ from peralta_zmq import build, models, wire
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, PeraltaError, TrainingError
 from peralta_zmq.learning import distributed
-from peralta_zmq.learning.distributed import SINGLE, Command, DistributedRanks, Ranks
+from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks
 from peralta_zmq.learning.learner import Learner, StepResult
 from peralta_zmq.models import lora
 from peralta_zmq.rollout import RolloutGroup
@@ -62,7 +62,7 @@ def join(config: Config) -> tuple[Config, Ranks]:
     if ranks.rank == 0:
         ranks.send_command({"do": "begin"}, [config.model_dump_json().encode()])
         return config, ranks
-    leading = Config.model_validate_json(ranks.receive_command().payloads[0])
+    leading = Config.model_validate_json(ranks.receive_command()["payloads"][0])
     model = leading.model.model_copy(update={"device": str(device)})
     train = leading.train.model_copy(update={"num_workers": config.train.num_workers})
     return leading.model_copy(update={"model": model, "train": train}), ranks
@@ -154,7 +154,7 @@ def run_follower(config: Config, ranks: DistributedRanks) -> None:
     try:
         model = build.load_policy(config, models.model_folder(config.model.name))
         learner = build.make_learner(config, model, ranks)
-        while (command := ranks.receive_command()).fields["do"] != "end":
+        while (command := ranks.receive_command())["do"] != "end":
             _execute(command, learner, ranks, vocab_size=int(model.config.vocab_size))
     except TrainingError:
         return  # every rank raises it, and rank 0 reports it
@@ -164,20 +164,18 @@ def run_follower(config: Config, ranks: DistributedRanks) -> None:
 
 
 def _execute(
-    command: Command, learner: Learner, ranks: DistributedRanks, *, vocab_size: int
+    command: dict[str, Any], learner: Learner, ranks: DistributedRanks, *, vocab_size: int
 ) -> None:
-    fields = command.fields
-    if fields["do"] == "learn":
-        groups = [wire.decode_group(frame, vocab_size=vocab_size) for frame in command.payloads]
-        learner.learn(groups, learning_rate=fields["learning_rate"])
-    elif fields["do"] == "restore":
-        specs = fields["tensors"]
+    if command["do"] == "learn":
+        groups = [wire.decode_group(frame, vocab_size=vocab_size) for frame in command["payloads"]]
+        learner.learn(groups, learning_rate=command["learning_rate"])
+    elif command["do"] == "restore":
+        specs = command["tensors"]
         tensors = {name: torch.empty(shape, dtype=getattr(torch, dt)) for name, dt, shape in specs}
         ranks.broadcast(tensors.values())
-        learner.restore(fields["step"], tensors)
-    else:
+        learner.restore(command["step"], tensors)
+    if command["do"] == "state":
         learner.state()
-        return
-    if ranks.lockstep:  # takes part in rank 0's `_gather`
+    elif ranks.lockstep:  # takes part in rank 0's `_gather`
         for _ in learner.weights():
             pass

@@ -28,7 +28,7 @@ from pathlib import Path
 from peralta_zmq import atomic_files, build, wire
 from peralta_zmq.config import Config, write_resolved
 from peralta_zmq.errors import JournalError, WireError
-from peralta_zmq.learning.admission import ADMITTED
+from peralta_zmq.learning.admission import ADMITTED, OUTCOMES
 from peralta_zmq.observe.run_log import abandoned_weights
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint
@@ -255,7 +255,10 @@ def _decode(
     file, run_id = collector.journal.file_of(step), collector.session.run_id
     try:
         if record.kind == DROPPED:
-            return DroppedGroup.decode(record.content)
+            dropped = DroppedGroup.decode(record.content)
+            if dropped.outcome not in OUTCOMES:
+                raise ValueError(f"unknown outcome {dropped.outcome!a:.40}")
+            return dropped
         group = wire.decode_group(record.content, vocab_size=vocab_size)
     except (WireError, ValueError, TypeError) as error:
         raise JournalError(

@@ -205,7 +205,6 @@ def _remove_new(folder: Path) -> None:
 def open_sockets(
     config: Config,
     stack: ExitStack,
-    *,
     run_id: str,
     vocab_size: int,
     worker_info: Mapping[str, str],
@@ -233,10 +232,9 @@ def open_sockets(
     )
     stack.enter_context(closing(statuses))
     info = wire.ProbeReply(config.run.name, run_id=run_id, worker_info=dict(worker_info))
-    is_bucket = "://" in config.weights_address
-    create = (
-        None if is_bucket else stack.enter_context(closing(ProbeFile(config.weights_folder))).create
-    )
+    create = None
+    if "://" not in config.weights_address:  # a folder, not a bucket
+        create = stack.enter_context(closing(ProbeFile(config.weights_folder))).create
     probes = wire.ProbeServer(
         wire.next_port(address, 3), info, create_file=create, authenticator=authenticator
     )
