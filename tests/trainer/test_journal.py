@@ -55,12 +55,7 @@ def test_records_come_back_by_step_in_order_with_their_kind(journal: Journal) ->
     assert (frames(journal, 5), journal.read(9)) == ([b"b"], [])
 
 
-def test_nothing_is_on_disk_before_the_commit(journal: Journal) -> None:
-    journal.append(4, b"first")
-    assert (journal.read(4), journal.commit(), journal.commit()) == ([], True, False)
-
-
-def test_records_are_on_disk_when_commit_returns(
+def test_records_are_on_disk_when_commit_returns_and_not_before(
     journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
@@ -71,7 +66,7 @@ def test_records_are_on_disk_when_commit_returns(
         real(descriptor)
 
     journal.append(4, b"first")
-    journal.commit()
+    assert (journal.read(4), journal.commit(), journal.commit()) == ([], True, False)
     monkeypatch.setattr(os, "fsync", record)
     journal.append(4, b"the second one")
     journal.commit()
@@ -114,13 +109,16 @@ def test_torn_tail_costs_only_the_record_it_tears(tmp_path: Path, size: int) -> 
     assert read(tmp_path) == FRAMES[: sum(end <= size for end in ENDS)]
 
 
-def test_append_after_a_torn_tail_is_read_back(tmp_path: Path) -> None:
+def test_torn_tail_is_reported_and_cut_before_the_next_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     os.truncate(written(tmp_path), ENDS[1] + 3)
     with closing(Journal(tmp_path)) as journal:
         journal.read(4)
         journal.append(4, b"new")
         journal.commit()
     assert read(tmp_path) == [*FRAMES[:2], b"new"]
+    assert caplog.messages == ["journal cut: file=step_000004.msgpack lost_bytes=3"]
 
 
 def damage(file: Path, position: int) -> bytes:

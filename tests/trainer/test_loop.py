@@ -39,7 +39,7 @@ from peralta_zmq.trainer import collector as collectors
 from peralta_zmq.trainer import loop as trainer
 from peralta_zmq.trainer.journal import DROPPED, GROUP, DroppedGroup
 from peralta_zmq.trainer.loop import Trainer
-from peralta_zmq.trainer.session import IDENTITY, LOCK, StopSignal, lock, run_id_of
+from peralta_zmq.trainer.session import IDENTITY, LOCK, StopSignal, lock
 from tools.link_proxy import free_ports
 
 
@@ -107,9 +107,7 @@ def test_weights_folder_of_another_run_is_refused(settings: list[str], tmp_path:
     refused(config, StoreError, r"belongs to run other-1.*choose another with --weights\.dir")
 
 
-def test_run_folder_with_other_settings_is_refused_and_unchanged(
-    settings: list[str],
-) -> None:
+def test_run_folder_with_other_settings_is_refused_and_unchanged(settings: list[str]) -> None:
     earlier = config_of(*settings)
     earlier.run_folder.mkdir(parents=True)
     write_resolved(earlier, earlier.run_folder)
@@ -229,31 +227,23 @@ def opened(settings: list[str]) -> Iterator[Trainer]:
 
 
 def saved_by(
-    trainer: Trainer,
-    *,
-    ledger: Ledger,
-    duplicates: int = 0,
-    run_id: str = "",
-    **tensors: torch.Tensor,
+    trainer: Trainer, ledger: Ledger | None = None, *, duplicates: int = 0, **tensors: torch.Tensor
 ) -> None:
-    """A checkpoint of step 0 of this trainer's run."""
+    """Save a checkpoint of step 0 of this trainer's run, with an empty ledger by default."""
     folder = trainer.session.folder / "checkpoints"
     state = {**trainer.policy.learner.state(), **tensors}
-    progress = trainer.collector.state() | {"ledger": ledger.saved(), "duplicates": duplicates}
-    run_id = run_id or trainer.session.run_id
-    checkpoint.save(folder, checkpoint.Checkpoint(0, state, progress), run_id=run_id)
+    saved = (ledger or Ledger()).saved()
+    progress = trainer.collector.state() | {"ledger": saved, "duplicates": duplicates}
+    content = checkpoint.Checkpoint(0, state, progress)
+    checkpoint.save(folder, content, run_id=trainer.session.run_id)
 
 
-def journaled_by(
-    trainer: Trainer, *sequences: int, step: int = 1, run_id: str | None = None
-) -> Path:
+def journaled_by(trainer: Trainer, *sequences: int, step: int = 1, run_id: str = "") -> None:
     """Journal groups for a step, of this run unless another is given."""
     for sequence in sequences:
-        run_id = run_id or run_id_of(trainer.session.folder, "demo")
-        group = group_of([1, 0], sequence=sequence, run_id=run_id)
+        group = group_of([1, 0], sequence=sequence, run_id=run_id or trainer.session.run_id)
         trainer.collector.journal.append(step, wire.encode_group(group))
     trainer.collector.journal.commit()
-    return trainer.collector.journal.file_of(step)
 
 
 def test_step_is_not_published_before_its_groups_are_on_disk(
@@ -261,11 +251,10 @@ def test_step_is_not_published_before_its_groups_are_on_disk(
 ) -> None:
     opened.recover()
     collector, learn = opened.collector, opened.policy.learner.learn
-    run_id = run_id_of(opened.session.folder, "demo")
     monkeypatch.setattr(collectors, "COMMIT_GROUPS", 1000)  # no commit before the step
     monkeypatch.setattr(collectors, "COMMIT_SECONDS", 1000.0)
     for sequence in itertools.takewhile(lambda _: not collector.is_full, itertools.count()):
-        group = group_of([1, 0], sequence=sequence, run_id=run_id)
+        group = group_of([1, 0], sequence=sequence, run_id=opened.session.run_id)
         assert collector.add(group, wire.encode_group(group), step=1) == "trained"
     before = dict(collector.acknowledgements.durable)
 
@@ -287,7 +276,7 @@ def test_step_is_not_published_before_its_groups_are_on_disk(
 
 
 def test_half_written_checkpoint_is_removed(opened: Trainer) -> None:
-    saved_by(opened, ledger=Ledger())
+    saved_by(opened)
     folder = opened.session.folder / "checkpoints"
     for name in (".tmp-step_000020-99", ".trash-step_000005-99"):
         (folder / name).mkdir()
@@ -296,21 +285,15 @@ def test_half_written_checkpoint_is_removed(opened: Trainer) -> None:
 
 
 def test_checkpoint_of_another_model_is_refused(opened: Trainer) -> None:
-    saved_by(opened, ledger=Ledger(), **{"model/model.norm.weight": torch.zeros(3)})
+    saved_by(opened, **{"model/model.norm.weight": torch.zeros(3)})
     with pytest.raises(JournalError, match=r"does not fit.*norm\.weight.*--run\.name"):
-        opened.recover()
-
-
-def test_checkpoint_of_another_run_is_refused(opened: Trainer) -> None:
-    saved_by(opened, ledger=Ledger(), run_id="another-1")
-    with pytest.raises(JournalError, match=r"belongs to run another-1, not to demo-.*--run\.name"):
         opened.recover()
 
 
 def test_group_in_both_checkpoint_and_journal_is_refused(opened: Trainer) -> None:
     ledger = Ledger()
     ledger.settle(group_of([1, 0]).sender, 0, "trained")
-    saved_by(opened, ledger=ledger)
+    saved_by(opened, ledger)
     journaled_by(opened, 0)
     with pytest.raises(JournalError, match=r"disagree.*in both; move the newer"):
         opened.recover()
@@ -320,7 +303,7 @@ def test_group_in_both_checkpoint_and_journal_is_refused(opened: Trainer) -> Non
 def test_journal_gap_before_the_last_step_is_refused(
     opened: Trainer, left: tuple[int, ...]
 ) -> None:
-    saved_by(opened, ledger=Ledger())
+    saved_by(opened)
     journaled_by(opened, *left)
     journaled_by(opened, 1, step=2)
     journaled_by(opened, 2, step=3)
@@ -362,20 +345,8 @@ def test_journal_of_another_run_is_refused(opened: Trainer) -> None:
         opened.recover()
 
 
-def test_torn_journal_continues_after_its_last_whole_record(
-    opened: Trainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = journaled_by(opened, 0, 1, 2)
-    os.truncate(file, file.stat().st_size - 5)
-    opened.recover()
-    assert [group.sequence for group in opened.collector.batch] == [0, 1]
-    assert "journal cut: file=step_000001.msgpack" in caplog.text
-
-
-def test_lost_and_duplicate_groups_are_counted_after_a_restart(
-    opened: Trainer,
-) -> None:
-    saved_by(opened, ledger=Ledger(), duplicates=3)
+def test_lost_and_duplicate_groups_are_counted_after_a_restart(opened: Trainer) -> None:
+    saved_by(opened, duplicates=3)
     dropped = DroppedGroup(group_of([1, 0]).sender, 7, "stale", min_sequence=5)
     opened.collector.journal.append(1, dropped.encode(), DROPPED)
     opened.collector.journal.commit()
@@ -385,9 +356,7 @@ def test_lost_and_duplicate_groups_are_counted_after_a_restart(
     assert {name: counts[name] for name in expected} == expected
 
 
-def test_journal_start_without_a_checkpoint_before_it_is_refused(
-    opened: Trainer,
-) -> None:
+def test_journal_start_without_a_checkpoint_before_it_is_refused(opened: Trainer) -> None:
     journaled_by(opened, 0, step=5)
     match = r"begins with step 5, and there is no checkpoint before it; put .*/checkpoints back"
     with pytest.raises(JournalError, match=match):

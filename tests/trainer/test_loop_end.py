@@ -18,14 +18,21 @@ from peralta_zmq.trainer.generator_registry import SILENCE_SECONDS
 from peralta_zmq.trainer.loop import Trainer
 
 pytestmark = pytest.mark.timeout(60)
+FOUR = "--train.max-steps=4"
+
+
+def complete(stack: ExitStack, folder: Path) -> Trainer:
+    """A trainer that has taken all four steps, before `finish`."""
+    trainer = Session(stack, folder, FOUR).trainer
+    while trainer.unfinished:
+        trainer.advance()
+    return trainer
 
 
 def test_long_last_evaluation_makes_no_generator_leave(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Session(stack, tmp_path, "--train.max-steps=4").trainer
-    while trainer.unfinished:
-        trainer.advance()
+    trainer = complete(stack, tmp_path)
     assert trainer.generators.live()
     clock, passed, evaluate = time.monotonic, [0.0], trainer.evaluations.evaluate
 
@@ -57,14 +64,9 @@ def summary_of(trainer: Trainer) -> Row:
     return {key: summary[key] for key in ("accounting", "last_reports")}
 
 
-FOUR = "--train.max-steps=4"
-
-
 def test_complete_run_started_again_keeps_its_accounting(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        first = Session(stack, tmp_path, FOUR).trainer
-        while first.unfinished:
-            first.advance()
+        first = complete(stack, tmp_path)
         send_final_status(first, made=60)
         status = wire.GeneratorStatus(first.session.run_id, "bob", INCARNATION, made=3)  # killed
         first.generators.statuses[status.sender] = status
@@ -78,9 +80,7 @@ def test_complete_run_started_again_keeps_its_accounting(tmp_path: Path) -> None
 
 def test_final_status_survives_a_kill_during_the_evaluation(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        first = Session(stack, tmp_path, FOUR).trainer
-        while first.unfinished:
-            first.advance()
+        first = complete(stack, tmp_path)
         send_final_status(first, made=60)  # and no `finish`
     with ExitStack() as stack:
         summary = summary_of(Session(stack, tmp_path, FOUR).trainer)
@@ -92,9 +92,7 @@ def test_run_stopped_in_its_last_evaluation_is_closed_by_the_next_start(
     tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ExitStack() as opened:
-        first = Session(opened, tmp_path, FOUR).trainer
-        while first.unfinished:
-            first.advance()
+        first = complete(opened, tmp_path)
         first.session.stop.requested = True
         first.finish()
         assert "stopped after step 4, saved; the same" in capsys.readouterr().out
@@ -118,7 +116,7 @@ def test_verdict_is_printed_while_the_trainer_waits_for_groups(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    trainer = Session(stack, tmp_path, "--train.max-steps=4").trainer
+    trainer = Session(stack, tmp_path, FOUR).trainer
     trainer.session.run_log.event("resume", step=trainer.policy.learner.step)
     capsys.readouterr()
     clock = time.time
