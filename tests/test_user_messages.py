@@ -128,7 +128,7 @@ def test_message_of_the_troubleshooting_page_is_printed(
     "giving up", "is not a multiple of", "the same command resumes it", "cannot keep up",
     # problems of a machine
     "cannot be reached; is it on", "its key is not accepted there", "there is no ...; install it",
-    "3.10 or later is needed", "is full:", "is listed", "are both the trainer",
+    "does not run Python 3.10", "is full:", "is listed", "are both the trainer",
     "it is another folder", "another trainer works in", "another trainer (...) publishes to",
     "copying stopped halfway", "is half copied", "disagrees with the trainer about logprobs",
     # dashboard

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from peralta_zmq.config.hosts import Host
 
@@ -133,7 +133,7 @@ def run(command: Command) -> Result:
         return _timed_out(command.words, command.seconds)
 
 
-def _timed_out(words: object, seconds: float) -> Result:
+def _timed_out(words: Any, seconds: float) -> Result:
     return Result(words, TIMED_OUT, "", f"no end after {seconds:.0f} s")
 
 
