@@ -6,7 +6,6 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -82,13 +81,6 @@ def waiting_rows(num_rows: int) -> list[Row]:
     ]  # fmt: skip
 
 
-def reported(folder: Path) -> dict[str, Any]:
-    """The first run of report.html."""
-    html = (folder / "report.html").read_text("utf-8")
-    content = html.partition('<script type="application/json" id="report">')[2]
-    return json.loads(content.partition("</script>")[0])["runs"][0]["update"]
-
-
 def test_terminal_summary_and_report_show_the_same_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,28 +98,25 @@ def test_terminal_summary_and_report_show_the_same_verdict(
     assert f"verdict: {expected.text}\n" in printed
     assert f"report             {tmp_path / 'report.html'}\n" in printed
     summary = json.loads((tmp_path / "summary.json").read_text())
-    state = reported(tmp_path)["state"]
+    html = (tmp_path / "report.html").read_text("utf-8")
+    content = html.partition('<script type="application/json" id="report">')[2]
+    state = json.loads(content.partition("</script>")[0])["runs"][0]["update"]["state"]
     assert summary["verdict"] == state["verdict"] == asdict(expected)
     assert state["header"]["step"] == "4"
-
-
-def test_write_report_before_the_first_step_writes_nothing(tmp_path: Path) -> None:
-    with RunLog(tmp_path, run="run", max_steps=4) as run_log:
-        run_log.write_report()
-    assert not list(tmp_path.glob("re*"))
 
 
 def test_write_report_failure_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "report.html").mkdir()
     with RunLog(tmp_path, run="run", max_steps=4) as run_log:
+        run_log.write_report()  # writes nothing before the first step
+        assert not list(tmp_path.glob("re*"))
+        (tmp_path / "report.html").mkdir()
         run_log.step(waiting_rows(1)[0], {})
         capsys.readouterr()
         run_log.write_report()
-        printed = capsys.readouterr().out
-    assert printed.startswith("reward.png or report.html not written (")
-    assert printed.count("\n") == 1
+        (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("reward.png or report.html not written (")
     assert (tmp_path / "reward.png").exists()
 
 

@@ -10,12 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from peralta_zmq.observe.metrics import Row
-from peralta_zmq.observe.terminal import (
-    Progress,
-    Terminal,
-    progress_on_stderr,
-    worker_info_text,
-)
+from peralta_zmq.observe.terminal import Progress, Terminal, progress_on_stderr, worker_info_text
 from peralta_zmq.observe.verdict import Verdict
 
 pytestmark = pytest.mark.timeout(20)
@@ -58,7 +53,7 @@ def terminal_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINES", "40")
 
 
-def test_step_and_note_are_lines_off_a_terminal() -> None:
+def test_step_and_note_are_lines_with_a_dash_for_null_off_a_terminal() -> None:
     # 48 steps left at 0.875 s are 42 s; then 2 steps in 5 s: 46 left take 115 s.
     stream = io.StringIO()
     with Terminal(60, stream) as terminal:
@@ -72,16 +67,11 @@ def test_step_and_note_are_lines_off_a_terminal() -> None:
         "rollouts/s=146 generators=2 eta=42s"
     )
     assert second.endswith("eta=1m55s")
-
-
-def test_missing_or_null_value_is_a_dash() -> None:
     stream = io.StringIO()
     with Terminal(60, stream) as terminal:
         terminal.step({"step": 1, "reward": None, "step_time": 0.0})
-    assert stream.getvalue() == (
-        "step=1/60 reward=- no_signal=- staleness=- queue=- wait=- rollouts/s=- generators=- "
-        "eta=-\n"
-    )
+    names = ("reward", "no_signal", "staleness", "queue", "wait", "rollouts/s", "generators", "eta")
+    assert stream.getvalue().split() == ["step=1/60", *(f"{name}=-" for name in names)]
 
 
 def test_live_table_is_between_notes_and_verdict() -> None:
@@ -121,9 +111,7 @@ def test_verdict_is_printed_when_its_kind_changes() -> None:
         "verdict: the trainer waits 60% of its time for rollouts; add a generator",
         "verdict: balanced: the trainer waits 8%",
     ]
-
-
-def test_alternating_verdicts_are_printed_once_a_minute() -> None:
+    # Alternating verdicts are printed once a minute.
     flicker = [(float(second), (WAITS, BALANCED)[second % 2]) for second in range(100)]
     assert [line[9:12] for line in verdicts(*flicker)] == ["the", "bal", "the", "bal"]
 
@@ -141,16 +129,19 @@ def test_stall_is_printed_once_off_a_terminal() -> None:
     assert stream.getvalue() == "verdict: no step for 31s; check the newest event\n"
 
 
-def test_stall_is_shown_below_the_table() -> None:
+def test_stall_and_progress_are_shown_below_the_table() -> None:
     def show(terminal: Terminal) -> None:
         terminal.stall(stalled("31s"), now=1031.0)
         terminal.step(ROW, BALANCED)
-        terminal.stall(stalled("1m01s"), now=1061.0)
+        terminal._show_progress("evaluating step 12: 5 of 10")
+        terminal.stall(stalled("1m01s"), now=1061.0)  # replaces the progress
 
     seen = on_a_terminal(show)
-    first, _, rest = seen.partition("no step for 31s; check the newest event")
-    assert "step 12 of 60" not in first
-    assert rest.rindex("0.71") < rest.rindex("no step for 1m01s; check the newest event")
+    stall, _, rest = seen.partition("no step for 31s; check the newest event")
+    table, _, end = rest.partition("evaluating step 12: 5 of 10")
+    assert "step 12 of 60" not in stall and "balanced" in table
+    assert end.rindex("0.71") < end.rindex("no step for 1m01s; check the newest event")
+    assert "evaluating" not in end
 
 
 def test_table_keeps_the_last_twelve_steps() -> None:
@@ -172,18 +163,6 @@ def test_full_disk_ends_the_output_without_an_error(caplog: pytest.LogCaptureFix
     assert caplog.messages == ["no more output on this terminal: No space left on device"]
 
 
-def test_progress_is_shown_below_the_table_and_removed() -> None:
-    def show(terminal: Terminal) -> None:
-        terminal.step(ROW, BALANCED)
-        terminal._show_progress("evaluating step 12: 5 of 10")
-        terminal._show_progress("")
-
-    seen = on_a_terminal(show)
-    before, _, after = seen.partition("evaluating step 12: 5 of 10")
-    assert "balanced" in before and "balanced" in after
-    assert "evaluating" not in after
-
-
 @pytest.mark.parametrize(
     ("in_place", "num_items", "seconds", "texts"),
     [
@@ -199,13 +178,9 @@ def test_progress_is_shown_below_the_table_and_removed() -> None:
     ],
 )  # fmt: skip
 def test_progress_shows_share_and_time_left(
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    in_place: bool,
-    num_items: int,
-    seconds: float,
-    texts: list[str],
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, *,
+    in_place: bool, num_items: int, seconds: float, texts: list[str],
+) -> None:  # fmt: skip
     """Each of the items takes `seconds`."""
     now, shown = 0.0, list[str]()
     monkeypatch.setattr("peralta_zmq.observe.terminal.time.monotonic", lambda: now)

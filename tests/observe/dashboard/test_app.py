@@ -8,9 +8,10 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from synthetic_runs import append, group, make_run, row
@@ -22,21 +23,31 @@ from peralta_zmq.observe.dashboard.app import Dashboard
 TOKEN = "0123456789abcdef" * 2
 
 
+Serve = Callable[..., Dashboard]
+
+
 @pytest.fixture
-def dashboard(tmp_path: Path, stack: ExitStack) -> Dashboard:
-    folder = make_run(tmp_path / "hand", num_steps=3)
-    dashboard = stack.enter_context(closing(Dashboard([folder], host="127.0.0.1", port=0)))
-    dashboard.start()
-    return dashboard
+def serve(stack: ExitStack) -> Serve:
+    """Start a dashboard of these run folders, on any free port of this machine by default."""
+
+    def start(*folders: Path, **options: Any) -> Dashboard:
+        options = {"host": "127.0.0.1", "port": 0} | options
+        dashboard = stack.enter_context(closing(Dashboard(folders, **options)))
+        dashboard.start()
+        return dashboard
+
+    return start
+
+
+@pytest.fixture
+def dashboard(tmp_path: Path, serve: Serve) -> Dashboard:
+    return serve(make_run(tmp_path / "hand", num_steps=3))
 
 
 def get(
-    dashboard: Dashboard,
-    path: str,
-    *,
-    method: str = "GET",
+    dashboard: Dashboard, path: str, *, method: str = "GET",
     headers: Mapping[str, str] | None = None,
-) -> tuple[int, Mapping[str, str], bytes]:
+) -> tuple[int, Mapping[str, str], bytes]:  # fmt: skip
     """Status, headers and body; the path is sent unchanged."""
     connection = http.client.HTTPConnection("127.0.0.1", dashboard.port, timeout=10)
     with closing(connection):
@@ -53,28 +64,23 @@ def test_every_response_has_the_security_headers(dashboard: Dashboard) -> None:
         assert headers["x-content-type-options"] == "nosniff"
 
 
-@pytest.mark.parametrize("path", [
-    "/../../metrics.jsonl", "/static/../dashboard.py", "/%2e%2e/%2e%2e/etc/passwd", "/..%2fpage.py",
-    "/api/runs/../../config.toml", "/api/runs/1", "/api/runs/-1", "//etc/passwd",
-    "/dashboard.js/..",
-    "/uPlot.LICENSE", "/api/runs/99999999999999999999999",
-])  # fmt: skip
-def test_path_outside_the_static_files_is_not_found(dashboard: Dashboard, path: str) -> None:
-    assert get(dashboard, path)[0] == 404
+def test_path_outside_the_static_files_is_not_found(dashboard: Dashboard) -> None:
+    for path in (
+        "/../../metrics.jsonl", "/static/../dashboard.py", "/%2e%2e/%2e%2e/etc/passwd",
+        "/..%2fpage.py", "/api/runs/../../config.toml", "/api/runs/1", "/api/runs/-1",
+        "//etc/passwd", "/dashboard.js/..", "/uPlot.LICENSE",
+        "/api/runs/99999999999999999999999",
+    ):  # fmt: skip
+        assert get(dashboard, path)[0] == 404, path
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
-def test_other_methods_are_refused(dashboard: Dashboard, method: str) -> None:
-    assert get(dashboard, "/api/runs/0", method=method)[0] == 405
-
-
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [("127.0.0.1:1", 200), ("localhost:1", 200), ("[::1]:1", 200),
-     ("evil.example", 400), ("127.0.0.1.evil.example:1", 400), ("10.1.2.3", 400), ("", 400)],
-)  # fmt: skip
-def test_foreign_host_name_is_refused(dashboard: Dashboard, host: str, status: int) -> None:
-    assert get(dashboard, "/api/runs", headers={"Host": host})[0] == status
+def test_other_methods_and_foreign_host_names_are_refused(dashboard: Dashboard) -> None:
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
+        assert get(dashboard, "/api/runs/0", method=method)[0] == 405, method
+    for host in ("127.0.0.1:1", "localhost:1", "[::1]:1"):
+        assert get(dashboard, "/api/runs", headers={"Host": host})[0] == 200, host
+    for host in ("evil.example", "127.0.0.1.evil.example:1", "10.1.2.3", ""):
+        assert get(dashboard, "/api/runs", headers={"Host": host})[0] == 400, host
 
 
 def test_json_has_null_for_nan_and_infinity(tmp_path: Path, dashboard: Dashboard) -> None:
@@ -93,21 +99,19 @@ def test_json_has_null_for_nan_and_infinity(tmp_path: Path, dashboard: Dashboard
 
 
 def test_responses_have_a_bounded_size(tmp_path: Path, dashboard: Dashboard) -> None:
-    append(
-        tmp_path / "hand" / "samples.jsonl", *(group(4, *["x" * 100_000] * 100) for _ in range(8))
-    )
+    large = group(4, *["x" * 100_000] * 100)
+    append(tmp_path / "hand" / "samples.jsonl", *(8 * [large]))
     assert len(get(dashboard, "/api/runs/0/samples")[2]) < 6_000_000
-    append(
-        tmp_path / "hand" / "metrics.jsonl", {f"gen/{i}/step": 1.0 for i in range(5000)} | row(4)
-    )
+    many_generators = {f"gen/{i}/step": 1.0 for i in range(5000)}
+    append(tmp_path / "hand" / "metrics.jsonl", many_generators | row(4))
     assert len(get(dashboard, "/api/runs/0")[2]) < 1_000_000
 
 
-def test_metrics_and_health_cover_all_runs(tmp_path: Path, stack: ExitStack) -> None:
+def test_metrics_and_health_cover_all_runs(tmp_path: Path, serve: Serve) -> None:
     runs = (("a", 1), ("b", 2))
-    folders = [make_run(tmp_path / name / "demo", num_steps=steps) for name, steps in runs]
-    dashboard = stack.enter_context(closing(Dashboard(folders, host="127.0.0.1", port=0)))
-    dashboard.start()
+    dashboard = serve(
+        *(make_run(tmp_path / name / "demo", num_steps=steps) for name, steps in runs)
+    )
     status, headers, body = get(dashboard, "/metrics")
     assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
     text = body.decode()
@@ -119,23 +123,14 @@ def test_metrics_and_health_cover_all_runs(tmp_path: Path, stack: ExitStack) -> 
     assert health["runs"]["b/demo"]["age_seconds"] < 60
 
 
-def test_taken_port_falls_back_to_the_next_one(tmp_path: Path, stack: ExitStack) -> None:
-    folder = make_run(tmp_path / "hand", num_steps=1)
-    busy = stack.enter_context(closing(socket.socket()))
-    busy.bind(("127.0.0.1", 0))
-    busy.listen()
-    port = busy.getsockname()[1]
-    dashboard = stack.enter_context(closing(Dashboard([folder], host="127.0.0.1", port=port)))
-    assert port < dashboard.port < port + 20
-    assert dashboard.banner == [
-        f"dashboard: http://127.0.0.1:{dashboard.port} (port {port} is taken)"
-    ]
-
-
-@pytest.mark.parametrize("port", [-1, 65_536])
-def test_invalid_port_is_refused(tmp_path: Path, port: int) -> None:
-    with pytest.raises(ConfigError, match=f"dashboard.port {port} is invalid; choose one from 1"):
-        Dashboard([tmp_path], host="127.0.0.1", port=port)
+def test_taken_port_falls_back_to_the_next_one(dashboard: Dashboard, serve: Serve) -> None:
+    port = dashboard.port
+    second = serve(Path("unused"), port=port)
+    assert port < second.port < port + 20
+    assert second.banner == [f"dashboard: http://127.0.0.1:{second.port} (port {port} is taken)"]
+    for port in (-1, 65_536):
+        with pytest.raises(ConfigError, match=f"port {port} is invalid; choose one from 1"):
+            serve(Path("unused"), port=port)
 
 
 def test_invalid_requests_are_not_logged(
@@ -147,13 +142,11 @@ def test_invalid_requests_are_not_logged(
     assert caplog.messages == []
 
 
-def test_access_from_other_machines_needs_the_token(tmp_path: Path, stack: ExitStack) -> None:
+def test_access_from_other_machines_needs_the_token(tmp_path: Path, serve: Serve) -> None:
     folder = make_run(tmp_path / "hand", num_steps=1)
     with pytest.raises(ConfigError, match=r"dashboard.host 0.0.0.0 would let every"):
-        Dashboard([folder], host="0.0.0.0", port=0)
-    dashboard = Dashboard([folder], host="0.0.0.0", port=0, token=TOKEN)
-    stack.enter_context(closing(dashboard))
-    dashboard.start()
+        serve(folder, host="0.0.0.0")
+    dashboard = serve(folder, host="0.0.0.0", token=TOKEN)
     assert dashboard.banner[1].startswith("warning: other machines can open the dashboard")
     assert dashboard.banner[0] == f"dashboard: http://{socket.gethostname()}:{dashboard.port}"
     for path in ("/", "/api/runs", "/metrics", "/?token=wrong", "/healthz"):
@@ -170,38 +163,27 @@ def test_access_from_other_machines_needs_the_token(tmp_path: Path, stack: ExitS
 
 
 def test_errors_stay_in_the_dashboard(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    stack: ExitStack,
+    dashboard: Dashboard, serve: Serve, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:
+) -> None:  # fmt: skip
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("broken")
 
     monkeypatch.setattr(view, "update", fails)
-    folder = make_run(tmp_path / "hand", num_steps=1)
-    dashboard = stack.enter_context(closing(Dashboard([folder], host="127.0.0.1", port=0)))
-    dashboard.start()
     assert [get(dashboard, "/api/runs/0")[0] for _ in range(3)] == [500] * 3
     assert get(dashboard, "/healthz")[0] == 200
     assert caplog.messages == ["dashboard request failed at /api/runs/0 (RuntimeError('broken'))"]
     monkeypatch.setattr(Dashboard, "run", fails)
-    broken = stack.enter_context(closing(Dashboard([folder], host="127.0.0.1", port=0)))
-    broken.start()
+    broken = serve(Path("unused"))
     broken._thread.join(30)
     assert not broken._thread.is_alive()
     assert "broken" in caplog.text and "training continues" in caplog.text
 
 
-def test_dashboard_of_10000_steps_uses_one_percent_of_a_core(
-    tmp_path: Path, stack: ExitStack
-) -> None:
+def test_dashboard_of_10000_steps_uses_one_percent_of_a_core(tmp_path: Path, serve: Serve) -> None:
     """A browser polls once a second; each time there is a new step with samples."""
     folder = make_run(tmp_path / "hand", num_steps=10_000)
-    dashboard = stack.enter_context(
-        closing(Dashboard([folder], host="127.0.0.1", port=0, live=True))
-    )
-    dashboard.start()
+    dashboard = serve(folder, live=True)
     cursor = json.loads(get(dashboard, "/api/runs/0")[2])["cursor"]
     thread = dashboard._thread
     assert isinstance(thread, threading.Thread) and thread.ident
