@@ -11,7 +11,8 @@ import torch
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.reward_runner import RewardRunner
-from peralta_zmq.generator.loop import Generator, outbox_limit
+from peralta_zmq.generator.loop import Generator
+from peralta_zmq.generator.pacing import outbox_limit
 from peralta_zmq.generator.trainer_connection import Sockets, TrainerConnection
 from peralta_zmq.generator.weight_sync import ServedWeights, apply_newest
 from peralta_zmq.rollout import Problem

@@ -10,7 +10,6 @@ trainer's announcements define the progress of the run.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import socket
 import time
@@ -26,7 +25,7 @@ from peralta_zmq.environments.curriculum import ProblemSampler, assigned_samples
 from peralta_zmq.environments.dataset import Environments, check_tokens
 from peralta_zmq.environments.held_out import examples_for
 from peralta_zmq.errors import EngineError, RewardError, TaskError
-from peralta_zmq.generator.pacing import SamplingPacer
+from peralta_zmq.generator.pacing import SamplingPacer, outbox_limit
 from peralta_zmq.generator.trainer_connection import Sockets, TrainerConnection
 from peralta_zmq.generator.weight_sync import (
     ObsoleteGroupsError,
@@ -92,15 +91,9 @@ def run(config: Config) -> None:
         Generator(config, engine, tokenizer, environments, weights, connection).run()
 
 
-def outbox_limit(config: Config) -> int:
-    """Maximum number of groups to keep for a trainer that does not acknowledge them.
-
-    Enough for all training steps that could still consume the groups: the one in progress, the
-    next, and `max_async_level` further ones.
-    """
-    steps = config.train.max_async_level + 2
-    groups = steps * config.groups_per_step * config.curriculum.oversampling_factor
-    return max(64, math.ceil(groups))
+def sampling_seed(run_seed: int, sender: str, purpose: str) -> int:
+    """A sampling seed that differs between generators, runs and restarts (the sender)."""
+    return zlib.crc32(f"{run_seed}/{sender}/{purpose}".encode())
 
 
 class Generator:
@@ -145,12 +138,14 @@ class Generator:
 
     def _make_training_groups(self) -> None:
         """Make groups until the run is complete or an evaluation must begin."""
-        seed = self._seed(f"{self._engine.step}/{self._connection.outbox.next_sequence}")
+        config, outbox = self._config, self._connection.outbox
+        purpose = f"{self._engine.step}/{outbox.next_sequence}"
+        seed = sampling_seed(config.run.seed, outbox.sender, purpose)
         self._make_groups(
             self._training_problems(),
             self._environments,
-            num_generations=self._config.sampling.num_generations,
-            sampling=build.make_sampling(self._config, seed=seed),
+            num_generations=config.sampling.num_generations,
+            sampling=build.make_sampling(config, seed=seed),
             between_steps=self._between_steps,
         )
 
@@ -182,7 +177,9 @@ class Generator:
             self._num_in_flight -= 1
             rollouts = self._score(problem, completions, environments)
             if rollouts:
-                self._connection.send(self._group_of(problem, rollouts, evaluation_step))
+                self._connection.send(
+                    make_group(problem, rollouts, self._weights, self._connection, evaluation_step)
+                )
             if self._connection.is_run_complete:
                 return
 
@@ -207,29 +204,6 @@ class Generator:
             return ()
         self._num_failures = 0
         return rollouts
-
-    def _group_of(
-        self, problem: Problem, rollouts: tuple[Rollout, ...], evaluation_step: int
-    ) -> RolloutGroup:
-        """The next group; its policy step is that of the oldest weights that sampled a token."""
-        connection = self._connection
-        policy_step = min(
-            int(rollout.policy_steps[rollout.loss_mask].min()) for rollout in rollouts
-        )
-        return RolloutGroup(
-            run_id=self._weights.version.run_id,
-            generator_id=connection.name,
-            incarnation=connection.incarnation,
-            sequence=connection.outbox.next_sequence,
-            problem_id=problem.id,
-            task=problem.task,
-            policy_step=policy_step,
-            weights_id=self._weights.weights_id_of(policy_step),
-            rollouts=rollouts,
-            min_sequence=connection.outbox.min_sequence,
-            sample_index=problem.sample_index,
-            evaluation_step=evaluation_step,
-        )
 
     # Which problem is sampled next, and when.
 
@@ -302,11 +276,6 @@ class Generator:
             self._connection.exchange(timeout=IDLE_SECONDS)
             self._connection.throughput.idle_seconds += time.monotonic() - started
 
-    def _seed(self, purpose: str) -> int:
-        """A sampling seed that differs between generators, runs and restarts."""
-        text = f"{self._config.run.seed}/{self._connection.outbox.sender}/{purpose}"
-        return zlib.crc32(text.encode())
-
     # Changes of weights.
 
     def _refresh_weights(self) -> None:
@@ -353,6 +322,8 @@ class Generator:
         config, announcement = self._config, self._connection.announcement
         assert announcement is not None  # because `_must_evaluate` was true
         self._evaluated_step = step = announcement.evaluation_step
+        sender = self._connection.outbox.sender
+        seed = sampling_seed(config.run.seed, sender, f"evaluation {step}")
         try:
             held_out = build.open_environments(config, "eval", limit=config.eval.num_examples)
         except TaskError as error:
@@ -363,7 +334,7 @@ class Generator:
                 self._held_out_problems(step, held_out.problems),
                 held_out,
                 num_generations=config.eval.rollouts_per_example,
-                sampling=build.make_eval_sampling(config, seed=self._seed(f"evaluation {step}")),
+                sampling=build.make_eval_sampling(config, seed=seed),
                 between_steps=self._connection.report_when_due,
                 evaluation_step=step,
             )
@@ -396,3 +367,28 @@ class Generator:
                 return
             self._num_in_flight += 1
             yield problems[position]
+
+
+def make_group(
+    problem: Problem,
+    rollouts: tuple[Rollout, ...],
+    weights: ServedWeights,
+    connection: TrainerConnection,
+    evaluation_step: int,
+) -> RolloutGroup:
+    """The next group; its policy step is that of the oldest weights that sampled a token."""
+    policy_step = min(int(rollout.policy_steps[rollout.loss_mask].min()) for rollout in rollouts)
+    return RolloutGroup(
+        run_id=weights.version.run_id,
+        generator_id=connection.name,
+        incarnation=connection.incarnation,
+        sequence=connection.outbox.next_sequence,
+        problem_id=problem.id,
+        task=problem.task,
+        policy_step=policy_step,
+        weights_id=weights.weights_id_of(policy_step),
+        rollouts=rollouts,
+        min_sequence=connection.outbox.min_sequence,
+        sample_index=problem.sample_index,
+        evaluation_step=evaluation_step,
+    )

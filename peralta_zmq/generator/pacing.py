@@ -12,6 +12,7 @@ import math
 import time
 
 from peralta_zmq import wire
+from peralta_zmq.config import Config
 
 # A generator at its limit starts one more group after this time since it last started one:
 STARVED_SECONDS = 0.25  # if the trainer waits for groups and has received all of this generator's
@@ -75,3 +76,14 @@ class SamplingPacer:
     def record_start(self) -> None:
         """Record that a group was started, which restarts the time limits."""
         self._last_start = time.monotonic()
+
+
+def outbox_limit(config: Config) -> int:
+    """Maximum number of groups to keep for a trainer that does not acknowledge them.
+
+    Enough for all training steps that could still consume the groups: the one in progress, the
+    next, and `max_async_level` further ones.
+    """
+    steps = config.train.max_async_level + 2
+    groups = steps * config.groups_per_step * config.curriculum.oversampling_factor
+    return max(64, math.ceil(groups))
