@@ -14,7 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sample_data import TINY, resident_bytes, tiny_model, token_logprobs
+from engine_data import (
+    END,
+    FAMILIES,
+    GREEDY,
+    PROMPTS,
+    plain_greedy,
+    requests,
+    sampled,
+    scored,
+    sharp_model,
+    tokens,
+)  # fmt: skip
+from sample_data import TINY, resident_bytes, tiny_model
 
 from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
@@ -27,21 +39,6 @@ from peralta_zmq.rollout import Completion, Request, Sampling, TemperatureSchedu
 
 HAS_COMPILER = sys.platform == "linux" and shutil.which("cc") is not None
 SLOW = pytest.mark.slow  # other pairs of the same values
-END = 2
-PROMPTS = [
-    [5, 9, 33], [5, 9, 7], [5, 40, 41, 42, 43, 44, 45, 46], [5, 9, 33, 8],
-    [5, 11], [5, 9, 33, 12], [6, 6, 6, 6, 6], [5, 12], [9], [5, 9, 33, 13],
-]  # fmt: skip
-GREEDY = Sampling(temperature=0.0, max_completion_length=12)
-FAMILIES = {
-    "qwen3": {}, "qwen2": {"model_type": "qwen2"},
-    "llama": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
-    "gemma": {"model_type": "gemma"},
-    "gemma2": {"model_type": "gemma2", "sliding_window": 4, "final_logit_softcapping": 30.0,
-               "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 8},
-    "gemma3": {"model_type": "gemma3_text", "sliding_window": 4, "query_pre_attn_scalar": 8,
-               "layer_types": ["sliding_attention", "full_attention"]},
-}  # fmt: skip
 OPTIONS = {
     "plain": {}, "temperature": {"temperature": 0.7}, "top_k": {"top_k": 5},
     "top_p": {"top_p": 0.8}, "min_p": {"min_p": 0.1},
@@ -56,22 +53,6 @@ def tokenizer() -> Any:
     return models.load_tokenizer(models.EMBEDDED)
 
 
-def sharp_model(seed: int = 0, **settings: Any) -> Any:
-    """A random model whose context, biases, temperature and truncation make a difference."""
-    settings = {
-        "head_dim": 16, "tie_word_embeddings": False, "attn_implementation": "eager", **settings,
-    }  # fmt: skip
-    model = tiny_model(seed=seed, **settings)
-    random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            if name.endswith("bias"):
-                tensor.copy_(torch.randn(tensor.shape, generator=random))
-            tensor.mul_(12 if name == "lm_head.weight" else 4 if tensor.ndim == 2 else 1)
-    model.generation_config.eos_token_id = END
-    return model
-
-
 def engine_of(model: Any, tokenizer: Any, **options: Any) -> NativeEngine:
     return NativeEngine(model, tokenizer, **{"slots": 4, "max_model_len": 64, **options})
 
@@ -81,35 +62,12 @@ def engine(tokenizer: Any) -> NativeEngine:
     return engine_of(sharp_model(), tokenizer, step=3)
 
 
-def requests(prompts: Sequence[Sequence[int]] = PROMPTS, siblings: int = 1) -> list[Request]:
-    arrays = [np.array(ids, np.int32) for ids in prompts for _ in range(siblings)]
-    return [Request(index, ids) for index, ids in enumerate(arrays)]
-
-
-def sampled(engine: Any, sampling: Sampling, *source: Any, **options: Any) -> list[Completion]:
-    """The completions, in the order of the requests."""
-    completions = engine.generate(*source or (requests(),), sampling, **options)
-    return sorted(completions, key=lambda completion: completion.index)
-
-
-def tokens(completions: list[Completion]) -> list[list[int]]:
-    return [completion.token_ids.tolist() for completion in completions]
-
-
-def plain_greedy(model: Any, prompt: Sequence[int], length: int) -> list[int]:
-    alone = torch.tensor([prompt])
-    return model.generate(
-        alone, attention_mask=torch.ones_like(alone), do_sample=False, max_new_tokens=length,
-        eos_token_id=END, pad_token_id=0,
-    )[0, len(prompt) :].tolist()  # fmt: skip
-
-
-def scored(model: Any, completion: Completion, temperature: torch.Tensor | float) -> list[float]:
-    """The trainer's logprobs of the generated tokens."""
-    row = torch.from_numpy(np.concatenate([completion.prompt_ids, completion.token_ids])).long()
-    with torch.no_grad():
-        logprobs = token_logprobs(model, row[None], temperature=temperature)
-    return logprobs[0, len(completion.prompt_ids) :].tolist()
+def assert_greedy_matches(engine: Any, model: Any, prompts: Sequence[Sequence[int]]) -> None:
+    """Compare greedy tokens and logprobs of the engine with those of transformers."""
+    completions = sampled(engine, GREEDY, requests(prompts))
+    assert tokens(completions) == [plain_greedy(model, prompt, 12) for prompt in prompts]
+    for each in completions:
+        assert each.logprobs.tolist() == pytest.approx(scored(model, each, 1.0), abs=2e-5)
 
 
 def test_engine_uses_compiled_kernels_if_there_is_a_compiler(engine: NativeEngine) -> None:
@@ -127,13 +85,8 @@ def test_greedy_tokens_and_logprobs_match_transformers(
     family: str, kv_heads: int, head_dim: int, tokenizer: Any
 ) -> None:
     settings = {**FAMILIES[family], "num_key_value_heads": kv_heads, "head_dim": head_dim}
-    model = sharp_model(**settings)
-    expected = [plain_greedy(sharp_model(**settings), prompt, 12) for prompt in PROMPTS]
-    completions = sampled(engine_of(model, tokenizer), GREEDY)
-    assert tokens(completions) == expected
-    for each in completions:
-        scores = scored(sharp_model(**settings), each, 1.0)
-        assert each.logprobs.tolist() == pytest.approx(scores, abs=2e-5)
+    engine = engine_of(sharp_model(**settings), tokenizer)
+    assert_greedy_matches(engine, sharp_model(**settings), PROMPTS)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -141,13 +94,8 @@ def test_common_prefix_changes_no_token_and_no_logprob(family: str, tokenizer: A
     """The prefix is longer than a sliding window; the last prompt is shorter than the prefix."""
     prefix, settings = list(range(10, 30)), FAMILIES[family]
     prompts = [[*prefix, last, 5] for last in range(40, 46)] + [prefix[:18]]
-    expected = [plain_greedy(sharp_model(**settings), prompt, 12) for prompt in prompts]
     engine = engine_of(sharp_model(**settings), tokenizer, slots=3)
-    completions = sampled(engine, GREEDY, requests(prompts))
-    assert tokens(completions) == expected
-    for each in completions:
-        scores = scored(sharp_model(**settings), each, 1.0)
-        assert each.logprobs.tolist() == pytest.approx(scores, abs=2e-5)
+    assert_greedy_matches(engine, sharp_model(**settings), prompts)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -247,13 +195,16 @@ def ending_soon() -> Any:
 # Slots.
 
 
-def test_each_request_gets_one_completion_of_its_prompt(engine: NativeEngine) -> None:
-    batch = requests(siblings=3)
+@pytest.mark.parametrize("engine_kind", [NativeEngine, HfEngine])
+def test_each_request_gets_one_completion_of_its_prompt(engine_kind: Any, tokenizer: Any) -> None:
+    engine, batch = engine_kind(sharp_model(), tokenizer, slots=4), requests(siblings=3)
     completions = sampled(engine, Sampling(max_completion_length=9), batch)
     assert [each.index for each in completions] == list(range(30))
     for request, each in zip(batch, completions, strict=True):
         assert each.prompt_ids.tolist() == request.prompt_ids.tolist()
-        assert len(each.token_ids) == len(each.logprobs) == len(each.policy_steps) <= 9
+        arrays = each.token_ids, each.logprobs, each.policy_steps
+        assert [array.dtype for array in arrays] == [np.int32, np.float32, np.int32]
+        assert len({len(array) for array in arrays}) == 1 and len(each.token_ids) <= 9
         ended = each.token_ids[-1] == END
         assert each.finish_reason == ("stop" if ended else "length")
         assert ended or len(each.token_ids) == 9
@@ -279,7 +230,11 @@ def test_completion_does_not_depend_on_the_number_of_slots(tokenizer: Any) -> No
     assert one == four
 
 
-def test_samples_are_determined_by_the_seed_and_siblings_differ(engine: NativeEngine) -> None:
+@pytest.mark.parametrize("engine_kind", [NativeEngine, HfEngine])
+def test_samples_are_determined_by_the_seed_and_siblings_differ(
+    engine_kind: Any, tokenizer: Any
+) -> None:
+    engine = engine_kind(sharp_model(), tokenizer, slots=4, max_model_len=64)
     batch = requests(siblings=2)
     first, again, other = (
         tokens(sampled(engine, Sampling(seed=seed, max_completion_length=9), batch))
@@ -533,8 +488,12 @@ def foreign_weights(name: str) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.parametrize("engine_kind", [NativeEngine, HfEngine])
 @pytest.mark.parametrize("name", ["other name", "other shape", "integers"])
-def test_apply_rejects_weights_of_another_model_unchanged(name: str, engine: NativeEngine) -> None:
+def test_apply_rejects_weights_of_another_model_unchanged(
+    name: str, engine_kind: Any, tokenizer: Any
+) -> None:
+    engine = engine_kind(sharp_model(), tokenizer, slots=4, max_model_len=64, step=3)
     before = tokens(sampled(engine, GREEDY))
     with pytest.raises(ValueError, match=r"model\.(norm|other)"):
         engine.apply(foreign_weights(name), step=9)

@@ -1,0 +1,75 @@
+"""Models, requests and reference results for the tests of the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sample_data import tiny_model, token_logprobs
+
+from peralta_zmq.rollout import Completion, Request, Sampling
+
+END = 2
+PROMPTS = [
+    [5, 9, 33], [5, 9, 7], [5, 40, 41, 42, 43, 44, 45, 46], [5, 9, 33, 8],
+    [5, 11], [5, 9, 33, 12], [6, 6, 6, 6, 6], [5, 12], [9], [5, 9, 33, 13],
+]  # fmt: skip
+GREEDY = Sampling(temperature=0.0, max_completion_length=12)
+FAMILIES = {
+    "qwen3": {}, "qwen2": {"model_type": "qwen2"},
+    "llama": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "gemma": {"model_type": "gemma"},
+    "gemma2": {"model_type": "gemma2", "sliding_window": 4, "final_logit_softcapping": 30.0,
+               "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 8},
+    "gemma3": {"model_type": "gemma3_text", "sliding_window": 4, "query_pre_attn_scalar": 8,
+               "layer_types": ["sliding_attention", "full_attention"]},
+}  # fmt: skip
+
+
+def sharp_model(seed: int = 0, **settings: Any) -> Any:
+    """A random model whose context, biases, temperature and truncation make a difference."""
+    settings = {
+        "head_dim": 16, "tie_word_embeddings": False, "attn_implementation": "eager", **settings,
+    }  # fmt: skip
+    model = tiny_model(seed=seed, **settings)
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if name.endswith("bias"):
+                tensor.copy_(torch.randn(tensor.shape, generator=random))
+            tensor.mul_(12 if name == "lm_head.weight" else 4 if tensor.ndim == 2 else 1)
+    model.generation_config.eos_token_id = END
+    return model
+
+
+def requests(prompts: Sequence[Sequence[int]] = PROMPTS, siblings: int = 1) -> list[Request]:
+    arrays = [np.array(ids, np.int32) for ids in prompts for _ in range(siblings)]
+    return [Request(index, ids) for index, ids in enumerate(arrays)]
+
+
+def sampled(engine: Any, sampling: Sampling, *source: Any, **options: Any) -> list[Completion]:
+    """The completions, in the order of the requests."""
+    completions = engine.generate(*source or (requests(),), sampling, **options)
+    return sorted(completions, key=lambda completion: completion.index)
+
+
+def tokens(completions: list[Completion]) -> list[list[int]]:
+    return [completion.token_ids.tolist() for completion in completions]
+
+
+def plain_greedy(model: Any, prompt: Sequence[int], length: int) -> list[int]:
+    alone = torch.tensor([prompt])
+    return model.generate(
+        alone, attention_mask=torch.ones_like(alone), do_sample=False, max_new_tokens=length,
+        eos_token_id=END, pad_token_id=0,
+    )[0, len(prompt) :].tolist()  # fmt: skip
+
+
+def scored(model: Any, completion: Completion, temperature: torch.Tensor | float) -> list[float]:
+    """The trainer's logprobs of the generated tokens."""
+    row = torch.from_numpy(np.concatenate([completion.prompt_ids, completion.token_ids])).long()
+    with torch.no_grad():
+        logprobs = token_logprobs(model, row[None], temperature=temperature)
+    return logprobs[0, len(completion.prompt_ids) :].tolist()
