@@ -52,12 +52,13 @@ def test_invalid_target_is_an_error_even_for_the_same_text(broken: str) -> None:
         calculator.reward(problem, broken)
 
 
-def test_problems_are_in_file_order(tmp_path: Path) -> None:
+def test_problems_are_in_file_order_with_stable_ids(tmp_path: Path) -> None:
     made = from_file(csv_file(tmp_path, "2 + 1,two plus one", "1 + 1,one plus one"))
     assert [(problem.messages, problem.answer) for problem in made] == [
         ((Message("user", "two plus one"),), "2 + 1"),
         ((Message("user", "one plus one"),), "1 + 1"),
     ]
+    assert made[1].id == hashlib.sha256(b"calculator\none plus one").hexdigest()[:16]
 
 
 def test_messages_begin_with_the_system_prompt_and_have_no_answer() -> None:
@@ -82,27 +83,18 @@ def test_columns_are_configurable(tmp_path: Path) -> None:
     assert (problem.messages[0].content, problem.answer) == ("one plus one", "2")
 
 
-def test_problem_id_is_stable(tmp_path: Path) -> None:
-    (problem,) = from_file(csv_file(tmp_path, "1 + 1,one plus one"))
-    assert problem.id == hashlib.sha256(b"calculator\none plus one").hexdigest()[:16]
-
-
-def test_row_with_invalid_target_or_empty_prompt_is_skipped(tmp_path: Path) -> None:
-    lines = ("1 + 1,good", "one,bad", ",no target", "3, ", "2,good too")
-    assert [problem.answer for problem in from_file(csv_file(tmp_path, *lines))] == ["1 + 1", "2"]
-
-
-def test_skipped_rows_are_logged_with_line_number(
+def test_rows_with_invalid_target_or_empty_prompt_are_skipped_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = csv_file(tmp_path, "1 + 1,good", "one,bad", "9**9**9,worse")
+    source = csv_file(tmp_path, "1 + 1,good", "one,bad", "9**9**9,worse", "3, ", "2,good too")
     with caplog.at_level(logging.WARNING):
-        list(calculator.problems("train", 0, train=source))
+        assert [problem.answer for problem in from_file(source)] == ["1 + 1", "2"]
     prefix = f"event=row_refused source='{source}'"
     assert [record.getMessage() for record in caplog.records] == [
         f"{prefix} row=3 answer='one' reason=''e' is not arithmetic'",
         f"{prefix} row=4 answer='9**9**9' reason='an exponent beyond 64'",
-        f"event=rows_refused source='{source}' refused=2 kept=1",
+        f"{prefix} row=5 answer='3' reason='the prompt is empty'",
+        f"event=rows_refused source='{source}' refused=3 kept=2",
     ]
 
 

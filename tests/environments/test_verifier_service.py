@@ -53,19 +53,15 @@ def remote(verifier: Verifier, *, env: str = "calculator", **options: Any) -> Re
     return RemoteEnvironment("127.0.0.1", verifier.port, env=env, **options)
 
 
-def test_remote_problems_have_no_answers(verifier: Verifier) -> None:
-    far = load_problems(remote(verifier).problems, "eval", seed=0, options={})
+def test_remote_problems_have_no_answers_but_equal_rewards(verifier: Verifier) -> None:
+    environment = remote(verifier)
+    far = load_problems(environment.problems, "eval", seed=0, options={})
     near = load_problems(calculator.problems, "eval", seed=0, options={})
     assert [problem.messages for problem in far] == [problem.messages for problem in near]
     assert not {problem.answer for problem in far} & {problem.answer for problem in near}
-
-
-def test_remote_rewards_equal_local_rewards(verifier: Verifier) -> None:
-    environment = remote(verifier)
-    far, near = next(environment.problems("train", 0)), next(calculator.problems("train", 0))
-    for text in (near.answer, f"0 + {near.answer}", "7", "nonsense", ""):
-        assert environment.reward(far, text) == calculator.reward(near, text)
-    assert environment.reward(far, near.answer) == 1.0
+    for text in (near[0].answer, f"0 + {near[0].answer}", "7", "nonsense", ""):
+        assert environment.reward(far[0], text) == calculator.reward(near[0], text)
+    assert environment.reward(far[0], near[0].answer) == 1.0
 
 
 def test_remote_problem_keeps_input_token_ids(tmp_path: Path) -> None:
@@ -287,7 +283,9 @@ task = "reverse_text"
 """
 
 
-def test_environments_are_concatenated_with_their_names(tmp_path: Path) -> None:
+def test_environments_are_concatenated_with_names_and_limits(tmp_path: Path) -> None:
+    limited = open_environments(config_of(tmp_path, MIXED), "eval", limit=3)
+    assert dict(limited.sizes) == {"calculator": 3, "words": 3}
     environments = open_environments(config_of(tmp_path, MIXED), "train")
     assert dict(environments.sizes) == {"calculator": 1000, "words": 1000}
     assert [environments.problems[n].task for n in (0, 999, 1000, 1999)] == [
@@ -307,11 +305,6 @@ def test_environment_with_address_uses_its_verifier(tmp_path: Path) -> None:
         assert far.digest == near.digest
         assert far.reward(far.problems[1000], near.problems[1000].answer) == 1.0
         assert far.reward(far.problems[1000], "") == 0.0
-
-
-def test_limit_applies_to_each_environment(tmp_path: Path) -> None:
-    environments = open_environments(config_of(tmp_path, MIXED), "eval", limit=3)
-    assert dict(environments.sizes) == {"calculator": 3, "words": 3}
 
 
 @pytest.mark.parametrize(
