@@ -150,7 +150,7 @@ class Run:
         ]  # fmt: skip
 
     def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Take one optimizer step, and give the engine its weights."""
+        """Take one training step, and give the engine its weights."""
         row = self._learner.learn(groups).metrics
         self._serve()
         return row

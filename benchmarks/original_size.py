@@ -3,7 +3,7 @@
 12 problems of 110 tokens, 4 completions of 12, 18, 26 and 40 tokens each, a learning rate of 2e-6.
 The original is reimplemented without Ray, whose cost is left out: fp32, one prompt at a time, a
 second forward pass for the logprobs, pickled rollouts, padded training of one group after another
-with one optimizer step (the logits of all 48 rollouts at every position would need 4.4 GB, several
+with one training step (the logits of all 48 rollouts at every position would need 4.4 GB, several
 times), then `save_pretrained` and `from_pretrained`. Each part is measured once in a separate
 process, and the parts are added up, although ours overlap in a real run. `--quick` uses a shape a
 tenth as large.

@@ -1,4 +1,4 @@
-"""Time and memory of an optimizer step, compared with the original's step on the same groups.
+"""Time and memory of a training step, compared with the original's step on the same groups.
 
 The model has the shape of Qwen3-0.6B and random weights. Groups have 4 completions of 12, 18, 26
 and 40 random tokens after a prompt of 110. The original pads every rollout, computes in fp32 with

@@ -1,7 +1,7 @@
 """Reinforcement learning of language models with verifiable rewards, over ZeroMQ.
 
 Generators sample completions for problems, score them with a reward function and push groups of
-rollouts to one trainer. The trainer checks, journals and packs the groups, takes optimizer steps
+rollouts to one trainer. The trainer checks, journals and packs the groups, takes training steps
 and publishes weight versions, which generators verify and load in place. The two programs exchange
 data through the wire (ZeroMQ messages) and the weight store (a folder, HTTP server or object store)
 only. Any process can be killed and restarted alone.

@@ -26,7 +26,7 @@ LIMITS = {"mean": 1.0, "dropped": 0.02}  # max_async_level, share of all groups
 TITLE = """\
 # Pacing
 
-Age of a group in optimizer steps when it is admitted to a batch, including the time in queues, with
+Age of a group in training steps when it is admitted to a batch, including the time in queues, with
 `train.max_async_level` 1 and `train.max_off_policy_steps` 4. One generator is slow: it samples one
 completion at a time (`engine.slots` 1), the others eight. Limits: a mean age of at most 1, less
 than 2% of the groups dropped. In the last row the generator with the newest weights is killed in
@@ -50,7 +50,7 @@ class Paced:
 
     @property
     def mean(self) -> float:
-        """Mean age in optimizer steps."""
+        """Mean age in training steps."""
         return sum(age * count for age, count in self.ages.items()) / self.ages.total()
 
     @property

@@ -206,7 +206,7 @@ def main() -> None:
         description="Train the embedded base model from random weights."
     )
     parser.add_argument("--folder", type=Path, default=models.EMBEDDED, help="output folder")
-    parser.add_argument("--steps", type=int, default=Recipe().num_steps, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=Recipe().num_steps, help="training steps")
     arguments = parser.parse_args()
     models.use_threads()
     build(arguments.folder, Recipe(num_steps=arguments.steps))

@@ -41,7 +41,7 @@ class Kill:
 
 
 class ChaosMonkey:
-    """Kills workers at planned optimizer steps, then reports."""
+    """Kills workers at planned training steps, then reports."""
 
     def __init__(self, folder: Path, *, max_steps: int, workers: Sequence[str]) -> None:
         self._folder = folder

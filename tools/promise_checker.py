@@ -18,7 +18,7 @@ from pathlib import Path
 from peralta_zmq.observe.metrics import Row, number
 from tools.run_history import History, Key, Record, read_history
 
-IN_STEPS = ("trained", "no_signal")  # fates of groups in the batch of an optimizer step
+IN_STEPS = ("trained", "no_signal")  # fates of groups in the batch of a training step
 RECORDED = (*IN_STEPS, "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid")
 MAX_SHOWN = 5  # violations in one line
 
@@ -133,7 +133,7 @@ def too_old(history: History) -> Check:
 
 
 def steps_missing(history: History) -> Check:
-    """P5: the run has finished with every optimizer step."""
+    """P5: the run has finished with every training step."""
     steps = [int(number(row, "step")) for row in history.rows]
     missing = sorted(set(range(1, history.max_steps + 1)) - set(steps))
     broken = [f"steps {missing[0]} to {missing[-1]}: {len(missing)} missing"] if missing else []
@@ -204,7 +204,7 @@ def _last_reports(history: History) -> dict[str, int]:
 
 
 def fates_of(history: History) -> dict[Key, str]:
-    """Fate of every group recorded in an optimizer step that was taken."""
+    """Fate of every group recorded in a training step that was taken."""
     last = _last_step(history)
     return {record.key: record.fate for record in history.journal if record.step <= last}
 

@@ -77,7 +77,7 @@ def section(figures: Figures, checks: Sequence[Check], *, minutes: float, seed: 
         ("SIGKILLs", f"{kills.total()}: {kills['trainer']} trainer, {generators} generators"),
         ("other faults", ", ".join(f"{count} x {kind}" for kind, count in sorted(faults.items()))),
         ("from a trainer's SIGKILL to its next step", f"median {recovery}"),
-        ("optimizer steps", f"{figures.steps}, the trainer started again {figures.resumes} times"),
+        ("training steps", f"{figures.steps}, the trainer started again {figures.resumes} times"),
         ("groups", ", ".join(f"{count} {fate}" for fate, count in figures.fates.most_common())),
         ("versions loaded", f"{figures.loads}; {figures.unpublished} could not be published"),
     ]

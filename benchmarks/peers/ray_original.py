@@ -76,7 +76,7 @@ class Generator:
 
 @ray.remote
 class Trainer:
-    """Takes one optimizer step per batch."""
+    """Takes one training step per batch."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -86,7 +86,7 @@ class Trainer:
         )
 
     def step(self, step: int, rollouts: list[Rollout]) -> float:
-        """Take one optimizer step; returns the seconds."""
+        """Take one training step; returns the seconds."""
         started = time.perf_counter()
         tokens = pad_sequence([token_ids for token_ids, _, _ in rollouts], batch_first=True)
         positions = torch.arange(tokens.shape[1])

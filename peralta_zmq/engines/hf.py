@@ -31,7 +31,7 @@ from peralta_zmq.rollout import Completion, Request, Sampling
 class HfEngine:
     """Samples batches of up to `slots` requests of at most `max_model_len` tokens each.
 
-    `step` is the optimizer step of the weights in use.
+    `step` is the training step of the weights in use.
     """
 
     def __init__(

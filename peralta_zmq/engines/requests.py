@@ -1,7 +1,7 @@
 """What all engines share: problems to requests, sampled tokens to completions, LoRA adapters.
 
 A request asks for one completion of a prompt. The requests for the same problem form a group, and
-the completions of a group are siblings. The policy step of a token is the number of optimizer steps
+the completions of a group are siblings. The policy step of a token is the number of training steps
 of the weights that sampled it.
 """
 

@@ -19,7 +19,7 @@ PASSING_REWARD = 1.0  # smallest reward of a correct answer
 
 
 class Evaluation:
-    """Answers of generators to the held-out examples, for the weights of one optimizer step.
+    """Answers of generators to the held-out examples, for the weights of one training step.
 
     The first group of `rollouts_per_example` answers to an example counts.
     """
@@ -28,7 +28,7 @@ class Evaluation:
         self, step: int, problems: Sequence[Problem], *, rollouts_per_example: int
     ) -> None:
         self.step = step
-        self.policy_steps: list[int] = []  # optimizer steps of the weights, one per group
+        self.policy_steps: list[int] = []  # training steps of the weights, one per group
         self._problems, self._num_rollouts = problems, rollouts_per_example
         self._unanswered = {problem.id for problem in problems}  # equal ids are one problem
         self._answers: dict[str, Sequence[tuple[str, float]]] = {}  # by problem id

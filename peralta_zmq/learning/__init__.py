@@ -1,1 +1,1 @@
-"""Training: from rollout groups to an optimizer step. Start reading at `learner.Learner.learn`."""
+"""Training: from rollout groups to a training step. Start reading at `learner.Learner.learn`."""

@@ -1,7 +1,7 @@
 """Admission of rollout groups to training: which groups are trained, and what became of each.
 
-A group is all rollouts of one problem, sent as one message. `Admission.admit` decides on it for an
-optimizer step; the first row that applies is the decision:
+A group is all rollouts of one problem, sent as one message. `Admission.admit` decides on it for a
+training step; the first row that applies is the decision:
 
     invalid     the group has no rollouts, because the decoder rejected them
     abandoned   sampled from weights that a roll-back of the run has undone
@@ -55,7 +55,7 @@ class Admission:
     duplicates: int = 0  # groups received again
 
     def admit(self, group: RolloutGroup, *, step: int) -> AdmissionDecision:
-        """Decide on the group for optimizer step `step`, and settle it in the ledger."""
+        """Decide on the group for training step `step`, and settle it in the ledger."""
         decision = self._decide(group, step)
         sequence, min_sequence = group.sequence, group.min_sequence
         if self.ledger.settle(group.sender, sequence, decision, min_sequence=min_sequence):
@@ -82,7 +82,7 @@ class Admission:
 
 
 def staleness(group: RolloutGroup, *, step: int) -> int:
-    """Age in steps of the oldest weights in the group when optimizer step `step` trains it.
+    """Age in steps of the oldest weights in the group when training step `step` trains it.
 
     0 if they are the newest weights, those of `step` - 1.
     """

@@ -1,4 +1,4 @@
-"""Training of the policy on groups of rollouts: tokens, logprobs, loss, optimizer step.
+"""Training of the policy on groups of rollouts: tokens, logprobs, loss, optimizer update.
 
 `Learner.learn` takes one training step: filter the rollouts and compute advantages (advantages.py),
 pack them into micro-batches (packing.py), compute the logprobs of reference models, and update the

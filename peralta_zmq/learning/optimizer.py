@@ -26,7 +26,7 @@ QUANTILE_MAPS = ("qmap1", "qmap2")  # constant 8-bit code tables of bitsandbytes
 
 
 def learning_rate(step: int, *, peak: float, kind: str, warmup_steps: int, max_steps: int) -> float:
-    """Learning rate of optimizer step `step` (1 .. max_steps).
+    """Learning rate of training step `step` (1 .. max_steps).
 
     Linear warm-up over `warmup_steps`, then constant, linear or cosine decay that would reach 0
     one step after the last.

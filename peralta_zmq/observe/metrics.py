@@ -1,6 +1,6 @@
 """JSON-lines files of a run folder: append rows, read rows, and get numbers from a row.
 
-metrics.jsonl   one row for each optimizer step: metric name -> number
+metrics.jsonl   one row for each training step: metric name -> number
 events.jsonl    start, resume, a generator that joins or leaves, a publication, ...
 samples.jsonl   one group (all rollouts of one problem) of each step
 eval.jsonl      one row for each held-out evaluation

@@ -90,7 +90,7 @@ def write_reward_plot(folder: Path) -> Path | None:
     figure = Figure(figsize=(9.0, 4.8), dpi=150, layout="constrained")
     canvas, axes = FigureCanvasAgg(figure), figure.add_subplot()
     axes.set_title(f"{folder.name}: reward of all sampled rollouts", loc="left")
-    axes.set_xlabel("optimizer step")
+    axes.set_xlabel("training step")
     axes.set_ylabel("mean reward; share of groups")
     axes.margins(x=0.01)
     axes.spines[["top", "right"]].set_visible(False)

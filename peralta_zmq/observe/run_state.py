@@ -35,7 +35,7 @@ class GeneratorStats:
     blocked: float  # share of its time in which it may not sample
     queue: float  # share of its time in which its send queue is full; included in `blocked`
     reload_seconds: float  # duration of one weight update
-    step: float  # optimizer step of its weights, from the newest row; NaN if unknown
+    step: float  # training step of its weights, from the newest row; NaN if unknown
 
     @property
     def speed(self) -> float:

@@ -1,1 +1,1 @@
-"""The trainer process: collect groups, take optimizer steps, publish weights, recover."""
+"""The trainer process: collect groups, take training steps, publish weights, recover."""

@@ -336,7 +336,7 @@ def no_rollouts_text(seconds: float, address: str, dropped: Sequence[str]) -> st
 
 
 def step_size(config: Config) -> int:
-    """Rollouts in an optimizer step; tokens instead if `train.token_batch_size` is set."""
+    """Rollouts in a training step; tokens instead if `train.token_batch_size` is set."""
     return config.train.token_batch_size or config.train.batch_size
 
 

@@ -1,6 +1,6 @@
 """The journal: a write-ahead log of the groups that the trainer received, one file per step.
 
-A group holds all rollouts of one problem. The groups of an optimizer step are durable (written and
+A group holds all rollouts of one problem. The groups of a training step are durable (written and
 fsynced) before the step is published, recorded or saved. A restart restores the newest checkpoint
 and trains the journaled groups after it again. Dropped groups are journaled too, without rollouts.
 

@@ -1,4 +1,4 @@
-"""The trainer's main loop: collect a batch of groups, take an optimizer step, publish the weights.
+"""The trainer's main loop: collect a batch of groups, take a training step, publish the weights.
 
 A group holds all rollouts of one problem; generators send groups over the network. Every group is
 written to a journal, a write-ahead log, before the step that uses it is published, so that after a
@@ -93,7 +93,7 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken."""
+        """Training steps taken."""
         return self.policy.learner.step
 
     @property
@@ -123,7 +123,7 @@ class Trainer:
             self.evaluations.evaluate(0)
 
     def advance(self) -> None:
-        """Take one optimizer step: collect, learn, publish, record, save."""
+        """Take one training step: collect, learn, publish, record, save."""
         started = time.monotonic()
         groups, depth = self.collector.collect(self.step + 1, self._between_groups)
         if self.session.stop.requested:
@@ -151,7 +151,7 @@ class Trainer:
     def learn(
         self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None
     ) -> StepResult:
-        """Take the next optimizer step on a batch and journal its groups.
+        """Take the next training step on a batch and journal its groups.
 
         `learning_rate`, if not None, replaces that of the schedule.
         """

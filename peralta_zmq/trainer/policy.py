@@ -1,6 +1,6 @@
 """The trained model: opening it with its learner, publishing its weights, exporting them.
 
-A version is the weights after one optimizer step, published to the weight store, a folder or a
+A version is the weights after one training step, published to the weight store, a folder or a
 bucket that the generators read. A keyframe is a version that holds all weights; other versions are
 deltas. The lineage is the number of roll-backs of the run to an earlier step. With LoRA only the
 adapters are trained and published; the base model stays in its own folder.

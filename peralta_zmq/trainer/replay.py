@@ -1,6 +1,6 @@
 """`bin/replay RUN`: train a run again from its journal, without generators or changes to the run.
 
-The journal holds the rollouts of each optimizer step. The same settings give the weights that the
+The journal holds the rollouts of each training step. The same settings give the weights that the
 run published, bit-identical on CPUs; other settings (`--loss.name grpo`) can be compared on the
 same rollouts. `bin/replay export` writes a published weight version as a model folder.
 """
@@ -129,7 +129,7 @@ def export(arguments: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="bin/replay export", usage=USAGE)
     parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("step", type=int, help="optimizer step")
+    parser.add_argument("step", type=int, help="training step")
     parser.add_argument("folder", type=Path, help="where to write; must not exist")
     options = parser.parse_args(arguments)
     config, target = _load_config(options.run), options.folder

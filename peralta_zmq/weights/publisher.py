@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Snapshot:
-    """A copy of the weights after an optimizer step."""
+    """A copy of the weights after a training step."""
 
     step: int
     tensors: Tensors
@@ -187,7 +187,7 @@ def _copy(
 ) -> tuple[Tensors, Callable[[], None]]:
     """Copies in `dtype`, and a function that waits until copies from a GPU are complete.
 
-    Reuses `buffers` where the shapes match. The next optimizer step runs after the copies, because
+    Reuses `buffers` where the shapes match. The next training step runs after the copies, because
     it is queued in the same CUDA stream.
     """
     copies = {

@@ -255,7 +255,7 @@ class WeightStore:
 
 
 def version_of_step(store: WeightStore, step: int) -> Version:
-    """The newest version of an optimizer step. Raises StoreError with the available steps."""
+    """The newest version of a training step. Raises StoreError with the available steps."""
     versions = store.versions()
     for version in reversed(versions):
         if version.step == step:

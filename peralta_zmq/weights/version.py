@@ -1,6 +1,6 @@
 """Weight versions: the names and manifest fields of a published version, and their validation.
 
-A version holds the weights after one optimizer step, in a folder step_NUMBER: all of them (a
+A version holds the weights after one training step, in a folder step_NUMBER: all of them (a
 keyframe), or the change since an earlier version, its parent (a delta).
 """
 
@@ -29,7 +29,7 @@ class Version:
     """A published weight version."""
 
     number: int  # in the store; not reused if the run is rolled back to an earlier step
-    step: int  # optimizer step
+    step: int  # training step
     folder: Path  # only the name if the store is not a folder
     manifest: Manifest
     run_id: str

@@ -19,7 +19,7 @@ ROW: Row = {
     "note": "text",
 }  # fmt: skip
 TEXT = """\
-# HELP peralta_step optimizer steps taken
+# HELP peralta_step training steps taken
 # TYPE peralta_step gauge
 peralta_step{run="demo"} 12.0
 # HELP peralta_reward mean reward of all rollouts in the batch
@@ -69,7 +69,7 @@ def test_illegal_characters_are_replaced_and_equal_names_yield_one_sample() -> N
 
 def test_two_runs_share_the_head_of_a_metric() -> None:
     assert exposition({"a": {"step": 1}, "b": {"step": 2, "my.own": 3.0}}).splitlines() == [
-        "# HELP peralta_step optimizer steps taken",
+        "# HELP peralta_step training steps taken",
         "# TYPE peralta_step gauge",
         'peralta_step{run="a"} 1.0',
         'peralta_step{run="b"} 2.0',

@@ -213,7 +213,7 @@ def test_close_publishes_a_copy_of_the_last_weights_without_rate_limit(
     weights = masters(3)
     with closing(open_publisher(max_mbit_per_s=0.001)) as publisher:
         publisher.publish(3, weights)
-        weights["wide"].zero_()  # the next optimizer step
+        weights["wide"].zero_()  # the next training step
     newest = store.newest()
     assert newest is not None and same(loaded(store, newest), weights_at(3))
 

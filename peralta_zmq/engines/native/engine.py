@@ -3,7 +3,7 @@
 A row holds one completion in progress, with its keys and values in the KV cache. A row whose
 completion ends is refilled at the next decode step. Between two decode steps the caller may apply
 newer weights: running rows keep their keys and values, and each token records its policy step, the
-number of optimizer steps of the weights that sampled it.
+number of training steps of the weights that sampled it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class NativeEngine:
     """Samples up to `slots` sequences of at most `max_model_len` tokens at the same time.
 
-    Implements the protocol registry.Engine; `step` is the optimizer step of the weights in use.
+    Implements the protocol registry.Engine; `step` is the training step of the weights in use.
     With `live`, the model belongs to a trainer: each `generate` uses its weights of that moment,
     and no KV cache is kept between two calls. Without, the engine owns the model and packs its
     weights. Raises ConfigError if the keys and values do not fit into memory.
@@ -309,7 +309,7 @@ class Rows:
     def append(
         self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, *, step: int
     ) -> None:
-        """Add one token to each of `rows`, sampled by the weights of optimizer step `step`."""
+        """Add one token to each of `rows`, sampled by the weights of training step `step`."""
         columns = self.num_tokens[rows]
         self.tokens[rows, columns] = tokens
         self.logprobs[rows, columns] = logprobs

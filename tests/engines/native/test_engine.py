@@ -538,7 +538,7 @@ def test_live_engine_does_not_modify_the_model(tokenizer: Any) -> None:
     before = tokens(sampled(engine, GREEDY))
     kinds = [type(each) for each in model.modules()]
     assert model.config._attn_implementation == "eager" and PackedLinear not in kinds
-    models.apply_weights(model, models.weights_of(sharp_model(seed=8)))  # an optimizer step
+    models.apply_weights(model, models.weights_of(sharp_model(seed=8)))  # a training step
     after = tokens(sampled(engine, GREEDY))
     assert after == [plain_greedy(sharp_model(seed=8), each, 12) for each in PROMPTS] != before
 

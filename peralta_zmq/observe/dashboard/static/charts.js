@@ -1,5 +1,5 @@
 // Charts with a shared cursor, drawn by uPlot. A chart is {id, title, unit, lines, x, columns}, as
-// charts.py computes it from charts.toml; x are optimizer steps, and columns has the values of one
+// charts.py computes it from charts.toml; x are training steps, and columns has the values of one
 // line each.
 "use strict";
 
