@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 FinishReason: TypeAlias = Literal["stop", "length"]
 Role: TypeAlias = Literal["system", "user", "assistant"]
 Int32Array: TypeAlias = NDArray[np.int32]
+Int64Array: TypeAlias = NDArray[np.int64]
 Float32Array: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
 

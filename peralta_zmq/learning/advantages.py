@@ -137,11 +137,11 @@ def apply_filters(
     included, metrics = [True] * len(rollouts), dict[str, float]()
     for rule in filters:
         detected = [rule.detects(rollout) for rollout in rollouts]
-        metrics[f"filter/{rule.name}"] = _share(detected)
+        metrics[f"filter/{rule.name}"] = fmean(detected)
         if rule.enforce:
             included = [keep and not found for keep, found in zip(included, detected, strict=True)]
     if filters:
-        metrics["filter/taken_out"] = _share([not flag for flag in included])
+        metrics["filter/taken_out"] = fmean(not flag for flag in included)
     flags = iter(included)
     return [list(islice(flags, len(group.rollouts))) for group in groups], metrics
 
@@ -183,7 +183,3 @@ def repetition(
 def overlong(rollout: Rollout) -> bool:
     """Detect a completion that reached the maximum length before its end token."""
     return rollout.finish_reason == "length"
-
-
-def _share(flags: Sequence[bool]) -> float:
-    return sum(flags) / max(1, len(flags))

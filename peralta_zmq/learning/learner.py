@@ -26,6 +26,7 @@ from torch import Tensor
 
 from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning import optimizer as adamw
+from peralta_zmq.learning import step_metrics
 from peralta_zmq.learning.advantages import AdvantageFunction, Filter, advantages_of, apply_filters
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.losses import TokenLoss, Tokens
@@ -37,14 +38,7 @@ from peralta_zmq.learning.reference_models import (
     ReferenceModel,
     reference_logprobs,
 )
-from peralta_zmq.learning.step_metrics import (
-    Mismatch,
-    describe_groups,
-    estimate_entropy,
-    mismatch_metrics,
-    mismatch_summands,
-    pop_mismatch,
-)
+from peralta_zmq.learning.step_metrics import Mismatch
 from peralta_zmq.rollout import RolloutGroup
 
 MAX_SKIPPED = 3  # the run ends after this number of consecutive skipped steps
@@ -148,14 +142,14 @@ class Learner:
             self._reference.sync(self.step)
         mismatch = updates[0].mismatch  # later updates do not start from the published weights
         metrics = {
-            **describe_groups(groups, step=self.step),
+            **step_metrics.describe_groups(groups, step=self.step),
             **filter_metrics,
             **_mean_metrics(updates),
             "skipped_steps": self._num_skipped,
             **packing_metrics,
             "learning_rate": rate,
             "time/forward_backward": time.monotonic() - started,
-            **mismatch_metrics(mismatch),
+            **step_metrics.mismatch_metrics(mismatch),
         }
         return StepResult(metrics, skip_reason, mismatch, advantages)
 
@@ -276,7 +270,8 @@ def update_parameters(
     `compute_with_entropy`, if set, replaces `compute_logprobs` and fills `Tokens.entropy`.
     """
     step_tokens, step_sequences, num_batches = _totals(batches, ranks)
-    sums: dict[str, float] = {}
+    always = ("loss", "mismatch_kl", "ratio", "ratio_square", "not_finite")  # also without batches
+    sums: dict[str, float] = {name: 0.0 for name in always}
     for batch in batches:
         row = (batch.token_ids, batch.trees, batch.scored)
         if compute_with_entropy is None:
@@ -303,27 +298,24 @@ def update_parameters(
         value, loss_metrics = loss(tokens)
         value.backward()
         summands = {
-            "entropy": estimate_entropy(tokens),  # replaced by a loss that computes it
+            "entropy": step_metrics.estimate_entropy(tokens),  # replaced by a loss that computes it
             **loss_metrics,
-            **mismatch_summands(tokens, batch.senders),
+            **step_metrics.mismatch_summands(tokens, batch.senders),
             "loss": value,
         }
         for name, summand in summands.items():
             sums[name] = sums.get(name, 0.0) + float(summand.detach())
     metrics = ranks.sum_metrics(sums)
-    mismatch = pop_mismatch(metrics)
-    num_not_finite = metrics.pop("not_finite", 0.0)
-    ratio, square = metrics.pop("ratio", 0.0), metrics.pop("ratio_square", 0.0)
+    mismatch = step_metrics.pop_mismatch(metrics)
+    num_not_finite = metrics.pop("not_finite")
+    ratio, square = metrics.pop("ratio"), metrics.pop("ratio_square")
     grad_norm = _clip_and_step(optimizer, max_grad_norm, ranks) if num_batches else 0.0
-    loss_value = metrics.pop("loss", 0.0)
     skip_reason = ""
     if not math.isfinite(grad_norm):
-        skip_reason = _skip_reason(loss, loss_value, num_not_finite)
+        skip_reason = _skip_reason(loss, metrics["loss"], num_not_finite)
     return StepResult(
         {
-            "loss": loss_value,
             "grad_norm": grad_norm,
-            "mismatch_kl": metrics.pop("mismatch_kl", 0.0),
             "ess": ratio**2 / (step_tokens * square) if square else 1.0,
             "skipped": float(bool(skip_reason)),
             **metrics,

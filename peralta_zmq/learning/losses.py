@@ -34,11 +34,6 @@ from peralta_zmq.errors import ConfigError
 
 MAX_LOG_RATIO = 20.0  # default bound; keeps ratios of very improbable tokens finite
 STRICT_LOG_RATIO = 10.0  # bound in the published formulas of GRPO, importance and k3
-MASK_BOUNDS = (  # pairs of options: lower and upper bound
-    ("token_mask_low", "token_mask_high"),
-    ("geo_mask_low", "geo_mask_high"),
-    ("sequence_mask_low", "sequence_mask_high"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +145,7 @@ def grpo_kl(tokens: Tokens, *, beta: float = 0.001) -> tuple[Tensor, Metrics]:
     per_token = -(tokens.logprobs - tokens.logprobs.detach()).exp() * tokens.advantages
     metrics: Metrics = {}
     if beta:
-        reference = _required(tokens.ref_logprobs, "grpo_kl", option="beta", model="reference")
+        reference = _required(tokens.ref_logprobs, "grpo_kl", "beta", model="reference")
         kl = k3(reference - tokens.logprobs)
         per_token = per_token + beta * kl
         metrics["kl"] = token_mean(tokens, kl.detach())
@@ -198,9 +193,7 @@ def importance(
     dropped = torch.stack([*masked.values(), *masked_by_sequence]).any(0)  # [N]
     signal = adv_tau * tokens.advantages - kl_tau * log_ratio
     if teacher_tau:
-        teacher = _required(
-            tokens.teacher_logprobs, "importance", option="teacher_tau", model="teacher"
-        )
+        teacher = _required(tokens.teacher_logprobs, "importance", "teacher_tau", model="teacher")
         signal = signal + teacher_tau * (teacher - tokens.logprobs.detach())
     weight = ratio
     if ratio_type == "sequence":
@@ -313,7 +306,7 @@ def _ppo_clip(
     }
 
 
-def _required(logprobs: Tensor | None, loss: str, *, option: str, model: str) -> Tensor:
+def _required(logprobs: Tensor | None, loss: str, option: str, *, model: str) -> Tensor:
     """The logprobs. Raises ConfigError if the run has no such model."""
     if logprobs is None:
         raise ConfigError(
@@ -332,7 +325,8 @@ def check_loss_options(
     loss function's keywords.
     """
     values = {**defaults, **options}
-    for low, high in MASK_BOUNDS:
+    for mask in ("token_mask", "geo_mask", "sequence_mask"):
+        low, high = f"{mask}_low", f"{mask}_high"
         if low in values and high in values and not values[low] < values[high]:
             raise ConfigError(
                 f"loss.{low} {values[low]} is not below loss.{high} {values[high]}; "

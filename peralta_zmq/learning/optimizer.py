@@ -86,19 +86,9 @@ class AdamWBf16(torch.optim.Optimizer):
         mean, square = (state[kind].float() for kind in MOMENTS)
         options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
         options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+        options |= {"fused": True, "amsgrad": False, "maximize": False}
         step: list[Tensor] = [state["step"]]
-        adamw_step(
-            [parameter],
-            [gradient],
-            [mean],
-            [square],
-            [],
-            step,
-            fused=True,
-            amsgrad=False,
-            maximize=False,
-            **options,
-        )
+        adamw_step([parameter], [gradient], [mean], [square], [], step, **options)
         state["exp_avg"].copy_(mean)
         state["exp_avg_sq"].copy_(square)
 

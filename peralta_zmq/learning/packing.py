@@ -17,13 +17,11 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from peralta_zmq.learning.distributed import SINGLE, Ranks
-from peralta_zmq.rollout import Int32Array, PrefixTree, Rollout, RolloutGroup, TreeSpan
+from peralta_zmq.rollout import Int32Array, Int64Array, PrefixTree, Rollout, RolloutGroup, TreeSpan
 
-Int64Array: TypeAlias = NDArray[np.int64]
 Temperature: TypeAlias = float | Callable[[int], float]  # constant, or a function of policy_step
 Oversize: TypeAlias = Literal["truncate", "drop"]
 

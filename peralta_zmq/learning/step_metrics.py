@@ -16,15 +16,8 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
+from peralta_zmq.learning import losses
 from peralta_zmq.learning.admission import staleness
-from peralta_zmq.learning.losses import (
-    STRICT_LOG_RATIO,
-    Tokens,
-    k3,
-    ratio_of,
-    sequence_sum,
-    token_mean,
-)
 from peralta_zmq.rollout import RolloutGroup
 
 WINDOW = 4  # steps that a sender's mean covers: the last ones that had groups of the sender
@@ -131,34 +124,34 @@ class MismatchStatistics:
 
 
 @torch.no_grad()
-def mismatch_summands(tokens: Tokens, senders: Sequence[str]) -> dict[str, Tensor]:
+def mismatch_summands(tokens: losses.Tokens, senders: Sequence[str]) -> dict[str, Tensor]:
     """Summands, over micro-batches, of mismatch_kl and ess, and of the Mismatch of each sender.
 
     ess, the effective sample size, is sum(ratio)^2 / (tokens * sum(ratio^2)). `senders` has one
     entry per rollout.
     """
     log_ratio = tokens.logprobs - tokens.old_logprobs
-    ratio, kl = ratio_of(log_ratio, limit=STRICT_LOG_RATIO), k3(log_ratio)
+    ratio, kl = losses.ratio_of(log_ratio, limit=losses.STRICT_LOG_RATIO), losses.k3(log_ratio)
     sums = {
-        "mismatch_kl": token_mean(tokens, kl),
+        "mismatch_kl": losses.token_mean(tokens, kl),
         "ratio": (tokens.mask * ratio).sum(),
         "ratio_square": (tokens.mask * ratio.square()).sum(),
         "not_finite": (~tokens.logprobs.isfinite()).sum(),
     }
     for prefix, values in ((SENDER_KL, kl), (SENDER_TOKENS, torch.ones_like(kl))):
-        for sender, value in zip(senders, sequence_sum(tokens, values).cpu(), strict=False):
+        for sender, value in zip(senders, losses.sequence_sum(tokens, values).cpu(), strict=False):
             sums[prefix + sender] = sums.get(prefix + sender, 0.0) + value
     return sums
 
 
 @torch.no_grad()
-def estimate_entropy(tokens: Tokens) -> Tensor:
+def estimate_entropy(tokens: losses.Tokens) -> Tensor:
     """Summand of the policy's mean entropy per token, in nats, estimated as mean(-r pi).
 
     Unbiased when sampling truncates nothing (no top-k, top-p or min-p).
     """
-    ratio = ratio_of(tokens.logprobs - tokens.old_logprobs, limit=STRICT_LOG_RATIO)
-    return token_mean(tokens, -ratio * tokens.logprobs)
+    ratio = losses.ratio_of(tokens.logprobs - tokens.old_logprobs, limit=losses.STRICT_LOG_RATIO)
+    return losses.token_mean(tokens, -ratio * tokens.logprobs)
 
 
 def pop_mismatch(sums: dict[str, float]) -> dict[str, Mismatch]:

@@ -16,7 +16,6 @@ import torch
 from peralta_zmq.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # in /proc/cpuinfo; the last one on ARM
 MIN_BF16_WIDTH = 128  # hidden size from which bfloat16 is faster on a CPU: 2x at 192
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of glibc's mallopt
 MAX_INFO = 100  # characters of a value of worker_info; the wire rejects longer ones
@@ -126,7 +125,7 @@ def native_dtype(kind: str, *, has_bf16: bool) -> tuple[torch.dtype, str]:
 
 def multiplies_bf16(cpuinfo: str) -> bool:
     """Whether the flags (x86) or features (ARM) in /proc/cpuinfo list a bfloat16 product."""
-    return not BF16_FLAGS.isdisjoint(cpuinfo.split())
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpuinfo.split())
 
 
 def training_dtype(model: Any, name: str = "auto") -> tuple[torch.dtype, str]:

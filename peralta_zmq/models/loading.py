@@ -10,7 +10,7 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -18,12 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import PreTrainedModel as Model
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from peralta_zmq.atomic_files import PLAIN_NAME
@@ -31,9 +28,6 @@ from peralta_zmq.errors import ConfigError
 from peralta_zmq.rollout import Message
 
 transformers_logging.disable_progress_bar()
-
-Model: TypeAlias = PreTrainedModel
-Tokenizer: TypeAlias = PreTrainedTokenizerBase
 
 EMBEDDED = Path(__file__).parent / "embedded"
 COMPANION_SUFFIXES = (".json", ".txt", ".jinja")

@@ -15,20 +15,17 @@ import contextlib
 import inspect
 from collections.abc import Generator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from peralta_zmq.models.loading import Model
 from peralta_zmq.models.logprobs import entropies, selected_logprobs
-from peralta_zmq.rollout import PrefixTree, TreeSpan
-
-Int64Array: TypeAlias = NDArray[np.int64]
+from peralta_zmq.rollout import Int64Array, PrefixTree, TreeSpan
 
 TREE_ATTENTION = "peralta_zmq_trees"  # name under which transformers finds `_attention`
 BASE_ATTENTION = "sdpa"  # the attention of transformers that it replaces
@@ -106,33 +103,32 @@ class Scorer:
 
     def _packed(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> Tensor:
         layout = _PackedLayout.of(trees, token_ids.device)
-        with self._autocast(token_ids.device), _sparse_embedding_gradient(self._model):
-            output = self._model(
-                input_ids=token_ids[None],
-                position_ids=layout.positions[None],
-                attention_mask=layout.no_mask,
-                logits_to_keep=layout.previous[scored],
-                use_cache=False,
-                packed_layout=layout,  # transformers passes it on to `_attention`
-            )
-        return output.logits[0]
+        logits = self._forward(
+            token_ids[None],
+            # transformers makes a mask of its own unless it gets one of 4 dimensions
+            torch.ones(1, 1, 1, 1, dtype=torch.bool, device=token_ids.device),
+            position_ids=layout.positions[None],
+            logits_to_keep=layout.previous[scored],
+            packed_layout=layout,  # transformers passes it on to `_attention`
+        )
+        return logits[0]
 
     def _padded(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> Tensor:
         indices, attention, cells = _padded_layout(trees, token_ids.device)
         row, column = cells[scored].unbind(1)
         width = indices.shape[1]
-        options = {"logits_to_keep": width - int(column.min()) + 1}
-        with self._autocast(token_ids.device), _sparse_embedding_gradient(self._model):
-            output = self._model(
-                input_ids=token_ids[indices] * attention,
-                attention_mask=attention,
-                use_cache=False,
-                **(options if self._has_logits_to_keep else {}),
-            )
-        return output.logits[row, column - 1 - (width - output.logits.shape[1])]
+        options = dict[str, Any]()
+        if self._has_logits_to_keep:
+            options["logits_to_keep"] = width - int(column.min()) + 1
+        logits = self._forward(token_ids[indices] * attention, attention, **options)
+        return logits[row, column - 1 - (width - logits.shape[1])]
 
-    def _autocast(self, device: torch.device) -> torch.autocast:
-        return torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32)
+    def _forward(self, token_ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
+        """Logits [B, T, V] of the model for token ids [B, T]."""
+        is_narrow = self._dtype != torch.float32
+        autocast = torch.autocast(token_ids.device.type, self._dtype, enabled=is_narrow)
+        with autocast, _sparse_embedding_gradient(self._model):
+            return self._model(token_ids, attention_mask=mask, use_cache=False, **options).logits
 
     @torch.no_grad()
     def _find_padding_reason(self) -> str:
@@ -197,7 +193,6 @@ class _PackedLayout(NamedTuple):
     previous: Tensor  # int64 [M], index in the row of each token's predecessor
     sizes: list[int]  # tokens of each tree
     masks: list[Tensor]  # bool [T, T] of each tree, True where row attends to column
-    no_mask: Tensor  # transformers makes a mask of its own unless it gets one of 4 dimensions
 
     @classmethod
     def of(cls, trees: Sequence[PrefixTree], device: torch.device) -> _PackedLayout:
@@ -211,7 +206,6 @@ class _PackedLayout(NamedTuple):
             previous=torch.from_numpy(np.concatenate(previous)).to(device),
             sizes=sizes,
             masks=[torch.from_numpy(layout.mask).to(device) for layout in layouts],
-            no_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
         )
 
 
