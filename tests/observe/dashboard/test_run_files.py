@@ -27,7 +27,7 @@ def test_tail_reads_each_complete_row_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", ['{"a": [1\n2]}', '{"step": 7}, {"step": 8}', "", "[3]", '{"step": "\\']
+    "bad", ['{"a": [1\n2]}', '{"step": 7}, {"step": 8}', "", "[3]", '{"a": "\\']
 )
 def test_tail_skips_a_line_that_is_not_a_row(tmp_path: Path, bad: str) -> None:
     path = tmp_path / "rows.jsonl"
