@@ -5,7 +5,7 @@ PeraltaError
  +-- WireError          ZeroMQ sockets, their keys, and the messages on them
  +-- StoreError         the weight store, where the trainer publishes weight versions
  |    +-- GoneError     the folder of the weight store is missing
- |    +-- ChainError    a delta version (changes of an earlier version) lacks that version
+ |    +-- ChainError    a delta version (changes relative to an earlier version) lacks its base
  +-- JournalError       the trainer's journal of consumed rollouts, or a checkpoint
  +-- TaskError          a task: its data files, and its reward function
  |    +-- RewardError   the reward of one completion

@@ -160,8 +160,8 @@ class EngineFactory(Protocol):
     ) -> Engine:
         """An engine that samples with the weights of a torch model without copying them.
 
-        The trainer evaluates the model that it trains with this engine: the weights change between
-        two calls of `generate`, without a call of `apply`.
+        For evaluation, the trainer opens this engine on the model that it trains: the weights
+        change between two calls of `generate`, without a call of `apply`.
         """
         ...
 

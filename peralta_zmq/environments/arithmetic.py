@@ -51,7 +51,7 @@ def evaluate(text: str) -> Fraction:
 
 
 def _check_text(source: str) -> None:
-    """Raise ValueError for text that could take the parser long, or is no arithmetic at all."""
+    """Raise ValueError for text that is slow to parse or is not arithmetic."""
     if not source:
         raise ValueError("an empty text")
     if len(source) > MAX_LENGTH:

@@ -20,8 +20,8 @@ TIMEOUT_SECONDS = 3  # for parsing one answer, and for comparing it
 def reward(problem: Problem, completion_text: str) -> float:
     """1 if the last answer in the text equals the target mathematically, else 0.
 
-    An answer that cannot be parsed, or not compared in time, earns 0. Raises TaskError for a target
-    that cannot be parsed.
+    An answer earns 0 if it cannot be parsed, or if the comparison takes too long. Raises TaskError
+    for a target that cannot be parsed.
     """
     library = _library()
     target = parsed_answer(problem, _parse_target)

@@ -105,7 +105,7 @@ class RemoteEnvironment:
         return value
 
     def _request_once(self, path: str, body: Mapping[str, str] | None, field: str) -> Any:
-        """As `_request` without retries. Raises TaskError for a response that will not change."""
+        """As `_request` without retries. Raises TaskError if a retry would not help."""
         connection = http.client.HTTPConnection(
             self._host, self._port, timeout=REQUEST_TIMEOUT_SECONDS
         )
@@ -116,10 +116,10 @@ class RemoteEnvironment:
             content = response.read(MAX_RESPONSE_BYTES + 1)
         if response.status >= http.client.INTERNAL_SERVER_ERROR:
             raise _UnavailableError(f"status {response.status}")
-        if response.length:  # number of missing bytes, as read() with a limit does not raise
-            raise _UnavailableError("connection closed within the response")
         if len(content) > MAX_RESPONSE_BYTES:
             raise self._unexpected(f"more than {MAX_RESPONSE_BYTES} bytes")
+        if response.length:  # missing bytes; a read with a limit raises no IncompleteRead
+            raise _UnavailableError("connection closed within the response")
         is_ok = response.status == http.client.OK
         try:
             value = json.loads(content)[field if is_ok else "error"]

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from peralta_zmq.learning.packing import Batch
 
-# The forward pass of a model, models/scoring.py:Scorer, as (token_ids [M], trees, scored [N],
-# temperature=a number or a tensor [N]) -> logprobs [N] of the tokens at the indices `scored` of a
-# packed row; ComputeLogprobsAndEntropy also returns the entropies [N] of the predicted
-# distributions, in nats.
+# The forward pass of a model over a packed row: compute(token_ids [M], trees, scored [N],
+# temperature=number or tensor [N]) returns the logprobs [N] of the tokens at the indices `scored`.
+# ComputeLogprobsAndEntropy also returns the entropies [N] of the predicted distributions, in nats.
+# models/scoring.py:Scorer implements both.
 ComputeLogprobs: TypeAlias = Callable[..., Tensor]
 ComputeLogprobsAndEntropy: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
 # Returns the logprobs [N] of the generated tokens of each batch.
@@ -34,12 +34,12 @@ def reference_logprobs(compute_logprobs: ComputeLogprobs, batches: Sequence[Batc
 
 
 class PolicyCopy:
-    """A ReferenceModel: a copy of the trained parameters, swapped into the policy to score.
+    """A ReferenceModel: a copy of the policy's parameters, swapped in while it computes logprobs.
 
-    With LoRA it copies only the adapters; before the first step they are zero, so the copy scores
-    as the base model. With `sync_steps` every sync_steps-th step sets the copy to
-    mixup_alpha policy + (1 - mixup_alpha) copy (TR-DPO, arXiv 2404.09656, as in TRL), and the copy
-    is saved in checkpoints.
+    With LoRA only the adapters are copied; new adapters add nothing to the base model, so a copy
+    made before the first step computes the base model's logprobs. If `sync_steps` is set, every
+    sync_steps-th call of `sync` sets the copy to mixup_alpha * policy + (1 - mixup_alpha) * copy
+    (TR-DPO, arXiv 2404.09656, as in TRL), and the copy is saved in checkpoints.
     """
 
     def __init__(
@@ -76,6 +76,6 @@ class PolicyCopy:
     @torch.no_grad()
     def _swap(self) -> None:
         for name, parameter in self._parameters.items():
-            policy = parameter.detach().clone()
+            previous = parameter.detach().clone()
             parameter.copy_(self._copy[name])
-            self._copy[name].copy_(policy)
+            self._copy[name].copy_(previous)

@@ -5,7 +5,7 @@ events.jsonl    start, resume, a generator that joins or leaves, a publication, 
 samples.jsonl   one group (all rollouts of one problem) of each step
 eval.jsonl      one row for each held-out evaluation
 
-Also `read_toml`, for the tables of this package and the settings of a run.
+Also `read_toml`, for data files of this package and the settings of a run.
 """
 
 from __future__ import annotations

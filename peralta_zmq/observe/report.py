@@ -76,7 +76,7 @@ def write_summary(
 
 
 def made_before(folder: Path) -> int:
-    """Return the number of groups made, from the summary of an earlier completion; else 0."""
+    """Number of groups made, from the summary of an earlier end of the run; 0 without one."""
     return _read_summary(folder).get("accounting", {}).get("made", 0)
 
 

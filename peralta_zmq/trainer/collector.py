@@ -9,7 +9,8 @@ What happens to a group (all rollouts of one problem, sent in one message) in th
     acknowledge  announce to the sender what is received, durable and consumed
 
 A sender is one start of one generator; it numbers its groups (their sequence) from 0. A group is
-settled when its outcome, such as trained or stale, is decided; the ledger counts the outcomes.
+settled when its outcome, such as trained or stale, is decided, which happens on arrival: a settled
+group is a received one. The ledger counts the outcomes.
 """
 
 from __future__ import annotations
@@ -33,14 +34,19 @@ from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.journal import DROPPED, DroppedGroup, Journal
 from peralta_zmq.trainer.session import Session, StatusPublisher
 
-# A commit is due at either limit. Larger limits save fsyncs, but generators keep groups longer.
+# A commit is due at either limit. Larger limits save fsyncs, but generators keep
+# groups longer in case they must be sent again.
 COMMIT_GROUPS, COMMIT_SECONDS = 32, 0.5
 # Each announcement lists all n live senders and is sent to all of them, which costs O(n^2).
-# Announcements that only acknowledge groups are ACKNOWLEDGE_SECONDS * n^2 apart: 20 ms for n = 100.
-ACKNOWLEDGE_SECONDS, MAX_ACKNOWLEDGE_SECONDS = 2e-6, 1.0
-WARNING_SECONDS = 20.0  # interval of warnings while no group is admitted
-MAX_SAMPLES_AHEAD = 1 << 20  # a group that claims a larger jump of its sample index is ignored
-FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0  # between attempts to commit to a full disk
+# Announcements that only acknowledge groups are ACKNOWLEDGE_FACTOR * n^2 seconds apart: 20 ms for
+# n = 100.
+ACKNOWLEDGE_FACTOR, MAX_ACKNOWLEDGE_SECONDS = 2e-6, 1.0
+WARNING_SECONDS = 20.0  # interval of warnings while no group arrives, except of flagged senders
+MAX_SAMPLES_AHEAD = 1 << 20  # a sample index that is further ahead is ignored
+FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = (
+    1.0,
+    60.0,
+)  # between attempts to commit, for example to a full disk
 
 
 class BatchCollector:
@@ -307,7 +313,7 @@ class Acknowledgements:
             next_sample_index=self.curriculum.next_sample_index,
             excluded=self.curriculum.pools.excluded,
         )
-        seconds = min(MAX_ACKNOWLEDGE_SECONDS, ACKNOWLEDGE_SECONDS * len(live) ** 2)
+        seconds = min(MAX_ACKNOWLEDGE_SECONDS, ACKNOWLEDGE_FACTOR * len(live) ** 2)
         self.next_publish = time.monotonic() + seconds
 
     def begin_step(self, num_groups: int) -> None:

@@ -109,8 +109,8 @@ class WeightStore:
             ) from None
         if holder:
             raise StoreError(
-                f"another trainer ({holder}) publishes to {self.address}; stop it, wait 30 s if it "
-                "has ended, or choose another with --weights.dir"
+                f"another trainer ({holder}) publishes to {self.address}; stop it; if it has "
+                "already ended, wait 30 s, or choose another with --weights.dir"
             )
 
     def publish(

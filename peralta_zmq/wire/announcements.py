@@ -1,7 +1,7 @@
 """Announcements: the trainer publishes its progress every second and on change (PUB/SUB).
 
 Every announcement holds all fields, so the next one makes up for a lost one. A group is all
-rollouts of one problem, sent as one message. A sender is one start of a generator,
+rollouts of one problem, sent as one message. A sender is one running instance of a generator,
 'NAME/INCARNATION'; `sequence` numbers its groups from 0. A received group is in the trainer's
 memory; a durable one is in the journal on the trainer's disk. A policy step is the number of
 training steps that produced some weights; a weight version is one publication of weights.
@@ -85,7 +85,7 @@ class AnnouncementPublisher:
 
     def __init__(self, address: str, *, authenticator: CurveAuthenticator | None = None) -> None:
         self._changed = threading.Condition()
-        # Guarded by _changed: the newest frame, whether it is unpublished, and `close` was called.
+        # _changed guards the newest frame and two flags: it is unpublished; `close` was called.
         self._newest: bytes | None = None
         self._is_new = self._closed = False
         self._socket, self.address = open_server(zmq.PUB, address, authenticator)
@@ -93,7 +93,7 @@ class AnnouncementPublisher:
         self._thread.start()
 
     def publish(self, announcement: Announcement) -> None:
-        """Replace the announcement and publish it now; never blocks."""
+        """Replace the announcement and wake the thread that sends it; never blocks."""
         frame = encode_fields(announcement)
         with self._changed:
             self._newest, self._is_new = frame, True

@@ -24,11 +24,11 @@ from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys, HandshakeMo
 from peralta_zmq.wire.message_fields import MAX_MESSAGE, check_owner
 from peralta_zmq.wire.messages import InvalidGroupError, decode_group
 
-# Sizes of the kernel's TCP buffers in bytes. Groups in the send buffer are beyond the limit `hwm`
-# and age there, so it is small: a larger one would hold dozens of groups.
+# Sizes of the kernel's TCP buffers in bytes. `hwm` does not count the groups in the send buffer,
+# which become stale there, so the buffer is small: a larger one would hold dozens of groups.
 SEND_BUFFER = 16 << 10
-# With less than two segments of the loopback device (64 KiB each) TCP often waits 40 ms for an
-# acknowledgement: 177 to 5,000 groups a second instead of 25,000.
+# A buffer of less than two segments of the loopback device (64 KiB each) makes TCP often wait 40 ms
+# for an acknowledgement: 177 to 5,000 groups a second were received instead of 25,000.
 RECEIVE_BUFFER = 128 << 10
 # Milliseconds between two attempts to connect, doubled from the first to the second value; with a
 # maximum of 5000 a short run ended before its announcements were received.

@@ -87,10 +87,10 @@ def check_generator(
 
 
 def _check_machine(config: Config, report: Report) -> None:
-    on_battery = psutil.sensors_battery() is not None
+    has_battery = psutil.sensors_battery() is not None
     report.run("versions", machine_checks.check_versions, *machine_checks.this_python())
     report.run("device", machine_checks.check_device, config)
-    report.run("sleep", machine_checks.check_sleep, platform.system(), on_battery)
+    report.run("sleep", machine_checks.check_sleep, platform.system(), has_battery)
 
 
 def _check_run(config: Config) -> Check | None:
@@ -119,7 +119,7 @@ def _probe_trainer(
 def _create_file(client: wire.ProbeClient) -> str:
     """Let the trainer's machine create a file in its weights folder; returns the file's name.
 
-    Raises WireError without a file.
+    Raises WireError if no file was created.
     """
     reply, _ = client.request("create_file", timeout=network_checks.PROBE_SECONDS)
     if reply.error:

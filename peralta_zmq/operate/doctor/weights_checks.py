@@ -89,7 +89,7 @@ def check_owner(folder: Path, run: Path, *, trainer_runs: bool) -> Check:
     holder = None if trainer_runs else store.backend.leases.holder(_folder_time(folder))
     if holder:
         detail = f"another trainer ({holder}) publishes to {folder}"
-        remedy = "stop it, wait 30 s if it has ended, or choose another weights.dir"
+        remedy = "stop it; if it has already ended, wait 30 s, or choose another weights.dir"
         return Check(False, detail, remedy)
     return Check(True, f"belongs to run {owner}" if owner else "belongs to no run yet")
 
@@ -167,7 +167,7 @@ def check_future_address(address: str, token_file: str | None, port: int) -> Che
 def check_speed(
     location: Path | str, model_bytes: int | None, token_file: str | None = None
 ) -> Check:
-    """Measure how fast the newest version is read, and so how long a generator loads it.
+    """Measure how fast the newest version is read, and so how long a generator takes to load it.
 
     In a folder without a version a sample file is written and read, if that is permitted. Raises
     OSError for a folder that cannot be listed.

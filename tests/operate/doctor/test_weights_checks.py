@@ -146,7 +146,7 @@ def test_lease_of_another_trainer_fails_and_is_kept(tmp_path: Path) -> None:
     check = weights_checks.check_owner(tmp_path, run, trainer_runs=False)
     assert not check.ok
     assert check.detail == f"another trainer (pid 7 on elsewhere) publishes to {tmp_path}"
-    assert check.remedy.startswith("stop it, wait 30 s if it has ended")
+    assert check.remedy.startswith("stop it; if it has already ended, wait 30 s")
     assert weights_checks.check_owner(tmp_path, run, trainer_runs=True).ok  # its own lease
     write_lease(tmp_path, age=60)
     assert weights_checks.check_owner(tmp_path, run, trainer_runs=False).ok  # expired
