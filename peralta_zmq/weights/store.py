@@ -88,10 +88,7 @@ class WeightStore:
         try:
             owner = self.run_id
             if owner is None and known:  # no folder, or an empty mount point
-                raise GoneError(
-                    f"{RUN_FILE} in weights folder {self.address} is gone; is it mounted? "
-                    "Mount it, or choose another with --weights.dir"
-                )
+                raise self._gone_error()
             if owner not in (None, run_id):
                 raise StoreError(
                     f"weights folder {self.address} belongs to run {owner}, not to {run_id}; "
@@ -103,6 +100,8 @@ class WeightStore:
                 self.backend.write_file(RUN_FILE, text.encode())
             holder = self.backend.leases.acquire(run_id)
         except OSError as error:
+            if known and self.run_id is None:  # the mount was lost after the first check
+                raise self._gone_error() from None
             raise StoreError(
                 f"weights folder {self.address} cannot be written ({error.strerror or error}); "
                 "mount it, free it, or choose another with --weights.dir"
@@ -112,6 +111,12 @@ class WeightStore:
                 f"another trainer ({holder}) publishes to {self.address}; stop it; if it has "
                 "already ended, wait 30 s, or choose another with --weights.dir"
             )
+
+    def _gone_error(self) -> GoneError:
+        return GoneError(
+            f"{RUN_FILE} in weights folder {self.address} is gone; is it mounted? "
+            "Mount it, or choose another with --weights.dir"
+        )
 
     def publish(
         self,

@@ -77,6 +77,20 @@ def test_known_store_that_is_gone_is_not_created(
     WeightStore.open(store.folder).claim("run-1", known=True)
 
 
+def test_claim_reports_a_mount_that_is_lost_meanwhile_as_gone(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = WeightStore.open(store.folder)
+
+    def lose_mount() -> None:
+        store.folder.rename(store.folder.with_name("elsewhere"))
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(again.backend, "prepare", lose_mount)
+    with pytest.raises(GoneError, match="is it mounted"):
+        again.claim("run-1", known=True)
+
+
 # Publishing.
 
 
