@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from peralta_zmq.observe.metrics import Row, generator_numbers, number, read_toml
+from peralta_zmq.observe.metrics import Row, generator_numbers, read_toml
 
 Column: TypeAlias = NDArray[np.float64]
 Json: TypeAlias = dict[str, Any]
@@ -46,15 +46,28 @@ class Table:
 
     def append(self, row: Row) -> None:
         """Add a row of metrics.jsonl; a row without a step is skipped."""
-        if math.isnan(step := number(row, "step")):
+        numbers = {
+            key: float(value)
+            for key, value in row.items()
+            if isinstance(value, (int, float)) and math.isfinite(value)
+        }
+        if (step := numbers.get("step")) is None:
             return
         if self.steps and step <= self.steps[-1]:
             self._rewind(step)
+        num_earlier = len(self.steps)
         self.steps.append(step)
         # Derived numbers override metrics of the same name; MAX_COLUMNS cannot exclude them.
-        derived = derived_numbers(row)
-        for key in derived | row:
-            self._set(key, derived[key] if key in derived else number(row, key))
+        derived = derived_numbers(numbers)
+        for key, value in {**derived, **numbers, **derived}.items():
+            column = self.columns.get(key)
+            if math.isnan(value) or (column is None and len(self.columns) >= MAX_COLUMNS):
+                continue
+            if column is None:
+                column = self.columns[key] = array("d")
+            if len(column) < num_earlier:
+                column.extend([math.nan] * (num_earlier - len(column)))
+            column.append(value)
 
     def values(self, key: str, *, after: int = 0) -> Column:
         """Return a column from row `after` on: float64 [steps - after], NaN without a value."""
@@ -72,15 +85,6 @@ class Table:
         index = bisect_left(self.steps, step)
         return index if index < len(self.steps) and self.steps[index] == step else None
 
-    def _set(self, key: str, value: float) -> None:
-        """Set the newest row of a column; rows without a value become NaN."""
-        if math.isnan(value) or (key not in self.columns and len(self.columns) >= MAX_COLUMNS):
-            return
-        column = self.columns.setdefault(key, array("d"))
-        if num_missing := len(self.steps) - 1 - len(column):
-            column.extend([math.nan] * num_missing)
-        column.append(value)
-
     def _rewind(self, step: float) -> None:
         keep = bisect_left(self.steps, step)
         self.steps = self.steps[:keep]
@@ -88,22 +92,25 @@ class Table:
         self.rewinds += 1
 
 
-def derived_numbers(row: Row) -> dict[str, float]:
-    """Compute the rates, sums and parts of the step time that the charts show for one row."""
+def derived_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Compute the rates, sums and parts of the step time that the charts show for one row.
+
+    `numbers` are the finite numbers of the row; a result is NaN if one that it needs is missing.
+    """
 
     def get(key: str, default: float = math.nan) -> float:
-        return number(row, key, default)
+        return numbers.get(key, default)
 
     seconds = get("step_time")
     rate = 1 / seconds if seconds > 0 else math.nan
     activities = {key: get(key, 0.0) for key in ACTIVITIES}
-    reloads = filter(math.isfinite, generator_numbers(row, "reload_s").values())
+    reloads = generator_numbers(numbers, "reload_s").values()
     return {
         **activities,
         "time/other": max(0.0, seconds - sum(activities.values())),
         "rollouts_per_s": get("num_rollouts") * rate,
         "tokens_per_s": get("num_rollouts") * get("completions/mean_length") * rate,
-        "dropped": sum(get(key, 0.0) for key in row if key.startswith("dropped/")),
+        "dropped": sum(numbers[key] for key in numbers if key.startswith("dropped/")),
         "weights/seconds": get("weights/encode_seconds") + get("weights/write_seconds"),
         "weights/megabytes": get("weights/bytes") / 1e6,
         "reload/max": max(reloads, default=math.nan),
