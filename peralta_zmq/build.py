@@ -330,10 +330,7 @@ def make_eval_sampling(config: Config, *, seed: int) -> Sampling:
 
 
 def temperature_schedule(config: Config) -> TemperatureSchedule | None:
-    """The temperature by policy step: the number of training steps of the sampling weights.
-
-    None if the temperature is constant.
-    """
+    """The sampling temperature as a function of the policy step; None if it is constant."""
     section = config.sampling
     if section.temp_scheduler is None:
         return None

@@ -88,7 +88,7 @@ class WeightStore:
         try:
             owner = self.run_id
             if owner is None and known:  # no folder, or an empty mount point
-                raise self._gone_error()
+                raise _gone_error(self.address)
             if owner not in (None, run_id):
                 raise StoreError(
                     f"weights folder {self.address} belongs to run {owner}, not to {run_id}; "
@@ -101,7 +101,7 @@ class WeightStore:
             holder = self.backend.leases.acquire(run_id)
         except OSError as error:
             if known and self.run_id is None:  # the mount was lost after the first check
-                raise self._gone_error() from None
+                raise _gone_error(self.address) from None
             raise StoreError(
                 f"weights folder {self.address} cannot be written ({error.strerror or error}); "
                 "mount it, free it, or choose another with --weights.dir"
@@ -111,12 +111,6 @@ class WeightStore:
                 f"another trainer ({holder}) publishes to {self.address}; stop it; if it has "
                 "already ended, wait 30 s, or choose another with --weights.dir"
             )
-
-    def _gone_error(self) -> GoneError:
-        return GoneError(
-            f"{RUN_FILE} in weights folder {self.address} is gone; is it mounted? "
-            "Mount it, or choose another with --weights.dir"
-        )
 
     def publish(
         self,
@@ -326,3 +320,10 @@ def _read_resuming(backend: StorageBackend, path: str) -> Iterator[bytes]:
             if received == previously_received:
                 raise
             previously_received = received
+
+
+def _gone_error(address: str) -> GoneError:
+    return GoneError(
+        f"{RUN_FILE} in weights folder {address} is gone; is it mounted? "
+        "Mount it, or choose another with --weights.dir"
+    )
