@@ -1,4 +1,4 @@
-"""Admission of rollout groups to training: which groups are trained, and what became of each.
+"""Admission of rollout groups to training: decides on each group and records its outcome.
 
 A group is all rollouts of one problem, sent as one message. `Admission.admit` decides on it for a
 training step; the first row that applies is the decision:
