@@ -227,7 +227,7 @@ def note(measured: Measured, name: str, value: float) -> None:
 
 
 def ratio_of_rounds(ours: Sequence[float], peer: Sequence[float]) -> float:
-    """Median of peer / ours over rounds with one value of the peer and several of ours."""
+    """Median of peer / ours; each round has one value of the peer and several of `ours`."""
     size = len(ours) // len(peer)
     rounds = (ours[first : first + size] for first in range(0, len(ours), size))
     return median(

@@ -55,7 +55,7 @@ class JournalError(PeraltaError):
 
 
 class TaskError(PeraltaError):
-    """A data file or a row of it is invalid, or a reward function or verifier does not work."""
+    """A data file is invalid, or a reward function or verifier is unusable."""
 
 
 class RewardError(TaskError):
