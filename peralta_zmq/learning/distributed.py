@@ -14,7 +14,7 @@ import json
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,57 +27,55 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 COMMAND_TIMEOUT = timedelta(days=365)  # the next command may follow after any time
 
 
-class Ranks:
-    """The ranks of a trainer; the base class is the only rank of a trainer of one process.
+class Ranks(Protocol):
+    """The ranks of a trainer, as its learner uses them.
 
     `lockstep` is True if every rank must make the same number of forward and backward passes.
     """
 
-    rank, world_size, lockstep = 0, 1, False
+    rank: int
+    world_size: int
+    lockstep: bool
 
     def prepare(self, model: Module) -> Module:
         """Copy rank 0's weights to all ranks; return `model`, or its sharded copy to train."""
-        return model
+        ...
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over all ranks."""
+        ...
 
     def sum_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Sum over all ranks, in rank order, of each named number; names may differ by rank."""
-        return dict(sums)
+        ...
 
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Replace each parameter's gradient by its sum over all ranks.
 
         A rank without a gradient adds zero.
         """
-
-    def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return the full tensor on every rank."""
-        return cast(Any, tensor).full_tensor() if _is_sharded(tensor) else tensor
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in full on rank 0; a sharded one is moved to the CPU.
-
-        The other ranks get an empty tensor instead of a sharded one.
-        """
-        if not _is_sharded(tensor):
-            return tensor
-        full = self.full_tensor(tensor)
-        return full.cpu() if self.rank == 0 else full.new_empty(0)
-
-    def shard(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's part of a full tensor, with the device and sharding of `like`."""
-        tensor = tensor.to(like.device)
-        if not _is_sharded(like) or tensor.shape != like.shape:
-            return tensor
-        from torch.distributed.tensor import distribute_tensor
-
-        layout: Any = like
-        return distribute_tensor(tensor, layout.device_mesh, layout.placements, src_data_rank=None)
+        ...
 
 
-SINGLE = Ranks()
+class SingleRank:
+    """The only rank of a trainer of one process."""
+
+    rank, world_size, lockstep = 0, 1, False
+
+    def prepare(self, model: Module) -> Module:
+        return model
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        pass
+
+    def sum_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        return dict(sums)
+
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        pass
+
+
+SINGLE = SingleRank()
 
 
 def join(device: torch.device) -> DistributedRanks:
@@ -92,7 +90,7 @@ def join(device: torch.device) -> DistributedRanks:
     return DistributedRanks(device, shards=device.type == "cuda")
 
 
-class DistributedRanks(Ranks):
+class DistributedRanks:
     """The ranks of torch's default process group, which must be initialized.
 
     Every rank makes the same calls in the same order; a method raises RankError when another rank
@@ -204,5 +202,36 @@ def _rank_errors() -> Generator[None]:
         ) from None
 
 
+# Sharded tensors (DTensor). Each function is called on every rank, and returns an unsharded tensor
+# unchanged.
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the full tensor on every rank."""
+    return cast(Any, tensor).full_tensor() if _is_sharded(tensor) else tensor
+
+
+def gather_tensor(tensor: Tensor, *, rank: int) -> Tensor:
+    """Return a tensor in full on rank 0; a sharded one is moved to the CPU.
+
+    The other ranks get an empty tensor instead of a sharded one. `rank` is that of this process.
+    """
+    if not _is_sharded(tensor):
+        return tensor
+    full = full_tensor(tensor)
+    return full.cpu() if rank == 0 else full.new_empty(0)
+
+
+def shard_tensor(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a full tensor, with the device and sharding of `like`."""
+    tensor = tensor.to(like.device)
+    if not _is_sharded(like) or tensor.shape != like.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    layout: Any = like
+    return distribute_tensor(tensor, layout.device_mesh, layout.placements, src_data_rank=None)
+
+
 def _is_sharded(tensor: Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")  # a DTensor
+    return hasattr(tensor, "full_tensor")

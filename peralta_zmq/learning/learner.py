@@ -28,7 +28,13 @@ from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning import optimizer as adamw
 from peralta_zmq.learning import step_metrics
 from peralta_zmq.learning.advantages import AdvantageFunction, Filter, advantages_of, apply_filters
-from peralta_zmq.learning.distributed import SINGLE, Ranks
+from peralta_zmq.learning.distributed import (
+    SINGLE,
+    Ranks,
+    full_tensor,
+    gather_tensor,
+    shard_tensor,
+)
 from peralta_zmq.learning.losses import TokenLoss, Tokens
 from peralta_zmq.learning.packing import Batch, PackedSample, Packing, make_batches, pack_groups
 from peralta_zmq.learning.reference_models import (
@@ -198,7 +204,7 @@ class Learner:
         Paths: model/NAME, OPTIM/KIND/NAME, reference/NAME (of a reference that is synced),
         rng/torch and skipped.
         """
-        gather = self._ranks.gather
+        gather = partial(gather_tensor, rank=self._ranks.rank)
         tensors = {path: gather(tensor) for path, tensor in self._live_tensors().items()}
         for name, kinds in adamw.state_of(self._optimizer, self._parameters).items():
             for kind, tensor in kinds.items():
@@ -209,7 +215,7 @@ class Learner:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name and full tensor of each parameter, on rank 0."""
         for name, parameter in self._parameters.items():
-            yield name, self._ranks.gather(parameter.detach())
+            yield name, gather_tensor(parameter.detach(), rank=self._ranks.rank)
 
     def restore(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Continue from the `state` of `step`.
@@ -218,12 +224,12 @@ class Learner:
         """
         self._check_state(tensors)
         for path, tensor in self._live_tensors().items():
-            tensor.copy_(self._ranks.shard(tensors[path], tensor))
+            tensor.copy_(shard_tensor(tensors[path], tensor))
         optimizer_state: dict[str, dict[str, Tensor]] = {}
         for path, tensor in tensors.items():
             if path.startswith(f"{self._settings.optim}/"):
                 _, kind, name = path.split("/", 2)
-                shard = self._ranks.shard(tensor, self._parameters[name])
+                shard = shard_tensor(tensor, self._parameters[name])
                 optimizer_state.setdefault(name, {})[kind] = shard
         adamw.set_state(self._optimizer, self._parameters, optimizer_state)
         torch.set_rng_state(tensors["rng/torch"])
@@ -338,7 +344,7 @@ def _clip_and_step(optimizer: torch.optim.Optimizer, max_grad_norm: float, ranks
     """Clip the summed gradients, step if their norm is finite, and return the norm."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     ranks.sum_gradients(parameters)
-    grad_norm = float(ranks.full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)))
+    grad_norm = float(full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)))
     if math.isfinite(grad_norm):
         optimizer.step()
     optimizer.zero_grad()

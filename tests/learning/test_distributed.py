@@ -17,7 +17,7 @@ from local_ranks import on_ranks
 from sample_data import packed, siblings, tiny_model
 from torch import Tensor
 
-from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks, join
+from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks, full_tensor, join
 from peralta_zmq.learning.learner import update_parameters
 from peralta_zmq.learning.losses import grpo, importance, reinforce
 from peralta_zmq.learning.packing import Packing, make_batches
@@ -72,9 +72,7 @@ def gradients(ranks: Ranks) -> dict[str, tuple[Tensor, dict[str, float]]]:
                 max_grad_norm=math.inf,
                 ranks=ranks,
             )
-            gradient = torch.cat(
-                [ranks.full_tensor(each).flatten() for each in optimizer.gradients]
-            )
+            gradient = torch.cat([full_tensor(each).flatten() for each in optimizer.gradients])
             found[f"{name} {max_tokens} {len(groups)}"] = gradient, result.metrics
     return found
 
