@@ -1,4 +1,4 @@
-"""A TCP proxy between a generator and its trainer that can be cut or reset."""
+"""A TCP proxy between a generator and its trainer that can be cut, reset, or flip a bit."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class LinkProxy:
         self._is_up.set()
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
+        self._flips: dict[int, int] = {}  # by port, from 0: number of bits before the flipped one
         self._listening = listening_ports()
         self._threads = [
-            threading.Thread(target=self._accept, args=(listening, target + index), daemon=True)
-            for index, listening in enumerate(self._listening)
+            threading.Thread(target=self._accept, args=(listening, target, port), daemon=True)
+            for port, listening in enumerate(self._listening)
         ]
 
     @property
@@ -53,6 +54,19 @@ class LinkProxy:
             for connection in self._connections:
                 _shut(connection)
 
+    def flip(self, port: int, bit: int) -> None:
+        """Flip one bit that a port (0 to 3) forwards from now on, after `bit` others.
+
+        Counts the bits of all connections of the port, in both directions.
+        """
+        with self._lock:
+            self._flips[port] = bit
+
+    def cancel_flip(self, port: int) -> bool:
+        """Forward all bytes of a port unchanged again; False if the bit was flipped before."""
+        with self._lock:
+            return self._flips.pop(port, None) is not None
+
     def __enter__(self) -> LinkProxy:
         for thread in self._threads:
             thread.start()
@@ -68,24 +82,26 @@ class LinkProxy:
         self.restore()
         self.reset()
 
-    def _accept(self, listening: socket.socket, target: int) -> None:
+    def _accept(self, listening: socket.socket, target: int, port: int) -> None:
         with contextlib.suppress(OSError):  # the proxy is closing
             while True:
                 client, _ = listening.accept()
-                threading.Thread(target=self._connect, args=(client, target), daemon=True).start()
+                arguments = client, target, port
+                threading.Thread(target=self._connect, args=arguments, daemon=True).start()
 
-    def _connect(self, client: socket.socket, target: int) -> None:
+    def _connect(self, client: socket.socket, target: int, port: int) -> None:
         """Forward both directions of one connection until either end closes it."""
         with client:
             self._is_up.wait()
             try:
-                server = socket.create_connection(("127.0.0.1", target))
+                server = socket.create_connection(("127.0.0.1", target + port))
             except OSError:
                 return  # no program listens there: the client's connection is closed
             with server, self._registered(client, server):
-                back = threading.Thread(target=self._forward, args=(server, client), daemon=True)
+                arguments = server, client, port
+                back = threading.Thread(target=self._forward, args=arguments, daemon=True)
                 back.start()
-                self._forward(client, server)
+                self._forward(client, server, port)
                 back.join()
 
     @contextlib.contextmanager
@@ -100,14 +116,26 @@ class LinkProxy:
             with self._lock:
                 self._connections.difference_update(sockets)
 
-    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket, port: int) -> None:
         with contextlib.suppress(OSError):
             while chunk := source.recv(CHUNK):
                 self._is_up.wait()
-                sink.sendall(chunk)
+                sink.sendall(self._with_flip(chunk, port))
         self._is_up.wait()  # a cut link does not pass the end of a connection either
         _shut(source)
         _shut(sink)
+
+    def _with_flip(self, chunk: bytes, port: int) -> bytes:
+        """The bytes to forward, with a bit flipped if it is due on this port."""
+        with self._lock:
+            bit = self._flips.pop(port, None)
+            if bit is None:
+                return chunk
+            if bit >= 8 * len(chunk):
+                self._flips[port] = bit - 8 * len(chunk)
+                return chunk
+        flipped = chunk[bit // 8] ^ (1 << bit % 8)
+        return chunk[: bit // 8] + bytes([flipped]) + chunk[bit // 8 + 1 :]
 
 
 def listening_ports() -> list[socket.socket]:

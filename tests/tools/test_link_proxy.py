@@ -1,4 +1,4 @@
-"""The link proxy forwards bytes, stops when it is cut, continues when it is restored."""
+"""The link proxy forwards bytes, stops when it is cut, continues when restored, flips a bit."""
 
 from __future__ import annotations
 
@@ -87,3 +87,30 @@ def test_reset_closes_connections_and_accepts_new_ones(servers: list[socket.sock
         with client, accepted:
             client.sendall(b"again")
             assert accepted.recv(100) == b"again"
+
+
+def test_flip_changes_one_bit_after_those_before_it(servers: list[socket.socket]) -> None:
+    with LinkProxy(servers[0].getsockname()[1]) as link:
+        client, accepted = connect(link, servers[1], port=link.port + 1)
+        other, other_accepted = connect(link, servers[0], port=link.port)
+        with client, accepted, other, other_accepted:
+            link.flip(1, 8 * 5 + 2)  # of the second port: in the sixth byte of both directions
+            other.sendall(bytes(9))
+            assert other_accepted.recv(100) == bytes(9)
+            client.sendall(bytes(4))
+            assert accepted.recv(100) == bytes(4)
+            accepted.sendall(bytes(4))
+            assert client.recv(100) == b"\0\4\0\0"
+            assert not link.cancel_flip(1)
+            client.sendall(bytes(4))
+            assert accepted.recv(100) == bytes(4)
+
+
+def test_cancelled_flip_changes_nothing(servers: list[socket.socket]) -> None:
+    with LinkProxy(servers[0].getsockname()[1]) as link:
+        client, accepted = connect(link, servers[0], port=link.port)
+        with client, accepted:
+            link.flip(0, 3)
+            assert link.cancel_flip(0)
+            client.sendall(bytes(4))
+            assert accepted.recv(100) == bytes(4)
