@@ -26,8 +26,8 @@ run-lan: setup  ## A run on the machines of HOSTS=configs/hosts.toml, or on this
 	@$(BIN)/python bin/lan up $(if $(HOSTS),--hosts $(HOSTS)) $(ARGS)
 
 soak: setup  ## A run with random faults for MINUTES=30; writes a report to docs/reliability.md
-	@$(BIN)/python -m tools.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) \
-	  --document docs/reliability.md
+	@unshare --map-root-user --mount $(BIN)/python -m tools.soak --minutes $(MINUTES) \
+	  $(if $(SEED),--seed $(SEED)) --document docs/reliability.md
 
 test: setup  ## Run the tests (under five minutes on two cores)
 	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal

@@ -14,11 +14,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from peralta_zmq.observe.metrics import Row, read_rows
 from tools.chaos import SEED, seed_of
 from tools.link_proxy import free_ports
 from tools.promise_checker import check
 from tools.run_history import RECORDING_OPTIONS, read_history
+from tools.weights_disk import MOUNTING
 
 REPO = Path(__file__).parents[1]
 SMALL = (
@@ -161,6 +164,14 @@ def chance() -> random.Random:
     seed = seed_of(os.environ)
     print(f"{SEED}={seed}")
     return random.Random(seed)
+
+
+def skip_without_mounting() -> None:
+    """Skip the test if `MOUNTING` cannot make a mount namespace."""
+    try:
+        subprocess.run([*MOUNTING, "true"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"mounting is not permitted: {error}")
 
 
 def processes_that_name(words: str) -> list[str]:

@@ -20,6 +20,8 @@ from tools.run_history import History, Key, Record, read_history
 
 IN_STEPS = ("trained", "no_signal")  # fates of groups in the batch of a training step
 RECORDED = (*IN_STEPS, "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid")
+HOSTILE_FATES = ("invalid", "abandoned")  # of the groups of tools.hostile_sender
+MIN_HOSTILE = 20  # groups of which some must arrive, although the trainer is killed at times
 MAX_SHOWN = 5  # violations in one line
 
 
@@ -150,7 +152,7 @@ def accounts(history: History) -> Check:
     The trainer counts all groups of a sender whose last report it received; of another sender at
     least those up to the last one that arrived.
     """
-    fates, made = fates_of(history), history.logs.made
+    fates, made = fates_of(history), history.logs.made.keys() | history.logs.hostile
     accounting = history.summary.get("accounting")
     if not isinstance(accounting, dict):
         return Check("P6", "accounting", ("the summary has none",))
@@ -193,6 +195,22 @@ def unexpected_ends(history: History) -> Check:
               for row in restarts if not row.get("killed")]  # fmt: skip
     text = f"by themselves {len(broken)}, after a kill {len(restarts) - len(broken)}"
     return Check("ended", text, tuple(broken))
+
+
+def hostile_groups(history: History) -> Check:
+    """No promise: the groups of a hostile sender were dropped and counted, or did not arrive."""
+    hostile = history.logs.hostile
+    records = [record for record in history.journal if record.key in hostile]
+    fates = Counter(record.fate for record in records)
+    broken = [
+        f"{_shown(record.key)} is {record.fate}"
+        for record in records
+        if record.fate not in HOSTILE_FATES
+    ]
+    if len(hostile) >= MIN_HOSTILE and not fates["invalid"]:
+        broken.append("none is invalid")
+    counted = ", ".join(f"{fates[fate]} {fate}" for fate in HOSTILE_FATES)
+    return Check("hostile", f"{len(hostile)} groups sent: {counted}", tuple(broken))
 
 
 def _last_reports(history: History) -> dict[str, int]:

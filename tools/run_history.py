@@ -27,7 +27,7 @@ MADE = re.compile(
     r"made group=(\S+)/(\d+) step=(\d+) weights_id=(\w+)(?: newest=(\d+))?"
     r"(?: evaluation_step=(\d+))?"
 )
-LOST = re.compile(r"lost group=(\S+)/(\d+) ")
+LOST = re.compile(r"(lost|hostile) group=(\S+)/(\d+) ")
 LOADED = re.compile(r"loaded version=(\d+) step=(\d+) weights_id=(\w+)")
 REFUSED = re.compile(r"refused (version=\d+)|unread (version=\d+).*does not verify")
 COMPLETE = "run complete"
@@ -66,6 +66,7 @@ class Logs:
     newest: dict[Key, int] = field(default_factory=dict[Key, int])  # newest policy step in a group
     evaluating: set[Key] = field(default_factory=set[Key])  # made for an evaluation
     made_twice: list[Key] = field(default_factory=list[Key])
+    hostile: set[Key] = field(default_factory=set[Key])  # of tools.hostile_sender
     lost: set[Key] = field(default_factory=set[Key])  # abandoned by the sender
     loads: list[Load] = field(default_factory=list[Load])
     refused: list[str] = field(default_factory=list[str])
@@ -156,7 +157,8 @@ def _read_line(line: str, sender: str, logs: Logs) -> str:
         if match[6]:
             logs.evaluating.add(key)
     elif match := LOST.search(line):
-        logs.lost.add((match[1], int(match[2])))
+        keys = logs.lost if match[1] == "lost" else logs.hostile
+        keys.add((match[2], int(match[3])))
     elif match := LOADED.search(line):
         logs.loads.append(Load(int(match[1]), int(match[2]), match[3]))
     elif match := REFUSED.search(line):

@@ -1,8 +1,10 @@
 """A long run under random faults, with a report: `make soak MINUTES=30`.
 
 `python -m tools.soak --minutes 30 --seed 7` trains the embedded model with three generators, each
-behind a link proxy, while workers are killed, frozen, disconnected, stopped and restarted, and the
-weights folder disappears. Then the run finishes without faults and is checked.
+behind a link proxy, while workers are killed, frozen, disconnected, stopped and restarted, bits
+are flipped on the links, the disk of the weights fails, and a fourth sender sends invalid groups.
+Every second session of the trainer is with keys. Then the run finishes without faults and is
+checked. The disk is a mount: start the soak with `unshare --map-root-user --mount`.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ from peralta_zmq.observe.metrics import METRICS
 from peralta_zmq.operate.local import local_workers
 from peralta_zmq.operate.process_group import ProcessGroup, Record, Worker, recorder, supervise
 from peralta_zmq.wire import auth
+from tools import hostile_sender, weights_disk
+from tools.hostile_sender import HostileSender
 from tools.link_proxy import LinkProxy, free_ports
-from tools.promise_checker import check, unexpected_ends
+from tools.promise_checker import check, hostile_groups, unexpected_ends
 from tools.run_history import RECORDING_OPTIONS, last_step, read_history
-from tools.soak_report import check_kills, figures_of, section, write_section
+from tools.soak_report import FLIP, HOSTILE, OUTAGE, check_kills, figures_of, section, write_section
+from tools.weights_disk import WeightsDisk
 
 NUM_GENERATORS = 3
 SESSION_STEPS = 600  # after which the trainer finishes and is started for as many more
@@ -34,6 +39,11 @@ SESSION_STEPS_PER_MINUTE = 100  # in a short soak
 FINAL_STEPS = 20  # without faults
 PAUSE = (2.0, 6.0)  # seconds between two faults
 MIN_TRAINER_SECONDS = 15.0  # between two kills of the trainer
+SECONDS = (1.0, 10.0)  # duration of a fault
+OUTAGE_SECONDS = (5.0, 20.0)  # of the weights disk: longer than the restart of a worker
+FLIPPED_PORTS = ("rollouts", "announcements", "statuses")  # in the order of the ports
+# Range of the flipped bit: a connection that is made anew uses the first 900 bytes to shake hands.
+FLIP_BITS = 8 * 1000
 Undo: TypeAlias = Callable[[ProcessGroup], "bool | None"]  # False: try again
 SETTINGS = (
     *("--sampling.num-generations", "4", "--train.batch-size", "16"),
@@ -54,14 +64,14 @@ class FaultInjector:
     def __init__(
         self,
         links: Sequence[LinkProxy],
-        weights: Path,
+        disk: WeightsDisk,
+        hostile: HostileSender,
         record: Record,
         *,
         seed: int,
         seconds: float,
     ) -> None:
-        self._links, self._weights, self._record = links, weights, record
-        self._hidden = weights.with_name("hidden")
+        self._links, self._disk, self._hostile, self._record = links, disk, hostile, record
         self._rng = random.Random(seed)
         self._deadline = time.monotonic() + seconds
         self._next_fault = time.monotonic() + PAUSE[1]
@@ -73,8 +83,10 @@ class FaultInjector:
             self._freeze: 8,
             self._cut: 8,
             self._reset: 6,
-            self._hide_weights: 4,
+            self._flip: 20,
+            self._break_disk: 10,
             self._stop_generator: 4,
+            self._send_hostile: 12,
         }
 
     @property
@@ -127,14 +139,34 @@ class FaultInjector:
         self._links[index].reset()
         self._record("fault", kind="reset link", worker=GENERATORS[index])
 
-    def _hide_weights(self, group: ProcessGroup) -> None:
-        def show(group: ProcessGroup) -> None:
-            if self._hidden.exists():
-                self._hidden.rename(self._weights)
+    def _flip(self, group: ProcessGroup) -> None:
+        """Flip a bit of a port, in every second case of new connections; record it when done."""
+        link, port = self._rng.randrange(NUM_GENERATORS), self._rng.randrange(len(FLIPPED_PORTS))
+        bit, reconnects = self._rng.randrange(FLIP_BITS), self._rng.random() < 0.5
+        name = f"{FLIP}{link} {port}"
+        kind = f"{FLIP}{FLIPPED_PORTS[port]}, {'with' if self._hostile.keys else 'without'} keys"
 
-        if not self._hidden.exists() and any(self._weights.glob("step_*")):
-            self._weights.rename(self._hidden)
-            self._end_later("hide weights", "trainer", show)
+        def end(group: ProcessGroup) -> None:
+            if not self._links[link].cancel_flip(port):
+                self._record("fault", kind=kind, worker=GENERATORS[link])
+
+        if not any(active == name for _, active, _ in self._active):
+            self._links[link].flip(port, bit)
+            if reconnects:
+                self._links[link].reset()
+            self._active.append((time.monotonic() + SECONDS[1], name, end))
+
+    def _break_disk(self, group: ProcessGroup) -> None:
+        """Take the weights disk away or make it full or read-only, in most cases kill a worker."""
+        outage = self._rng.choice(weights_disk.OUTAGES)
+        kill = self._rng.choice((self._kill_trainer, self._kill_generator, None))
+        if any(kind.startswith(OUTAGE) for _, kind, _ in self._active):
+            return
+        if self._disk.begin(outage):
+            kind = f"{OUTAGE}{outage}{', with a restart' if kill else ''}"
+            self._end_later(kind, "trainer", lambda group: self._disk.end(outage), OUTAGE_SECONDS)
+            if kill:
+                kill(group)
 
     def _stop_generator(self, group: ProcessGroup) -> None:
         if not any(kind == "stop" for _, kind, _ in self._active):
@@ -142,34 +174,54 @@ class FaultInjector:
             group[name].stop()
             self._end_later("stop", name, lambda group: group[name].resume())
 
-    def _end_later(self, kind: str, worker: str, undo: Undo) -> None:
-        """Record a fault that lasts for some seconds."""
-        seconds = self._rng.uniform(1.0, 10.0)
+    def _send_hostile(self, group: ProcessGroup) -> None:
+        attack = self._rng.choice(list(hostile_sender.ATTACKS))
+        if self._hostile.send(attack):
+            self._record("fault", kind=f"{HOSTILE}{attack}", worker="trainer")
+
+    def _end_later(
+        self, kind: str, worker: str, undo: Undo, duration: tuple[float, float] = SECONDS
+    ) -> None:
+        """Record a fault that lasts for some seconds, in the range of `duration`."""
+        seconds = self._rng.uniform(*duration)
         self._active.append((time.monotonic() + seconds, kind, undo))
         self._record("fault", kind=kind, worker=worker, seconds=round(seconds, 1))
 
 
-def soak(folder: Path, *, minutes: float, seed: int, document: Path | None) -> int:
+def soak(
+    folder: Path, *, minutes: float, seed: int, always_keys: bool, document: Path | None
+) -> int:
     """Run for some minutes with faults, then finish without them; returns an exit code."""
     (folder / "logs").mkdir(parents=True)
-    for name in (auth.TRAINER, *NAMES):
+    for name in (auth.TRAINER, *NAMES, hostile_sender.NAME):
         auth.make_keys(folder / KEYS, name)
-    record, weights, port = recorder(folder), folder / "nas" / "weights", free_ports()
-    is_last, target = False, 0
+    record, port = recorder(folder), free_ports()
+    hostile = HostileSender(folder, f"tcp://127.0.0.1:{port}", seed=seed)
+    is_last, session, target = False, seed, 0
     session_steps = min(SESSION_STEPS, max(1, round(SESSION_STEPS_PER_MINUTE * minutes)))
     with ExitStack() as stack:
+        disk = stack.enter_context(WeightsDisk(folder / "nas"))
         links = [stack.enter_context(LinkProxy(port)) for _ in range(NUM_GENERATORS)]
-        injector = FaultInjector(links, weights, record, seed=seed, seconds=60 * minutes)
+        injector = FaultInjector(links, disk, hostile, record, seed=seed, seconds=60 * minutes)
         while not is_last:
-            is_last = injector.is_over
+            is_last, session = injector.is_over, session + 1
             target = last_step(folder / METRICS) + (FINAL_STEPS if is_last else session_steps)
+            keys = folder / KEYS if always_keys or session % 2 else None
+            hostile.keys = auth.generator_keys(keys, hostile_sender.NAME) if keys else None
             injector.on_trainer_start()
-            workers = soak_workers(folder, links, port=port, max_steps=target)
+            workers = soak_workers(
+                folder, links, disk.weights, port=port, max_steps=target, keys=keys
+            )
             if code := supervise(workers, record=record, on_tick=injector.on_tick):
                 return code
     history = read_history(folder, max_steps=target)
     figures = figures_of(history)
-    checks = [*check(history), unexpected_ends(history), check_kills(figures, minutes=minutes)]
+    checks = [
+        *check(history),
+        hostile_groups(history),
+        unexpected_ends(history),
+        check_kills(figures, minutes=minutes),
+    ]
     text = section(figures, checks, minutes=minutes, seed=seed)
     sys.stdout.write(f"{text}\n")
     if document:
@@ -178,13 +230,19 @@ def soak(folder: Path, *, minutes: float, seed: int, document: Path | None) -> i
 
 
 def soak_workers(
-    folder: Path, links: Sequence[LinkProxy], *, port: int, max_steps: int
+    folder: Path,
+    links: Sequence[LinkProxy],
+    weights: Path,
+    *,
+    port: int,
+    max_steps: int,
+    keys: Path | None,
 ) -> list[Worker]:
     """The trainer, and generators that connect to it through their own links."""
     arguments = [
         *SETTINGS, *RECORDING_OPTIONS, "--run.dir", str(folder.parent), "--run.name", folder.name,
-        "--weights.dir", str(folder / "nas" / "weights"), "--wire.port", str(port),
-        "--train.max-steps", str(max_steps), "--security.keys", str(folder / KEYS),
+        "--weights.dir", str(weights), "--wire.port", str(port),
+        "--train.max-steps", str(max_steps), *(("--security.keys", str(keys)) if keys else ()),
     ]  # fmt: skip
     trainer, *generators = local_workers(folder, arguments, num_generators=NUM_GENERATORS)
     linked = [
@@ -199,12 +257,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=random.randrange(10_000))
+    parser.add_argument("--keys", action="store_true", help="in all sessions, not every second")
     parser.add_argument("--run", type=Path, default=Path("runs/soak"), help="run folder, replaced")
     parser.add_argument("--document", type=Path, help="file that receives the report")
     options = parser.parse_args()
     shutil.rmtree(options.run, ignore_errors=True)
     sys.stdout.write(f"soak: seed={options.seed} minutes={options.minutes:g}\n")
-    return soak(options.run, minutes=options.minutes, seed=options.seed, document=options.document)
+    return soak(
+        options.run,
+        minutes=options.minutes,
+        seed=options.seed,
+        always_keys=options.keys,
+        document=options.document,
+    )
 
 
 if __name__ == "__main__":

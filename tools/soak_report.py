@@ -18,6 +18,7 @@ from tools.promise_checker import Check, fates_of
 from tools.run_history import History
 
 LONG_MINUTES, MIN_KILLS = 30.0, 200  # a soak of at least 30 minutes makes 200 SIGKILLs
+FLIP, OUTAGE, HOSTILE = "flip ", "disk ", "hostile "  # beginnings of the kinds of faults
 BEGIN, END = "<!-- written by make soak: begin -->", "<!-- written by make soak: end -->"
 
 
@@ -32,7 +33,7 @@ class Figures:
     steps: int
     resumes: int
     loads: int
-    unpublished: int  # versions that could not be written while the folder was hidden
+    unpublished: int  # versions that could not be written during an outage of the disk
 
 
 def figures_of(history: History) -> Figures:
@@ -75,7 +76,10 @@ def section(figures: Figures, checks: Sequence[Check], *, minutes: float, seed: 
         recovery = f"{median(figures.recoveries):.1f} s, at most {figures.recoveries[-1]:.1f} s"
     rows = [
         ("SIGKILLs", f"{kills.total()}: {kills['trainer']} trainer, {generators} generators"),
-        ("other faults", ", ".join(f"{count} x {kind}" for kind, count in sorted(faults.items()))),
+        ("flipped bits", _counts(faults, FLIP)),
+        ("outages of the weights disk", _counts(faults, OUTAGE)),
+        ("invalid groups of a hostile sender", _counts(faults, HOSTILE)),
+        ("other faults", _counts(faults, "")),
         ("from a trainer's SIGKILL to its next step", f"median {recovery}"),
         ("training steps", f"{figures.steps}, the trainer started again {figures.resumes} times"),
         ("groups", ", ".join(f"{count} {fate}" for fate, count in figures.fates.most_common())),
@@ -98,6 +102,20 @@ def section(figures: Figures, checks: Sequence[Check], *, minutes: float, seed: 
             END,
         ]
     )
+
+
+def _counts(faults: Counter[str], prefix: str) -> str:
+    """Number of faults by kind, of the kinds with this prefix; with "", of those without one."""
+    kinds = {
+        kind: next((known for known in (FLIP, OUTAGE, HOSTILE) if kind.startswith(known)), "")
+        for kind in sorted(faults)
+    }
+    counts = [
+        f"{faults[kind]} x {kind.removeprefix(prefix)}"
+        for kind, known in kinds.items()
+        if known == prefix
+    ]
+    return "; ".join(counts)
 
 
 def write_section(text: str, document: Path) -> None:

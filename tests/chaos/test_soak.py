@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from real_programs import REPO, processes_that_name
+from real_programs import REPO, processes_that_name, skip_without_mounting
 
 from tools.soak_report import BEGIN, END
+from tools.weights_disk import MOUNTING
 
 
 @pytest.mark.slow
@@ -18,9 +19,10 @@ from tools.soak_report import BEGIN, END
 def test_soak_keeps_all_promises_and_writes_its_report(
     tmp_path: Path,
 ) -> None:
+    skip_without_mounting()
     document = tmp_path / "reliability.md"
     document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    command = [sys.executable, "-m", "tools.soak", "--minutes", "0.5",
+    command = [*MOUNTING, sys.executable, "-m", "tools.soak", "--minutes", "0.5",
                "--run", str(tmp_path / "soak"), "--document", str(document)]  # fmt: skip
     ended = subprocess.run(command, capture_output=True, text=True, cwd=REPO, check=False)
     assert ended.returncode == 0, ended.stdout
@@ -29,5 +31,6 @@ def test_soak_keeps_all_promises_and_writes_its_report(
     kills = re.search(r"^\| SIGKILLs \| (\d+): ", text, re.MULTILINE)
     assert kills and int(kills[1]) >= 1 and "old" not in text
     assert text.count("\nok    P") == 6
+    assert "\nok    hostile " in text
     assert "\nok    ended by themselves 0, after a kill " in text
     assert processes_that_name(str(tmp_path)) == []

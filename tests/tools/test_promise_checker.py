@@ -25,12 +25,13 @@ from peralta_zmq.config.sections import RunSection
 from peralta_zmq.config.training_sections import CurriculumSection, TrainSection
 from peralta_zmq.observe.metrics import JsonLines, Row
 from tools import promise_checker
+from tools.promise_checker import hostile_groups
 from tools.run_history import read_history, read_journal
 
 pytestmark = pytest.mark.timeout(60)
 
-INCARNATIONS = {"aa": b"\xaa" * 8, "bb": b"\xbb" * 8}
-A, B = (f"ann/{incarnation.hex()}" for incarnation in INCARNATIONS.values())
+INCARNATIONS = {"aa": b"\xaa" * 8, "bb": b"\xbb" * 8, "ee": b"\xee" * 8}
+A, B, HOSTILE = (f"ann/{incarnation.hex()}" for incarnation in INCARNATIONS.values())
 LOG = [
     "10:00:00 bin/generator loaded version=0 step=0 weights_id=w0 seconds=0.1",
     *(f"10:00:01 bin/generator made group={A}/{n} step=0 weights_id=w0" for n in range(4)),
@@ -278,6 +279,29 @@ def test_p3_reports_group_given_up_by_its_sender(tmp_path: Path) -> None:
     assert run.check(tmp_path) == {"P3": (f"{A}/3 was given up by its sender",)}
 
 
+def test_hostile_groups_are_counted_and_must_be_invalid(tmp_path: Path) -> None:
+    run = RecordedRun()
+    for sequence in (0, 1, 2):  # the last one did not arrive
+        run.log.append(f"hostile group={HOSTILE}/{sequence} attack=NaN rewards")
+    run.journal[2] += [("ee", 0, "invalid"), ("ee", 1, "invalid")]
+    run.accounting |= {"made": 9, "invalid": 2}
+    assert run.check(tmp_path / "refused") == {}
+    refused = hostile_groups(read_history(tmp_path / "refused"))
+    assert (refused.text, refused.broken) == ("3 groups sent: 2 invalid, 0 abandoned", ())
+    run.journal[2][-1] = ("ee", 1, "stale")
+    run.accounting |= {"invalid": 1, "stale": 2}
+    assert run.check(tmp_path / "admitted") == {}
+    admitted = hostile_groups(read_history(tmp_path / "admitted"))
+    assert admitted.broken == (f"{HOSTILE}/1 is stale",)
+
+
+def test_hostile_groups_must_not_be_left_uncounted(tmp_path: Path) -> None:
+    run = RecordedRun()
+    run.log += [f"hostile group={HOSTILE}/{n} attack=NaN rewards" for n in range(20)]
+    assert run.check(tmp_path) == {}
+    assert hostile_groups(read_history(tmp_path)).broken == ("none is invalid",)
+
+
 DROPPED = ("stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid")
 
 
@@ -491,11 +515,12 @@ def test_main_prints_violations_and_returns_an_exit_code(
 def test_unexpected_ends_names_workers_that_the_test_did_not_kill(tmp_path: Path) -> None:
     run = RecordedRun()
     killed = {"reason": "killed by SIGKILL", "killed": True}
-    run.events += [
+    restarts: list[Row] = [
         {"event": "restart", "worker": "trainer", **killed},
         {"event": "restart", "worker": "generator-0", "reason": "exit code 1", "killed": False},
         {"event": "restart", "worker": "generator-1", **killed, "killed": False},  # out of memory
     ]
+    run.events += restarts
     assert run.check(tmp_path / "crashed") == {}
     assert promise_checker.unexpected_ends(read_history(tmp_path / "crashed")).line == (
         "FAIL  ended by themselves 2, after a kill 1: "

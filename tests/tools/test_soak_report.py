@@ -25,6 +25,10 @@ EVENTS: list[Row] = [
     {"event": "killed", "worker": "trainer", "time": 40.0},
     {"event": "fault", "kind": "freeze", "worker": "trainer"},
     {"event": "fault", "kind": "freeze", "worker": "generator-1"},
+    {"event": "fault", "kind": "flip statuses, with keys"},
+    {"event": "fault", "kind": "disk full, with a restart"},
+    {"event": "fault", "kind": "disk away"},
+    {"event": "fault", "kind": "hostile NaN rewards"},
     {"event": "publish_failed"},
 ]
 
@@ -48,7 +52,7 @@ def history() -> History:
 def test_figures_count_events_and_groups() -> None:
     figures = figures_of(history())
     assert figures.kills == {"trainer": 3, "generator-0": 1}
-    assert figures.faults == {"freeze": 2}
+    assert figures.faults["freeze"] == 2 and figures.faults.total() == 6
     assert figures.recoveries == [2.0, 5.5]  # the third kill came after the last step
     assert figures.fates == {"trained": 2, "stale": 1}
     assert (figures.steps, figures.resumes, figures.loads, figures.unpublished) == (3, 2, 4, 1)
@@ -74,6 +78,10 @@ def test_section_is_written_between_its_markers(tmp_path: Path) -> None:
     assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter\n")
     assert "| SIGKILLs | 4: 3 trainer, 1 generators |" in text
     assert "median 3.8 s, at most 5.5 s" in text
+    assert "| flipped bits | 1 x statuses, with keys |" in text
+    assert "| outages of the weights disk | 1 x away; 1 x full, with a restart |" in text
+    assert "| invalid groups of a hostile sender | 1 x NaN rewards |" in text
+    assert "| other faults | 2 x freeze |" in text
     assert "FAIL  P1 torn 0: version=2 refused" in text
     assert "old" not in text
     assert f", commit {commit() or 'unknown'}:\n" in text

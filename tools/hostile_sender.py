@@ -1,0 +1,132 @@
+"""A sender that speaks the wire protocol and sends groups that the trainer must refuse."""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import msgpack
+import numpy as np
+
+from peralta_zmq import wire
+from peralta_zmq.observe.metrics import METRICS
+from peralta_zmq.rollout import Rollout, RolloutGroup
+from peralta_zmq.wire.auth import GeneratorKeys
+from tools.run_history import last_step
+
+NAME = "hostile"  # of the sender
+NUM_PROMPT, NUM_GENERATED, NUM_ROLLOUTS = 8, 8, 4  # of a group within all limits
+FUTURE_STEPS = 1000
+CLOSE_SECONDS = 5.0  # in which libzmq connects and sends a group in the background
+
+
+def group_within_limits(
+    run_id: str,
+    *,
+    num_rollouts: int = NUM_ROLLOUTS,
+    num_generated: int = NUM_GENERATED,
+    policy_step: int = 0,
+) -> RolloutGroup:
+    """A group that a generator could send, with rewards 0 and 1 in turn."""
+    length = NUM_PROMPT + num_generated
+    mask = np.arange(length) >= NUM_PROMPT
+    rollout = Rollout(
+        token_ids=np.full(length, 3, np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
+        policy_steps=np.where(mask, policy_step, -1).astype(np.int32),
+        reward=0.0,
+        finish_reason="stop",
+    )
+    return RolloutGroup(
+        run_id=run_id,
+        generator_id=NAME,
+        incarnation=bytes(8),
+        sequence=0,
+        problem_id="0",
+        task="calculator",
+        policy_step=policy_step,
+        weights_id="0" * 16,
+        rollouts=tuple(replace(rollout, reward=float(n % 2)) for n in range(num_rollouts)),
+    )
+
+
+def forge(frame: bytes, **columns: bytes) -> bytes:
+    """An encoded group with other columns (wire/messages.py) and a checksum that matches them."""
+    fields = {**msgpack.unpackb(frame), **columns, "crc32": bytes(4)}
+    content = cast(bytes, msgpack.packb(fields))[:-4]
+    return content + zlib.crc32(content).to_bytes(4, "little")
+
+
+def _with_logprobs(group: RolloutGroup, logprob: float) -> bytes:
+    count = sum(rollout.num_generated for rollout in group.rollouts)
+    return forge(wire.encode_group(group), logprobs=np.full(count, logprob, "<f4").tobytes())
+
+
+def _with_rewards(group: RolloutGroup, reward: float) -> bytes:
+    rewards = np.full(len(group.rollouts), reward, "<f8")
+    return forge(wire.encode_group(group), rewards=rewards.tobytes())
+
+
+def _with_size(group: RolloutGroup, **sizes: int) -> bytes:
+    large = group_within_limits(group.run_id, policy_step=group.policy_step, **sizes)
+    identity = {"incarnation": group.incarnation, "sequence": group.sequence}
+    return wire.encode_group(replace(large, **identity))
+
+
+ATTACKS: dict[str, Callable[[RolloutGroup], bytes]] = {
+    "absurd logprobs": lambda group: _with_logprobs(group, -1e30),
+    "NaN logprobs": lambda group: _with_logprobs(group, float("nan")),
+    "infinite rewards": lambda group: _with_rewards(group, float("inf")),
+    "NaN rewards": lambda group: _with_rewards(group, float("nan")),
+    "too many rollouts": lambda group: _with_size(group, num_rollouts=60),
+    "too many tokens": lambda group: _with_size(group, num_generated=17_000),
+}
+
+
+class HostileSender:
+    """Sends one invalid group at a time, each over a new connection, and logs it.
+
+    A valid group of weights that do not exist yet comes before it: the trainer then knows the
+    sender and counts its invalid groups. It drops the valid one as abandoned.
+    """
+
+    def __init__(self, run_folder: Path, address: str, *, seed: int) -> None:
+        self.keys: GeneratorKeys | None = None  # of NAME, while the trainer is with keys
+        self._run_folder = run_folder
+        # A name among those of the generators' logs, which the promise checker reads.
+        self._log = run_folder / "logs" / f"generator-{NAME}.log"
+        self._address = address
+        self._incarnation = random.Random(seed).randbytes(8)
+        self._sequence = 0
+
+    def send(self, attack: str) -> bool:
+        """Send a group of one of ATTACKS; it is lost if the trainer is down for CLOSE_SECONDS.
+
+        Returns False, without sending, before the first training step.
+        """
+        newest_step = last_step(self._run_folder / METRICS)  # of an older one it would be stale
+        if newest_step == 0:
+            return False
+        known = self._next("future weights", policy_step=newest_step + FUTURE_STEPS)
+        group = self._next(attack, policy_step=newest_step)
+        sender = wire.RolloutSender(self._address, hwm=2, keys=self.keys)
+        for frame in (wire.encode_group(known), ATTACKS[attack](group)):
+            sender.send(frame, timeout=0.0)
+        sender.close(CLOSE_SECONDS)
+        return True
+
+    def _next(self, attack: str, *, policy_step: int) -> RolloutGroup:
+        """A valid group with the next sequence, which is logged."""
+        run_id = str(json.loads((self._run_folder / "RUN.json").read_bytes())["run_id"])
+        group = group_within_limits(run_id, policy_step=policy_step)
+        group = replace(group, incarnation=self._incarnation, sequence=self._sequence)
+        with self._log.open("a") as log:
+            log.write(f"hostile group={group.sender}/{group.sequence} attack={attack}\n")
+        self._sequence += 1
+        return group
