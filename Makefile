@@ -29,6 +29,9 @@ soak: setup  ## A run with random faults for MINUTES=30; writes a report to docs
 	@unshare --map-root-user --mount $(BIN)/python -m tools.soak --minutes $(MINUTES) \
 	  $(if $(SEED),--seed $(SEED)) --document docs/reliability.md
 
+attack-costs: setup  ## Memory, disk and speed that attacks cost; writes a table to docs/security.md
+	@$(BIN)/python -m tools.attack_costs --document docs/security.md $(ARGS)
+
 test: setup  ## Run the tests (under five minutes on two cores)
 	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
@@ -118,4 +121,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos run-lan soak test test-slow test-chaos test-browser test-gpu test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model clean fresh torch package docs picture structure
+.PHONY: help setup run run-chaos run-lan soak attack-costs test test-slow test-chaos test-browser test-gpu test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model clean fresh torch package docs picture structure

@@ -1,0 +1,211 @@
+"""Attacks on a trainer and its weights folder, as a hostile client or writer could make them.
+
+An attack sends for at most SEND_SECONDS and returns the number of messages, connections or bytes
+that it has sent. What it opens stays open until the stack of its client is closed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+import zmq
+
+from peralta_zmq import wire
+from peralta_zmq.atomic_files import MANIFEST, STABLE, describe, read_manifest
+from peralta_zmq.weights.version import WEIGHTS, folder_name
+from peralta_zmq.wire.auth import GeneratorKeys, use_keys
+from peralta_zmq.wire.message_fields import encode_fields
+from tools.hostile_sender import NAME, group_within_limits
+
+SEND_SECONDS = 30.0
+STUCK_SECONDS = 3.0  # without progress of a send, until the attack ends
+LOAD_SECONDS = 10.0  # in which generators find and copy a version
+QUEUE = 1000  # messages in the sender's queue
+ROLLOUTS, ANNOUNCEMENTS, STATUSES = range(3)  # by position of the port
+# ZMTP 3.0: greeting with mechanism NULL, and the command READY of a socket type.
+GREETING = b"\xff" + bytes(7) + b"\1\x7f\3\0NULL" + bytes(48)
+READY = b"\4\x1a\5READY\x0bSocket-Type\0\0\0\4XPUB"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What an attacker knows about a run on this machine."""
+
+    run_id: str
+    port: int  # the first of four
+    page: int  # port of the dashboard
+    step: int
+    weights: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """An attacker with or without keys; `stack` closes its connections."""
+
+    target: Target
+    keys: GeneratorKeys | None
+    stack: ExitStack
+
+    def open(self, kind: int, port: int, *, queue: int = QUEUE) -> zmq.Socket[bytes]:
+        """A ZeroMQ socket that is connected to a port of the trainer, 0 to 3."""
+        opened = self.stack.enter_context(zmq.Context.instance().socket(kind))
+        for option, value in (
+            (zmq.LINGER, 0), (zmq.SNDHWM, queue), (zmq.IMMEDIATE, 1),
+            (zmq.SNDTIMEO, int(1000 * STUCK_SECONDS)), (zmq.RCVTIMEO, int(1000 * STUCK_SECONDS)),
+        ):  # fmt: skip
+            opened.setsockopt(option, value)
+        use_keys(opened, self.keys)
+        opened.connect(f"tcp://127.0.0.1:{self.target.port + port}")
+        return opened
+
+    def connect(self, port: int) -> socket.socket:
+        """A plain TCP connection; it may still be waiting to be accepted."""
+        connection = self.stack.enter_context(socket.socket())
+        connection.setblocking(False)
+        connection.connect_ex(("127.0.0.1", port))
+        return connection
+
+
+def _send(opened: zmq.Socket[bytes], frames: Iterable[bytes]) -> int:
+    ends, count = time.monotonic() + SEND_SECONDS, 0
+    with suppress(zmq.Again):
+        for frame in frames:
+            if time.monotonic() > ends:
+                break
+            opened.send(frame)
+            count += 1
+    return count
+
+
+def _send_statuses(client: Client, statuses: Iterable[wire.GeneratorStatus]) -> int:
+    opened = client.open(zmq.XPUB, STATUSES)
+    opened.setsockopt(zmq.XPUB_NODROP, 1)  # wait for room in the queue instead
+    try:
+        opened.recv()  # the trainer has subscribed
+    except zmq.Again:
+        return 0
+    return _send(opened, map(encode_fields, statuses))
+
+
+def long_statuses(client: Client, count: int) -> int:
+    """Statuses of new starts of a generator, whose worker_info becomes 86 KB of JSON."""
+    emoji = "\U0001f600"  # 4 bytes in a message, 12 in JSON
+    facts = {f"{n:02}{emoji * 126}": emoji * 128 for n in range(28)}
+    status = wire.GeneratorStatus(client.target.run_id, NAME, bytes(8), worker_info=facts)
+    statuses = (replace(status, incarnation=os.urandom(8)) for _ in range(count))
+    return _send_statuses(client, statuses)
+
+
+def new_incarnations(client: Client, count: int) -> int:
+    """Statuses of new starts of generators, without keys each under another name."""
+    run_id = client.target.run_id
+    names = (NAME if client.keys else f"{NAME}-{n}" for n in range(count))
+    statuses = (wire.GeneratorStatus(run_id, name, os.urandom(8)) for name in names)
+    return _send_statuses(client, statuses)
+
+
+def stale_groups(client: Client, count: int) -> int:
+    """Groups of the run's first weights."""
+    group = replace(group_within_limits(client.target.run_id), incarnation=os.urandom(8))
+    frames = (wire.encode_group(replace(group, sequence=n)) for n in range(count))
+    return _send(client.open(zmq.PUSH, ROLLOUTS), frames)
+
+
+def huge_group(client: Client, count: int) -> int:
+    """Groups of 8 MB: 60 rollouts of 17,000 tokens."""
+    group = group_within_limits(
+        client.target.run_id, num_rollouts=60, num_generated=16_992, policy_step=client.target.step
+    )
+    frames = (wire.encode_group(replace(group, incarnation=os.urandom(8))) for _ in range(count))
+    return _send(client.open(zmq.PUSH, ROLLOUTS), frames)
+
+
+def idle_connections(client: Client, count: int) -> int:
+    """Connections to the four ports that send nothing."""
+    for n in range(count):
+        client.connect(client.target.port + n % 4)
+    return count
+
+
+def idle_page_connections(client: Client, count: int) -> int:
+    """Connections to the dashboard that send nothing."""
+    for _ in range(count):
+        client.connect(client.target.page)
+    return count
+
+
+def large_subscriptions(client: Client, count: int) -> int:
+    """Subscriptions of 15 MiB to announcements, each on a connection of its own."""
+    for _ in range(count):
+        opened = client.open(zmq.SUB, ANNOUNCEMENTS)
+        opened.subscribe(os.urandom(8) + bytes(15 << 20))
+    return count
+
+
+def many_subscriptions(client: Client, count: int) -> int:
+    """Subscriptions of 200 bytes to announcements on one connection."""
+    opened = client.open(zmq.SUB, ANNOUNCEMENTS, queue=0)  # a full queue drops subscriptions
+    for _ in range(count):
+        opened.subscribe(os.urandom(200))
+    return count
+
+
+def sent_to_announcements(client: Client, count: int) -> int:
+    """Messages of 200 bytes to the port of the announcements, sent as its subscribers could."""
+    connection = client.connect(client.target.port + ANNOUNCEMENTS)
+    connection.settimeout(STUCK_SECONDS)
+    frames = b"".join(b"\0\xc8" + bytes(200) for _ in range(1000))
+    sent = 0
+    with suppress(OSError):
+        connection.sendall(GREETING + READY)
+        while sent < count:
+            connection.sendall(frames)
+            sent += 1000
+    return sent
+
+
+def version_with_large_file(client: Client, count: int) -> int:
+    """A newer version with an additional file of `count` bytes, sparse on the disk of the NAS."""
+    weights = client.target.weights
+    newest = max(file.parent for file in weights.glob(f"step_*/{WEIGHTS}"))
+    manifest = read_manifest(newest)
+    number = int(newest.name[5:]) + 100
+    forged = weights / f".tmp-{folder_name(number)}-forged"
+    forged.mkdir()
+    for name in manifest.files:
+        (forged / name).write_bytes((newest / name).read_bytes())
+    with (forged / "large").open("wb") as file:
+        file.truncate(count)
+    digest, zeros = hashlib.sha256(), bytes(1 << 20)
+    for _ in range(count >> 20):
+        digest.update(zeros)
+    files = {**manifest.files, "large": (count, digest.hexdigest())}
+    described, text = describe(files, {**manifest.about, "number": number})
+    (forged / MANIFEST).write_bytes(text)
+    (forged / STABLE).write_text(described.digest)
+    forged.rename(weights / folder_name(number))
+    time.sleep(LOAD_SECONDS)
+    return count
+
+
+Attack: TypeAlias = Callable[[Client, int], int]  # with the number of messages, connections, bytes
+ATTACKS: dict[str, tuple[Attack, int]] = {
+    "3,000 statuses of 86 KB": (long_statuses, 3000),
+    "100,000 new incarnations": (new_incarnations, 100_000),
+    "100,000 stale groups": (stale_groups, 100_000),
+    "a group of 60 rollouts of 17,000 tokens": (huge_group, 1),
+    "2,000 idle connections to the four ports": (idle_connections, 2000),
+    "2,000 idle connections to the dashboard": (idle_page_connections, 2000),
+    "a subscription of 15 MiB": (large_subscriptions, 1),
+    "six subscriptions of 15 MiB": (large_subscriptions, 6),
+    "400,000 subscriptions of 200 bytes": (many_subscriptions, 400_000),
+    "400,000 messages of 200 bytes to that port": (sent_to_announcements, 400_000),
+}
