@@ -42,6 +42,7 @@ LOST_GROUPS = 0.10  # share of groups that were dropped as stale, or that got no
 FIRST_STEP_SECONDS = 120.0  # from the first join to a warning that there is no step yet
 OLD_SECONDS, OLD_STEPS = 10.0, 3  # age of a generator's weights; both must be reached
 SATURATED_SECONDS = 0.5  # time to publish a version; faster publishing is never a bottleneck
+RELOAD_SECONDS = 0.1  # time to load a version; faster loading is never a bottleneck
 SLOW = 0.5  # fraction of the generators' median speed; a generator below it is reported
 NO_SIGNAL = 0.8  # share of groups with equal rewards
 SOLVED, HOPELESS = 0.9, 0.1  # mean reward: at least SOLVED, at most HOPELESS
@@ -204,17 +205,22 @@ def _weights(state: RunState) -> Iterator[Verdict]:
         size = decimal(int(median(number(row, "weights/bytes", 0.0) for row in state.rows)))
         yield Verdict(
             f"the disk or link of weights.dir is saturated: a version ({size}) takes "
-            f"{seconds:.1f} s to publish, a step {state.step_seconds:.1f} s",
+            f"{seconds:.1f} s to publish, a step {_seconds(state.step_seconds)}",
             "raise weights.keyframe_interval or weights.max_mbit_per_s, or use a faster "
             "weights.dir",
         )
     slowest = max(state.generators, key=lambda generator: generator.reload_seconds, default=None)
-    if slowest and slowest.reload_seconds >= WAITING * max(1e-9, state.step_seconds):
+    if slowest and slowest.reload_seconds >= max(RELOAD_SECONDS, WAITING * state.step_seconds):
         yield Verdict(
             f"{slowest.name} takes {slowest.reload_seconds:.1f} s to load new weights, a step "
-            f"takes {state.step_seconds:.1f} s",
+            f"takes {_seconds(state.step_seconds)}",
             "raise train.batch_size for fewer versions",
         )
+
+
+def _seconds(seconds: float) -> str:
+    """Format seconds as 2.0 s or 0.04 s, so that a short time is not rounded to 0.0."""
+    return f"{seconds:.1f} s" if seconds >= 0.1 else f"{seconds:.1g} s"
 
 
 def _journal(state: RunState) -> Iterator[Verdict]:

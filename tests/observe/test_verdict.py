@@ -115,6 +115,14 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, str, str]] = {
     "reloading dominates": (run(10, gen("a"), gen("nas", reload_s=0.8)), [], None, "warn",
         "nas takes 0.8 s to load new weights, a step takes 2.0 s; raise train.batch_size for "
         "fewer versions"),
+    # more than two steps, but 0.0 s when rounded
+    "reloading is short": (run(10, gen("a", reload_s=0.049), step_time=0.02,
+        time__wait_for_batch=0.0, time__journal=0.0, time__publish=0.0), [], None, "ok",
+        "balanced: the trainer waits 0% of its time for rollouts, generators 5% for the trainer"),
+    "steps are shorter than reloading": (run(10, gen("a", reload_s=0.8), step_time=0.04,
+        time__wait_for_batch=0.0, time__journal=0.0, time__publish=0.0), [], None, "warn",
+        "a takes 0.8 s to load new weights, a step takes 0.04 s; raise train.batch_size for fewer "
+        "versions"),
     "journal disk saturated": (run(time__wait_for_batch=0.1, time__journal=0.8), [], None, "warn",
         "the disk of run.dir is saturated: the journal takes 40% of the trainer's time; move "
         "run.dir to a local disk"),
