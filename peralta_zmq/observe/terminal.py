@@ -55,7 +55,7 @@ class Terminal:
         self._rows: deque[Row] = deque(maxlen=WINDOW + 1)
         self._content: RenderableType = Text("waiting for the first step")
         self._printed: dict[str, float] = {}  # kind of verdict (see `_is_new`) -> unix seconds
-        self._kind = ""  # kind of the newest verdict
+        self._kind = ""  # kind of the verdict that was printed last
         console = Console(file=self._stream, highlight=False)
         is_live = self._stream.isatty() and not console.is_dumb_terminal
         self._live = Live(self._content, console=console, auto_refresh=False) if is_live else None
@@ -115,15 +115,15 @@ class Terminal:
             self._print(text)
 
     def _is_new(self, verdict: Verdict, now: float) -> bool:
-        """True if the kind of verdict changed and was not printed in the last minute.
+        """True if its kind is not the one printed last and was not printed in the last minute.
 
         The kind is the sentence without its numbers.
         """
-        kind, previous = re.sub(r"([0-9.]+[hms]?)+", "", verdict.sentence), self._kind
-        self._kind = kind
-        if kind == previous or now - self._printed.get(kind, -math.inf) < REPEAT_SECONDS:
+        kind = re.sub(r"([0-9.]+[hms]?)+", "", verdict.sentence)
+        recent = {key: at for key, at in self._printed.items() if 0 <= now - at < REPEAT_SECONDS}
+        if kind == self._kind or kind in recent:
             return False
-        self._printed[kind] = now
+        self._kind, self._printed = kind, {**recent, kind: now}
         return True
 
     def _print(self, text: str) -> None:

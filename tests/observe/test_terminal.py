@@ -1,5 +1,7 @@
 """Terminal output on a pseudo-terminal and in a plain stream; progress; worker info."""
 
+# pyright: reportPrivateUsage=false
+
 import io
 import os
 import pty
@@ -114,6 +116,11 @@ def test_verdict_is_printed_when_its_kind_changes() -> None:
     # Alternating verdicts are printed once a minute.
     flicker = [(float(second), (WAITS, BALANCED)[second % 2]) for second in range(100)]
     assert [line[9:12] for line in verdicts(*flicker)] == ["the", "bal", "the", "bal"]
+
+
+def test_verdict_that_returns_within_a_minute_is_printed_after_it() -> None:
+    shown = [(1.0, WAITS), (11.0, BALANCED), *((float(second), WAITS) for second in range(21, 71))]
+    assert [line[9:12] for line in verdicts(*shown)] == ["the", "bal", "the"]
 
 
 def stalled(seconds: str) -> Verdict:
