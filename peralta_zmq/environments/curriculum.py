@@ -140,6 +140,9 @@ class DifficultyPools:
         self._excluded: dict[str, Pool] = {}  # pool by problem id
         self._is_excluded = np.zeros(len(ids), np.bool_)  # by position
 
+    def __contains__(self, problem_id: str) -> bool:
+        return problem_id in self._positions
+
     @property
     def active(self) -> bool:
         """Whether any threshold is set."""
@@ -162,7 +165,7 @@ class DifficultyPools:
         If no normal problem is left, all problems become normal again. Returns the number of
         problems that this made normal; 0 if normal problems are left.
         """
-        if problem_id not in self._positions:
+        if problem_id not in self:
             return 0
         self._move(problem_id, self._pool_for_reward(mean_reward))
         if len(self._excluded) < len(self._positions):

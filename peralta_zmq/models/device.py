@@ -22,7 +22,7 @@ MAX_INFO = 100  # characters of a value of worker_info; the wire rejects longer 
 
 
 def worker_info(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """Versions, device, dtype and threads of this process, for its status messages."""
+    """Versions, device, dtype and threads of this process in ASCII, for its status messages."""
     info = {
         "package": _version("peralta_zmq"),
         "python": platform.python_version(),
@@ -32,7 +32,9 @@ def worker_info(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
         "dtype": str(dtype).removeprefix("torch."),
         "threads": str(torch.get_num_threads()),
     }
-    return {name: value[:MAX_INFO] for name, value in info.items()}
+    return {
+        name: value.encode("ascii", "replace").decode()[:MAX_INFO] for name, value in info.items()
+    }
 
 
 def _version(package: str) -> str:

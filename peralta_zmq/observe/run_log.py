@@ -17,6 +17,7 @@ from pathlib import Path
 
 from peralta_zmq.observe import report
 from peralta_zmq.observe.dashboard.view import write_report
+from peralta_zmq.observe.event_log import EventLog
 from peralta_zmq.observe.metrics import (
     EVALUATIONS,
     EVENTS,
@@ -34,7 +35,6 @@ from peralta_zmq.observe.verdict import Verdict, verdict
 from peralta_zmq.rollout import Answer
 
 NUM_ANSWERS = 6  # answers of an evaluation that are written and shown in the closing report
-NUM_EVENTS = 1000  # newest events kept in memory for the verdict
 STALL_CHECK_SECONDS = 30.0  # between two verdicts while no step is taken
 
 
@@ -64,12 +64,12 @@ class RunLog:
         self._is_training = False  # between the events that start and end this session
         self._next_stall_check = 0.0  # monotonic seconds
         self._newest_rows = deque(rows, maxlen=2 * WINDOW)
-        self._newest_events = deque(events, maxlen=NUM_EVENTS)
         with ExitStack() as stack:
             self._files = {
                 name: stack.enter_context(JsonLines(folder / name))
                 for name in (METRICS, SAMPLES, EVALUATIONS, EVENTS)
             }
+            self._events = stack.enter_context(EventLog(self._files[EVENTS], events))
             self._trackers = [stack.enter_context(tracker) for tracker in trackers]
             self._terminal = stack.enter_context(Terminal(max_steps, run=run))
             self._stack = stack.pop_all()
@@ -80,10 +80,10 @@ class RunLog:
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
 
-    def event(self, name: str, **fields: object) -> None:
-        """Append an event to events.jsonl."""
-        self._newest_events.append(self._files[EVENTS].append_event(name, **fields))
+    def event(self, name: str, **fields: object) -> bool:
+        """Append an event to events.jsonl; False if a limit of EventLog is reached."""
         self._is_training = self._is_training or name in SESSION_STARTS
+        return self._events.append(name, **fields)
 
     def end(self, name: str, *, step: int) -> None:
         """Append the event that ends the session, once and only after the start was recorded."""
@@ -115,7 +115,11 @@ class RunLog:
         return True
 
     def check_stall(self) -> None:
-        """Show the verdict if no step was taken for STALL_CHECK_SECONDS; call it often."""
+        """Show the verdict if no step was taken for STALL_CHECK_SECONDS; call it often.
+
+        Also write the events that were only counted in the last minute.
+        """
+        self._events.flush()
         if time.monotonic() >= self._next_stall_check:
             self._next_stall_check = time.monotonic() + STALL_CHECK_SECONDS
             now = time.time()
@@ -123,7 +127,7 @@ class RunLog:
 
     def verdict(self, *, now: float | None = None) -> Verdict:
         """Return the verdict on the newest rows and events; with `now`, also report a stall."""
-        return verdict(list(self._newest_rows), list(self._newest_events), now=now)
+        return verdict(list(self._newest_rows), list(self._events.newest), now=now)
 
     def rewind(self, step: int) -> None:
         """Record a roll-back to `step`: later steps will be trained and written again."""

@@ -20,6 +20,7 @@ from typing import Literal, TypeAlias
 
 from rich.filesize import decimal
 
+from peralta_zmq.observe.event_log import MINUTE
 from peralta_zmq.observe.metrics import number
 from peralta_zmq.observe.run_state import (
     MIN_ROWS,
@@ -170,12 +171,13 @@ def _lost_groups(state: RunState) -> Iterator[Verdict]:
             "check its log: the reward function fails or exceeds task.reward_timeout",
         )
     if (share := num_stale / max(1.0, num_stale + state.num_groups)) >= LOST_GROUPS:
-        senders = Counter(
-            str(event.get("sender")).rpartition("/")[0]  # the sender is generator/incarnation
-            for event in state.events
-            if (event.get("event"), event.get("outcome")) == ("drop", "stale")
-            and number(event, "time") >= number(state.rows[0], "time")
-        )
+        senders = Counter[str]()
+        since = number(state.rows[0], "time") - MINUTE  # no generator has more lines per minute
+        for event in state.events:
+            is_stale = (event.get("event"), event.get("outcome")) == ("drop", "stale")
+            if is_stale and number(event, "time") >= since:
+                generator = str(event.get("sender")).rpartition("/")[0]  # without its incarnation
+                senders[generator] += int(number(event, "count", 1))
         source = f", most of them from {senders.most_common(1)[0][0]}" if senders else ""
         yield Verdict(
             f"{share:.0%} of groups were dropped as stale{source}",

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peralta_zmq import wire
@@ -160,10 +160,10 @@ class BatchCollector:
             sequence,
             reason,
             min_sequence=group.min_sequence,
-            problem_id=group.problem_id,
-            mean_reward=group.mean_reward,
             sample_index=group.sample_index,
         )
+        if reason == "filtered" and group.problem_id in self.curriculum.pools:
+            dropped = replace(dropped, problem_id=group.problem_id, mean_reward=group.mean_reward)
         self.journal.append(step, dropped.encode(), DROPPED)
 
     def _commit_and_acknowledge_if_due(self, step: int) -> None:

@@ -98,15 +98,17 @@ class GeneratorRegistry:
                 self._remove(min(starts, key=starts.__getitem__))
             if len(self._last_message) >= MAX_LIVE:
                 return
-            self._run_log.event("join", **fields)
-            if any(self._received_until - at < SAME_NAME_SECONDS for at in starts.values()):
+            is_same_name = any(
+                self._received_until - at < SAME_NAME_SECONDS for at in starts.values()
+            )
+            if self._run_log.event("join", **fields) and is_same_name:
                 self._run_log.note(
                     f"two generators are called {name}; if both run, give one --generator.name"
                 )
         if worker_info and sender not in self._with_info:
             self._with_info.add(sender)
-            self._run_log.event("worker_info", **fields, worker_info=dict(worker_info))
-            self._run_log.note(worker_info_text(name, worker_info, trainer=self._trainer_info))
+            if self._run_log.event("worker_info", **fields, worker_info=dict(worker_info)):
+                self._run_log.note(worker_info_text(name, worker_info, trainer=self._trainer_info))
         self._last_message[sender] = time.monotonic()
 
     def _record_final(self, sender: str, made: int) -> None:

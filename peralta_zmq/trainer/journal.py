@@ -20,7 +20,7 @@ import shlex
 import struct
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +44,11 @@ class JournalRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DroppedGroup:
-    """A group that is in no batch: its identity, its outcome and its data for the curriculum."""
+    """A group that is in no batch: its identity, its outcome and its data for the curriculum.
+
+    It has no content that its sender chose, which could fill the disk: `problem_id` is empty unless
+    the outcome moves a problem of the training data to another pool.
+    """
 
     sender: str  # one start of a generator, NAME/INCARNATION
     sequence: int  # number of the group among the groups of the sender
@@ -55,8 +59,11 @@ class DroppedGroup:
     sample_index: int = -1  # index of this sampling of a problem in the run; -1: unknown
 
     def encode(self) -> bytes:
-        """The content of its record."""
-        return json.dumps(asdict(self)).encode()
+        """The content of its record, without fields that have their default."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        defaults = {field.name: field.default for field in fields(self)}
+        stored = {name: value for name, value in values.items() if value != defaults[name]}
+        return json.dumps(stored, separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, content: bytes) -> DroppedGroup:

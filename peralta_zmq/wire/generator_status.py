@@ -26,7 +26,7 @@ from peralta_zmq.wire.sockets import open_server, open_socket, ready
 STATUS_SECONDS = 2.0  # between two statuses
 MAX_SENDERS = 4096  # senders in memory; the one that was silent for longest is removed first
 MAX_AT_ONCE = 1000  # messages read in one call
-MAX_STATUS = 1 << 16  # bytes; bounds the memory of the receive queue while the trainer computes
+MAX_STATUS = 1 << 14  # bytes; bounds the memory of the receive queue while the trainer computes
 logger = logging.getLogger(__name__)
 
 

@@ -23,7 +23,7 @@ from peralta_zmq.errors import WireError
 # Limits of any message.
 MAX_MESSAGE = 16 << 20  # bytes; on a larger one libzmq closes the connection and drops its queue
 MAX_TEXT = 1 << 10  # bytes of one string
-MAX_FACTS, MAX_FACT = 32, 128  # entries of a worker_info; characters of a key or a value
+MAX_FACTS, MAX_FACT = 16, 128  # entries of a worker_info; characters of a key or a value
 LARGE = 1 << 18  # bytes; in a larger message the maps are counted before it is unpacked
 MAP_PREFIXES = {*range(0x80, 0x90), 0xDE, 0xDF}  # first byte of a msgpack map
 MessageT = TypeVar("MessageT")
@@ -161,8 +161,11 @@ def check_owner(name: str, owner: str | None) -> None:
 
 
 def check_facts(facts: dict[str, str]) -> None:
-    """Raise ValueError if a worker_info has too many or too long entries."""
+    """Raise ValueError if a worker_info has too many, too long or unprintable entries."""
     if len(facts) > MAX_FACTS:
         raise ValueError(f"worker_info of more than {MAX_FACTS} entries")
-    if max(map(len, (*facts.keys(), *facts.values())), default=0) > MAX_FACT:
-        raise ValueError(f"worker_info with an entry of more than {MAX_FACT} characters")
+    for text in (*facts.keys(), *facts.values()):
+        if len(text) > MAX_FACT:
+            raise ValueError(f"worker_info with an entry of more than {MAX_FACT} characters")
+        if not (text.isascii() and text.isprintable()):
+            raise ValueError(f"worker_info with {text!a:.40}, which is not printable ASCII")

@@ -63,9 +63,14 @@ def left(name: str, moment: float, *, incarnation: str = "1") -> Row:
 
 
 START: Row = {"event": "start", "time": 1000.0, "step": 0}
-STALE_DROPS: list[Row] = [  # those of "a" are older than the rows that count
-    {"event": "drop", "outcome": "stale", "sender": f"{name}/00ff", "time": moment}
-    for name, moment in (("a", 900.0), ("a", 901.0), ("a", 1001.9), ("b", 1002.0), ("b", 1004.0))
+STALE_DROPS: list[Row] = [  # those of "a" are more than a minute older than the rows that count
+    {"event": "drop", "outcome": "stale", "sender": f"{name}/00ff", "time": moment, "count": count}
+    for name, moment, count in (
+        ("a", 941.9, 99),
+        ("b", 942.0, 1),
+        ("b", 1004.0, 3),
+        ("c", 1005.0, 2),
+    )
 ]
 RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, str, str]] = {
     # name: rows, events, now, level, sentence and advice

@@ -1,5 +1,7 @@
 """Collecting a batch: admission, acknowledgements and journal commits."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import dataclasses
@@ -8,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -24,7 +27,7 @@ from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import journal as journals
 from peralta_zmq.trainer.collector import COMMIT_GROUPS, COMMIT_SECONDS, BatchCollector
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
-from peralta_zmq.trainer.journal import Journal
+from peralta_zmq.trainer.journal import DroppedGroup, Journal
 from peralta_zmq.trainer.recovery import load_journaled_batch
 from peralta_zmq.trainer.session import Session, StatusPublisher, StopSignal
 
@@ -174,9 +177,50 @@ def test_groups_delayed_by_a_dead_link_are_stale_only_above_the_bound(
 
     assert collected(2 + bound, send_fresh) == {("near", number) for number in range(4)}
     assert scene.collector.admission.ledger.outcomes == {"trained": 12, "stale": 4}
+    stack.close()  # writes the count of the events without a line
     dropped = [row for row in read_rows(tmp_path / "events.jsonl") if row["event"] == "drop"]
-    assert [row["sequence"] for row in dropped] == [*range(8, 12)]
+    assert [(row["sequence"], row.get("count")) for row in dropped] == [(8, None), (11, 3)]
     assert {(row["outcome"], row["staleness"]) for row in dropped} == {("stale", bound + 1)}
+
+
+@pytest.mark.parametrize("outcome", ["stale", "invalid", "evaluated"])
+def test_flood_of_dropped_groups_leaves_only_their_numbers_on_disk(
+    stack: ExitStack, tmp_path: Path, outcome: str
+) -> None:
+    scene = opened(stack, tmp_path, groups=1)
+    ignored: list[RolloutGroup] = []
+    scene.collector._evaluations = cast(Any, SimpleNamespace(receive=ignored.append))
+    group = group_of([1.0, 0.0], problem_id="x" * 1024, task="y" * 1024)
+    if outcome == "invalid":
+        group = dataclasses.replace(group, rollouts=())
+    if outcome == "evaluated":
+        group = dataclasses.replace(group, evaluation_step=1)
+    groups = [dataclasses.replace(group, sequence=number) for number in range(500)]
+    for each in groups:
+        assert scene.collector.add(each, b"", step=100) == outcome
+    scene.collector.commit()
+    (file,) = (tmp_path / "journal").iterdir()
+    assert file.stat().st_size < 500 * 150
+    events = [row for row in read_rows(tmp_path / "events.jsonl") if row["event"] == "drop"]
+    assert len(events) == (outcome != "evaluated")
+    again = opened(stack, tmp_path, groups=1)
+    assert not load_journaled_batch(again.collector, 100, vocab_size=64)
+    assert again.collector.admission.ledger.outcomes == {outcome: 500}
+    assert again.collector.add(groups[7], b"", step=100) == "duplicate"
+
+
+def test_filtered_group_is_journaled_with_its_known_problem(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    settings = ("--curriculum.online-difficulty-filtering",)
+    scene = opened(stack, tmp_path, groups=1, settings=settings)
+    for sequence, problem_id in enumerate(["x" * 1024, "math_1k/7"]):
+        group = group_of([1.0, 1.0], problem_id=problem_id, sequence=sequence)
+        assert scene.collector.add(group, b"", step=1) == "filtered"
+    scene.collector.commit()
+    dropped = [DroppedGroup.decode(record.content) for record in scene.collector.journal.read(1)]
+    read = [(each.sequence, each.problem_id, each.mean_reward) for each in dropped]
+    assert read == [(0, "", 0.0), (1, "math_1k/7", 1.0)]
 
 
 def test_pools_without_a_normal_problem_are_refilled_with_an_event(

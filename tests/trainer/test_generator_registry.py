@@ -1,5 +1,7 @@
 """Registered generators: join, leave, worker info, statistics, final status."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import threading
@@ -175,6 +177,22 @@ def test_worker_info_after_the_first_group_is_recorded_once(
     assert recorded == [("join", None), ("worker_info", INFO)]
     printed = capsys.readouterr().out
     assert printed.count("generator ann: cpu; python 3.10.12 (trainer: 3.11.7)") == 1
+
+
+def test_flood_of_starts_is_bounded_on_disk_and_terminal(
+    stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = opened(stack, tmp_path)
+    info = {f"{number}": '"' * 128 for number in range(16)}
+    for number in range(3000):
+        empty.mark_alive(f"ann/{number:016x}", step=1, worker_info=info)
+        empty._record_final(f"ann/{number:016x}", 1)
+    assert (tmp_path / EVENTS).stat().st_size < 100_000
+    assert len(capsys.readouterr().out.splitlines()) < 30
+    stack.close()
+    rows = read_rows(tmp_path / EVENTS)
+    num_joins = sum(int(str(row.get("count", 1))) for row in rows if row["event"] == "join")
+    assert num_joins == 3000
 
 
 def test_second_generator_of_a_name_is_reported_with_the_remedy(

@@ -1,0 +1,88 @@
+"""Bounds on the lines of events.jsonl that messages from other machines cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from peralta_zmq.observe import event_log
+from peralta_zmq.observe.event_log import LIMITS, MINUTE, EventLog
+from peralta_zmq.observe.metrics import EVENTS, JsonLines, Row, read_rows
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Stop the clock of the limits; the fixture advances it by seconds."""
+    now = [1000.0]
+
+    def advance(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(event_log.time, "monotonic", lambda: now[0])
+    return advance
+
+
+def written(folder: Path, event: str) -> list[Row]:
+    return [row for row in read_rows(folder / EVENTS) if row["event"] == event]
+
+
+def drop(events: EventLog, name: str, sequence: int, *, outcome: str = "stale") -> bool:
+    return events.append("drop", sender=f"{name}/00ff", sequence=sequence, outcome=outcome)
+
+
+def test_repeated_drop_is_one_line_a_minute_with_a_count(
+    tmp_path: Path, wait: Callable[[float], None]
+) -> None:
+    with JsonLines(tmp_path / EVENTS) as file, EventLog(file, []) as events:
+        assert drop(events, "ann", 0)
+        assert not any(drop(events, "ann", number) for number in range(1, 1000))
+        assert drop(events, "bob", 0) and drop(events, "ann", 0, outcome="invalid")
+        assert len(written(tmp_path, "drop")) == 3
+        wait(MINUTE)
+        assert not drop(events, "ann", 1000)  # the line of this minute has the count
+        wait(MINUTE)
+        events.flush()
+        assert not drop(events, "ann", 1001)
+        assert list(events.newest) == read_rows(tmp_path / EVENTS)
+    of_ann = [row for row in written(tmp_path, "drop") if row["outcome"] == "stale"]
+    of_ann = [(row["sequence"], row.get("count")) for row in of_ann if row["sender"] == "ann/00ff"]
+    assert of_ann == [(0, None), (999, 999), (1000, 1), (1001, 1)]
+
+
+def test_join_after_a_quick_restart_is_written_at_once(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / EVENTS) as file, EventLog(file, []) as events:
+        for number in range(LIMITS["join"]):
+            assert events.append("join", generator="ann", incarnation=f"{number:016x}")
+    assert len(written(tmp_path, "join")) == LIMITS["join"]
+
+
+def test_names_above_the_limit_share_one_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: Callable[[float], None]
+) -> None:
+    monkeypatch.setattr(event_log, "MAX_COUNTS", 3)
+    with JsonLines(tmp_path / EVENTS) as file, EventLog(file, []) as events:
+        assert [drop(events, f"g{number}", 0) for number in range(6)] == [True] * 4 + [False] * 2
+        wait(MINUTE)
+        events.flush()
+    assert written(tmp_path, "drop")[-1]["count"] == 2
+
+
+def test_lines_of_one_event_are_bounded_in_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_log, "MAX_BYTES", 2000)
+    for session in range(3):  # also after a restart of the trainer
+        rows = read_rows(tmp_path / EVENTS)
+        with JsonLines(tmp_path / EVENTS) as file, EventLog(file, rows) as events:
+            for number in range(100):
+                events.append("join", generator=f"g{session}-{number}", incarnation="00ff")
+            assert events.append("publish", step=session)
+    assert len(written(tmp_path, "publish")) == 3
+    assert sum(len(str(row)) for row in written(tmp_path, "join")) < 2200
+    (note,) = written(tmp_path, "limit_reached")
+    assert (note["of"], note["bytes"]) == ("join", 2000)
+    assert caplog.messages == ["no more lines in events.jsonl: event=join bytes=2000"]
