@@ -78,6 +78,20 @@ class RankError(PeraltaError):
     """A process of a distributed trainer (rank) cannot be reached or has exited."""
 
 
+def printable(text: str, *, keep: str = "") -> str:
+    r"""Text with unprintable characters escaped (ESC becomes \x1b), except those in `keep`.
+
+    For text from other machines: a terminal executes control characters, and invisible ones change
+    how the rest of a line is displayed.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
 def described(error: BaseException) -> str:
     """Type and message of an exception, with the file and line that raised it, on one line."""
     frames = traceback.extract_tb(error.__traceback__)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from peralta_zmq.config.load import load_config
 from peralta_zmq.config.schema import Config
-from peralta_zmq.errors import ConfigError, PeraltaError
+from peralta_zmq.errors import ConfigError, PeraltaError, printable
 
 INTERRUPTED = 130  # exit code that a shell reports for SIGINT
 CHECKOUT_BIN = Path(__file__).resolve().parents[2] / "bin"
@@ -97,7 +97,6 @@ def run_program(
 
     def start(arguments: Sequence[str]) -> int | None:
         config = load_config(usage, _without_command(program, arguments, commands))
-        logging.basicConfig(format=f"%(asctime)s {program} %(message)s", datefmt="%H:%M:%S")
         logging.getLogger("peralta_zmq").setLevel(config.log.level.upper())
         return _imported(main)(config)
 
@@ -106,13 +105,26 @@ def run_program(
 
 def run_plain_program(main: Callable[[Sequence[str]], int | None] | str, program: str) -> int:
     """Run a `main` that parses the command line itself, and return the exit code."""
+    stderr = _PrintableStderr()
+    log_format = f"%(asctime)s {program} %(message)s"
+    logging.basicConfig(stream=stderr, format=log_format, datefmt="%H:%M:%S")
     try:
         return _imported(main)(sys.argv[1:]) or 0
     except PeraltaError as error:
-        sys.stderr.write(f"{program}: error: {error}\n")
+        stderr.write(f"{program}: error: {error}\n")
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+class _PrintableStderr:
+    """Standard error for messages with texts from other machines: escapes control characters."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(printable(text, keep="\n\t"))
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 def _imported(main: Callable[..., int | None] | str) -> Callable[..., int | None]:

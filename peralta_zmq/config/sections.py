@@ -11,6 +11,8 @@ generated. A setting that TRL also has uses the name in TRL. Settings of the tra
 
 from __future__ import annotations
 
+import re
+import socket
 from typing import Annotated, Any, Literal, TypeAlias, cast, get_args, get_origin
 
 from pydantic import (
@@ -146,6 +148,12 @@ class GeneratorSection(Section):
     """number of generators between which the problems are divided; set it on all generators"""
     num_workers: PositiveInt = 1
     """number of workers on the generator's machine, between which its CPU cores are divided"""
+
+    @property
+    def full_name(self) -> str:
+        """`name`, or hostname-index with underscores for characters that no name may have."""
+        default = f"{socket.gethostname()}-{self.index}"
+        return self.name or re.sub(r"^[.-]|[^A-Za-z0-9._-]", "_", default)
 
 
 class WireSection(Section):

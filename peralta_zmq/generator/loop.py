@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +49,7 @@ def run(config: Config) -> None:
     threads = models.use_threads(config.generator.num_workers)
     device = models.choose_device(config.model.device)
     worker_info = models.worker_info(device, models.choose_dtype(device, config.model.dtype)[0])
-    name = config.generator.name or f"{socket.gethostname()}-{config.generator.index}"
+    name = config.generator.full_name
     address, keys_folder = f"tcp://{config.wire.host}:{config.wire.port}", config.keys_folder
     keys = wire.generator_keys(keys_folder, name) if keys_folder else None
     incarnation = os.urandom(8)

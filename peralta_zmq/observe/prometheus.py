@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from peralta_zmq.errors import printable
 from peralta_zmq.observe.metrics import number, read_toml
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -70,4 +71,5 @@ def _head(name: str, key: str) -> str:
 
 
 def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+    text = printable(text, keep="\n").replace("\\", "\\\\")
+    return text.replace("\n", "\\n").replace('"', '\\"')

@@ -22,6 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from peralta_zmq.errors import printable
 from peralta_zmq.observe.metrics import Row, format_number, number
 from peralta_zmq.observe.run_state import WINDOW, format_duration, seconds_left
 from peralta_zmq.observe.verdict import Level, Verdict
@@ -46,7 +47,7 @@ class Terminal:
 
     If the stream is a terminal, a table is redrawn in place ("live"); otherwise every step, note
     and change of the verdict is one line. The verdict is a sentence on the run's bottleneck or
-    fault.
+    fault. Control characters are escaped, because texts may be from other machines.
     """
 
     def __init__(self, max_steps: int, stream: TextIO | None = None, *, run: str = "") -> None:
@@ -71,6 +72,7 @@ class Terminal:
 
     def note(self, text: str) -> None:
         """Print one line; on a terminal it appears above the table."""
+        text = printable(text)
         if self._live:
             self._live.console.print(text, markup=False, soft_wrap=True)
             self._live.refresh()
@@ -101,7 +103,7 @@ class Terminal:
 
     def _show_verdict(self, verdict: Verdict | None, now: float) -> None:
         if self._live:
-            text = Text(verdict.text, COLORS[verdict.level]) if verdict else Text()
+            text = Text(printable(verdict.text), COLORS[verdict.level]) if verdict else Text()
             self._content = Group(self._table(self._live), text) if self._rows else text
             self._live.update(self._content, refresh=True)
         elif verdict and self._is_new(verdict, now):
@@ -127,9 +129,9 @@ class Terminal:
         return True
 
     def _print(self, text: str) -> None:
-        """Print a line; after a write error, discard further output, so that the run continues."""
+        """Print lines; after a write error, discard further output, so that the run continues."""
         try:
-            self._stream.write(f"{text}\n")
+            self._stream.write(printable(text, keep="\n") + "\n")
             self._stream.flush()
         except OSError as error:
             logger.warning("no more output on this terminal: %s", error.strerror)
@@ -227,7 +229,7 @@ def worker_info_text(generator: str, info: Mapping[str, str], *, trainer: Mappin
     """Describe a generator: device, threads, and the versions that differ from the trainer's.
 
     For example 'generator jetson: cuda:0 float16, threads: 6; torch 2.6.0 (trainer: 2.13.0)'.
-    `info` comes from another machine: it may lack fields, and each unprintable character becomes ?.
+    `info` comes from another machine and may lack fields.
     """
     device = " ".join(info[key] for key in ("device", "dtype") if key in info) or "device unknown"
     threads = f", threads: {info['threads']}" if "threads" in info else ""
@@ -238,8 +240,7 @@ def worker_info_text(generator: str, info: Mapping[str, str], *, trainer: Mappin
         if key in info and info[key] != trainer.get(key)
     ]
     comparison = ", ".join(differences) or "same versions as the trainer"
-    text = f"generator {generator}: {device}{threads}; {comparison}"
-    return "".join(char if char.isprintable() else "?" for char in text)
+    return f"generator {generator}: {device}{threads}; {comparison}"
 
 
 def _cells(row: Row) -> dict[str, str]:

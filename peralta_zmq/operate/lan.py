@@ -23,7 +23,7 @@ from typing import TypeAlias
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.config.hosts import Host, Hosts, load_hosts
 from peralta_zmq.config.programs import LAN_COMMANDS
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import ConfigError, printable
 from peralta_zmq.operate import host_setup, lan_monitor, ssh
 from peralta_zmq.operate.lan_monitor import in_parallel
 
@@ -181,7 +181,7 @@ class Fleet:
     def _report(self, name: str, title: str, problem: str | None) -> None:
         if problem:
             self.failed[name] = problem
-            sys.stderr.write(f"{name}: {title}: {problem}\n")
+            sys.stderr.write(f"{name}: {title}: {printable(problem)}\n")
         else:
             sys.stdout.write(f"{name}: {title}: ok\n")
         sys.stdout.flush()
@@ -217,7 +217,7 @@ def _command_supervisors(command: str, selected: Sequence[tuple[Host, list[str]]
 
     def send(step: ssh.Command) -> str | None:
         result = ssh.run(step)
-        sys.stdout.write(result.stdout)
+        sys.stdout.write(printable(result.stdout, keep="\n"))
         return step.find_problem(result)
 
     steps = {
@@ -229,7 +229,7 @@ def _command_supervisors(command: str, selected: Sequence[tuple[Host, list[str]]
     problems = in_parallel(send, steps)
     for name, problem in problems.items():
         if problem:
-            sys.stderr.write(f"{name}: {command}: {problem}\n")
+            sys.stderr.write(f"{name}: {command}: {printable(problem)}\n")
     return int(any(problems.values()))
 
 

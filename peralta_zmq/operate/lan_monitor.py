@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias, TypeVar, cast
 
 from peralta_zmq.config.hosts import Host, Hosts
+from peralta_zmq.errors import printable
 from peralta_zmq.operate import host_setup, ssh
 
 FAILED_STATES = ("gave up", "bad config", "crashed", "unknown")  # unknown: host not reached
@@ -79,13 +80,13 @@ def _status_text(row: Row) -> str:
     last_line = lines[-1] if lines else ""
     text = _line(row["name"], row["host"], state, age, row["restarts"], last_line)
     earlier_lines = lines[:-1] if state in FAILED_STATES else []
-    return text + "".join(f"    {line}\n" for line in earlier_lines)
+    return text + "".join(f"    {printable(line)}\n" for line in earlier_lines)
 
 
 def _line(*columns: object) -> str:
     """A line of the status table, of six columns."""
     text = "{!s:<16} {!s:<10} {!s:<12} {!s:>9} {!s:>9}  {}".format(*columns)
-    return f"{text.rstrip()}\n"
+    return f"{printable(text.rstrip())}\n"
 
 
 def _age(seconds: float) -> str:
@@ -165,5 +166,5 @@ class LogReader:
 
     def _print(self, line: str) -> None:
         if not self._stopped.is_set():
-            sys.stdout.write(f"{line}\n")
+            sys.stdout.write(f"{printable(line)}\n")
             sys.stdout.flush()

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgpack
 
-from peralta_zmq.atomic_files import MAX_NAME
+from peralta_zmq.atomic_files import MAX_NAME, PLAIN_NAME
 from peralta_zmq.errors import WireError
 
 # Limits of any message.
@@ -144,9 +144,16 @@ def _check_field(value: Any, expected: Any, name: str) -> Any:
 
 
 def check_identity(generator_id: str, incarnation: bytes) -> None:
-    """Raise ValueError if the name is too long for a file name or the incarnation not 8 bytes."""
-    if len(generator_id.encode()) > MAX_NAME:
-        raise ValueError(f"generator name of more than {MAX_NAME} bytes; shorten it")
+    """Raise ValueError unless the name is a plain file name and the incarnation 8 bytes long.
+
+    The name is printed, and it is part of file names and of metric names.
+    """
+    if len(generator_id) > MAX_NAME:
+        raise ValueError(f"generator name of more than {MAX_NAME} characters; shorten it")
+    if not PLAIN_NAME.fullmatch(generator_id):
+        raise ValueError(
+            f"generator name {generator_id!a:.40} is no plain name; use letters, digits, . _ and -"
+        )
     if len(incarnation) != 8:
         raise ValueError(f"incarnation of {len(incarnation)} bytes instead of 8")
 

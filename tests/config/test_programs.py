@@ -53,6 +53,25 @@ def test_run_program_prints_peralta_error_and_returns_2(
     assert capsys.readouterr().err == "bin/x: error: port 5555 is taken\n"
 
 
+def test_program_escapes_control_characters_in_logs_and_errors() -> None:
+    code = """
+import logging, sys
+from peralta_zmq.config.programs import run_plain_program
+from peralta_zmq.errors import WireError
+
+def main(arguments):
+    logging.getLogger("peralta_zmq.x").warning("refused %s", sys.argv[1])
+    raise WireError(sys.argv[1])
+
+run_plain_program(main, "bin/x")
+"""
+    command = [sys.executable, "-c", code, "ann\x1b]0;owned\x07"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    logged, error = result.stderr.splitlines()
+    assert logged.endswith(r" bin/x refused ann\x1b]0;owned\x07")
+    assert error == r"bin/x: error: ann\x1b]0;owned\x07"
+
+
 @pytest.mark.parametrize(("name", "code"), [("builtins:sum", 0), ("peralta_zmq.errors:none", 1)])
 def test_run_program_reenables_garbage_collection(
     monkeypatch: pytest.MonkeyPatch, name: str, code: int

@@ -112,9 +112,19 @@ def test_generator_index_beyond_count_is_refused() -> None:
     assert message.startswith("generator.index 2 is not below generator.count 2; ")
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "", "-x", "a b"])
-def test_run_name_that_is_no_file_name_is_refused(name: str) -> None:
-    assert refusal(f"--run.name={name}").startswith("run.name ")
+@pytest.mark.parametrize("key", ["run.name", "generator.name"])
+@pytest.mark.parametrize("name", ["a/b", "..", "", "-x", "a b", "a\x1b[2J", "a\n", "ü"])
+def test_name_with_other_characters_is_refused(key: str, name: str) -> None:
+    message = refusal(f"--{key}={name}")
+    assert message.startswith(f"{key} ") and message.isprintable()
+
+
+def test_default_generator_name_has_only_allowed_characters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "Jürgen's Mac.local")
+    assert load().generator.full_name == "J_rgen_s_Mac.local-0"
+    assert load("--generator.name", "ann").generator.full_name == "ann"
 
 
 @pytest.mark.parametrize("key", ["run.name", "generator.name"])

@@ -60,6 +60,11 @@ def test_hostile_name_stays_one_label(hostile: str) -> None:
     assert sample.labels == {"run": hostile, "generator": hostile}
 
 
+def test_control_characters_are_escaped() -> None:
+    text = exposition({"r": {"gen/a\x1b[2J/tokens_per_s": 1.0}})
+    assert r'generator="a\\x1b[2J"' in text and "\x1b" not in text
+
+
 def test_illegal_characters_are_replaced_and_equal_names_yield_one_sample() -> None:
     lines = exposition({"r": {"été/9 lives{}": 1.0}}).splitlines()
     assert re.fullmatch(r'peralta_[a-zA-Z0-9_]+\{run="r"\} 1\.0', lines[-1])

@@ -123,6 +123,33 @@ def test_verdict_that_returns_within_a_minute_is_printed_after_it() -> None:
     assert [line[9:12] for line in verdicts(*shown)] == ["the", "bal", "the"]
 
 
+HOSTILE = "ann\x1b]0;owned\x07\x1b[2J\u202e\x9b1m"
+ESCAPED = r"ann\x1b]0;owned\x07\x1b[2J\u202e\x9b1m"
+
+
+def test_control_characters_are_escaped_off_a_terminal() -> None:
+    stream = io.StringIO()
+    with Terminal(60, stream) as terminal:
+        terminal.note(f"{HOSTILE}\nforged")
+        terminal.step(ROW, Verdict(HOSTILE, HOSTILE, "bad"))
+        terminal.close(f"report\n{HOSTILE}")
+    note, _, verdict, *report = stream.getvalue().splitlines()
+    assert note == rf"{ESCAPED}\nforged"
+    assert verdict == f"verdict: {ESCAPED}; {ESCAPED}"
+    assert report == ["report", ESCAPED]
+
+
+def test_control_characters_are_escaped_on_a_terminal() -> None:
+    def show(terminal: Terminal) -> None:
+        terminal.note(HOSTILE)
+        terminal.step(ROW, Verdict(HOSTILE, "", "bad"))
+        terminal.close(HOSTILE)
+
+    seen = on_a_terminal(show)
+    assert seen.count(ESCAPED) >= 3
+    assert not set("\x07\x9b\u202e") & set(seen)
+
+
 def stalled(seconds: str) -> Verdict:
     return Verdict(f"no step for {seconds}", "check the newest event", "bad")
 
@@ -220,8 +247,6 @@ TRAINER = {"package": "0.1.0", "python": "3.11.7", "torch": "2.13.0", "transform
      "cuda:0 bfloat16, threads: 8; "
      "python 3.10.12 (trainer: 3.11.7), torch 2.6.0 (trainer: 2.13.0)"),
     ({"torch": "3.0", "mood": "good"}, {}, "device unknown; torch 3.0 (trainer: unknown)"),
-    ({**TRAINER, "device": "\x1b[2J"}, TRAINER,
-     "?[2J bfloat16, threads: 8; same versions as the trainer"),
 ])  # fmt: skip
 def test_worker_info_text_lists_device_and_differences(
     info: dict[str, str], trainer: dict[str, str], text: str

@@ -160,6 +160,7 @@ def test_sender_without_a_trainer_never_blocks_and_is_never_due(stack: ExitStack
         ("worker_info", {str(n): "" for n in range(17)}), ("worker_info", {"device": "\x1b[2J"}),
         ("worker_info", {"torch\n": "2"}), ("worker_info", {"device": "\U0001f600"}),
         ("added", [1]), ("added", {"a": {}}), ("generator_id", "x" * 129),
+        ("generator_id", "ann\x1b]0;owned\x07"), ("generator_id", "ann/bob"), ("generator_id", "ü"),
     ],
 )  # fmt: skip
 def test_malformed_status_is_counted_and_dropped(

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from peralta_zmq.errors import printable
 from peralta_zmq.observe.metrics import Row, generator_numbers, read_toml
 
 Column: TypeAlias = NDArray[np.float64]
@@ -176,4 +177,4 @@ def downsample(columns: Sequence[Column], *, num_buckets: int) -> NDArray[np.int
 def _generator_lines(metric: str, table: Table) -> list[Json]:
     """Return one line for each generator that ever reported `metric`."""
     names = sorted(generator_numbers(dict.fromkeys(table.columns), metric))[:MAX_GENERATORS]
-    return [{"key": f"gen/{name}/{metric}", "label": name} for name in names]
+    return [{"key": f"gen/{name}/{metric}", "label": printable(name)} for name in names]

@@ -3,6 +3,7 @@
 `update` returns it as JSON for the page that app.py serves; `write_report` writes the page with its
 data into one HTML file. All numbers are formatted here, so that both show the same text. A NaN
 becomes null when the JSON is written. A sample is a group (all rollouts of one problem) of a step.
+Control characters in texts from other machines and from models are escaped.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, cast
 import numpy as np
 
 from peralta_zmq.atomic_files import replace_file
+from peralta_zmq.errors import printable
 from peralta_zmq.observe.dashboard.charts import CHARTS, Json, points
 from peralta_zmq.observe.dashboard.run_files import (
     CONFIG,
@@ -50,6 +52,7 @@ MAX_EVENTS, MAX_MARKERS, MAX_GENERATORS = 60, 80, 200  # newest entries in one u
 MAX_SAMPLES = 12  # newest groups in one response
 MAX_ROLLOUTS, MAX_TEXT = 64, 6000  # rollouts of one group; characters of one text
 MAX_EVENT_TEXT = 300  # characters
+KEPT = "\n\t\u00a0\u3000"  # white space that is not escaped in samples
 REPORT_SECONDS = 60.0  # time limit for reading the files of one run for the HTML file
 # Events that are listed but not marked in the charts; run_files keeps publish and drop separately.
 UNMARKED = {*EVALUATION_EVENTS, "worker_info", "last_report", "pool_refilled", "pool_returned"}
@@ -117,7 +120,10 @@ def state(run: RunFiles, *, now: float) -> Json:
     recent, generators = run_state(rows, events), generators_of(run, status)
     return {
         "header": _header(run, status, recent.session, now),
-        "verdict": asdict(verdict(rows, events, now=None if is_over else now)),
+        "verdict": {
+            key: printable(text)
+            for key, text in asdict(verdict(rows, events, now=None if is_over else now)).items()
+        },
         "cards": _cards(run, recent, generators),
         "generators": generators[:MAX_GENERATORS],
         "events": [_event(row) for row in list(run.events)[: -MAX_EVENTS - 1 : -1]],
@@ -150,7 +156,7 @@ def generators_of(run: RunFiles, status: str) -> list[Json]:
             generator_state = "up" if reports else "new"
         generators.append(
             {
-                "name": name,
+                "name": printable(name),
                 "state": generator_state,
                 "step": format_number(step, ",.0f"),
                 "behind": format_number(number(run.last, "step") - step, ",.0f"),
@@ -178,8 +184,8 @@ def _sample(index: int, row: Row) -> Json:
     return {
         "number": index,
         "step": number(row, "step", 0.0),
-        "task": str(row.get("task", "")),
-        "generator": str(row.get("generator", "")),
+        "task": printable(str(row.get("task", ""))),
+        "generator": printable(str(row.get("generator", ""))),
         "policy_step": number(row, "policy_step", 0.0),
         "mean": finite_mean(reward for reward in rewards if reward is not None),
         "prompt": _truncate(prompt),
@@ -331,8 +337,8 @@ def _event(row: Row) -> Json:
     text = "  ".join(f"{key}={value[:MAX_EVENT_TEXT]}" for key, value in texts.items())
     return {
         "time": number(row, "time"),
-        "event": str(row.get("event", ""))[:MAX_EVENT_TEXT],
-        "text": text[:MAX_EVENT_TEXT],
+        "event": printable(str(row.get("event", "")))[:MAX_EVENT_TEXT],
+        "text": printable(text)[:MAX_EVENT_TEXT],
     }
 
 
@@ -360,5 +366,5 @@ def _parse_cursor(cursor: str) -> tuple[str, int, int]:
 
 
 def _truncate(text: str) -> str:
-    num_more = len(text) - MAX_TEXT
-    return text if num_more <= 0 else f"{text[:MAX_TEXT]} ... ({num_more} more characters)"
+    num_more, shown = len(text) - MAX_TEXT, printable(text[:MAX_TEXT], keep=KEPT)
+    return shown if num_more <= 0 else f"{shown} ... ({num_more} more characters)"

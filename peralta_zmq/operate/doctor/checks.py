@@ -15,7 +15,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import ParamSpec
 
-from peralta_zmq.errors import PeraltaError, described
+from peralta_zmq.errors import PeraltaError, described, printable
 
 CRASHED = "this is a bug of bin/doctor, or of the code that it called; the other checks still ran"
 MOUNT_SECONDS = 120.0  # time limit of a check of a folder that may be on a dead mount
@@ -45,7 +45,8 @@ class Report:
         self.checks[name] = check
         level = "FAIL" if not check.ok else "note" if check.remedy else "ok"
         remedy = f". {check.remedy[0].upper()}{check.remedy[1:]}" if check.remedy else ""
-        sys.stdout.write(f"{level:<5} {name:<9} {check.detail}{remedy}\n")
+        text = printable(f"{check.detail}{remedy}", keep="\n")  # may be from the trainer's machine
+        sys.stdout.write(f"{level:<5} {name:<9} {text}\n")
         sys.stdout.flush()
         return check.ok
 

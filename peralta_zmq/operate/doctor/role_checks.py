@@ -7,7 +7,6 @@ machine, or a running trainer, answers the probes of the generator's doctor.
 from __future__ import annotations
 
 import platform
-import socket
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
@@ -61,7 +60,7 @@ def check_generator(
     config: Config, report: Report, stack: ExitStack, *, wait_seconds: float
 ) -> None:
     """Run the checks of a generator's machine and of its connection to the trainer."""
-    name = config.generator.name or f"{socket.gethostname()}-{config.generator.index}"
+    name = config.generator.full_name
     _check_machine(config, report)
     system, host = platform.system(), config.wire.host
     report.run("localnet", machine_checks.check_local_network, system, host)

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from synthetic_runs import append, make_run, read_run, row
+from synthetic_runs import append, group, make_run, read_run, row
 
 from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.run_files import RunFiles
@@ -205,6 +205,28 @@ def test_sample_shows_null_for_a_missing_reward(tmp_path: Path) -> None:
         {"text": "3 + 4", "reward": 1.0, "advantage": 0.5},
         {"text": "other", "reward": None, "advantage": -0.5},
     ]
+
+
+def test_control_characters_are_escaped(tmp_path: Path) -> None:
+    hostile, escaped = "a\x1b[2J\u202eb", r"a\x1b[2J\u202eb"
+    folder = make_run(tmp_path / "hand", num_steps=2)
+    append(folder / "metrics.jsonl", row(3, **{f"gen/{hostile}/tokens_per_s": 1.0}))
+    append(folder / "samples.jsonl", {**group(3, f"{hostile}\n\t"), "generator": hostile})
+    info = {hostile: hostile}
+    append(folder / "events.jsonl",
+           {"event": "worker_info", "generator": hostile, "worker_info": info},
+           leave(hostile))  # fmt: skip
+    run = read_run(folder)
+    update = view.update(run, now=time.time())
+    (*_, sample) = view.samples(run)
+    assert [event["text"] for event in update["state"]["events"][:2]] == [
+        f"generator={escaped}", f"generator={escaped}  {escaped}={escaped}",
+    ]  # fmt: skip
+    assert update["state"]["generators"][0]["name"] == escaped
+    assert update["state"]["verdict"]["sentence"].startswith(f"{escaped} is gone")
+    assert (sample["generator"], sample["rollouts"][0]["text"]) == (escaped, f"{escaped}\n\t")
+    labels = {line["label"] for chart in update["charts"] for line in chart["lines"]}
+    assert escaped in labels and hostile not in labels
 
 
 def test_event_shows_nested_fields(tmp_path: Path) -> None:

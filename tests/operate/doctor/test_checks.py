@@ -47,6 +47,11 @@ def test_report_continues_after_failed_checks(capsys: pytest.CaptureFixture[str]
         "name": "two", "ok": False, "detail": "the value is wrong", "remedy": "use 3"}  # fmt: skip
 
 
+def test_report_escapes_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    Report().add("reach", Check(True, "run a\x1b[2J"))
+    assert capsys.readouterr().out == "ok    reach     run a\\x1b[2J\n"
+
+
 def test_report_of_passed_checks(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report()
     report.add("one", Check(True, "fine"))
