@@ -105,12 +105,12 @@ def describe(written: Mapping[str, tuple[int, str]], about: About) -> tuple[Mani
     return Manifest(hashlib.sha256(text).hexdigest(), fields, dict(written)), text
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Write or replace one file atomically. Raises OSError, after removing the partial file."""
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}-{PROCESS_TAG}")
     temporary.unlink(missing_ok=True)
     try:
-        _write(temporary, content)
+        _write(temporary, content, mode)
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
@@ -258,13 +258,13 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _write(path: Path, content: Content) -> tuple[int, str]:
+def _write(path: Path, content: Content, mode: int = 0o644) -> tuple[int, str]:
     """Write a new file and fsync it; return its size and sha256.
 
     The fsync is on the descriptor that wrote, because only that one reports write errors of a NAS.
     """
     written, sha256 = 0, hashlib.sha256()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         failpoint("atomic_files.opened")
         for chunk in chunks_of(content):

@@ -113,8 +113,13 @@ def install(host: Host) -> list[Command]:
 
 
 def send_settings(host: Host, config: Config) -> list[Command]:
-    """Send the settings, the token of the weight store, and only the keys that this host needs."""
-    script = in_project(host, f"mkdir -p {FOLDER} && cat > {settings_file(config)}")
+    """Send the settings, the token of the weight store, and only the keys that this host needs.
+
+    Other users of the host can neither read the new files nor add a key.
+    """
+    private_folder = KEYS if config.keys_folder else FOLDER
+    script = f"umask 077 && mkdir -p {private_folder} && cat > {settings_file(config)}"
+    script = in_project(host, script)
     remedy = "the settings cannot be written; is the disk full?"
     steps = [on_host(host, script, toml_text(config), remedy=remedy)]
     folder = host.folder or REPO
@@ -156,13 +161,15 @@ def doctor(host: Host, config: Config) -> Command:
 
     The trainer's doctor answers the doctors of generators until its standard input is closed.
     """
-    words = ["env", *(f"{name}={value}" for name, value in host.env.items())]
-    words += [PYTHON, "bin/doctor", "--json", "--role", host.role, "--wait", DOCTOR_WAIT[host.role]]
+    words = [PYTHON, "bin/doctor", "--json", "--role", host.role, "--wait", DOCTOR_WAIT[host.role]]
     words += settings_options(host, config)
     if host.role == "generator":
         words += ["--generator.name", host.generators[0]]
-    script = in_project(host, shlex.join(words))
-    return on_host(host, script, seconds=DOCTOR_SECONDS, find_problem=_doctor_problem)
+    # On standard input: other users can read command lines, and the variables may hold passwords.
+    exports = [f"export {shlex.quote(f'{name}={value}')}" for name, value in host.env.items()]
+    start = in_project(host, f"exec {shlex.join(words)} || exit")  # else sh would read on
+    script = "".join(f"{line}\n" for line in [*exports, start])
+    return on_host(host, "sh -s", script, seconds=DOCTOR_SECONDS, find_problem=_doctor_problem)
 
 
 def supervisor_steps(host: Host, command: str, hosts: Hosts, config: Config) -> list[Command]:

@@ -143,7 +143,8 @@ def run_in_background(
 ) -> Generator[BackgroundCommand, None, None]:
     """Start a command and wait until it prints a line that begins with `ready_line`, or ends.
 
-    Leaving the `with` block kills the command if it still runs, as does its time limit.
+    Its standard input stays open after `command.stdin` was written. Leaving the `with` block kills
+    the command if it still runs, as does its time limit.
     """
     process = start(command, stderr=subprocess.PIPE)
     timer = threading.Timer(command.seconds, _kill, [process])
@@ -151,7 +152,11 @@ def run_in_background(
     timer.start()
     background = BackgroundCommand(process)
     try:
-        for line in process.stdout or ():
+        assert process.stdin and process.stdout
+        with suppress(BrokenPipeError):  # it has ended already, and its result is the problem
+            process.stdin.write(command.stdin)
+            process.stdin.flush()
+        for line in process.stdout:
             background.lines.append(line)
             if line.startswith(ready_line):
                 background.is_ready = True

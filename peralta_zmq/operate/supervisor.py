@@ -112,7 +112,8 @@ def start(jobs: Sequence[Job]) -> None:
         if pid := supervisor_pid(job.name):
             sys.stdout.write(f"{job.name}: runs already pid={pid}\n")
             continue
-        replace_file(_file(job.name, "json"), job_text(job).encode())
+        # The environment variables may hold passwords.
+        replace_file(_file(job.name, "json"), job_text(job).encode(), mode=0o600)
         _file(job.name, "state").unlink(missing_ok=True)
         _start_detached(job.name)
         sys.stdout.write(f"{job.name}: started pid={_wait_for_start(job.name)}\n")

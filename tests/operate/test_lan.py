@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
+import psutil
 import pytest
 from hosts import needs_rsync
 
@@ -25,8 +27,9 @@ GOOD_PROBE = {"python": "3.11.7", "rsync": "/bin/rsync", "make": "/bin/make", "f
 
 
 def config(**sections: object) -> Config:
-    return Config(**{"wire": WireSection(host="mac.local", bind="0.0.0.0"),
-                     "security": SecuritySection(insecure=True), **sections})  # fmt: skip
+    defaults = {"wire": WireSection(host="mac.local", bind="0.0.0.0"),
+                "security": SecuritySection(insecure=True)}  # fmt: skip
+    return Config.model_validate({**defaults, **sections})
 
 
 def probe_problem(host: Host, **changes: str) -> str | None:
@@ -150,6 +153,17 @@ def test_sync_keeps_runs_and_weights_on_the_host(
     assert [job.name for job in (target / "bin").iterdir()] == ["lan"]
 
 
+def test_sent_keys_are_in_a_folder_that_only_its_owner_can_write(tmp_path: Path) -> None:
+    host = Host(name="pc", dir=str(tmp_path))
+    settings, *_ = host_setup.send_settings(host, config(security=SecuritySection(keys="keys")))
+    previous = os.umask(0o002)
+    try:
+        assert settings.find_problem(ssh.run(settings)) is None
+    finally:
+        os.umask(previous)
+    assert (tmp_path / host_setup.KEYS).stat().st_mode & 0o777 == 0o700
+
+
 @pytest.mark.parametrize(("folder", "runs", "weights", "patterns"), [
     ("/srv/p", "runs", None, ["/runs"]),
     ("/srv/p", "a/../out/", "w", ["/out", "/w"]),
@@ -262,6 +276,29 @@ def test_background_command_is_killed_after_its_time_limit() -> None:
     with ssh.run_in_background(stays, "ready") as command:
         assert command.is_ready
         assert command.end(seconds=0.1).stderr == "no end after 0 s"
+
+
+@pytest.mark.timeout(60)
+def test_environment_of_a_doctor_is_on_no_command_line(tmp_path: Path) -> None:
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "ready $TOKEN"\ncat >&2\n')
+    python.chmod(0o755)
+    host = Host(name="pc", dir=str(tmp_path), role="trainer", env={"TOKEN": "it's a secret"})
+    with ssh.run_in_background(host_setup.doctor(host, config()), "ready") as doctor:
+        assert doctor.lines == ["ready it's a secret\n"]
+        shell = psutil.Process(doctor.process.pid)
+        commands = [" ".join(each.cmdline()) for each in (shell, *shell.children(recursive=True))]
+        assert "bin/doctor" in "".join(commands) and "secret" not in "".join(commands)
+        result = doctor.end()
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.timeout(60)
+def test_doctor_without_project_folder_ends(tmp_path: Path) -> None:
+    host = Host(name="pc", dir=str(tmp_path / "missing"), role="trainer")
+    with ssh.run_in_background(host_setup.doctor(host, config()), "ready") as doctor:
+        assert not doctor.is_ready and doctor.end().returncode != 0
 
 
 def test_failed_checks_of_a_doctor_are_reported() -> None:

@@ -1,5 +1,7 @@
 """Detached supervisors of real workers, and the state reported for each way to end."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import json
@@ -122,6 +124,12 @@ def test_start_keeps_a_running_worker_and_refuses_other_settings(
     start("start", waiting_job("two"))
     wait_until(lambda: status(capsys)["tail"][-1:] == ["two"])
     assert supervisor.stop(NAME) == 0
+
+
+def test_environment_of_a_worker_is_readable_by_its_owner_only() -> None:
+    start("start", Job(NAME, waiting_job("one").command, {"TOKEN": "secret"}))
+    path = supervisor.FOLDER / f"{NAME}.json"
+    assert "secret" in path.read_text() and path.stat().st_mode & 0o777 == 0o600
 
 
 def test_status_distinguishes_a_killed_from_a_stopped_supervisor(
