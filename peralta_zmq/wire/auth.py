@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import socket
+import stat
 import threading
 import time
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ TRAINER = "trainer"  # name of the trainer's key files
 PUBLIC, SECRET = ".public", ".secret"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85, ZeroMQ's text encoding
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH  # mode bits
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by the ZAP specification
 DOMAIN = b"peralta"  # ZAP domain of the protected sockets
 POLL_SECONDS = 0.2  # maximum delay of closing the authenticator
@@ -52,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeyFileError(WireError):
-    """A single key file is unusable: missing, not readable, a folder, or without a valid key."""
+    """A single key file is unusable: missing, not readable, not a key, or open to other users."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def make_keys(folder: Path, name: str) -> bool:
     public, secret = folder / f"{name}{PUBLIC}", folder / f"{name}{SECRET}"
     _check_name(name)
     if secret.exists():
-        if _read_key(public) != zmq.curve_public(read_secret(secret)):
+        if _read_public(public) != zmq.curve_public(read_secret(secret)):
             raise WireError(f"{public} does not belong to {secret}; delete both for a new pair")
         return False
     if public.exists():
@@ -99,11 +101,11 @@ def generator_keys(folder: Path, name: str) -> GeneratorKeys:
     """Read the keys of the generator `name`.
 
     Raises WireError if a file is missing or holds no key, if other users can read the secret key,
-    or if everyone can write to the folder (and so replace the trainer's public key).
+    or if they can replace the trainer's public key.
     """
     _check_name(name)
     secret = read_secret(folder / f"{name}{SECRET}")
-    keys = GeneratorKeys(name, secret, _read_key(folder / f"{TRAINER}{PUBLIC}"))
+    keys = GeneratorKeys(name, secret, _read_public(folder / f"{TRAINER}{PUBLIC}"))
     _list_folder(folder)  # only for its check of the folder's permissions
     return keys
 
@@ -111,8 +113,8 @@ def generator_keys(folder: Path, name: str) -> GeneratorKeys:
 def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
     """Read the public keys of all generators in the folder; returns public key -> name.
 
-    Raises WireError if the folder cannot be read, everyone can write to it, two names have the same
-    key, or a read fails for a reason that may pass. An unusable file raises KeyFileError if
+    Raises WireError if the folder cannot be read, other users can write to it, two names have the
+    same key, or a read fails for a reason that may pass. An unusable file raises KeyFileError if
     `strict`; otherwise it is logged and skipped.
     """
     names: dict[bytes, str] = {}
@@ -121,7 +123,7 @@ def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
         if kind != PUBLIC or name == TRAINER or not NAME.fullmatch(name):
             continue
         try:
-            key = _read_key(folder / entry)
+            key = _read_public(folder / entry)
         except KeyFileError as error:
             if strict:
                 raise
@@ -135,30 +137,42 @@ def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
 
 def read_secret(file: Path) -> bytes:
     """Read a secret key. Raises WireError if the file holds no key or other users can access it."""
-    key = _read_key(file)
-    if file.stat().st_mode & 0o077:
+    key, mode = _read_key(file)
+    if mode & 0o077:
         raise WireError(f"{file} can be read by others; chmod 600 {file}")
+    return key
+
+
+def _read_public(file: Path) -> bytes:
+    """Read a public key as `_read_key` does. Raises KeyFileError if other users can replace it."""
+    key, mode = _read_key(file)
+    if mode & OTHERS_WRITE:
+        raise KeyFileError(f"{file} can be written by others; chmod go-w {file}")
     return key
 
 
 def _list_folder(folder: Path) -> list[str]:
     """The file names in a key folder, sorted.
 
-    Raises WireError if the folder cannot be read, or if everyone can write to it and add a key.
+    Raises WireError if the folder cannot be read, or if other users can write to it and add a key.
     """
     try:
         mode, names = folder.stat().st_mode, sorted(os.listdir(folder))
     except OSError as error:
         raise WireError(f"key folder {folder} cannot be read ({error.strerror})") from None
-    if mode & 0o002:
-        raise WireError(f"{folder} can be written by others; chmod o-w {folder}")
+    if mode & OTHERS_WRITE:
+        raise WireError(f"{folder} can be written by others; chmod go-w {folder}")
     return names
 
 
-def _read_key(file: Path) -> bytes:
-    """Read a key. Raises KeyFileError, but WireError if the error may pass (a dead mount)."""
+def _read_key(file: Path) -> tuple[bytes, int]:
+    """Read a key and the mode of its file.
+
+    Raises KeyFileError, but WireError if the error may pass (a dead mount).
+    """
     try:
-        key = file.read_bytes()[:100].strip()
+        with file.open("rb") as opened:
+            mode, key = os.fstat(opened.fileno()).st_mode, opened.read(100).strip()
     except OSError as error:
         permanent = isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError))
         raise (KeyFileError if permanent else WireError)(
@@ -166,7 +180,7 @@ def _read_key(file: Path) -> bytes:
         ) from None
     if not KEY.fullmatch(key):
         raise KeyFileError(f"{file} is not a key; make a new pair with bin/doctor keygen")
-    return key
+    return key, mode
 
 
 def _write_key(file: Path, key: bytes, mode: int) -> None:

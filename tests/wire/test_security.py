@@ -1,5 +1,7 @@
 """Keys: accepted and refused clients (fault table rows 24 and 25), key files."""
 
+# pyright: reportPrivateUsage=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 import dataclasses
@@ -276,7 +278,7 @@ def test_key_folder_with_a_duplicate_accepts_no_client(
     folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
     authenticator: wire.CurveAuthenticator,
 ) -> None:  # fmt: skip
-    (folder / "twin.public").write_bytes((folder / "ann.public").read_bytes())
+    shutil.copy(folder / "ann.public", folder / "twin.public")
     monkeypatch.setattr(auth, "READ_SECONDS", 0.0)
     sender = sender_to(receiver.address, stack, keys=generator_keys(folder, "ann"))
     sender.send(numbered(5), timeout=0)
@@ -375,11 +377,27 @@ def test_secret_key_readable_by_others_is_refused(folder: Path, mode: int) -> No
         wire.CurveAuthenticator(folder)
 
 
-def test_key_folder_writable_by_everyone_is_refused(folder: Path) -> None:
-    folder.chmod(0o777)
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
+def test_key_folder_writable_by_others_is_refused(folder: Path, mode: int) -> None:
+    folder.chmod(mode)
     for opened in (lambda: generator_keys(folder, "ann"), lambda: wire.CurveAuthenticator(folder)):
-        with pytest.raises(WireError, match=r"keys can be written by others; chmod o-w "):
+        with pytest.raises(WireError, match=r"keys can be written by others; chmod go-w .*keys$"):
             opened()
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_public_key_writable_by_others_is_refused(folder: Path, mode: int) -> None:
+    (folder / "bob.public").chmod(mode)
+    with pytest.raises(WireError, match=r"bob\.public can be written by others; chmod go-w .*bob"):
+        wire.CurveAuthenticator(folder)
+    (folder / "trainer.public").chmod(mode)
+    with pytest.raises(WireError, match=r"trainer\.public can be written by others; chmod go-w "):
+        generator_keys(folder, "ann")
+
+
+def test_running_trainer_ignores_a_key_that_became_writable(folder: Path) -> None:
+    (folder / "ann.public").chmod(0o666)
+    assert list(known_generators(folder, strict=False).values()) == ["bob"]
 
 
 def test_public_key_without_secret_names_the_remedy(folder: Path) -> None:
@@ -423,7 +441,7 @@ def test_make_keys_refuses_other_than_plain_names(folder: Path, name: str) -> No
 
 
 def test_known_generators_refuses_one_key_with_two_names(folder: Path) -> None:
-    (folder / "twin.public").write_bytes((folder / "ann.public").read_bytes())
+    shutil.copy(folder / "ann.public", folder / "twin.public")
     with pytest.raises(WireError, match=r"twin\.public holds the key of ann"):
         known_generators(folder)
 
