@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import itertools
+import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -92,6 +94,43 @@ def test_server_serves_nothing_but_versions(
     publish(store, 0)
     (store.folder / "step_00000000" / ".hidden").write_text("x")
     assert get(server, path) == (404, b"")
+
+
+@pytest.mark.parametrize("kind", ["link to a file", "link to a version", "pipe", "folder"])
+def test_server_serves_only_regular_files_of_the_folder(
+    store: WeightStore, server: HttpServer, tmp_path: Path, kind: str
+) -> None:
+    version = publish(store, 0)
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "manifest.json").write_text("not of the run")
+    path = version.folder / "manifest.json"
+    path.unlink()
+    if kind == "link to a file":
+        path.symlink_to(secret / "manifest.json")
+    elif kind == "link to a version":
+        shutil.rmtree(version.folder)
+        version.folder.symlink_to(secret)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    assert get(server, f"/{version.folder.name}/manifest.json") == (404, b"")
+
+
+def test_server_does_not_serve_a_linked_run_file(
+    store: WeightStore, server: HttpServer, tmp_path: Path
+) -> None:
+    (store.folder / "RUN.json").rename(tmp_path / "elsewhere")
+    (store.folder / "RUN.json").symlink_to(tmp_path / "elsewhere")
+    assert get(server, "/RUN.json") == (404, b"")
+
+
+def test_server_follows_a_link_to_the_weights_folder(store: WeightStore, tmp_path: Path) -> None:
+    version = publish(store, 0)
+    (tmp_path / "link").symlink_to(store.folder)
+    with closing(serve_weights(tmp_path / "link", host="127.0.0.1", port=0, token=TOKEN)) as server:
+        assert get(server, f"/{version.folder.name}/STABLE")[0] == 200
 
 
 def test_server_honours_ranges(store: WeightStore, server: HttpServer) -> None:
