@@ -101,7 +101,8 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
 def load_policy(config: Config, folder: Path) -> models.Model:
     """The policy: the model in `folder` in fp32, with LoRA adapters if `lora.rank` is set."""
     device = models.choose_device(config.model.device)
-    model = models.load_model(folder, device=device, dtype=torch.float32)
+    trust = config.model.trust_remote_code
+    model = models.load_model(folder, device=device, dtype=torch.float32, trust_remote_code=trust)
     section = config.lora
     if section.rank is not None:
         lora.add_adapters(model, seed=config.run.seed, **section.model_dump())
@@ -250,15 +251,12 @@ def _load_teacher(config: Config, model: models.Model) -> ReferenceModel | None:
     """The teacher that `model.teacher` names, or None; ConfigError unless it fits the policy."""
     if config.model.teacher is None:
         return None
-    folder = models.model_folder(config.model.teacher)
-    models.check_teacher_vocabulary(config.model.teacher, config.model.name)
-    teacher = models.load_model(folder, device=model.device, dtype=torch.float32)
-    if teacher.config.vocab_size < model.config.vocab_size:
-        raise ConfigError(
-            f"model.teacher {config.model.teacher} has logits for {teacher.config.vocab_size} "
-            f"tokens, but model.name {config.model.name} for {model.config.vocab_size}; "
-            "choose a teacher with logits for all tokens"
-        )
+    teacher = models.load_teacher(
+        config.model.teacher,
+        policy=model,
+        policy_name=config.model.name,
+        trust_remote_code=config.model.trust_remote_code,
+    )
     dtype, _ = models.training_dtype(teacher, config.train.dtype)
     scorer = Scorer(teacher.requires_grad_(False), dtype=dtype)
     return functools.partial(reference_logprobs, scorer)
@@ -272,22 +270,24 @@ def make_engine(
 ) -> tuple[registry.Engine, models.Tokenizer]:
     """The engine of [engine] with the weights of a verified weight version, and the tokenizer.
 
-    Raises ConfigError if the version has adapters for a model other than `model.name`.
+    Raises ConfigError for adapters of a model other than `model.name`, and for untrusted code.
     """
     device = models.choose_device(config.model.device)
     dtype, reason = models.choose_dtype(device, config.model.dtype)
     logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
     version, is_adapter = weights.version, weights.version.field("adapts") is not None
     folder = base_folder(config, version) if is_adapter else weights.folder
-    options = config.engine.model_dump(exclude={"name"})
+    trust = {"trust_remote_code": config.model.trust_remote_code}
+    tokenizer = models.load_tokenizer(folder, **trust)  # first: it refuses untrusted code
+    options = {**config.engine.model_dump(exclude={"name"}), **trust}
     engine = registry.resolve("engine", config.engine.name).open(
         folder, device=device, dtype=dtype, step=version.step, **options
     )
     if is_adapter:
-        base = models.load_model(folder, device=device, dtype=dtype)
+        base = models.load_model(folder, device=device, dtype=dtype, **trust)
         engine = LoraEngine(engine, models.weights_of(base))
         engine.apply(weights.tensors, step=version.step, folder=weights.folder)
-    return engine, models.load_tokenizer(folder)
+    return engine, tokenizer
 
 
 def base_folder(config: Config, version: Version) -> Path:

@@ -145,13 +145,14 @@ class EngineFactory(Protocol):
         device: Any,
         dtype: Any,
         step: int,
+        trust_remote_code: bool = ...,
         slots: int = ...,
         max_model_len: int = ...,
     ) -> Engine:
         """An engine that loads the weights of policy step `step` from `folder`.
 
         `folder` has weights, config and tokenizer as transformers' `from_pretrained` reads them;
-        `device` and `dtype` are torch's.
+        `device`, `dtype` and `trust_remote_code` are options of that method.
         """
         ...
 

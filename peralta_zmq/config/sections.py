@@ -124,6 +124,9 @@ class ModelSection(Section):
     """teacher model with the same vocabulary, for loss.teacher_tau; None = the base model"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """number format in which generators compute; train.dtype is that of the trainer"""
+    trust_remote_code: bool = False
+    """run custom Python code in a model folder (auto_map in its config.json); then anyone with
+    write access to the weights folder can run code on the generators"""
 
 
 class EngineSection(Section):

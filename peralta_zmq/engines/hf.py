@@ -55,11 +55,18 @@ class HfEngine:
 
     @classmethod
     def open(
-        cls, folder: Path, *, device: torch.device, dtype: torch.dtype, **options: Any
+        cls,
+        folder: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        trust_remote_code: bool = False,
+        **options: Any,
     ) -> HfEngine:
         """Open the model and tokenizer in `folder`; options as for the constructor."""
-        model = models.load_model(folder, device=device, dtype=dtype)
-        return cls(model, models.load_tokenizer(folder), **options)
+        trust = {"trust_remote_code": trust_remote_code}
+        model = models.load_model(folder, device=device, dtype=dtype, **trust)
+        return cls(model, models.load_tokenizer(folder, **trust), **options)
 
     @classmethod
     def open_live(

@@ -6,9 +6,10 @@ addition to the weights.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,14 +24,15 @@ from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
-from peralta_zmq.atomic_files import PLAIN_NAME
+from peralta_zmq.atomic_files import MALFORMED, PLAIN_NAME
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.rollout import Message
 
 transformers_logging.disable_progress_bar()
 
 EMBEDDED = Path(__file__).parent / "embedded"
-COMPANION_SUFFIXES = (".json", ".txt", ".jinja")
+COMPANION_SUFFIXES = (".json", ".txt", ".jinja", ".py")
+CONFIG_FILES = ("config.json", "tokenizer_config.json")  # that may refer to custom code
 
 
 def model_folder(name: str) -> Path:
@@ -59,14 +61,18 @@ def _cached_folder(name: str) -> Path:
         ) from None
 
 
-def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Model:
+def load_model(
+    folder: Path, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False
+) -> Model:
     """Load the causal language model in `folder`, in evaluation mode.
 
-    Raises ConfigError if transformers cannot load it or tensors are missing.
+    Raises ConfigError if transformers cannot load it, tensors are missing, or the folder has custom
+    code that is not trusted.
     """
+    _check_code(folder, trust_remote_code)
     with _loading_errors(f"model folder {folder} cannot be loaded"):
         model, report = cast(Any, AutoModelForCausalLM).from_pretrained(
-            folder, dtype=dtype, output_loading_info=True
+            folder, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
         )
     # transformers initializes missing tensors at random
     if missing := sorted(cast("set[str]", report["missing_keys"])):
@@ -74,32 +80,69 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Mod
     return cast(Model, model.to(device).eval())
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer in `folder`. Raises ConfigError if it has no chat template."""
-    with _loading_errors(f"model folder {folder} has no usable tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:
+    """Load the tokenizer in `folder`.
+
+    Raises ConfigError if it has no chat template, or custom code as in `load_model`.
+    """
+    tokenizer = _load_any_tokenizer(folder, trust_remote_code)
     if not tokenizer.chat_template:
         raise ConfigError(f"the tokenizer in {folder} has no chat template; use a chat model")
-    return cast(Tokenizer, tokenizer)
+    return tokenizer
 
 
-def check_teacher_vocabulary(teacher_name: str, policy_name: str) -> None:
-    """Raise ConfigError unless teacher and policy, two model names, have the same token ids."""
-    teacher, policy = _vocabulary(teacher_name), _vocabulary(policy_name)
-    if differing := sorted(policy.items() ^ teacher.items()):
+def load_teacher(
+    name: str, *, policy: Model, policy_name: str, trust_remote_code: bool = False
+) -> Model:
+    """Load the model `name` in fp32, as a teacher of the model `policy` with name `policy_name`.
+
+    Raises ConfigError unless it has the same token ids, and logits for all of them.
+    """
+    folder = model_folder(name)
+    teacher_ids, policy_ids = (
+        _load_any_tokenizer(each, trust_remote_code).get_vocab()
+        for each in (folder, model_folder(policy_name))
+    )
+    if differing := sorted(policy_ids.items() ^ teacher_ids.items()):
         token = differing[0][0]
         raise ConfigError(
-            f"model.teacher {teacher_name} has another vocabulary: {token!r} is token "
-            f"{teacher.get(token)} there and {policy.get(token)} in model.name {policy_name}; "
-            "choose a teacher with the same tokenizer"
+            f"model.teacher {name} has another vocabulary: {token!r} is token "
+            f"{teacher_ids.get(token)} there and {policy_ids.get(token)} in model.name "
+            f"{policy_name}; choose a teacher with the same tokenizer"
         )
+    teacher = load_model(
+        folder, device=policy.device, dtype=torch.float32, trust_remote_code=trust_remote_code
+    )
+    if teacher.config.vocab_size < policy.config.vocab_size:
+        raise ConfigError(
+            f"model.teacher {name} has logits for {teacher.config.vocab_size} tokens, but "
+            f"model.name {policy_name} for {policy.config.vocab_size}; "
+            "choose a teacher with logits for all tokens"
+        )
+    return teacher
 
 
-def _vocabulary(name: str) -> dict[str, int]:
-    """Load the token ids of a model's tokenizer, by token."""
-    folder = model_folder(name)
+def _load_any_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
+    """Load a tokenizer, with or without chat template."""
+    _check_code(folder, trust_remote_code)
     with _loading_errors(f"model folder {folder} has no usable tokenizer"):
-        return dict(AutoTokenizer.from_pretrained(folder).get_vocab())
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+
+def _check_code(folder: Path, trust_remote_code: bool) -> None:
+    """Raise ConfigError if a model or tokenizer has custom code and code is not trusted.
+
+    transformers refuses such a config only if it has no class of its own for the model.
+    """
+    for file in CONFIG_FILES:
+        settings: object = None
+        with suppress(OSError, *MALFORMED):  # the file is missing or damaged: loading reports it
+            settings = json.loads((folder / file).read_bytes())
+        if isinstance(settings, dict) and "auto_map" in settings and not trust_remote_code:
+            raise ConfigError(
+                f"model folder {folder} has custom Python code (auto_map in {file}); set "
+                "model.trust_remote_code on every machine to run it, or remove auto_map"
+            )
 
 
 @contextmanager

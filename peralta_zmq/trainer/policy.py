@@ -61,7 +61,7 @@ def open_policy(config: Config, problems: Sequence[Problem], ranks: Ranks) -> Po
     Raises ConfigError or TaskError.
     """
     folder = models.model_folder(config.model.name)
-    tokenizer = models.load_tokenizer(folder)
+    tokenizer = models.load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
     model = build.load_policy(config, folder)
     companions, manifest_fields = companion_files(config, folder, model)
     check_tokens(problems, len(tokenizer))

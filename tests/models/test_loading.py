@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import io
 import json
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from custom_code import files_with_code
 from safetensors.torch import save_file
 from sample_data import TINY, VOCAB_SIZE, tiny_model
 
@@ -203,6 +206,34 @@ def test_load_model_rejects_wrong_shape(tmp_path: Path, model: Any) -> None:
     weights = {**models.weights_of(model), NORM: torch.ones(17)}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert "cannot be loaded" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["mine", "qwen3"])
+def test_untrusted_code_is_refused_without_a_prompt(
+    tmp_path: Path,
+    model: Any,
+    model_type: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    model.save_pretrained(tmp_path)
+    for name, content in files_with_code(model_type).items():
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.setattr(sys, "stdin", answer := io.StringIO("y\n"))
+    text = refused(tmp_path)
+    assert "has custom Python code (auto_map in config.json)" in text
+    assert "set model.trust_remote_code on every machine to run it" in text
+    assert answer.tell() == 0 and "code of the model folder runs" not in capfd.readouterr().out
+
+
+def test_untrusted_tokenizer_code_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(models.EMBEDDED, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text("utf-8"))
+    auto_map = {"AutoTokenizer": ["mine.MineTokenizer", None]}
+    path.write_text(json.dumps({**settings, "auto_map": auto_map}), "utf-8")
+    with pytest.raises(ConfigError, match=r"custom Python code \(auto_map in tokenizer_config"):
+        models.load_tokenizer(tmp_path)
 
 
 def test_load_tokenizer_rejects_folder_without_tokenizer(tmp_path: Path) -> None:

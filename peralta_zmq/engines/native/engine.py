@@ -61,14 +61,21 @@ class NativeEngine:
 
     @classmethod
     def open(
-        cls, folder: Path, *, device: torch.device, dtype: torch.dtype, **options: Any
+        cls,
+        folder: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        trust_remote_code: bool = False,
+        **options: Any,
     ) -> NativeEngine | HfEngine:
         """Open the model and tokenizer in `folder`; options as for the constructor.
 
         Returns an HfEngine for an architecture that the native decoder does not support.
         """
-        model = models.load_model(folder, device=device, dtype=dtype)
-        return _engine_for(model, models.load_tokenizer(folder), **options)
+        trust = {"trust_remote_code": trust_remote_code}
+        model = models.load_model(folder, device=device, dtype=dtype, **trust)
+        return _engine_for(model, models.load_tokenizer(folder, **trust), **options)
 
     @classmethod
     def open_live(

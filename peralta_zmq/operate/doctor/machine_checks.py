@@ -101,10 +101,10 @@ def check_model(config: Config) -> Check:
     from peralta_zmq import models
 
     started, folder = time.monotonic(), models.model_folder(config.model.name)
-    tokenizer = models.load_tokenizer(folder)
-    model = models.load_model(
-        folder, device=models.choose_device(config.model.device), dtype=models.DTYPES["float32"]
-    )
+    trust = config.model.trust_remote_code
+    tokenizer = models.load_tokenizer(folder, trust_remote_code=trust)
+    device, dtype = models.choose_device(config.model.device), models.DTYPES["float32"]
+    model = models.load_model(folder, device=device, dtype=dtype, trust_remote_code=trust)
     size = f"{model.num_parameters() / 1e6:.1f} M parameters, {len(tokenizer)} tokens"
     seconds = time.monotonic() - started
     return Check(True, f"{config.model.name}: {size}, loaded offline in {seconds:.1f} s")
