@@ -1,5 +1,7 @@
 """A resumed run equals an uninterrupted one: weights, optimizer, pools, samples, schedules."""
 
+# pyright: reportPrivateUsage=false, reportPossiblyUnboundVariable=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 import errno
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from child_processes import exit_code
+from damage import flip_bit, remove
 from failing_losses import POISON
 from sample_data import group_of
 
@@ -204,7 +207,8 @@ def test_step_lost_by_the_journal_is_trained_again(tmp_path: Path) -> None:
     with ExitStack() as stack:
         second = Session(stack, tmp_path)
         second.trainer.publishing.wait()
-        assert 3 not in replay._published(second.trainer.session.config)
+        published, problems = replay._published(second.trainer.session.config)
+        assert 3 not in published and not problems
         assert [version.lineage for version in second.trainer.publishing.store.versions()][-1] == 1
         assert [second.advance()["step"] for _ in range(2)] == [3, 4]
         late = group_of([1, 0], sequence=1000, policy_step=3, weights_id=lost)
@@ -352,6 +356,43 @@ def test_replay_of_a_continued_run_uses_each_steps_learning_rate(
     assert replay.main([str(continued.folder)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.endswith("  not compared: metrics.jsonl lacks the learning rate of step 2")
+
+
+@pytest.mark.timeout(180)
+def test_replay_names_damaged_versions_and_compares_the_rest(
+    continued: Continued, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = (
+        "--weights.keyframe-interval=2",
+        "--weights.keep-last=10",
+        "--train.learning-rate=0.00001",
+    )  # small deltas
+    with ExitStack() as stack:
+        continued.train(continued.open(stack, *kept, max_steps=4), until=4)
+    weights = continued.folder / "weights"
+    assert sorted(file.parent.name[-1] for file in weights.glob("*/delta.bin")) == ["1", "3"]
+    shutil.copytree(weights, continued.folder / "undamaged")
+    for file, damage, expected in (
+        ("step_00000001/delta.bin", flip_bit, {1: "version 1 does not verify: "}),
+        ("step_00000001/manifest.json", flip_bit, {1: "no valid manifest.json"}),
+        ("step_00000002/model.safetensors", remove, {2: "version 2 has no file model.safetensors",
+                                                     3: "version 2 has no file model.safetensors"}),
+        ("step_00000002/manifest.json", remove, {2: "no valid manifest.json",
+                                                 3: "version 3 needs version 2, which is missing"}),
+    ):  # fmt: skip
+        damage(weights / file)
+        capsys.readouterr()
+        assert replay.main([str(continued.folder)]) == replay.DAMAGED
+        out, err = capsys.readouterr()
+        problems = [line for line in err.splitlines() if "is not compared" in line]
+        compared = [line.endswith("  as published") for line in out.splitlines()]
+        assert compared == [step not in expected for step in (1, 2, 3, 4)]
+        for line, (number, reason) in zip(problems, expected.items(), strict=True):
+            assert re.match(rf"version {number} (\(step {number}\) )?is not compared: ", line)
+            assert reason in line
+        shutil.rmtree(weights)
+        shutil.copytree(continued.folder / "undamaged", weights)
+    assert replay.main([str(continued.folder)]) == 0
 
 
 def test_steps_without_finite_gradient_end_the_run_with_remedies(continued: Continued) -> None:

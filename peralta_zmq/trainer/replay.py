@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from peralta_zmq import build, models, wire
+from peralta_zmq.atomic_files import MANIFEST
 from peralta_zmq.config import RESOLVED, Config, load_config
 from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.learning.learner import Learner
@@ -35,10 +36,14 @@ USAGE = """\
 bin/replay RUN [--from K] [--to N] [--section.name VALUE ...]
        bin/replay export RUN STEP FOLDER"""
 PRINTED = ("reward", "loss", "grad_norm", "learning_rate")
+DIFFERENT, DAMAGED = 1, 3  # exit codes; 2 is that of errors
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replay or export; returns 1 if replayed weights differ from the published ones.
+    """Replay or export; returns DIFFERENT if replayed weights differ from the published ones.
+
+    Published versions that cannot be read are named on stderr and not compared; if all others are
+    equal, the result is DAMAGED.
 
     Each step uses its recorded learning rate, unless the settings of the schedule changed. Weights
     are compared only with unchanged settings, and only up to the first step without recorded rate.
@@ -56,7 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     rates = _recorded_rates(run)
     schedule = build.learning_rate_schedule
     is_same = schedule(config).keywords == schedule(run_config).keywords
-    published = _published(config) if config == run_config else {}
+    published, problems = _published(config) if config == run_config else ({}, [])
+    sys.stderr.writelines(f"{problem}\n" for problem in problems)
     without_rate = [step for step in journal.files_in(run / "journal") if step not in rates]
     num_different = 0
     for step, metrics, digest in replay(
@@ -74,7 +80,9 @@ def main(arguments: Sequence[str]) -> int:
         numbers = "  ".join(f"{name}={metrics[name]:.6g}" for name in PRINTED)
         sys.stdout.write(f"step={step}  {numbers}  weights={digest[:16]}{result}\n")
         sys.stdout.flush()
-    return 1 if num_different else 0
+    if num_different:
+        return DIFFERENT
+    return DAMAGED if problems else 0
 
 
 def replay(
@@ -141,7 +149,12 @@ def export(arguments: Sequence[str]) -> int:
         raise StoreError(f"{target} exists; choose a new folder")
     else:
         base_folder = build.base_folder(config, version)
-        base = models.load_model(base_folder, device=torch.device("cpu"), dtype=torch.float32)
+        base = models.load_model(
+            base_folder,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            trust_remote_code=config.model.trust_remote_code,
+        )
         with load_version(store, version) as local:
             adapter, dtype = MappedTensors(local / WEIGHTS), models.DTYPES[config.weights.dtype]
             whole = models.weights_of(base)
@@ -200,16 +213,38 @@ def _restore(learner: Learner, folder: Path, earliest: int, first: int | None) -
         )
 
 
-def _published(config: Config) -> dict[int, str]:
-    """Step -> fingerprint of each version in the run's weights folder."""
+def _published(config: Config) -> tuple[dict[int, str], list[str]]:
+    """Step -> fingerprint of each version in the run's weights folder, and a line for each problem.
+
+    A problem is a version that is damaged, or that needs a damaged one. Raises StoreError if the
+    folder cannot be listed.
+    """
     fingerprints: dict[int, str] = {}
+    problems: dict[int, str] = {}  # by version number
     store = WeightStore.open(config.weights_address)
-    versions = store.versions()
-    with progress_on_stderr("reading published weights", len(versions)) as progress:
-        for count, version in enumerate(versions, start=1):
-            # A version of an earlier step than the previous one follows a roll-back to that step.
-            fingerprints = {s: value for s, value in fingerprints.items() if s < version.step}
-            with load_version(store, version) as local:
-                fingerprints[version.step] = fingerprint(MappedTensors(local / WEIGHTS))
+    run_id, numbers = store.run_id, _numbers_in(store)
+    with progress_on_stderr("reading published weights", len(numbers)) as progress:
+        for count, number in enumerate(numbers, start=1):
+            version = store.find(number)
+            if version is None:
+                problems[number] = f"version {number} is not compared: no valid {MANIFEST}"
+            elif version.run_id == run_id:
+                # A version of an earlier step than the previous one follows a roll-back to it.
+                fingerprints = {s: value for s, value in fingerprints.items() if s < version.step}
+                try:
+                    with load_version(store, version) as local:
+                        fingerprints[version.step] = fingerprint(MappedTensors(local / WEIGHTS))
+                except StoreError as error:
+                    reason = f"version {number} (step {version.step}) is not compared: {error}"
+                    problems[number] = reason
             progress.update(count)
-    return fingerprints
+    remaining = _numbers_in(store)  # the trainer of the run may have deleted versions meanwhile
+    return fingerprints, [problems[number] for number in remaining if number in problems]
+
+
+def _numbers_in(store: WeightStore) -> list[int]:
+    """Numbers of the versions in the store, damaged or not, ascending. Raises StoreError."""
+    try:
+        return store.numbers()
+    except OSError as error:
+        raise StoreError(f"{store.address} cannot be listed ({error.strerror})") from None
