@@ -128,12 +128,19 @@ def _check_host(host: Host) -> None:
 
 
 def _check_listed_once(hosts: tuple[Host, ...]) -> None:
-    """Raise ConfigError for two hosts with the same name, or with the same machine and folder."""
+    """Raise ConfigError for equal names, and for two hosts with the same machine and folder."""
     for name, count in Counter(host.name for host in hosts).items():
         if count > 1:
             raise ConfigError(
                 f"host {name} is listed {count} times; list it once, and set count to its number "
                 "of generators"
+            )
+    workers = {worker: host.name for host in hosts for worker in host.workers}
+    for host in hosts:
+        if host.name in workers:
+            raise ConfigError(
+                f"host {host.name} has the name of a worker of host {workers[host.name]}; "
+                "rename one of the two hosts"
             )
     seen: dict[tuple[str, str], str] = {}
     for host in hosts:

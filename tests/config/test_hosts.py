@@ -69,6 +69,8 @@ def test_commented_host_of_the_example_is_valid(tmp_path: Path) -> None:
      'role = "generator"'),
     (f'{TRAINER}[[host]]\nname = "mac"\n',
      "host mac is listed 2 times; list it once, and set count to its number of generators"),
+    (f'{TRAINER}count = 1\n[[host]]\nname = "mac-0"\nssh = "pc"\n',
+     "host mac-0 has the name of a worker of host mac; rename one of the two hosts"),
     (f'{TRAINER}[[host]]\nname = "pc"\nssh = "mac.local"\ndir = "~/peralta_zmq/"\n',
      "hosts mac and pc are the same folder of the same machine; list that machine once and set "
      "its count, or give each host its own dir"),
