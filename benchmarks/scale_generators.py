@@ -98,10 +98,9 @@ def opened(stack: ExitStack, address: str, name: str, pace: SamplingPacer) -> Sc
 
 
 def subscribe_without_reading(stack: ExitStack, address: str) -> None:
-    """A subscriber to announcements that keeps the newest only."""
-    socket = open_socket(zmq.SUB, hwm=1)
+    """A receiver of announcements that keeps the newest only; an XPUB cannot do that, a PUB can."""
+    socket = open_socket(zmq.PUB, hwm=1)
     socket.setsockopt(zmq.CONFLATE, 1)
-    socket.subscribe(b"")
     socket.connect(wire.next_port(address))
     stack.enter_context(closing(socket))
 

@@ -17,6 +17,7 @@ from peralta_zmq.rollout import RolloutGroup
 
 ANYWHERE = "tcp://127.0.0.1:*"
 DEADLINE = 30.0  # seconds, for operations that take milliseconds
+GREETING = b"\xff" + bytes(8) + b"\x7f\3\0NULL" + bytes(48)  # of ZMTP 3.0
 GROUP = group_of([1.0, 0.0, 0.25], lengths=[4, 1, 7], sequence=5, policy_step=3)
 
 
@@ -42,6 +43,22 @@ def raw_socket(stack: ExitStack, address: str, kind: int = zmq.PUSH) -> zmq.Sock
     stack.callback(opened.close, linger=0)
     opened.connect(address)
     return opened
+
+
+def hello(kind: str) -> bytes:
+    """What a client without keys sends first, by the protocol of ZeroMQ (ZMTP 3.0).
+
+    `kind` is the type of its socket, such as PUSH.
+    """
+    ready = b"\5READY" + b"\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind.encode()
+    return GREETING + b"\4" + bytes([len(ready)]) + ready
+
+
+def frame_of(content: bytes) -> bytes:
+    """A message of one frame as a client without keys sends it."""
+    if len(content) < 256:
+        return b"\0" + bytes([len(content)]) + content
+    return b"\2" + len(content).to_bytes(8, "big") + content
 
 
 def unused_address() -> str:

@@ -8,7 +8,7 @@ wire.port on. A receiver drops an invalid message and logs or counts it.
 
     port  sockets      direction             content and module
     + 0   PUSH, PULL   generator -> trainer  groups: sockets.py, format in messages.py
-    + 1   PUB, SUB     trainer -> generator  progress and acknowledgements: announcements.py
+    + 1   XSUB, XPUB   trainer -> generator  progress and acknowledgements: announcements.py
     + 2   XPUB, SUB    generator -> trainer  counters of the generator: generator_status.py
     + 3   DEALER, REP  doctor <-> trainer    connection test by bin/doctor: probe.py
 

@@ -1,14 +1,19 @@
-"""Announcements: the trainer publishes its progress every second and on change (PUB/SUB).
+"""Announcements: the trainer publishes its progress every second and on change.
 
 Every announcement holds all fields, so the next one makes up for a lost one. A group is all
 rollouts of one problem, sent as one message. A sender is one running instance of a generator,
 'NAME/INCARNATION'; `sequence` numbers its groups from 0. A received group is in the trainer's
 memory; a durable one is in the journal on the trainer's disk. A policy step is the number of
 training steps that produced some weights; a weight version is one publication of weights.
+
+The sockets are those of PUB/SUB in reverse: the trainer binds an XSUB, whose messages reach every
+connected XPUB. A PUB would keep all subscriptions of its peers in memory, at 40 bytes of memory for
+each byte and without a limit on their number, and so would an XPUB with XPUB_MANUAL.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -23,6 +28,8 @@ from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
 ANNOUNCE_SECONDS = 1.0
 MAX_ANNOUNCEMENT = 4 << 20  # bytes; 4,096 senders with the longest names need 2.7 million
+MAX_RECEIVED = 512  # bytes of a message to the trainer; the handshake with keys needs 300
+MAX_DISCARDED = 10_000  # messages discarded after each announcement; takes about 10 ms
 MAX_BITS = 1 << 19  # length of a bit field: one bit for each problem
 logger = logging.getLogger(__name__)
 
@@ -88,7 +95,9 @@ class AnnouncementPublisher:
         # _changed guards the newest frame and two flags: it is unpublished; `close` was called.
         self._newest: bytes | None = None
         self._is_new = self._closed = False
-        self._socket, self.address = open_server(zmq.PUB, address, authenticator)
+        self._socket, self.address = open_server(
+            zmq.XSUB, address, authenticator, max_bytes=MAX_RECEIVED
+        )
         self._thread = threading.Thread(target=self._publish, name="announcements", daemon=True)
         self._thread.start()
 
@@ -114,8 +123,17 @@ class AnnouncementPublisher:
                 self._changed.wait_for(lambda: self._is_new or self._closed, ANNOUNCE_SECONDS)
                 frame, closed, self._is_new = self._newest, self._closed, False
             if frame is not None:
-                self._socket.send(frame)  # PUB drops messages, it never blocks
+                # Drops messages for slow peers, never blocks. A first byte of 0 or 1 would be a
+                # subscription command; a msgpack map begins with 0x80 to 0x8f, 0xde or 0xdf.
+                self._socket.send(frame)
+            self._discard_received()
         self._socket.close(linger=500)  # milliseconds in which libzmq still sends in the background
+
+    def _discard_received(self) -> None:
+        """Read what peers have sent: libzmq keeps unread messages of closed connections."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(MAX_DISCARDED):
+                self._socket.recv(zmq.NOBLOCK)
 
 
 class AnnouncementSubscriber:
@@ -124,10 +142,9 @@ class AnnouncementSubscriber:
     def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
         self.latest: Announcement | None = None
         self.received_at = float("-inf")  # monotonic seconds of the latest announcement
-        self._socket = open_socket(zmq.SUB, max_bytes=MAX_ANNOUNCEMENT)
+        self._socket = open_socket(zmq.XPUB, max_bytes=MAX_ANNOUNCEMENT)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)  # milliseconds
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
-        self._socket.subscribe(b"")
         self._monitor = HandshakeMonitor(self._socket, address, keys)
         self._socket.connect(address)
 

@@ -120,7 +120,7 @@ def test_largest_announcement_is_accepted_and_a_larger_one_refused() -> None:
 
 
 def test_refused_announcement_leaves_the_latest(stack: ExitStack) -> None:
-    raw = zmq.Context.instance().socket(zmq.PUB)
+    raw = zmq.Context.instance().socket(zmq.XSUB)
     stack.callback(raw.close, linger=0)
     address = f"tcp://127.0.0.1:{raw.bind_to_random_port('tcp://127.0.0.1')}"
     subscriber = stack.enter_context(closing(wire.AnnouncementSubscriber(address)))

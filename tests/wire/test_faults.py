@@ -1,10 +1,14 @@
-"""Fault table rows 9 to 13, 23, 25, 26: network, trainer restarts, hostile clients."""
+"""Fault table rows 9 to 13, 23, 25, 26, 39: network, trainer restarts, hostile clients."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
-from contextlib import ExitStack, closing
+import subprocess
+import sys
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 from time import monotonic
 
 import pytest
@@ -13,9 +17,13 @@ from bad_network import Proxy
 from sample_data import group_of, resident_bytes
 from sockets import (
     DEADLINE,
+    GREETING,
     GROUP,
     bound_again,
     drained,
+    eventually,
+    frame_of,
+    hello,
     numbered,
     pair,
     raw_socket,
@@ -31,8 +39,10 @@ from peralta_zmq.generator.trainer_connection import Outbox
 from peralta_zmq.learning.admission import MAX_ABOVE, Ledger
 from peralta_zmq.wire import message_fields
 from peralta_zmq.wire import sockets as wire_sockets
+from peralta_zmq.wire.auth import generator_keys, make_keys
 
 NUM_IN_FLIGHT = 4  # groups, as the sampling pacer would allow
+REPO = Path(__file__).parents[2]
 
 
 def port_of(address: str) -> int:
@@ -202,7 +212,6 @@ def test_second_trainer_is_refused_and_the_first_continues(
 
 # Row 23: hostile clients.
 
-GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\0NULL" + bytes(48)
 HOSTILE = [
     b"GET / HTTP/1.1\r\nHost: trainer\r\n\r\n",
     bytes(range(256)) * 40,
@@ -281,3 +290,123 @@ def test_oversize_message_disconnects_its_client_only(stack: ExitStack) -> None:
         assert sender.send(numbered(number), timeout=DEADLINE)
         assert received(receiver).sequence == number
     assert not receiver.refused
+
+
+# Row 39: what peers make the announcement socket store.
+
+MAX_GROWTH = 40 << 20  # bytes
+PUBLISHER = """
+import sys, threading, os, time
+from pathlib import Path
+from peralta_zmq import wire
+
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+authenticator = wire.CurveAuthenticator(Path(sys.argv[1])) if sys.argv[1:] else None
+publisher = wire.AnnouncementPublisher("tcp://127.0.0.1:*", authenticator=authenticator)
+print(publisher.address, flush=True)
+for step in range(1_000_000):
+    publisher.publish(wire.Announcement("demo", step=step))
+    time.sleep(0.005)
+"""
+SUBSCRIBER = """
+import sys, os
+from pathlib import Path
+import zmq
+from peralta_zmq.wire.auth import generator_keys, use_keys
+
+hostile = zmq.Context.instance().socket(zmq.SUB)
+use_keys(hostile, generator_keys(Path(sys.argv[2]), "bob"))
+hostile.subscribe(os.urandom(4 << 20))
+events = hostile.get_monitor_socket(
+    zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+hostile.connect(sys.argv[1])
+events.recv_multipart()
+print("connected", flush=True)
+sys.stdin.read()
+os._exit(0)  # libzmq overflows the stack when it frees so long a subscription
+"""
+ATTACKS = {  # messages that begin with 1 are subscriptions
+    "a large subscription": lambda: frame_of(b"\1" + os.urandom(15 << 20)),
+    "many subscriptions": lambda: b"".join(
+        frame_of(b"\1" + os.urandom(200)) for _ in range(60_000)
+    ),
+}
+
+
+def start(stack: ExitStack, program: str, *arguments: str) -> subprocess.Popen[str]:
+    """Start Python code in a process that is killed at the end."""
+    process = stack.enter_context(
+        subprocess.Popen([sys.executable, "-c", program, *arguments], cwd=REPO, text=True,
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    )  # fmt: skip
+    stack.callback(process.kill)
+    return process
+
+
+def publisher_process(stack: ExitStack, *arguments: str) -> tuple[int, str]:
+    """Start a process that publishes announcements all the time; returns its pid and address."""
+    process = start(stack, PUBLISHER, *arguments)
+    assert process.stdout is not None
+    return process.pid, process.stdout.readline().strip()
+
+
+def wait_for_steps(subscriber: wire.AnnouncementSubscriber, count: int) -> None:
+    """Wait until the publisher has announced `count` more steps."""
+    before = eventually(lambda: subscriber.receive(timeout=0.1)).step
+    eventually(lambda: subscriber.receive(timeout=0.1).step >= before + count)  # type: ignore
+
+
+def connected(stack: ExitStack, address: str, kind: str) -> socket.socket:
+    """A connection of a client without keys, after the handshake; may raise ConnectionError."""
+    opened = socket.create_connection(("127.0.0.1", port_of(address)), timeout=DEADLINE)
+    stack.enter_context(closing(opened))
+    opened.sendall(hello(kind))
+    with opened.makefile("rb") as reader:
+        answer = reader.read(len(GREETING) + 2)
+        if len(answer) < len(GREETING) + 2 or len(reader.read(answer[-1])) < answer[-1]:
+            raise ConnectionResetError
+    return opened  # libzmq refuses messages that come before its own READY, which is read
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_subscriptions_take_no_memory(stack: ExitStack, attack: str) -> None:
+    pid, address = publisher_process(stack)
+    subscriber = stack.enter_context(closing(wire.AnnouncementSubscriber(address)))
+    wait_for_steps(subscriber, 1)
+    before = resident_bytes(pid)
+    content = ATTACKS[attack]()
+    for kind in ("SUB", "XPUB"):
+        with suppress(ConnectionError):  # libzmq refuses the type of the socket or the size
+            connected(stack, address, kind).sendall(content)
+    wait_for_steps(subscriber, 100)
+    assert resident_bytes(pid) - before < MAX_GROWTH
+
+
+def test_unread_messages_of_closed_connections_are_freed(stack: ExitStack) -> None:
+    pid, address = publisher_process(stack)
+    subscriber = stack.enter_context(closing(wire.AnnouncementSubscriber(address)))
+    wait_for_steps(subscriber, 1)
+    before = resident_bytes(pid)
+    for _ in range(1000):
+        with ExitStack() as once:
+            connected(once, address, "XPUB").sendall(frame_of(bytes(500)) * 90)
+    wait_for_steps(subscriber, 100)
+    assert resident_bytes(pid) - before < MAX_GROWTH
+
+
+def test_subscription_of_a_known_generator_takes_no_memory(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    for name in ("trainer", "ann", "bob"):
+        make_keys(tmp_path / "keys", name)
+    pid, address = publisher_process(stack, str(tmp_path / "keys"))
+    ann = generator_keys(tmp_path / "keys", "ann")
+    subscriber = stack.enter_context(closing(wire.AnnouncementSubscriber(address, keys=ann)))
+    wait_for_steps(subscriber, 1)
+    before = resident_bytes(pid)
+    hostile = start(stack, SUBSCRIBER, address, str(tmp_path / "keys"))
+    assert hostile.stdout is not None and hostile.stdout.readline()
+    wait_for_steps(subscriber, 100)
+    assert resident_bytes(pid) - before < MAX_GROWTH

@@ -121,7 +121,7 @@ def test_generator_with_an_unknown_key_exits_with_the_reason(
     for name in ("trainer", "ann"):
         make_keys(other, name)
     shutil.copy(folder / "trainer.public", other)
-    publisher = stack.enter_context(open_socket(zmq.PUB, hwm=1))
+    publisher = stack.enter_context(open_socket(zmq.XSUB, hwm=1))
     authenticator.protect(publisher)
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
     connections = stack.enter_context(publisher.get_monitor_socket(zmq.EVENT_ACCEPTED))
