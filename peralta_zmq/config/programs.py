@@ -18,6 +18,7 @@ from pathlib import Path
 from peralta_zmq.config.load import load_config
 from peralta_zmq.config.schema import Config
 from peralta_zmq.errors import ConfigError, PeraltaError, printable
+from peralta_zmq.open_files import raise_limit
 
 INTERRUPTED = 130  # exit code that a shell reports for SIGINT
 CHECKOUT_BIN = Path(__file__).resolve().parents[2] / "bin"
@@ -28,6 +29,7 @@ LAN_COMMANDS = ("up", "sync", "status", "logs", "restart", "stop", "down", "enab
 def trainer() -> int:
     """peralta-trainer: collect groups, train the model on them, publish its weights."""
     _end_process_on_interrupt()
+    raise_limit()  # generators, and strangers, may hold thousands of connections
     return run_program("peralta_zmq.trainer.loop:run", program_name("trainer"))
 
 
@@ -39,6 +41,7 @@ def generator() -> int:
 
 def verifier() -> int:
     """peralta-verifier: serve problems and rewards to generators on other machines."""
+    raise_limit()
     return run_program("peralta_zmq.environments.verifier_service:run", program_name("verifier"))
 
 

@@ -19,6 +19,7 @@ import torch
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import JournalError
+from peralta_zmq.open_files import failure_text
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.policy import Policy
 from peralta_zmq.trainer.ranks import PolicyLearner
@@ -92,7 +93,7 @@ def save(folder: Path, checkpoint: Checkpoint, *, run_id: str) -> None:
         atomic_files.remove_folder(final)  # a checkpoint that did not verify at the restart
         atomic_files.write_folder(final, files, {"run_id": run_id, "step": checkpoint.step})
     except OSError as error:
-        raise JournalError(f"cannot write checkpoint {final}: {error.strerror}") from None
+        raise JournalError(f"cannot write checkpoint {final}: {failure_text(error)}") from None
     failpoint("checkpoint.written")
 
 

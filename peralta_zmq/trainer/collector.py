@@ -189,7 +189,7 @@ class BatchCollector:
                     raise
                 run_log = self.session.run_log
                 run_log.event("journal_failed", reason=str(error))
-                run_log.note(f"{error}; make room for it. Training waits, nothing is lost")
+                run_log.note(f"{error}. Training waits, nothing is lost")
             self.session.stop.pause(retry_seconds)
             retry_seconds = min(MAX_RETRY_SECONDS, 2 * retry_seconds)
 

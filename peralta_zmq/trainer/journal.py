@@ -29,6 +29,7 @@ from isal.isal_zlib import crc32
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import JournalError
+from peralta_zmq.open_files import failure_text
 
 HEADER = struct.Struct("<IIB")
 GROUP, DROPPED = 1, 2  # kinds of records
@@ -124,7 +125,7 @@ class Journal:
         except OSError as error:
             self.close()  # a second fsync of the same pages would report success
             raise JournalError(
-                f"cannot write {self.file_of(self._step)}: {error.strerror}"
+                f"cannot write {self.file_of(self._step)}: {failure_text(error)}"
             ) from None
         self._waiting.clear()
         failpoint("journal.synced")
@@ -155,7 +156,7 @@ class Journal:
                     os.fsync(opened.fileno())
                 atomic_files.sync_folder(self._folder)
             except OSError as error:
-                raise JournalError(f"cannot write {file}: {error.strerror}") from None
+                raise JournalError(f"cannot write {file}: {failure_text(error)}") from None
         return records
 
     def check_last(self, step: int, fault: str) -> None:

@@ -154,8 +154,8 @@ class Recovery:
                 self.checkpoints.write()  # no later start needs the previous schedule
             except JournalError as error:
                 raise JournalError(
-                    f"{error}; make room for it: changed settings take effect only after a "
-                    "checkpoint of the steps trained so far"
+                    f"{error}. Changed settings take effect only after a checkpoint of the steps "
+                    "trained so far"
                 ) from None
             write_resolved(self.session.config, self.session.folder)
         return True

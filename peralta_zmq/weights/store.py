@@ -23,6 +23,7 @@ import torch
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import Content, CorruptError, failpoint
 from peralta_zmq.errors import ChainError, GoneError, StoreError
+from peralta_zmq.open_files import failure_text
 from peralta_zmq.weights import delta, tensor_set
 from peralta_zmq.weights.backends import StorageBackend, open_backend, read_small
 from peralta_zmq.weights.version import (
@@ -141,8 +142,9 @@ class WeightStore:
             failpoint("publish.identity")
             version = _write_version(self.backend, fields, tensors, companions, base, stream)
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise StoreError(f"cannot publish step {step} to {self.address}: {reason}") from None
+            raise StoreError(
+                f"cannot publish step {step} to {self.address}: {failure_text(error)}"
+            ) from None
         failpoint("publish.visible")
         return version
 

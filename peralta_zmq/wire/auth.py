@@ -37,7 +37,7 @@ ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by the ZAP specification
 DOMAIN = b"peralta"  # ZAP domain of the protected sockets
 POLL_SECONDS = 0.2  # maximum delay of closing the authenticator
 READ_SECONDS = 1.0  # minimum interval between two reads of the key folder
-HANDSHAKE_SECONDS = 5.0  # after this time without a ZAP reply libzmq disconnects the client
+HANDSHAKE_SECONDS = 5.0  # a client whose handshake takes longer is disconnected
 # A client reports a wrong server key after this time and at least this number of disconnects.
 PATIENCE_SECONDS, PATIENCE_TRIES = 3.0, 5
 HANDSHAKE_EVENTS = (
@@ -238,7 +238,6 @@ class CurveAuthenticator:
         server.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
         server.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        server.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
 
     def close(self) -> None:
         """Stop the thread; from now on libzmq refuses every new client."""

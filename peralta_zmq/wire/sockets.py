@@ -20,7 +20,12 @@ import zmq
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys, HandshakeMonitor
+from peralta_zmq.wire.auth import (
+    HANDSHAKE_SECONDS,
+    CurveAuthenticator,
+    GeneratorKeys,
+    HandshakeMonitor,
+)
 from peralta_zmq.wire.message_fields import MAX_MESSAGE, check_owner
 from peralta_zmq.wire.messages import InvalidGroupError, decode_group
 
@@ -73,9 +78,11 @@ def open_server(
     """
     server = open_socket(kind, hwm=hwm, max_bytes=max_bytes)
     # TCP keepalive (in seconds) detects dead peers; ZeroMQ heartbeats would disconnect busy ones.
+    # The handshake's timeout (in ms) closes the idle connections of strangers.
     for option, value in (
         (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 60),
         (zmq.TCP_KEEPALIVE_INTVL, 15), (zmq.TCP_KEEPALIVE_CNT, 8),
+        (zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000)),
     ):  # fmt: skip
         server.setsockopt(option, value)
     if authenticator is not None:

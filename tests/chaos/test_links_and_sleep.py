@@ -1,6 +1,6 @@
 """Link failures, suspended programs, clock jumps, full disks, few file descriptors.
 
-Rows 8, 9, 11, 28 and 29 of the fault table.
+Rows 8, 9, 11, 28, 29 and 45 of the fault table.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 from real_programs import Program, RealRun, ended_within, until
 from sample_data import resident_bytes
+from sockets import hello
 
-from tools.link_proxy import LinkProxy
+from peralta_zmq.open_files import raise_limit
+from tools.link_proxy import LinkProxy, free_ports
 from tools.run_history import LOADED
 
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
@@ -174,16 +176,42 @@ def test_trainer_without_a_free_descriptor_reports_it_and_recovers(
     until(lambda: run.step >= 3, trainer, generator)
     with ExitStack() as stack:
         for _ in range(90):  # more than it can accept, fewer than the kernel keeps for it
-            stack.enter_context(socket.create_connection(("127.0.0.1", run.port), timeout=30))
+            stranger = socket.create_connection(("127.0.0.1", run.port), timeout=30)
+            stack.enter_context(stranger).sendall(hello("PUSH"))
         until(lambda: num_descriptors(trainer) == 64, trainer, generator)
-        until(lambda: WITHOUT.search(trainer.printed), trainer, generator)
+        without = WITHOUT.replace("PORT", str(run.port))
+        until(lambda: re.search(without, trainer.printed), trainer, generator)
         step = run.step
         assert not ended_within(trainer, 3)
         assert run.step == step  # none is taken whose groups are not in the journal
     end_well(run, trainer, generator)
 
 
-WITHOUT = re.compile(r"cannot write .*: Too many open files; make room for it\. Training waits")
+WITHOUT = (
+    r"cannot write .*: Too many open files: the limit of this process is 64, and \d+ are "
+    r"connections \(\d+ to port PORT.*\); close them, or start it with a higher limit "
+    r"\(ulimit -n\)\. Training waits, nothing is lost"
+)
+
+
+@chaos
+@pytest.mark.parametrize("port", ["rollouts", "announcements", "dashboard", "weights"])
+def test_steps_continue_during_2000_idle_connections(run: RealRun, port: str) -> None:
+    ports = {"rollouts": run.port, "announcements": run.port + 1, "weights": free_ports()}
+    settings = ("--train.max-steps", "40", "--weights.serve-port", str(ports["weights"]))
+    trainer = run.trainer(*settings, shell='ulimit -n 256; exec "$@"')
+    generator = run.generator("ann")
+    until(lambda: run.step >= 3, trainer, generator)
+    ports["dashboard"] = int(re.search(r"dashboard: http://[^:]*:(\d+)", trainer.printed)[1])  # type: ignore
+    raise_limit()
+    with ExitStack() as stack:
+        for _ in range(2000):
+            stranger = stack.enter_context(socket.socket())
+            stranger.setblocking(False)
+            stranger.connect_ex(("127.0.0.1", ports[port]))
+        step = run.step
+        until(lambda: run.step >= step + 20, trainer, generator, seconds=60)
+    end_well(run, trainer, generator)
 
 
 def num_descriptors(program: Program) -> int:

@@ -240,6 +240,18 @@ def test_trainer_serves_among_garbage_and_200_slow_clients(
     assert not receiver.refused
 
 
+def test_connection_without_a_handshake_is_closed(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire_sockets, "HANDSHAKE_SECONDS", 0.2, raising=False)
+    receiver = stack.enter_context(closing(receiver_at()))
+    idle = socket.create_connection(("127.0.0.1", port_of(receiver.address)), timeout=10)
+    with closing(idle):
+        idle.sendall(GREETING)
+        while idle.recv(1000):
+            pass  # the greeting of the trainer, then the end
+
+
 # Row 25: replays and jumps.
 
 

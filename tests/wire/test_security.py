@@ -35,6 +35,7 @@ from sockets import (
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire import auth, message_fields
+from peralta_zmq.wire import sockets as wire_sockets
 from peralta_zmq.wire.auth import GeneratorKeys, generator_keys, known_generators, make_keys
 from peralta_zmq.wire.sockets import open_socket
 
@@ -306,6 +307,7 @@ def test_client_waits_while_the_key_folder_is_unreadable(
 ) -> None:
     monkeypatch.setattr(auth, "READ_SECONDS", 0.0)
     monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(wire_sockets, "HANDSHAKE_SECONDS", 0.3)
     monkeypatch.setattr(auth, "PATIENCE_SECONDS", 0.1)
     receiver = stack.enter_context(closing(receiver_at(authenticator=authenticator)))
     ann = generator_keys(folder, "ann")

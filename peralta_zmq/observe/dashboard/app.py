@@ -12,6 +12,7 @@ Static files are read into memory at the start: no request can choose a path on 
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hmac
 import ipaddress
@@ -43,6 +44,7 @@ try:
     from starlette.responses import PlainTextResponse, RedirectResponse, Response
     from starlette.routing import Route
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise ConfigError(
         f"the dashboard needs starlette and uvicorn ({error}); pip install 'peralta_zmq[dashboard]'"
@@ -60,7 +62,25 @@ SECURITY_HEADERS = {
 COOKIE = "peralta_token"
 NUM_PORTS = 20  # ports that are tried, starting with the requested one
 LAST_PORT = 65_535
+MAX_CONNECTIONS = 64  # each takes one of the files that the trainer may open
+FIRST_REQUEST_SECONDS = 5.0  # after which a connection without a request is closed
 logger = logging.getLogger(__name__)
+
+
+class Connection(H11Protocol):
+    """A connection, closed if there are too many or if it sends no complete request in time."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Override: limit the number of connections and the wait for the first request."""
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+        else:
+            self.loop.call_later(FIRST_REQUEST_SECONDS, self._close_without_request)
+
+    def _close_without_request(self) -> None:
+        if not self.cycle:  # None before the first request
+            self.transport.abort()
 
 
 class Dashboard:
@@ -93,12 +113,12 @@ class Dashboard:
         config = uvicorn.Config(
             app,
             loop="asyncio",  # without these three, uvicorn uses optional packages if installed
-            http="h11",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
             log_level="critical",  # any client could fill the log with messages of lower levels
-            limit_concurrency=64,
+            backlog=MAX_CONNECTIONS,  # asyncio accepts this number before it reports the first
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)

@@ -17,7 +17,7 @@ import pytest
 from synthetic_runs import append, group, make_run, row
 
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.observe.dashboard import view
+from peralta_zmq.observe.dashboard import app, view
 from peralta_zmq.observe.dashboard.app import Dashboard
 
 TOKEN = "0123456789abcdef" * 2
@@ -140,6 +140,48 @@ def test_invalid_requests_are_not_logged(
         client.sendall(b"NONSENSE\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 400")
     assert caplog.messages == []
+
+
+def is_closed(client: socket.socket) -> bool:
+    """Whether the server has closed a connection that sends nothing."""
+    try:
+        return client.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def idle_clients(dashboard: Dashboard, stack: ExitStack) -> list[socket.socket]:
+    """150 connections that send nothing."""
+    address = ("127.0.0.1", dashboard.port)
+    clients = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(150)]
+    for client in clients:
+        client.setblocking(False)
+    return clients
+
+
+def test_number_of_open_connections_is_bounded(
+    dashboard: Dashboard, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "FIRST_REQUEST_SECONDS", 300.0, raising=False)
+    clients = idle_clients(dashboard, stack)
+    deadline = time.monotonic() + 30
+    while sum(map(is_closed, clients)) < len(clients) - app.MAX_CONNECTIONS:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_connections_without_a_request_are_closed(
+    dashboard: Dashboard, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "FIRST_REQUEST_SECONDS", 0.5, raising=False)
+    clients = idle_clients(dashboard, stack)
+    deadline = time.monotonic() + 30
+    while not all(map(is_closed, clients)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert get(dashboard, "/")[0] == 200
 
 
 def test_access_from_other_machines_needs_the_token(tmp_path: Path, serve: Serve) -> None:

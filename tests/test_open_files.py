@@ -1,0 +1,65 @@
+"""The limit of open files: raising it, and the error text when it is reached."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+
+from peralta_zmq.open_files import failure_text, raise_limit
+
+FILES = resource.RLIMIT_NOFILE
+
+
+@pytest.fixture
+def limits() -> Iterator[tuple[int, int]]:
+    """Restore the limits of open files, soft and hard."""
+    before = resource.getrlimit(FILES)
+    yield before
+    resource.setrlimit(FILES, before)
+
+
+def test_raise_limit_raises_the_soft_limit(limits: tuple[int, int]) -> None:
+    resource.setrlimit(FILES, (512, limits[1]))
+    raise_limit()
+    raised, hard = resource.getrlimit(FILES)
+    assert hard == limits[1] and raised in {limits[1], 65_536, 10_240}
+
+
+def test_raise_limit_keeps_a_limit_that_is_high_enough(limits: tuple[int, int]) -> None:
+    raise_limit()
+    high = resource.getrlimit(FILES)
+    raise_limit()
+    assert resource.getrlimit(FILES) == high
+
+
+def test_failure_without_a_descriptor_names_ports_and_remedy(
+    stack: ExitStack, limits: tuple[int, int]
+) -> None:
+    servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+    ports = [server.getsockname()[1] for server in servers]
+    for server, count in zip(servers, (3, 1), strict=True):
+        for _ in range(count):
+            stack.enter_context(closing(socket.create_connection(server.getsockname(), 10)))
+            stack.enter_context(server.accept()[0])
+    resource.setrlimit(FILES, (max(map(int, os.listdir("/dev/fd"))) + 1, limits[1]))
+    with pytest.raises(OSError, match="Too many open files") as raised:
+        for _ in range(10_000):
+            descriptor = os.open(os.devnull, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+    text = failure_text(raised.value)
+    limit = resource.getrlimit(FILES)[0]
+    assert text.startswith(f"Too many open files: the limit of this process is {limit}, and ")
+    assert f"3 to port {ports[0]}" in text and f"1 to port {ports[1]}" in text
+    assert text.endswith("; close them, or start it with a higher limit (ulimit -n)")
+
+
+def test_failure_of_a_full_disk_asks_for_room() -> None:
+    error = OSError(errno.ENOSPC, "No space left on device")
+    assert failure_text(error) == "No space left on device; make room for it"
+    assert failure_text(OSError(errno.EROFS, "Read-only file system")) == "Read-only file system"
