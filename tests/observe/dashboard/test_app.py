@@ -1,5 +1,7 @@
 """HTTP server of the dashboard: routes, access control, errors, cost."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import http.client
@@ -217,6 +219,7 @@ def test_errors_stay_in_the_dashboard(
     assert caplog.messages == ["dashboard request failed at /api/runs/0 (RuntimeError('broken'))"]
     monkeypatch.setattr(Dashboard, "run", fails)
     broken = serve(Path("unused"))
+    assert broken._thread is not None
     broken._thread.join(30)
     assert not broken._thread.is_alive()
     assert "broken" in caplog.text and "training continues" in caplog.text
