@@ -38,7 +38,7 @@ from tools.link_proxy import NUM_PORTS, free_ports
 
 BEGIN = "<!-- written by make attack-costs: begin -->"
 END = "<!-- written by make attack-costs: end -->"
-FIRST_STEPS = 20  # before an attack
+FIRST_STEPS = 250  # before an attack: by then the memory has stopped growing
 START_SECONDS = 120.0  # for FIRST_STEPS
 QUIET_SECONDS = 3.0  # measured before the attack
 HOLD_SECONDS = 4.0  # after the last message of an attack, with open connections
@@ -49,8 +49,9 @@ GENERATOR = "local-0"
 ANYONE, HOLDER, STRANGER = "anyone, without keys", "a known generator", "a stranger, with keys"
 ULIMIT = ("/bin/sh", "-c", 'ulimit -S -n 1024; exec "$@"', "sh")
 SETTINGS = (
-    *("--sampling.num-generations", "4", "--train.batch-size", "16", "--engine.slots", "8"),
-    *("--train.max-off-policy-steps", "4", "--train.max-steps", "1000000"),
+    *("--sampling.num-generations", "4", "--train.batch-size", "4", "--engine.slots", "8"),
+    *("--sampling.max-completion-length", "16"),  # with small steps the memory soon stops growing
+    *("--train.max-off-policy-steps", "100", "--train.max-steps", "1000000"),
     *("--train.lr-scheduler-type", "constant", "--train.learning-rate", "1e-6"),
     *("--eval.num-examples", "4", "--no-eval.eval-base-model"),
     *("--checkpoint.interval", "1000000", "--run.name", "run"),

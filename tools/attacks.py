@@ -95,6 +95,11 @@ def _send_statuses(client: Client, statuses: Iterable[wire.GeneratorStatus]) -> 
     return _send(opened, map(encode_fields, statuses))
 
 
+def nothing(client: Client, count: int) -> int:
+    """No attack: shows how much the costs vary by themselves."""
+    return count
+
+
 def long_statuses(client: Client, count: int) -> int:
     """Statuses of new starts of a generator, whose worker_info becomes 86 KB of JSON."""
     emoji = "\U0001f600"  # 4 bytes in a message, 12 in JSON
@@ -198,6 +203,7 @@ def version_with_large_file(client: Client, count: int) -> int:
 
 Attack: TypeAlias = Callable[[Client, int], int]  # with the number of messages, connections, bytes
 ATTACKS: dict[str, tuple[Attack, int]] = {
+    "none, for comparison": (nothing, 0),
     "3,000 statuses of 86 KB": (long_statuses, 3000),
     "100,000 new incarnations": (new_incarnations, 100_000),
     "100,000 stale groups": (stale_groups, 100_000),
