@@ -371,28 +371,27 @@ def test_replay_names_damaged_versions_and_compares_the_rest(
         continued.train(continued.open(stack, *kept, max_steps=4), until=4)
     weights = continued.folder / "weights"
     assert sorted(file.parent.name[-1] for file in weights.glob("*/delta.bin")) == ["1", "3"]
-    shutil.copytree(weights, continued.folder / "undamaged")
-    for file, damage, expected in (
-        ("step_00000001/delta.bin", flip_bit, {1: "version 1 does not verify: "}),
-        ("step_00000001/manifest.json", flip_bit, {1: "no valid manifest.json"}),
-        ("step_00000002/model.safetensors", remove, {2: "version 2 has no file model.safetensors",
-                                                     3: "version 2 has no file model.safetensors"}),
-        ("step_00000002/manifest.json", remove, {2: "no valid manifest.json",
-                                                 3: "version 3 needs version 2, which is missing"}),
-    ):  # fmt: skip
-        damage(weights / file)
+    whole = shutil.copytree(weights, continued.folder / "whole")
+
+    def check(expected: dict[int, str]) -> None:
         capsys.readouterr()
         assert replay.main([str(continued.folder)]) == replay.DAMAGED
         out, err = capsys.readouterr()
-        problems = [line for line in err.splitlines() if "is not compared" in line]
         compared = [line.endswith("  as published") for line in out.splitlines()]
         assert compared == [step not in expected for step in (1, 2, 3, 4)]
+        problems = [line for line in err.splitlines() if "is not compared" in line]
         for line, (number, reason) in zip(problems, expected.items(), strict=True):
             assert re.match(rf"version {number} (\(step {number}\) )?is not compared: ", line)
             assert reason in line
-        shutil.rmtree(weights)
-        shutil.copytree(continued.folder / "undamaged", weights)
-    assert replay.main([str(continued.folder)]) == 0
+
+    flip_bit(weights / "step_00000001" / "delta.bin")
+    remove(weights / "step_00000002" / "model.safetensors")
+    missing = "version 2 has no file model.safetensors"
+    check({1: "version 1 does not verify: ", 2: missing, 3: missing})
+    shutil.rmtree(weights)
+    whole.rename(weights)
+    flip_bit(weights / "step_00000002" / "manifest.json")
+    check({2: "no valid manifest.json", 3: "version 3 needs version 2, which is missing"})
 
 
 def test_steps_without_finite_gradient_end_the_run_with_remedies(continued: Continued) -> None:
