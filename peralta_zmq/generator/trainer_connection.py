@@ -178,10 +178,12 @@ class TrainerConnection:
     def _check_silence(self) -> None:
         """Log if no announcement has arrived for SILENCE_SECONDS.
 
-        If the weights are those of the last training step, the run then counts as complete: the
-        trainer exits soon after its final announcement, so a generator may miss that one.
+        The run then counts as complete if the last announcement said so, or the weights are those
+        of the last training step: the trainer exits soon after its final announcements, so a
+        generator may receive one or none of them.
         """
-        now, received = time.monotonic(), self._sockets.announcements.received_at
+        announcements, version = self._sockets.announcements, self._weights.version
+        now, received = time.monotonic(), announcements.received_at
         if now - max(received, self._silence_logged) <= SILENCE_SECONDS:
             return
         self._silence_logged = now
@@ -189,7 +191,7 @@ class TrainerConnection:
             "no announcement from the trainer for %.0f s; keeping finished groups until it returns",
             SILENCE_SECONDS,
         )
-        if self._weights.version.step >= self._max_steps:
+        if version.step >= self._max_steps or announcements.complete_run == version.run_id:
             self.is_run_complete = True
 
 

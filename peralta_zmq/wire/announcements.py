@@ -17,7 +17,7 @@ import contextlib
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import zmq
 
@@ -27,6 +27,7 @@ from peralta_zmq.wire.message_fields import decode_fields, encode_fields
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
 ANNOUNCE_SECONDS = 1.0
+DONE_SECONDS = 0.1  # between two announcements that the run is complete; generators need two
 MAX_ANNOUNCEMENT = 4 << 20  # bytes; 4,096 senders with the longest names need 2.7 million
 MAX_RECEIVED = 512  # bytes of a message to the trainer; the handshake with keys needs 300
 MAX_DISCARDED = 10_000  # messages discarded after each announcement; takes about 10 ms
@@ -54,7 +55,7 @@ class Announcement:
     consumed: dict[str, int] = field(default_factory=dict[str, int])
     """By active sender: number of its groups in started steps or dropped, minus 1; -1 = none."""
     waiting: bool = False  # for groups; False during a step, an evaluation and the start
-    done: bool = False  # the run is complete
+    done: bool = False  # the run is complete; a subscriber reports it from the second one on
     groups_in_step: int = 0  # groups in the batch of the newest started step; 0 before the first
     next_sample_index: int = 0
     """Greater than the sample_index (position in the run's shuffled order of problems) of every
@@ -71,7 +72,8 @@ class Announcement:
 def decode_announcement(frame: bytes) -> Announcement:
     """Decode an announcement from a frame made by `encode_fields`; ignores unknown fields.
 
-    Raises WireError if the frame is too large, `run_id` is missing or a field has a wrong type.
+    Raises WireError if the frame is too large or damaged, `run_id` is missing or a field has a
+    wrong type.
     """
     if len(frame) > MAX_ANNOUNCEMENT:
         raise WireError(f"announcement of {len(frame)} bytes")
@@ -86,15 +88,19 @@ def _check(announcement: Announcement) -> None:
 class AnnouncementPublisher:
     """Publishes each announcement at once and repeats the newest one every second.
 
+    The announcement that the run is complete is repeated ten times as often.
+
     A thread owns the socket, so announcements continue while the trainer computes. Use with
     `closing`.
     """
 
     def __init__(self, address: str, *, authenticator: CurveAuthenticator | None = None) -> None:
         self._changed = threading.Condition()
-        # _changed guards the newest frame and two flags: it is unpublished; `close` was called.
+        # _changed guards the newest frame, its interval and two flags: it is unpublished; `close`
+        # was called.
         self._newest: bytes | None = None
         self._is_new = self._closed = False
+        self._seconds = ANNOUNCE_SECONDS  # until the newest frame is repeated
         self._socket, self.address = open_server(
             zmq.XSUB, address, authenticator, max_bytes=MAX_RECEIVED
         )
@@ -106,26 +112,28 @@ class AnnouncementPublisher:
         frame = encode_fields(announcement)
         with self._changed:
             self._newest, self._is_new = frame, True
+            self._seconds = DONE_SECONDS if announcement.done else ANNOUNCE_SECONDS
             self._changed.notify()
 
     def close(self) -> None:
-        """Publish the newest announcement once more and close; does not wait for its delivery."""
+        """Publish the newest announcement twice more and close; does not wait for its delivery."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join()
 
     def _publish(self) -> None:
-        """The thread: send the newest frame on change and every second, until `close`."""
+        """The thread: send the newest frame on change and again and again, until `close`."""
         closed = False
         while not closed:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_new or self._closed, ANNOUNCE_SECONDS)
+                self._changed.wait_for(lambda: self._is_new or self._closed, self._seconds)
                 frame, closed, self._is_new = self._newest, self._closed, False
-            if frame is not None:
-                # Drops messages for slow peers, never blocks. A first byte of 0 or 1 would be a
-                # subscription command; a msgpack map begins with 0x80 to 0x8f, 0xde or 0xdf.
-                self._socket.send(frame)
+            for _ in range(2 if closed else 1):  # `done` must be received twice
+                if frame is not None:
+                    # Drops messages for slow peers, never blocks. A first byte of 0 or 1 would be a
+                    # subscription command; a msgpack map begins with 0x80 to 0x8f, 0xde or 0xdf.
+                    self._socket.send(frame)
             self._discard_received()
         self._socket.close(linger=500)  # milliseconds in which libzmq still sends in the background
 
@@ -137,11 +145,16 @@ class AnnouncementPublisher:
 
 
 class AnnouncementSubscriber:
-    """Receives the trainer's announcements and keeps the latest. Use with `closing`."""
+    """Receives the trainer's announcements and keeps the latest. Use with `closing`.
+
+    It reports `done` only if the announcement before said so, too.
+    """
 
     def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
         self.latest: Announcement | None = None
         self.received_at = float("-inf")  # monotonic seconds of the latest announcement
+        self.num_refused = 0  # invalid announcements
+        self.complete_run = ""  # run_id of the newest announcement if it said `done`
         self._socket = open_socket(zmq.XPUB, max_bytes=MAX_ANNOUNCEMENT)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)  # milliseconds
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
@@ -157,13 +170,22 @@ class AnnouncementSubscriber:
         while ready(self._socket, zmq.POLLIN, timeout):
             timeout = 0.0  # wait for the first message only, then empty the queue
             try:
-                self.latest = decode_announcement(self._socket.recv())
-                self.received_at = time.monotonic()
+                self._accept(decode_announcement(self._socket.recv()))
             except WireError as error:
-                logger.warning("announcement refused: %s", error)
+                self.num_refused += 1
+                level = logging.DEBUG if self.num_refused > 1 else logging.WARNING
+                logger.log(level, "announcement refused: %s", error)
         return self.latest
 
     def close(self) -> None:
         """Close at once."""
         self._monitor.close()
         self._socket.close(linger=0)
+
+    def _accept(self, announcement: Announcement) -> None:
+        """Keep a valid announcement as the latest."""
+        was_complete = self.complete_run == announcement.run_id
+        self.complete_run = announcement.run_id if announcement.done else ""
+        if announcement.done and not was_complete:
+            announcement = replace(announcement, done=False)
+        self.latest, self.received_at = announcement, time.monotonic()

@@ -63,8 +63,9 @@ class GeneratorStatus:
 def decode_generator_status(frame: bytes) -> GeneratorStatus:
     """Decode a status from a frame made by `encode_fields`; ignores unknown fields.
 
-    Raises WireError if an identity (run_id, generator_id, incarnation) is missing or invalid, a
-    field has a wrong type, a number is negative or not finite, or the worker_info is too large.
+    Raises WireError if the frame is damaged, an identity (run_id, generator_id, incarnation) is
+    missing or invalid, a field has a wrong type, a number is negative or not finite, or the
+    worker_info is too large.
     """
     return message_fields.decode_fields(frame, GeneratorStatus, _check)
 

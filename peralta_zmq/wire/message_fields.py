@@ -1,8 +1,9 @@
 """Encoding and validation that all messages share: bounded msgpack maps with typed fields.
 
-A message is one frame (bytes): a msgpack map of field name -> value. The sender of a frame may be
-hostile, so every length is limited before memory is allocated for it. A violation raises WireError,
-or ValueError in the functions whose caller turns it into a WireError with the message's type. A
+A message is one frame (bytes): a msgpack map of field name -> value, whose last field `crc32` is a
+checksum of all bytes before it. The sender of a frame may be hostile, so every length is limited
+before memory is allocated for it. A violation raises WireError, or ValueError in the functions
+whose caller turns it into a WireError with the message's type. A
 worker_info is a small map of texts that describes a process: versions of its libraries, its device
 and dtype. An incarnation is the 8 random bytes that a generator draws at each start.
 """
@@ -13,9 +14,11 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import lru_cache
 from itertools import count
+from struct import pack
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgpack
+from isal.isal_zlib import crc32  # same values as zlib's; 0.5 us instead of 6 for 24 KiB
 
 from peralta_zmq.atomic_files import MAX_NAME, PLAIN_NAME
 from peralta_zmq.errors import WireError
@@ -25,6 +28,7 @@ MAX_MESSAGE = 16 << 20  # bytes; on a larger one libzmq closes the connection an
 MAX_TEXT = 1 << 10  # bytes of one string
 MAX_FACTS, MAX_FACT = 16, 128  # entries of a worker_info; characters of a key or a value
 LARGE = 1 << 18  # bytes; in a larger message the maps are counted before it is unpacked
+CRC_RESIDUE = 0x2144DF1C  # the CRC-32 of any bytes followed by their own CRC-32
 MAP_PREFIXES = {*range(0x80, 0x90), 0xDE, 0xDF}  # first byte of a msgpack map
 MessageT = TypeVar("MessageT")
 
@@ -92,14 +96,26 @@ def check_type(value: Any, expected: type, name: str) -> Any:
     return value
 
 
+def pack_with_checksum(message: dict[str, Any]) -> bytes:
+    """Encode fields as one msgpack map, with the field `crc32` after them."""
+    frame = cast(bytes, msgpack.packb({**message, "crc32": bytes(4)}))[:-4]
+    return frame + pack("<I", crc32(frame))
+
+
+def check_checksum(frame: bytes, checksum: bytes | None) -> None:
+    """Raise ValueError if the field `crc32` is missing (None), is wrong or is not the last one."""
+    if crc32(frame) != CRC_RESIDUE or checksum != frame[-4:]:
+        raise ValueError("checksum (crc32) does not match")
+
+
 def fields_of(message: Any) -> dict[str, Any]:
     """The fields of a dataclass: name -> value."""
     return {field.name: getattr(message, field.name) for field in fields(message)}
 
 
 def encode_fields(message: Any) -> bytes:
-    """Encode a dataclass of numbers, texts, bytes and dicts as one msgpack map."""
-    return cast(bytes, msgpack.packb(fields_of(message)))
+    """Encode a dataclass of numbers, texts, bytes and dicts as one msgpack map with checksum."""
+    return pack_with_checksum(fields_of(message))
 
 
 def decode_fields(
@@ -112,13 +128,14 @@ def decode_fields(
     """Decode a dataclass `kind` from a frame made by `encode_fields`, and call `check` with it.
 
     Unknown fields are ignored and missing ones take their default, so that two versions of the
-    program can exchange messages. Raises WireError for a missing required field, a wrong type, an
-    exceeded limit or a ValueError of `check`.
+    program can exchange messages. Raises WireError for a wrong checksum, a missing required field,
+    a wrong type, an exceeded limit or a ValueError of `check`.
     """
     types = _field_types(kind)
     max_maps = 1 + sum(get_origin(expected) is dict for expected in types.values())
     values = unpack(frame, max_map_len=max_map_len, max_maps=max_maps)
     try:
+        check_checksum(frame, values.get("crc32"))
         known = {name: value for name, value in values.items() if name in types}
         message = kind(**{n: _check_field(v, types[n], n) for n, v in known.items()})
         check(message)

@@ -9,6 +9,7 @@ import hashlib
 import sys
 import tempfile
 import zlib
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ FOLDER = Path(tempfile.mkdtemp())
 
 
 def decode_all(content: bytes) -> None:
-    """Decode as every kind of message, groups also with a valid checksum."""
+    """Decode as every kind of message, also with a valid checksum."""
     sealed = content[:-4] + zlib.crc32(content[:-4]).to_bytes(4, "little")
     for frame in (content, sealed):
         try:
@@ -39,10 +40,9 @@ def decode_all(content: bytes) -> None:
         announcements.decode_announcement, generator_status.decode_generator_status,
         probe.decode_probe_reply, probe.decode_probe_request,
     ):  # fmt: skip
-        try:
-            decode(content)
-        except WireError:
-            continue
+        for frame in (content, sealed):
+            with suppress(WireError):
+                decode(frame)
     (FOLDER / atomic_files.MANIFEST).write_bytes(content)
     (FOLDER / atomic_files.STABLE).write_text(hashlib.sha256(content).hexdigest(), "ascii")
     try:

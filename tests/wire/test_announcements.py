@@ -31,6 +31,7 @@ from peralta_zmq.generator.trainer_connection import Outbox
 from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.trainer.generator_registry import MAX_LIVE
 from peralta_zmq.wire import announcements, message_fields
+from peralta_zmq.wire.message_fields import pack_with_checksum
 
 
 def open_pair(stack: ExitStack) -> tuple[wire.AnnouncementPublisher, wire.AnnouncementSubscriber]:
@@ -98,11 +99,11 @@ def test_publisher_without_a_reader_never_blocks(stack: ExitStack, has_subscribe
 )  # fmt: skip
 def test_malformed_announcement_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(WireError):
-        announcements.decode_announcement(msgpack.packb({"run_id": RUN, **fields}))
+        announcements.decode_announcement(pack_with_checksum({"run_id": RUN, **fields}))
 
 
 def test_announcement_of_a_later_version_is_read() -> None:
-    frame = msgpack.packb({"run_id": RUN, "step": 4, "added": "later"})
+    frame = pack_with_checksum({"run_id": RUN, "step": 4, "added": "later"})
     assert announcements.decode_announcement(frame) == wire.Announcement(RUN, step=4)
 
 
@@ -173,6 +174,45 @@ def test_publisher_repeats_the_last_announcement_when_it_closes(stack: ExitStack
     publisher.publish(wire.Announcement(RUN, done=True))
     publisher.close()
     eventually(lambda: (latest := subscriber.receive(timeout=0.1)) and latest.done)
+
+
+def test_subscriber_reports_done_from_the_second_announcement_on(stack: ExitStack) -> None:
+    raw = zmq.Context.instance().socket(zmq.XSUB)
+    stack.callback(raw.close, linger=0)
+    address = f"tcp://127.0.0.1:{raw.bind_to_random_port('tcp://127.0.0.1')}"
+    subscriber = stack.enter_context(closing(wire.AnnouncementSubscriber(address)))
+    training, complete = wire.Announcement(RUN, step=1), wire.Announcement(RUN, step=2, done=True)
+
+    def receive(announcement: wire.Announcement) -> wire.Announcement | None:
+        raw.send(message_fields.encode_fields(announcement))
+        before = subscriber.received_at
+        eventually(lambda: subscriber.receive(timeout=0.1) and subscriber.received_at > before)
+        return subscriber.latest
+
+    def connected() -> wire.Announcement | None:
+        raw.send(message_fields.encode_fields(training))
+        return subscriber.receive(timeout=0.1)
+
+    eventually(connected)
+    for _ in range(2):
+        assert receive(complete) == dataclasses.replace(complete, done=False)
+        assert receive(training) == training
+    assert receive(dataclasses.replace(complete, run_id="other")).done is False
+    assert receive(complete).done is False
+    assert receive(complete) == complete
+
+
+def test_complete_run_is_announced_often_enough_to_be_reported_at_once(stack: ExitStack) -> None:
+    publisher, subscriber = open_pair(stack)
+    publish_until_received(publisher, subscriber, wire.Announcement(RUN))
+    seconds = []
+    for _ in range(3):
+        started = monotonic()
+        publisher.publish(wire.Announcement(RUN, done=True))
+        eventually(lambda: (latest := subscriber.receive(timeout=0.01)) and latest.done)
+        seconds.append(monotonic() - started)
+        publish_until_received(publisher, subscriber, wire.Announcement(RUN))
+    assert min(seconds) < 0.8  # the repetition of other announcements would take a second
 
 
 def test_subscriber_sends_heartbeats(stack: ExitStack) -> None:

@@ -21,6 +21,7 @@ from sockets import ANYWHERE, DEADLINE, bound_again, eventually, raw_socket
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire import announcements, generator_status, message_fields
+from peralta_zmq.wire.message_fields import pack_with_checksum
 
 msgpack: Any = partly_annotated_msgpack
 STATUS = wire.GeneratorStatus(
@@ -57,10 +58,10 @@ def send_until_received(
 
 def test_status_of_another_version_is_read() -> None:
     later = {**dataclasses.asdict(STATUS), "added": "later"}
-    assert generator_status.decode_generator_status(msgpack.packb(later)) == STATUS
+    assert generator_status.decode_generator_status(pack_with_checksum(later)) == STATUS
     earlier = dataclasses.asdict(STATUS)
     del earlier["last"]
-    read = generator_status.decode_generator_status(msgpack.packb(earlier))
+    read = generator_status.decode_generator_status(pack_with_checksum(earlier))
     assert read == dataclasses.replace(STATUS, last=False)
 
 
@@ -167,7 +168,7 @@ def test_malformed_status_is_counted_and_dropped(
     stack: ExitStack, receiver: wire.GeneratorStatusReceiver, field: str, value: object
 ) -> None:
     raw = raw_socket(stack, receiver.address, zmq.PUB)
-    frame = msgpack.packb({**dataclasses.asdict(STATUS), field: value})
+    frame = pack_with_checksum({**dataclasses.asdict(STATUS), field: value})
 
     def send() -> int:
         raw.send(frame)
@@ -197,10 +198,20 @@ def test_decoder_raises_only_wire_error(decode: Callable[[bytes], Any], data: An
     valid = DECODERS[decode]
     fields = data.draw(st.dictionaries(st.sampled_from([*valid]), ANY_VALUE, min_size=1))
     try:
-        message = decode(msgpack.packb({**valid, **fields}))
+        message = decode(pack_with_checksum({**valid, **fields}))
     except WireError:
         return
     assert decode(message_fields.encode_fields(message)) == message
+
+
+@pytest.mark.parametrize("decode", DECODERS)
+def test_decoder_refuses_every_flipped_bit(decode: Callable[[bytes], Any]) -> None:
+    frame = pack_with_checksum(DECODERS[decode])
+    for bit in range(8 * len(frame)):
+        damaged = bytearray(frame)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(WireError):
+            decode(bytes(damaged))
 
 
 @pytest.mark.parametrize("decode", DECODERS)

@@ -20,6 +20,7 @@ from peralta_zmq import wire
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire import probe
 from peralta_zmq.wire.auth import generator_keys, make_keys
+from peralta_zmq.wire.message_fields import pack_with_checksum
 
 REPLY = wire.ProbeReply("demo", run_id="demo-1", worker_info={"python": "3.11", "device": "cpu"})
 
@@ -98,7 +99,7 @@ def test_probe_answers_known_keys_only(stack: ExitStack, tmp_path: Path) -> None
 def test_probe_reply_of_another_version_is_read(
     message: dict[str, Any], reply: wire.ProbeReply
 ) -> None:
-    assert probe.decode_probe_reply(msgpack.packb(message)) == reply
+    assert probe.decode_probe_reply(pack_with_checksum(message)) == reply
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_probe_reply_of_another_version_is_read(
      ("worker_info", {"p" * 129: "3"}), ("worker_info", {str(n): "" for n in range(33)})],
 )  # fmt: skip
 def test_malformed_probe_reply_is_refused(field: str, value: object) -> None:
-    frame = msgpack.packb({**dataclasses.asdict(REPLY), field: value})
+    frame = pack_with_checksum({**dataclasses.asdict(REPLY), field: value})
     with pytest.raises(WireError, match="malformed"):
         probe.decode_probe_reply(frame)
 
