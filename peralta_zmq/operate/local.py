@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from peralta_zmq.config import Config, earlier_config
+from peralta_zmq.config import RESOLVED, Config, earlier_config
 from peralta_zmq.config.programs import program_command
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.observe.metrics import EVENTS
 from peralta_zmq.operate.process_group import BAD_CONFIG, ProcessGroup, Worker, recorder, supervise
 
 
@@ -27,9 +28,9 @@ def run_local(
 ) -> int:
     """Run the trainer and the generators with these command-line arguments; returns an exit code.
 
-    `on_tick` is called 5 times a second, for tools that inject faults. If a worker rejects its
-    settings, a run folder that this call created is removed. Raises ConfigError if the run folder
-    cannot be written or holds a run with other settings.
+    `on_tick` is called 5 times a second, for tools that inject faults. If rejected settings end
+    the run before the trainer has written any file, the run folder is removed. Raises ConfigError
+    if the run folder cannot be written or holds a run with other settings.
     """
     folder = config.run_folder
     earlier_config(config, folder)
@@ -42,8 +43,9 @@ def run_local(
         ) from None
     workers = local_workers(folder, arguments, num_generators=config.run.num_local_generators)
     code = supervise(workers, record=recorder(folder), on_tick=on_tick)
-    if code == BAD_CONFIG and is_new:
+    if code == BAD_CONFIG and is_new and not (folder / RESOLVED).exists():
         shutil.rmtree(folder / "logs")
+        (folder / EVENTS).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # a folder that is not empty stays
             folder.rmdir()
     return code

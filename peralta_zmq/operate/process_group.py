@@ -1,7 +1,8 @@
 """Run a group of worker processes: restart them with back-off, stop them together, orphan none.
 
 A worker is a command, such as the trainer or one generator. The first worker is the leader: when it
-ends, the group ends and the other workers are stopped.
+ends, the group ends and the other workers are stopped. The group gives up a worker that cannot run,
+and ends when no other worker than the leader is left.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import TypeAlias
 from peralta_zmq.observe.metrics import EVENTS, JsonLines
 
 FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0  # seconds before a restart; doubles with each crash
-# The group ends after this many crashes of a worker within CALM_SECONDS. A worker that ran longer
-# is restarted after FIRST_DELAY again.
+# A worker is given up after this many crashes within CALM_SECONDS. A worker that ran longer is
+# restarted after FIRST_DELAY again.
 MAX_CRASHES, CALM_SECONDS = 5, 60.0
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 POLL_SECONDS = 0.2  # between two calls of `on_tick` when nothing happens
@@ -57,8 +58,9 @@ def supervise(
 ) -> int:
     """Run until the leader ends; returns an exit code. `on_tick` is called 5 times a second.
 
-    A worker that fails is restarted. Exit code 2 of a worker, or 5 crashes in 60 s, ends the group.
-    The first SIGINT or SIGTERM is passed to the leader only, the second one kills all workers.
+    A worker that fails is restarted, but not after exit code 2 or 5 crashes in 60 s; that ends the
+    group only if the worker is the leader or the last of the others. The first SIGINT or SIGTERM is
+    passed to the leader only, the second one kills all workers.
     """
     with catch_signals() as wait_for_signals, ProcessGroup(workers, record) as group:
         while (code := group.poll()) is None:
@@ -157,19 +159,29 @@ class ProcessGroup:
             if code == 0 or self._interrupted:
                 return code if code >= 0 else 128 - code
         if code == BAD_CONFIG:
-            if worker.log:  # without a log, the error message is on the terminal already
-                self._print(f"{worker.name} refused its settings{_log_tail(worker)}")
-            return BAD_CONFIG
+            return self._give_up(process, f"{worker.name} refused its settings", code)
         if code == 0 or self._interrupted or process.is_stopped:
             return None
         reason = f"killed by {SIGNAL_NAMES.get(-code, -code)}" if code < 0 else f"exit code {code}"
         if process.schedule_restart(reason):
             return None
-        self._print(
-            f"{worker.name} crashed {MAX_CRASHES} times in {CALM_SECONDS:.0f} s, last: {reason}; "
-            f"giving up{_log_tail(worker)}"
+        crashes = (
+            f"{worker.name} crashed {MAX_CRASHES} times in {CALM_SECONDS:.0f} s, last: {reason}"
         )
-        return 1
+        return self._give_up(process, f"{crashes}; giving up", 1)
+
+    def _give_up(self, process: ManagedProcess, text: str, code: int) -> int | None:
+        """Report a worker that is not restarted; returns `code` if that ends the group."""
+        process.start_at, process.is_given_up = None, True
+        others = [each for each in self._processes.values() if each is not self._leader]
+        ends = process is self._leader or all(each.is_given_up for each in others)
+        if not ends:
+            self._record("given_up", worker=process.worker.name, reason=text)
+            text += "; the run continues without it"
+        # Without a log, the message of refused settings is on the terminal already.
+        if process.worker.log or code != BAD_CONFIG:
+            self._print(f"{text}{_log_tail(process.worker)}")
+        return code if ends else None
 
     def _print(self, text: str) -> None:
         self._notices.append(text)
@@ -197,6 +209,7 @@ class ManagedProcess:
     reason: str = ""  # of the last crash
     was_killed: bool = False  # by `kill`, which does not count as a crash
     is_stopped: bool = False  # by `stop`, until `resume`
+    is_given_up: bool = False  # it is not restarted any more
     crashes: deque[float] = field(default_factory=lambda: deque[float](maxlen=MAX_CRASHES))
 
     @property

@@ -7,6 +7,7 @@ import pytest
 from peralta_zmq.config import Config, programs, write_resolved
 from peralta_zmq.config.sections import RunSection
 from peralta_zmq.config.training_sections import TrainSection
+from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.operate.local import local_workers, run_local
 
 pytestmark = pytest.mark.timeout(60)
@@ -58,6 +59,16 @@ def test_rejected_settings_leave_no_folder_behind() -> None:
     write_programs(trainer=PAUSE, generator="print('loss.name = x'); raise SystemExit(2)")
     assert run_local(config(), []) == 2
     assert not Path("runs/test").exists()
+
+
+def test_generator_that_cannot_run_ends_no_run_and_keeps_its_log() -> None:
+    writes = "import sys\nif sys.argv[-1] == 'local-0': print('no key'); raise SystemExit(2)\n"
+    waits = "import os, time\nwhile not os.path.exists('runs/test/events.jsonl'): time.sleep(0.01)"
+    write_programs(trainer=waits, generator=writes + PAUSE)
+    assert run_local(config(), []) == 0
+    (event,) = read_rows(Path("runs/test/events.jsonl"))
+    assert (event["event"], event["worker"]) == ("given_up", "generator-0")
+    assert Path("runs/test/logs/generator-0.log").read_text() == "no key\n"
 
 
 def test_rejected_settings_keep_the_folder_of_an_earlier_run() -> None:

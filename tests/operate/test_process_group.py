@@ -253,6 +253,52 @@ def test_rejected_settings_end_the_group_with_code_2(
     assert capfd.readouterr().out == refused
 
 
+@pytest.mark.parametrize(
+    ("fails", "text"),
+    [
+        ("print('no key'); sys.exit(2)", "generator-0 refused its settings"),
+        ("print('no key'); sys.exit(9)", "giving up"),
+    ],
+    ids=["settings", "crashes"],
+)
+def test_group_continues_without_a_worker_that_cannot_run(
+    children: Children, tmp_path: Path, capfd: pytest.CaptureFixture[str], fails: str, text: str
+) -> None:
+    record, log, groups = Record(), tmp_path / "generator-0.log", list[process_group.ProcessGroup]()
+
+    def on_tick(group: process_group.ProcessGroup) -> None:
+        children.read()
+        is_up = "generator up" in children.messages
+        if group["generator-0"].is_given_up and is_up and not groups:
+            groups.append(group)
+            Path("go").write_text("")  # the trainer ends
+
+    workers = [
+        worker("trainer", "wait('go')"),
+        worker("generator-0", fails, log),
+        worker("generator-1", "on(signal.SIGTERM, 'ended', 0); " + STAYS),
+    ]
+    assert supervise(workers, record=record, on_tick=on_tick) == 0
+    assert children.until_all_have_ended()[-1] == "ended"
+    given_up = [row for row in record.rows if row["event"] == "given_up"]
+    assert [row["worker"] for row in given_up] == ["generator-0"]
+    out = capfd.readouterr().out
+    assert f"{text}; the run continues without it; the end of {log}:\nno key\n" in out
+
+
+def test_group_ends_when_its_last_generator_cannot_run(
+    children: Children, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    workers = [
+        worker("trainer", "notify('go'); stay()"),
+        worker("generator-0", "wait('go'); sys.exit(2)", tmp_path / "0.log"),
+        worker("generator-1", "sys.exit(2)", tmp_path / "1.log"),
+    ]
+    assert supervise(workers, record=Record()) == 2
+    children.until_all_have_ended()
+    assert capfd.readouterr().out.count("refused its settings") == 2
+
+
 def test_finished_generator_is_not_restarted(children: Children) -> None:
     record = Record()
     crashes_twice = (
