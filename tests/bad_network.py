@@ -1,4 +1,4 @@
-"""A TCP proxy that simulates a bad network: delay, low bandwidth, loss, interruptions."""
+"""A TCP proxy that simulates a bad network: delay, low bandwidth, loss, interruptions, damage."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import select
 import socket
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 CHUNK = 1460  # bytes, as on Ethernet
@@ -17,7 +18,8 @@ class Proxy:
 
     While `cut` is set, no bytes are forwarded and connections stay open, as with an unplugged
     cable; with `half_open` only those to `port` are held back. Each chunk waits `delay` seconds,
-    its share of `bits_per_s`, and with probability `loss` 0.2 s for a retransmission.
+    its share of `bits_per_s`, and with probability `loss` 0.2 s for a retransmission. `damage`, if
+    set, is called with each chunk, of either direction, and returns the bytes to forward.
     """
 
     def __init__(
@@ -25,6 +27,7 @@ class Proxy:
     ) -> None:
         self.cut, self.half_open = threading.Event(), threading.Event()
         self.num_connections = 0
+        self.damage: Callable[[bytes], bytes] | None = None
         self._port, self._delay, self._rate, self._loss = port, delay, bits_per_s, loss
         self._random = random.Random(0)
         self._ended = threading.Event()
@@ -47,6 +50,12 @@ class Proxy:
             thread.join()
         for each in [self._listening, *self._open]:
             each.close()
+
+    def disconnect(self) -> None:
+        """Close all connections; new ones are accepted."""
+        for each in [*self._open]:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
     def _start(self, target: object, *arguments: object) -> threading.Thread:
         thread = threading.Thread(target=target, args=arguments, daemon=True)  # type: ignore
@@ -78,7 +87,7 @@ class Proxy:
                     if not (chunk := source.recv(CHUNK)):
                         break
                     self._ended.wait(self._pause(chunk))
-                    target.sendall(chunk)
+                    target.sendall(self.damage(chunk) if self.damage else chunk)
         for each in (source, target):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -86,3 +95,20 @@ class Proxy:
     def _pause(self, chunk: bytes) -> float:
         lost = self._random.random() < self._loss
         return self._delay + 0.2 * lost + (len(chunk) * 8 / self._rate if self._rate else 0)
+
+
+class BitFlip:
+    """Flips a bit `offset` bytes after the start of a marker, the first time the marker passes."""
+
+    def __init__(self, marker: bytes, offset: int = 0, *, bit: int = 0) -> None:
+        self._marker, self._offset, self._bit = marker, offset, bit
+        self.done = threading.Event()
+
+    def __call__(self, chunk: bytes) -> bytes:
+        start = chunk.find(self._marker)
+        if self.done.is_set() or start < 0 or start + self._offset >= len(chunk):
+            return chunk
+        self.done.set()
+        damaged = bytearray(chunk)
+        damaged[start + self._offset] ^= 1 << self._bit
+        return bytes(damaged)

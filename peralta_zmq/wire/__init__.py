@@ -13,7 +13,7 @@ wire.port on. A receiver drops an invalid message and logs or counts it.
     + 3   DEALER, REP  doctor <-> trainer    connection test by bin/doctor: probe.py
 
 All messages are msgpack maps (message_fields.py). auth.py has the key files and the authentication
-of generators.
+of generators; connection.py connects the generators' sockets again after a fault.
 """
 
 from peralta_zmq.wire.announcements import (
@@ -21,7 +21,8 @@ from peralta_zmq.wire.announcements import (
     AnnouncementPublisher,
     AnnouncementSubscriber,
 )
-from peralta_zmq.wire.auth import CurveAuthenticator, accepts_connection, generator_keys
+from peralta_zmq.wire.auth import CurveAuthenticator, generator_keys
+from peralta_zmq.wire.connection import accepts_connection
 from peralta_zmq.wire.generator_status import (
     GeneratorStatus,
     GeneratorStatusReceiver,

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field, replace
 import zmq
 
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys, HandshakeMonitor
+from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys
+from peralta_zmq.wire.connection import ClientConnection
 from peralta_zmq.wire.message_fields import decode_fields, encode_fields
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
@@ -158,15 +159,14 @@ class AnnouncementSubscriber:
         self._socket = open_socket(zmq.XPUB, max_bytes=MAX_ANNOUNCEMENT)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)  # milliseconds
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
-        self._monitor = HandshakeMonitor(self._socket, address, keys)
-        self._socket.connect(address)
+        self.connection = ClientConnection(self._socket, address, keys, name="announcements")
 
     def receive(self, *, timeout: float = 0.0) -> Announcement | None:
         """The latest announcement, after waiting up to `timeout` seconds for a new one.
 
-        None before the first one. Raises WireError if the trainer refused the connection.
+        None before the first one. Raises WireError if the trainer refuses the connection.
         """
-        self._monitor.check()
+        self.connection.check()
         while ready(self._socket, zmq.POLLIN, timeout):
             timeout = 0.0  # wait for the first message only, then empty the queue
             try:
@@ -179,7 +179,7 @@ class AnnouncementSubscriber:
 
     def close(self) -> None:
         """Close at once."""
-        self._monitor.close()
+        self.connection.close()
         self._socket.close(linger=0)
 
     def _accept(self, announcement: Announcement) -> None:

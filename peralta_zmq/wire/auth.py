@@ -1,4 +1,4 @@
-"""CURVE keys: key files, authentication of clients, and the reason of a failed handshake.
+"""CURVE keys: key files, and authentication of clients.
 
 CURVE is ZeroMQ's encryption with public keys. ZAP is ZeroMQ's authentication protocol: libzmq sends
 each new client's public key to a handler socket in the server's process, which accepts or refuses.
@@ -10,21 +10,17 @@ generator needs `trainer.public` and its own secret key.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import re
-import socket
 import stat
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import parse_monitor_message
 
 from peralta_zmq.errors import WireError
 
@@ -38,15 +34,6 @@ DOMAIN = b"peralta"  # ZAP domain of the protected sockets
 POLL_SECONDS = 0.2  # maximum delay of closing the authenticator
 READ_SECONDS = 1.0  # minimum interval between two reads of the key folder
 HANDSHAKE_SECONDS = 5.0  # a client whose handshake takes longer is disconnected
-# A client reports a wrong server key after this time and at least this number of disconnects.
-PATIENCE_SECONDS, PATIENCE_TRIES = 3.0, 5
-HANDSHAKE_EVENTS = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
-_monitor_numbers = itertools.count()  # one for each HandshakeMonitor of the process
 logger = logging.getLogger(__name__)
 
 
@@ -296,103 +283,3 @@ def use_keys(client: zmq.Socket[bytes], keys: GeneratorKeys | None) -> None:
         client.setsockopt(zmq.CURVE_SERVERKEY, keys.trainer)
         client.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         client.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(keys.secret))
-
-
-class HandshakeMonitor:
-    """Sets the keys of a client socket, and reports why the trainer refuses its connection.
-
-    The socket itself reports no failed handshake: a send only times out. Create the monitor before
-    the socket connects, and close the monitor before the socket.
-    """
-
-    def __init__(self, client: zmq.Socket[bytes], address: str, keys: GeneratorKeys | None) -> None:
-        self._address, self._keys = address, keys
-        self._refusal: str | None = None  # the reason, once it is certain
-        self._failures = 0  # handshakes that failed without a known reason, since the last success
-        self._first_failure = 0.0  # monotonic seconds of the first of `_failures`
-        use_keys(client, keys)
-        # A new endpoint each time: libzmq releases a closed one only some time later.
-        endpoint = f"inproc://handshakes-{next(_monitor_numbers)}"
-        client.monitor(endpoint, HANDSHAKE_EVENTS)
-        self._client, self._events = client, zmq.Context.instance().socket(zmq.PAIR)
-        # 0 = unlimited: on a full queue libzmq would block the I/O thread that serves all sockets.
-        self._events.setsockopt(zmq.RCVHWM, 0)
-        self._events.connect(endpoint)
-
-    def check(self) -> None:
-        """Raise WireError with reason and remedy if the trainer refuses the client.
-
-        Blocks for up to half a second after handshakes that failed without a known reason.
-        """
-        failures = 0  # without a known reason, read in this call
-        while self._refusal is None and self._events.poll(0):
-            message: Any = parse_monitor_message(self._events.recv_multipart())
-            if message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._failures = failures = 0
-                continue
-            self._refusal = self._reason(message["event"])
-            failures += self._refusal is None
-        if failures:
-            self._refusal = self._refusal or self._reason_of_disconnects(failures)
-        if self._refusal:
-            raise WireError(self._refusal)
-
-    def close(self) -> None:
-        """Stop monitoring; call it before the client socket is closed."""
-        self._client.monitor(None, 0)
-        self._events.close(linger=0)
-
-    def _reason(self, event: int) -> str | None:
-        """Text with reason and remedy of a failed handshake; None if the event has no reason."""
-        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            used, expected = ("no keys", "keys") if self._keys is None else ("keys", "no keys")
-            return (
-                f"the trainer at {self._address} refused the connection: this generator uses "
-                f"{used}, the trainer {expected}; set the same security.keys on both sides"
-            )
-        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and self._keys is not None:
-            return (
-                f"the trainer at {self._address} has no key of {self._keys.name}; "
-                f"put {self._keys.name}.public into its security.keys folder"
-            )
-        return None
-
-    def _reason_of_disconnects(self, failures: int) -> str | None:
-        """Text with reason and remedy of repeated disconnects; None while the reason is uncertain.
-
-        `failures` is the number of new disconnects. A trainer with a different key accepts every
-        TCP connection and closes it during the handshake. A trainer that is down, stopped or
-        suspended is not reported, because it may come back.
-        """
-        now = time.monotonic()  # before the connection test, which takes up to half a second
-        is_up = accepts_connection(self._address, timeout=0.5, greeting=b"\xff")
-        if self._keys is None or not is_up:
-            self._failures = 0
-            return None
-        if not self._failures:
-            failures, self._first_failure = 1, now  # the times of earlier ones are unknown
-        self._failures += failures
-        elapsed = now - self._first_failure
-        # A trainer that cannot read its key folder closes a connection after HANDSHAKE_SECONDS.
-        is_slow = elapsed / self._failures > HANDSHAKE_SECONDS / 2
-        if is_slow or self._failures < PATIENCE_TRIES or elapsed < PATIENCE_SECONDS:
-            return None
-        return (
-            f"the trainer at {self._address} closes every connection: trainer.public is not its "
-            "key, or it accepts no client; copy trainer.public from its security.keys folder"
-        )
-
-
-def accepts_connection(address: str, *, timeout: float = 1.0, greeting: bytes = b"") -> bool:
-    """Whether tcp://HOST:PORT accepts a connection and its first bytes are `greeting`.
-
-    The greeting b"\\xff" detects a ZeroMQ socket of a running process, which sends this byte first.
-    Without a greeting the result is True also for a port forwarder to a dead process, and for a
-    stopped process (SIGSTOP), whose connections the kernel accepts.
-    """
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), timeout=timeout) as connection:
-            return not greeting or connection.recv(len(greeting)) == greeting
-    except OSError:
-        return False

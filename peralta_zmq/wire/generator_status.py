@@ -20,7 +20,8 @@ import zmq
 from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import sender_of
 from peralta_zmq.wire import message_fields
-from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys, use_keys
+from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys
+from peralta_zmq.wire.connection import ClientConnection
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
 STATUS_SECONDS = 2.0  # between two statuses
@@ -88,12 +89,15 @@ class GeneratorStatusSender:
         self._due = float("inf")  # monotonic seconds; infinite until the trainer subscribes
         self._socket = open_socket(zmq.XPUB)
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # pass on that a restarted trainer subscribes
-        use_keys(self._socket, keys)
-        self._socket.connect(address)
+        self.connection = ClientConnection(self._socket, address, keys, name="status")
 
     @property
     def due(self) -> bool:
-        """Whether a trainer has just subscribed, or STATUS_SECONDS have passed since `send`."""
+        """Whether a trainer has just subscribed, or STATUS_SECONDS have passed since `send`.
+
+        Raises WireError if the trainer refuses the connection.
+        """
+        self.connection.check()
         while cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._socket.recv()  # a subscription message
             self._due = float("-inf")
@@ -106,6 +110,7 @@ class GeneratorStatusSender:
 
     def close(self, linger_seconds: float = 0.5) -> None:
         """Close after sending the last status for up to `linger_seconds`."""
+        self.connection.close()
         self._socket.close(linger=int(linger_seconds * 1000))
 
 

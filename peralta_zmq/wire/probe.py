@@ -20,10 +20,12 @@ import msgpack
 import zmq
 
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys, HandshakeMonitor
+from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys
+from peralta_zmq.wire.connection import ClientConnection
 from peralta_zmq.wire.message_fields import check_facts, decode_fields, encode_fields, unpack
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
+PATIENCE_SECONDS = 3.0  # until a refused connection is reported; a person waits for the result
 POLL_SECONDS = 0.2  # maximum delay of closing the server and of reporting a refused connection
 MAX_REQUEST = 256 << 10  # bytes
 CHUNK = 64 << 10  # bytes of the payload of one request in a throughput measurement
@@ -135,8 +137,9 @@ class ProbeClient:
     def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
         self._address = address
         self._socket = open_socket(zmq.DEALER)  # a REQ could have only one request in flight
-        self._monitor = HandshakeMonitor(self._socket, address, keys)
-        self._socket.connect(address)
+        self._connection = ClientConnection(
+            self._socket, address, keys, name="probe", patience=PATIENCE_SECONDS
+        )
 
     def request(self, kind: ProbeRequest, *, timeout: float) -> tuple[ProbeReply, float]:
         """Send a request; returns the reply and the round-trip time in seconds.
@@ -161,7 +164,7 @@ class ProbeClient:
 
     def close(self) -> None:
         """Close at once; replies in flight are lost."""
-        self._monitor.close()
+        self._connection.close()
         self._socket.close(linger=0)
 
     def _send(self, frame: bytes, deadline: float) -> None:
@@ -175,7 +178,7 @@ class ProbeClient:
     def _wait(self, event: int, deadline: float) -> None:
         """Wait for POLLIN or POLLOUT. Raises WireError at the deadline (monotonic seconds)."""
         while not ready(self._socket, event, POLL_SECONDS):
-            self._monitor.check()
+            self._connection.check()
             if time.monotonic() > deadline:
                 raise WireError(
                     f"{self._address} does not answer the probe; use the same version on both "

@@ -20,12 +20,8 @@ import zmq
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.wire.auth import (
-    HANDSHAKE_SECONDS,
-    CurveAuthenticator,
-    GeneratorKeys,
-    HandshakeMonitor,
-)
+from peralta_zmq.wire.auth import HANDSHAKE_SECONDS, CurveAuthenticator, GeneratorKeys
+from peralta_zmq.wire.connection import ClientConnection
 from peralta_zmq.wire.message_fields import MAX_MESSAGE, check_owner
 from peralta_zmq.wire.messages import InvalidGroupError, decode_group
 
@@ -154,27 +150,26 @@ class RolloutSender:
     def __init__(self, address: str, *, hwm: int = 1, keys: GeneratorKeys | None = None) -> None:
         self._socket = open_socket(zmq.PUSH, hwm=hwm)
         self._timeout = _Timeout(self._socket, zmq.SNDTIMEO)
-        self._monitor = HandshakeMonitor(self._socket, address, keys)
-        self._socket.connect(address)
+        self.connection = ClientConnection(self._socket, address, keys, name="rollouts")
 
     def send(self, frame: bytes, *, timeout: float) -> bool:
         """Queue one encoded group; False if the queue stays full for `timeout` seconds.
 
         With a timeout of 0 the result can be False although the queue has just become free. Raises
-        WireError if the trainer refused the connection, because libzmq does not connect again then.
+        WireError if the trainer refuses the connection.
         """
         failpoint("wire.send")
         self._timeout.set(timeout)
         try:
             self._socket.send(frame)
         except zmq.Again:
-            self._monitor.check()
+            self.connection.check()
             return False
         return True
 
     def close(self, linger_seconds: float = 2.0) -> None:
         """Close after sending queued groups for up to `linger_seconds`."""
-        self._monitor.close()
+        self.connection.close()
         self._socket.close(linger=int(linger_seconds * 1000))
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import zmq
+from bad_network import BitFlip, Proxy
 from sample_data import INCARNATION, RUN
 from sockets import (
     ANYWHERE,
@@ -34,13 +35,20 @@ from sockets import (
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire import auth, message_fields
+from peralta_zmq.wire import auth, connection, message_fields
 from peralta_zmq.wire import sockets as wire_sockets
 from peralta_zmq.wire.auth import GeneratorKeys, generator_keys, known_generators, make_keys
 from peralta_zmq.wire.sockets import open_socket
 
 REPO = Path(__file__).parents[2]
-LIMIT = 10.0  # seconds until a refused client reports the reason
+LIMIT = 10.0  # seconds until a refused client reports the reason, after PATIENCE_SECONDS
+PATIENCE_SECONDS = 1.0  # of the clients in this process
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "PATIENCE_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(connection, "RETRY_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -71,18 +79,18 @@ def wrong_trainer_keys(folder: Path) -> GeneratorKeys:
 
 
 def refusal_of(address: str, stack: ExitStack, keys: GeneratorKeys | None) -> str:
-    """The reason that a refused client reports, in time."""
+    """The reason that a refused client reports, in time, but not at once."""
     client = stack.enter_context(open_socket(zmq.PUSH, hwm=1))
-    monitor = stack.enter_context(closing(auth.HandshakeMonitor(client, address, keys)))
-    client.setsockopt(zmq.SNDTIMEO, 100)
-    client.connect(address)
+    client.setsockopt(zmq.SNDTIMEO, 20)
     started = monotonic()
+    opened = connection.ClientConnection(client, address, keys, name="rollouts")
+    stack.enter_context(closing(opened))
     with pytest.raises(WireError) as refused:
-        for _ in until(LIMIT + 1):
+        for _ in until(PATIENCE_SECONDS + LIMIT + 1):
             with suppress(zmq.Again):
                 client.send(numbered(5))
-            monitor.check()
-    assert monotonic() - started < LIMIT
+            opened.check()
+    assert PATIENCE_SECONDS < monotonic() - started < PATIENCE_SECONDS + LIMIT
     return str(refused.value)
 
 
@@ -114,6 +122,7 @@ def test_refused_client_delivers_nothing_and_reports_the_reason(
     assert receiver.receive(timeout=0.3) is None and not receiver.refused
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_generator_with_an_unknown_key_exits_with_the_reason(
     folder: Path, authenticator: wire.CurveAuthenticator, stack: ExitStack, tmp_path: Path
@@ -133,7 +142,7 @@ def test_generator_with_an_unknown_key_exits_with_the_reason(
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as generator:
         try:
             assert connections.poll(60_000)
-            _, errors = generator.communicate(timeout=LIMIT)
+            _, errors = generator.communicate(timeout=20 + LIMIT)
         finally:
             generator.kill()
     assert generator.returncode == 2
@@ -157,7 +166,7 @@ def test_client_waits_for_a_trainer_behind_a_forwarder(
     stack: ExitStack,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(auth, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.1)
     forwarder = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     forwarder.settimeout(DEADLINE)
     host, port = forwarder.getsockname()
@@ -168,7 +177,7 @@ def test_client_waits_for_a_trainer_behind_a_forwarder(
     finished = threading.Event()
 
     def close_connections() -> None:
-        for _ in range(2 * auth.PATIENCE_TRIES + 2):  # one probe per handshake
+        for _ in range(2 * connection.PATIENCE_TRIES + 2):  # one probe per handshake
             forwarder.accept()[0].close()
         finished.set()
 
@@ -210,7 +219,7 @@ def test_announcements_reach_known_clients_only(
         closing(wire.AnnouncementSubscriber(publisher.address, keys=unknown_keys(folder)))
     )
     with pytest.raises(WireError, match="has no key"):
-        for _ in until(LIMIT):
+        for _ in until(PATIENCE_SECONDS + LIMIT):
             assert unknown.receive(timeout=0.1) is None
 
 
@@ -266,12 +275,98 @@ def test_removed_key_is_refused(
     assert "has no key" in refusal_of(receiver.address, stack, ann)
 
 
+def test_client_refused_at_first_is_accepted_with_a_new_key(
+    folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
+    authenticator: wire.CurveAuthenticator,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(auth, "READ_SECONDS", 0.0)
+    monkeypatch.setattr(connection, "PATIENCE_SECONDS", DEADLINE)
+    key = (folder / "ann.public").read_bytes()
+    (folder / "ann.public").unlink()
+    sender = sender_to(receiver.address, stack, keys=generator_keys(folder, "ann"))
+    eventually(lambda: sender.send(numbered(5), timeout=0.05) or authenticator.refused > 1)
+    (folder / "ann.public").write_bytes(key)
+    eventually(lambda: sender.send(numbered(6), timeout=0.1))
+    assert received(receiver).generator_id == "ann"
+
+
+# Faults of the link.
+
+
+def test_accepted_client_takes_a_refusal_for_a_fault_of_the_link(
+    folder: Path, authenticator: wire.CurveAuthenticator, stack: ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(auth, "READ_SECONDS", 0.0)
+    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.0)
+    publisher = wire.AnnouncementPublisher(ANYWHERE, authenticator=authenticator)
+    stack.enter_context(closing(publisher))
+    proxy = stack.enter_context(Proxy(int(publisher.address.rpartition(":")[2])))
+    ann = generator_keys(folder, "ann")
+    subscriber = stack.enter_context(closing(wire.AnnouncementSubscriber(proxy.address, keys=ann)))
+    publisher.publish(wire.Announcement(RUN, step=1))
+    eventually(lambda: subscriber.receive(timeout=0.1))
+
+    key = (folder / "ann.public").read_bytes()
+    (folder / "ann.public").unlink()
+    proxy.disconnect()
+    tries = authenticator.refused + 2 * connection.PATIENCE_TRIES
+    eventually(lambda: subscriber.receive(timeout=0.05) and authenticator.refused > tries)
+    (folder / "ann.public").write_bytes(key)
+    publisher.publish(wire.Announcement(RUN, step=2))
+    eventually(lambda: subscriber.receive(timeout=0.1) == wire.Announcement(RUN, step=2))
+
+
+def test_second_connection_of_an_accepted_generator_waits_for_its_key(
+    folder: Path, authenticator: wire.CurveAuthenticator, receiver: wire.RolloutReceiver,
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(auth, "READ_SECONDS", 0.0)
+    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.0)
+    ann, key = generator_keys(folder, "ann"), (folder / "ann.public").read_bytes()
+    first = sender_to(receiver.address, stack, keys=ann)
+    assert first.send(numbered(5), timeout=LIMIT)
+    received(receiver)
+    eventually(lambda: first.connection.check() or ann in connection._accepted_keys)
+    (folder / "ann.public").unlink()
+    second, tries = sender_to(receiver.address, stack, keys=ann), 2 * connection.PATIENCE_TRIES
+    eventually(lambda: second.send(numbered(6), timeout=0.05) and authenticator.refused > tries)
+    (folder / "ann.public").write_bytes(key)
+    eventually(lambda: second.send(numbered(7), timeout=0.1))
+    received(receiver)
+
+
+def test_flipped_bit_of_an_encrypted_announcement_ends_no_generator(
+    folder: Path, authenticator: wire.CurveAuthenticator, stack: ExitStack
+) -> None:
+    publisher = wire.AnnouncementPublisher(ANYWHERE, authenticator=authenticator)
+    stack.enter_context(closing(publisher))
+    proxy = stack.enter_context(Proxy(int(publisher.address.rpartition(":")[2])))
+    ann = generator_keys(folder, "ann")
+    subscriber = stack.enter_context(closing(wire.AnnouncementSubscriber(proxy.address, keys=ann)))
+    publisher.publish(wire.Announcement(RUN, step=0))
+    eventually(lambda: subscriber.receive(timeout=0.1))
+    for step in range(1, 4):
+        proxy.damage = flip = BitFlip(b"\x07MESSAGE", 20)  # in the ciphertext
+
+        def damaged(step: int = step, flip: BitFlip = flip) -> bool:
+            publisher.publish(wire.Announcement(RUN, step=step))
+            assert subscriber.receive(timeout=0.05) is not None
+            return flip.done.is_set()
+
+        eventually(damaged)
+        expected = wire.Announcement(RUN, step=step)
+        while subscriber.receive(timeout=0.1) != expected:  # the test has a timeout
+            pass
+    assert proxy.num_connections >= 4
+
+
 def test_send_raises_when_the_trainer_refuses_the_key(
     folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack
 ) -> None:
     sender = sender_to(receiver.address, stack, keys=unknown_keys(folder))
     with pytest.raises(WireError, match="has no key of ann"):
-        for _ in until(LIMIT):
+        for _ in until(PATIENCE_SECONDS + LIMIT):
             sender.send(numbered(5), timeout=0.1)
 
 
@@ -306,24 +401,24 @@ def test_client_waits_while_the_key_folder_is_unreadable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(auth, "READ_SECONDS", 0.0)
-    monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 0.3)
-    monkeypatch.setattr(wire_sockets, "HANDSHAKE_SECONDS", 0.3)
-    monkeypatch.setattr(auth, "PATIENCE_SECONDS", 0.1)
+    for module in (connection, wire_sockets):
+        monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.1)
     receiver = stack.enter_context(closing(receiver_at(authenticator=authenticator)))
     ann = generator_keys(folder, "ann")
     moved = folder.rename(folder.with_name("moved"))
     client = stack.enter_context(open_socket(zmq.PUSH, hwm=1))
-    monitor = stack.enter_context(closing(auth.HandshakeMonitor(client, receiver.address, ann)))
-    client.connect(receiver.address)
-    started, tries = monotonic(), auth.PATIENCE_TRIES + 2
+    started, tries = monotonic(), connection.PATIENCE_TRIES + 2
+    opened = connection.ClientConnection(client, receiver.address, ann, name="rollouts")
+    stack.enter_context(closing(opened))
 
     def tried_again() -> bool:
-        monitor.check()
+        opened.check()
         return authenticator.refused >= tries
 
     eventually(tried_again)
     # No client was disconnected at once.
-    assert monotonic() - started > (tries - 1) * auth.HANDSHAKE_SECONDS
+    assert monotonic() - started > (tries - 1) * connection.HANDSHAKE_SECONDS
     moved.rename(folder)
     client.send(numbered(5))
     assert received(receiver).generator_id == "ann"
