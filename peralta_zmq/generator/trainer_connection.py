@@ -21,6 +21,7 @@ from peralta_zmq.generator.pacing import SILENCE_SECONDS
 from peralta_zmq.generator.weight_sync import LOG_SECONDS, ServedWeights
 from peralta_zmq.rollout import RolloutGroup, sender_of
 
+SLOWEST_LINK = 125_000  # bytes/s, 1 Mbit/s: a large group takes longer than SILENT_SECONDS there
 RESEND_SECONDS = 2.0  # between two resends, as the acknowledgement of the first takes some time
 IDLE_SECONDS = 5.0  # if the trainer waits and receives nothing for this time, groups were lost
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class TrainerConnection:
         """
         self.incarnation = incarnation or os.urandom(8)
         self.outbox = Outbox(sender_of(self.name, self.incarnation), limit=self._outbox_limit)
+        self._delivery = DeliveryTimer()
 
     @property
     def announcement(self) -> wire.Announcement | None:
@@ -116,6 +118,7 @@ class TrainerConnection:
         """
         announcement = self._receive(timeout)
         if announcement is not None:
+            self._check_delivery(announcement)
             for frame in self.outbox.frames_to_resend(announcement):
                 if not self.is_run_complete:
                     self._send_frame(frame)
@@ -146,6 +149,8 @@ class TrainerConnection:
                 queue_frac=min(1.0, counts.queue_seconds / seconds),
                 reload_s=self._weights.reload_seconds,
                 wants_keyframe=self._weights.needs_keyframe,
+                announcement_reconnects=self._sockets.announcements.connection.num_reconnects,
+                rollout_reconnects=self._sockets.rollouts.connection.num_reconnects,
                 last=last,
                 worker_info=self._worker_info,
             )
@@ -155,9 +160,11 @@ class TrainerConnection:
         """Send a frame, after waiting for room in the send queue; give up if the run completes."""
         started = logged = time.monotonic()
         while not self._sockets.rollouts.send(frame, timeout=0.2):
-            self._receive(0.0)
+            announcement = self._receive(0.0)
             if self.is_run_complete:
                 return
+            if announcement is not None:
+                self._check_delivery(announcement)
             if time.monotonic() - logged > LOG_SECONDS:
                 logged = time.monotonic()
                 logger.info("waiting for the trainer to take a group (%.0f s)", logged - started)
@@ -171,9 +178,17 @@ class TrainerConnection:
         if latest is not None:
             self._weights.poll_for(latest)
         announcement = self.announcement
-        if announcement is not None and announcement.done:
-            self.is_run_complete = True
+        if announcement is not None:
+            unreceived_seconds = announcement.without_status.get(self.outbox.sender, 0)
+            self._sockets.statuses.unreceived_seconds = unreceived_seconds
+            self.is_run_complete |= announcement.done
         return announcement
+
+    def _check_delivery(self, announcement: wire.Announcement) -> None:
+        """Connect again and resend all groups if none arrives although the trainer takes groups."""
+        seconds = self._delivery.undelivered_seconds(announcement, self.outbox)
+        if self._sockets.rollouts.connection.reconnect_if_silent(seconds):
+            self.outbox.resend_all()
 
     def _check_silence(self) -> None:
         """Log if no announcement has arrived for SILENCE_SECONDS.
@@ -195,6 +210,34 @@ class TrainerConnection:
             self.is_run_complete = True
 
 
+class DeliveryTimer:
+    """Measures for how long the trainer has received none of the groups that were sent to it.
+
+    An announcement adds the time since the one before, at most a second, if the trainer waits for
+    groups or has started a step in between: it has then read all groups that had arrived.
+    """
+
+    def __init__(self) -> None:
+        self._announcement: wire.Announcement | None = None  # the newest
+        self._announced_at = 0.0  # monotonic seconds of `_announcement`
+        self._seconds = 0.0  # since the newest acknowledgement, while the trainer took groups
+
+    def undelivered_seconds(self, announcement: wire.Announcement, outbox: Outbox) -> float:
+        """The time for which none was received, without that which the oldest takes to arrive."""
+        previous, self._announcement = self._announcement, announcement
+        received = announcement.received.get(outbox.sender, -1)
+        oldest = outbox.oldest_frame(above=received)
+        if previous is not announcement:
+            now = time.monotonic()
+            elapsed, self._announced_at = min(1.0, now - self._announced_at), now
+            before = previous.received.get(outbox.sender, -1) if previous else None
+            if previous is None or before != received or not oldest:
+                self._seconds = 0.0
+            elif announcement.waiting or announcement.started_step != previous.started_step:
+                self._seconds += elapsed
+        return self._seconds - len(oldest) / SLOWEST_LINK
+
+
 class Outbox:
     """The encoded groups (frames) of one incarnation that are not durable, at most `limit`."""
 
@@ -213,6 +256,7 @@ class Outbox:
         self._progress = 0, 0
         self._idle_since = float("-inf")  # monotonic seconds; the trainer waits, without progress
         self._resent_at = float("-inf")  # monotonic seconds of the latest resend
+        self._must_resend = False  # all frames that the trainer has not received
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -239,6 +283,10 @@ class Outbox:
         """Whether one more group fits, besides `num_unfinished` groups in the engine."""
         return len(self._frames) + num_unfinished < self._limit
 
+    def oldest_frame(self, *, above: int) -> bytes:
+        """The frame of the oldest sequence higher than `above`; empty if there is none."""
+        return next((frame for number, frame in self._frames.items() if number > above), b"")
+
     def add(self, frame: bytes) -> None:
         """Keep the frame of the next sequence; a full outbox drops its oldest frame."""
         if len(self._frames) == self._limit:
@@ -253,17 +301,23 @@ class Outbox:
         """Leave the next sequence without a group, after a group that cannot be sent."""
         self.next_sequence += 1
 
+    def resend_all(self) -> None:
+        """Let `frames_to_resend` return all frames that the trainer has not received."""
+        self._must_resend = True
+
     def frames_to_resend(self, announcement: wire.Announcement) -> list[bytes]:
         """Remove the frames that are durable; returns the frames to send again now, in order.
 
-        Frames that the trainer has not received were lost in one of three cases: the trainer has
-        restarted (all of them), it has received a later group (those before that group), or it
-        waits for groups and has received none for IDLE_SECONDS (all of them).
+        Frames that the trainer has not received were lost in one of four cases: the trainer has
+        restarted or `resend_all` was called (all of them), it has received a later group (those
+        before that group), or it waits for groups and has received none for IDLE_SECONDS (all of
+        them).
         """
         restarted = self._trainer not in (b"", announcement.incarnation)
         self._trainer = announcement.incarnation
         self._acknowledge(announcement, restarted)
-        if self._is_idle(announcement) or restarted:
+        if self._is_idle(announcement) or restarted or self._must_resend:
+            self._must_resend = False
             return self._resend(self.next_sequence)
         if time.monotonic() - self._resent_at < RESEND_SECONDS:
             return []

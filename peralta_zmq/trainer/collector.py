@@ -307,6 +307,7 @@ class Acknowledgements:
             durable={sender: self.durable.get(sender, -1) for sender in live},
             highest_received={sender: ledger.highest(sender) for sender in live},
             consumed={sender: self.consumed.get(sender, -1) for sender in live},
+            without_status=self.generators.connections.without_status(),
             waiting=waiting,
             done=done,
             groups_in_step=self.groups_in_step,

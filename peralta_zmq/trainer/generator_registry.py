@@ -19,6 +19,7 @@ from peralta_zmq.observe.terminal import worker_info_text
 from peralta_zmq.trainer.session import Session
 
 SILENCE_SECONDS = 30.0  # without a message until a sender is not live any more
+REPORT_SECONDS = 60.0  # between two reports of one silent connection
 SAME_NAME_SECONDS = 2.0  # shorter than the restart of a generator with the same name
 FINAL_STATUS_SECONDS = 2.0  # timeout for the final statuses at the end of a run
 # Bounds on the memory that invented sender names can fill.
@@ -32,7 +33,8 @@ STATISTICS = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s", "step", 
 class GeneratorRegistry:
     """Registers senders and their newest status; records when they join and leave.
 
-    `statuses` has the newest status by sender, also of senders that are not live any more.
+    `statuses` has the newest status by sender, also of senders that are not live any more;
+    `connections` detects silent connections of live senders.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class GeneratorRegistry:
     ) -> None:
         """`trainer_info` describes this machine, to report how a generator's machine differs."""
         self.statuses: dict[str, wire.GeneratorStatus] = {}
+        self.connections = SilentConnections(run_log)
         # A generator cannot load the newest weights from a delta and needs a whole version.
         self.keyframe_requested = False
         # Sender of a final status -> groups that it has made, also those of earlier sessions.
@@ -66,6 +69,8 @@ class GeneratorRegistry:
         for sender, status in received.items():
             before = previous.get(sender)
             self.mark_alive(sender, step=step, worker_info=status.worker_info)
+            if sender in self._last_message:
+                self.connections.add_status(status, before, step=step)
             # One keyframe per request: a generator that has not loaded it yet repeats the flag.
             if status.wants_keyframe and not (before and before.wants_keyframe):
                 self.keyframe_requested = True
@@ -89,7 +94,7 @@ class GeneratorRegistry:
         """Register a message of a sender; record its join and its worker info once.
 
         `worker_info` describes the sender's machine. It comes with the status, which may arrive
-        after the first group.
+        after the first group; a message without it is a group.
         """
         name, fields = sender.rpartition("/")[0], {**_sender_fields(sender), "step": step}
         if sender not in self._last_message:
@@ -110,6 +115,8 @@ class GeneratorRegistry:
             if self._run_log.event("worker_info", **fields, worker_info=dict(worker_info)):
                 self._run_log.note(worker_info_text(name, worker_info, trainer=self._trainer_info))
         self._last_message[sender] = time.monotonic()
+        if worker_info is None:
+            self.connections.add_group(sender, step=step)
 
     def _record_final(self, sender: str, made: int) -> None:
         is_known = sender in self._last_message and sender not in self.num_made
@@ -127,6 +134,7 @@ class GeneratorRegistry:
     def _remove(self, sender: str) -> None:
         del self._last_message[sender]
         self._with_info.discard(sender)
+        self.connections.forget(sender)
         self._run_log.event("leave", **_sender_fields(sender))
 
     def metrics(self, row: Mapping[str, float]) -> dict[str, float]:
@@ -146,6 +154,60 @@ class GeneratorRegistry:
         """Groups made after the highest sequence received from each sender."""
         made = self.num_made | {sender: status.made for sender, status in self.statuses.items()}
         return sum(max(0, num - ledger.highest(sender) - 1) for sender, num in made.items())
+
+
+class SilentConnections:
+    """Detects and reports that one connection of a live sender is silent while others work."""
+
+    def __init__(self, run_log: RunLog) -> None:
+        self._run_log = run_log
+        # Sender -> monotonic seconds of the first and of the newest group since its last status.
+        self._groups: dict[str, tuple[float, float]] = {}
+        # Sender -> connection -> monotonic seconds of the newest report.
+        self._reported: dict[str, dict[str, float]] = {}
+
+    def add_group(self, sender: str, *, step: int) -> None:
+        """Record that a group of a sender arrived; report if its statuses do not."""
+        now = time.monotonic()
+        first, _ = self._groups.get(sender, (now, now))
+        self._groups[sender] = first, now
+        if now - first >= wire.SILENT_SECONDS:
+            self._report(sender, "status", step=step)
+
+    def add_status(
+        self, status: wire.GeneratorStatus, before: wire.GeneratorStatus | None, *, step: int
+    ) -> None:
+        """Record that a status arrived; report the silent connections that it names."""
+        self._groups.pop(status.sender, None)
+        if before and status.announcement_reconnects > before.announcement_reconnects:
+            self._report(status.sender, "announcements", step=step)
+        if before and status.rollout_reconnects > before.rollout_reconnects:
+            self._report(status.sender, "rollouts", step=step)
+
+    def without_status(self) -> dict[str, int]:
+        """Senders whose groups arrive without a status for long, with the time in seconds."""
+        return {
+            sender: int(newest - first)
+            for sender, (first, newest) in self._groups.items()
+            if newest - first >= wire.SILENT_SECONDS
+        }
+
+    def forget(self, sender: str) -> None:
+        """Remove a sender that is not live any more."""
+        self._groups.pop(sender, None)
+        self._reported.pop(sender, None)
+
+    def _report(self, sender: str, connection: str, *, step: int) -> None:
+        reported, now = self._reported.setdefault(sender, {}), time.monotonic()
+        if now - reported.get(connection, float("-inf")) < REPORT_SECONDS:
+            return
+        reported[connection] = now
+        fields = _sender_fields(sender)
+        self._run_log.event("silent", **fields, connection=connection, step=step)
+        self._run_log.note(
+            f"generator {fields['generator']}: no {connection} for {wire.SILENT_SECONDS:.0f} s "
+            "while its other connections work; it connects again"
+        )
 
 
 def report_mismatches(

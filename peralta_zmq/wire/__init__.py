@@ -22,7 +22,7 @@ from peralta_zmq.wire.announcements import (
     AnnouncementSubscriber,
 )
 from peralta_zmq.wire.auth import CurveAuthenticator, generator_keys
-from peralta_zmq.wire.connection import accepts_connection
+from peralta_zmq.wire.connection import SILENT_SECONDS, accepts_connection
 from peralta_zmq.wire.generator_status import (
     GeneratorStatus,
     GeneratorStatusReceiver,
@@ -38,6 +38,7 @@ from peralta_zmq.wire.sockets import (
 )
 
 __all__ = [
+    "SILENT_SECONDS",
     "Announcement",
     "AnnouncementPublisher",
     "AnnouncementSubscriber",

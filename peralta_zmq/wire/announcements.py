@@ -29,7 +29,7 @@ from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
 ANNOUNCE_SECONDS = 1.0
 DONE_SECONDS = 0.1  # between two announcements that the run is complete; generators need two
-MAX_ANNOUNCEMENT = 4 << 20  # bytes; 4,096 senders with the longest names need 2.7 million
+MAX_ANNOUNCEMENT = 4 << 20  # bytes; 4,096 senders with the longest names need 3.4 million
 MAX_RECEIVED = 512  # bytes of a message to the trainer; the handshake with keys needs 300
 MAX_DISCARDED = 10_000  # messages discarded after each announcement; takes about 10 ms
 MAX_BITS = 1 << 19  # length of a bit field: one bit for each problem
@@ -55,6 +55,8 @@ class Announcement:
     missing; -1 = none."""
     consumed: dict[str, int] = field(default_factory=dict[str, int])
     """By active sender: number of its groups in started steps or dropped, minus 1; -1 = none."""
+    without_status: dict[str, int] = field(default_factory=dict[str, int])
+    """By active sender whose groups arrive without a status: for how many seconds."""
     waiting: bool = False  # for groups; False during a step, an evaluation and the start
     done: bool = False  # the run is complete; a subscriber reports it from the second one on
     groups_in_step: int = 0  # groups in the batch of the newest started step; 0 before the first
@@ -148,17 +150,18 @@ class AnnouncementPublisher:
 class AnnouncementSubscriber:
     """Receives the trainer's announcements and keeps the latest. Use with `closing`.
 
-    It reports `done` only if the announcement before said so, too.
+    Without announcements for SILENT_SECONDS it connects again: after a damaged message nothing may
+    arrive on an open connection. It reports `done` only if the announcement before said so, too.
     """
 
     def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
         self.latest: Announcement | None = None
-        self.received_at = float("-inf")  # monotonic seconds of the latest announcement
+        self.received_at = time.monotonic()  # of the latest announcement; before one, of the start
         self.num_refused = 0  # invalid announcements
         self.complete_run = ""  # run_id of the newest announcement if it said `done`
+        # No heartbeats: with a full queue libzmq reads none, so that they time out, and it aborts
+        # the process when the queue is read after the reconnect (libzmq issue 3937).
         self._socket = open_socket(zmq.XPUB, max_bytes=MAX_ANNOUNCEMENT)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)  # milliseconds
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         self.connection = ClientConnection(self._socket, address, keys, name="announcements")
 
     def receive(self, *, timeout: float = 0.0) -> Announcement | None:
@@ -175,6 +178,7 @@ class AnnouncementSubscriber:
                 self.num_refused += 1
                 level = logging.DEBUG if self.num_refused > 1 else logging.WARNING
                 logger.log(level, "announcement refused: %s", error)
+        self.connection.reconnect_if_silent(time.monotonic() - self.received_at)
         return self.latest
 
     def close(self) -> None:

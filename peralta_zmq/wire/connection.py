@@ -1,7 +1,9 @@
-"""A client socket's connection to the trainer: refused handshakes, connecting again.
+"""A client socket's connection to the trainer: refused handshakes, silence, connecting again.
 
 The clients are the sockets of a generator and of bin/doctor. libzmq connects again by itself after
-a lost connection. It does not after a refused handshake or bytes that violate ZeroMQ's protocol.
+a lost connection. It does not after a refused handshake or bytes that violate ZeroMQ's protocol,
+and does not detect a damaged message that makes a connection useless, such as a subscription: the
+socket then receives nothing for ever, and a send only times out.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from zmq.utils.monitor import parse_monitor_message
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire.auth import HANDSHAKE_SECONDS, GeneratorKeys, use_keys
 
+SILENT_SECONDS = 10.0  # a connection that was silent for this time is opened again
+MAX_WAIT_SECONDS = 160.0  # longest time between two attempts; doubles from SILENT_SECONDS
 RETRY_SECONDS = 0.5  # from a refused handshake to the next attempt
 # A client reports a refusal after this time and at least this number of failed handshakes: damaged
 # bytes can look like a refusal.
@@ -49,6 +53,7 @@ class ClientConnection:
         patience: float | None = None,
     ) -> None:
         """`name` is the content, for the log; `patience` replaces PATIENCE_SECONDS."""
+        self.num_reconnects = 0  # after silence
         self._client, self._address, self._keys, self._name = client, address, keys, name
         self._patience = PATIENCE_SECONDS if patience is None else patience
         self._is_accepted = False  # a handshake of this socket has succeeded
@@ -56,6 +61,7 @@ class ClientConnection:
         self._first_failure = 0.0  # monotonic seconds of the first of `_failures`
         self._reason: str | None = None  # of the newest refusal that had one
         self._retry_at = float("inf")  # monotonic seconds
+        self._silence_limit = SILENT_SECONDS
         use_keys(client, keys)
         # A new endpoint each time: libzmq releases a closed one only some time later.
         endpoint = f"inproc://handshakes-{next(_monitor_numbers)}"
@@ -92,6 +98,22 @@ class ClientConnection:
             self._log_failures(failures)
         elif failures:
             self._check_patience(failures)
+
+    def reconnect_if_silent(self, seconds: float) -> bool:
+        """Connect again if the connection has been silent for too long; returns whether it did.
+
+        `seconds` is the time since the last sign of life. After each attempt in one silence the
+        time to the next one doubles.
+        """
+        if seconds < SILENT_SECONDS:
+            self._silence_limit = SILENT_SECONDS
+        if seconds < self._silence_limit:
+            return False
+        self._silence_limit = seconds + min(seconds, MAX_WAIT_SECONDS)
+        self.num_reconnects += 1
+        logger.warning("reconnecting connection=%s silent_seconds=%.0f", self._name, seconds)
+        self._connect_again()
+        return True
 
     def close(self) -> None:
         """Stop monitoring; call it before the client socket is closed."""

@@ -51,6 +51,8 @@ class GeneratorStatus:
     queue_frac: float = 0.0  # fraction of the time with a full send queue, part of blocked_frac
     reload_s: float = 0.0  # duration of the latest change of weights
     wants_keyframe: bool = False  # a delta that the newest version needs is missing
+    announcement_reconnects: int = 0  # after a time without announcements
+    rollout_reconnects: int = 0  # after a time in which the trainer received none of its groups
     last: bool = False  # no group will follow this status
     worker_info: dict[str, str] = field(default_factory=dict[str, str])
     """Constant facts: versions of package, python, torch, transformers; device, dtype, threads."""
@@ -87,6 +89,9 @@ class GeneratorStatusSender:
 
     def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
         self._due = float("inf")  # monotonic seconds; infinite until the trainer subscribes
+        self._opened = time.monotonic()
+        # Time for which the trainer has received groups of this generator but no status.
+        self.unreceived_seconds = 0
         self._socket = open_socket(zmq.XPUB)
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # pass on that a restarted trainer subscribes
         self.connection = ClientConnection(self._socket, address, keys, name="status")
@@ -95,9 +100,13 @@ class GeneratorStatusSender:
     def due(self) -> bool:
         """Whether a trainer has just subscribed, or STATUS_SECONDS have passed since `send`.
 
+        Connects again if no trainer has subscribed for long, or `unreceived_seconds` is large.
         Raises WireError if the trainer refuses the connection.
         """
         self.connection.check()
+        is_unused = self._due == float("inf")
+        silent = time.monotonic() - self._opened if is_unused else self.unreceived_seconds
+        self.connection.reconnect_if_silent(silent)
         while cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._socket.recv()  # a subscription message
             self._due = float("-inf")

@@ -234,6 +234,17 @@ def test_pools_without_a_normal_problem_are_refilled_with_an_event(
     assert [row["problems"] for row in rows] == [1]
 
 
+def test_senders_without_a_status_are_announced(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "SILENT_SECONDS", 0.0)
+    scene = opened(stack, tmp_path, groups=1)
+    group = group_of([1.0, 0.0])
+    assert sender_to(scene.address, stack).send(wire.encode_group(group), timeout=DEADLINE)
+    scene.collect()
+    assert scene.published[-1].without_status == {group.sender: 0}
+
+
 def test_sample_index_far_above_all_others_is_ignored(stack: ExitStack, tmp_path: Path) -> None:
     scene = opened(stack, tmp_path, groups=3)
     sender = sender_to(scene.address, stack)

@@ -206,3 +206,48 @@ def test_second_generator_of_a_name_is_reported_with_the_remedy(
     text = "two generators are called ann; if both run, give one --generator.name\n"
     assert capsys.readouterr().out == text
     assert [row["event"] for row in read_rows(tmp_path / EVENTS)] == ["join"] * 3
+
+
+def silent_events(folder: Path) -> list[object]:
+    return [row["connection"] for row in read_rows(folder / EVENTS) if row["event"] == "silent"]
+
+
+def test_groups_without_a_status_for_long_are_reported_once(
+    stack: ExitStack,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(generator_registry.time, "monotonic", lambda: clock[0])
+    empty, lists = opened(stack, tmp_path), list[dict[str, int]]()
+    bob = replace(STATUS, generator_id="bob")
+    for _ in range(4):  # groups at 5, 10, 15 and 20 s; only bob sends statuses, too
+        lists.append(empty.connections.without_status())
+        clock[0] += 5.0
+        for sender in (STATUS.sender, bob.sender):
+            empty.mark_alive(sender, step=1)
+        empty.connections.add_status(bob, None, step=1)
+    assert lists == [{}, {}, {}, {STATUS.sender: 10}]
+    assert empty.connections.without_status() == {STATUS.sender: 15}
+    text = "generator ann: no status for 10 s while its other connections work; it connects again"
+    assert capsys.readouterr().out.count(text) == 1 and silent_events(tmp_path) == ["status"]
+    empty.connections.add_status(STATUS, None, step=1)
+    assert empty.connections.without_status() == {}
+
+
+def test_silent_connections_in_a_status_are_reported(
+    registry: GeneratorRegistry, stack: ExitStack, tmp_path: Path
+) -> None:
+    ann = stack.enter_context(closing(wire.GeneratorStatusSender(registry._receiver.address)))
+    later = replace(STATUS, announcement_reconnects=1)
+
+    def reported() -> list[object]:
+        ann.send(later)
+        registry.receive_status(step=1, timeout=0.1)
+        return silent_events(tmp_path)
+
+    assert eventually(reported) == ["announcements"]
+    later = replace(later, announcement_reconnects=2, rollout_reconnects=1)
+    eventually(lambda: len(reported()) > 1)
+    assert silent_events(tmp_path) == ["announcements", "rollouts"]  # each at most once a minute

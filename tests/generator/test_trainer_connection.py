@@ -1,0 +1,150 @@
+"""The generator's connection to the trainer: damaged rollouts and statuses are sent again."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
+import pytest
+from bad_network import BitFlip, Proxy
+from generators import FakeEngine, apply_until, generator_of, publish
+from sample_data import VOCAB_SIZE, group_of
+from sockets import ANYWHERE, DEADLINE, eventually
+
+from peralta_zmq import wire
+from peralta_zmq.generator import trainer_connection
+from peralta_zmq.generator.trainer_connection import (
+    DeliveryTimer,
+    Outbox,
+    Sockets,
+    TrainerConnection,
+)
+from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.subscriber import WeightSubscriber
+from peralta_zmq.wire import connection
+
+RUN = "run"  # of the fixtures' weight store
+
+
+def connection_of(
+    sockets: Sockets, store: WeightStore, subscriber: WeightSubscriber
+) -> TrainerConnection:
+    """The connection of a generator that serves the weights of step 1."""
+    engine = FakeEngine()
+    version = apply_until(engine, subscriber, publish(store, 1, 1.0), 1)
+    return generator_of(engine, subscriber, sockets, version)._connection
+
+
+def proxy_to(address: str, stack: ExitStack) -> Proxy:
+    return stack.enter_context(Proxy(int(address.rpartition(":")[2])))
+
+
+class Trainer:
+    """Receives groups of run RUN and announces each as received, while waiting for more."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.receiver = stack.enter_context(
+            closing(wire.RolloutReceiver(ANYWHERE, run_id=RUN, vocab_size=VOCAB_SIZE))
+        )
+        self.publisher = stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE)))
+        self.received: dict[str, int] = {}
+
+    def receive(self) -> None:
+        """Receive a group if one has arrived, and announce."""
+        if message := self.receiver.receive(timeout=0.05):
+            self.received[message[0].sender] = message[0].sequence
+        self.publisher.publish(wire.Announcement(RUN, received=self.received, waiting=True))
+
+
+def test_groups_behind_a_damaged_length_are_delivered_after_a_reconnect(
+    store: WeightStore,
+    subscriber: WeightSubscriber,
+    sockets: Sockets,
+    stack: ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The trainer's libzmq waits for a megabyte that never comes, and announcements arrive."""
+    monkeypatch.setattr(connection, "SILENT_SECONDS", 0.5)
+    trainer = Trainer(stack)
+    proxy = proxy_to(trainer.receiver.address, stack)
+    rollouts = wire.RolloutSender(proxy.address)
+    stack.callback(rollouts.close, linger_seconds=0)
+    announcements = wire.AnnouncementSubscriber(trainer.publisher.address)
+    stack.enter_context(closing(announcements))
+    sockets = replace(sockets, rollouts=rollouts, announcements=announcements)
+    opened = connection_of(sockets, store, subscriber)
+    eventually(lambda: trainer.receive() or opened.exchange(timeout=0.05))
+
+    group = group_of([1.0, 0.0], run_id=RUN, generator_id="ann", incarnation=opened.incarnation)
+    frame = wire.encode_group(replace(group, sequence=0))
+    proxy.damage = flip = BitFlip(frame[:3], -3, bit=4)  # the length before the frame: + 1 MiB
+    for sequence in range(2):
+        opened.send(replace(group, sequence=sequence))
+    assert flip.done.wait(DEADLINE)
+
+    def is_delivered() -> bool:
+        trainer.receive()
+        opened.exchange(timeout=0.05)
+        return trainer.received.get(group.sender) == 1
+
+    eventually(is_delivered)
+    assert rollouts.connection.num_reconnects == 1
+    assert opened.outbox.num_lost == 0 and not trainer.receiver.refused
+
+
+def test_announced_lack_of_statuses_opens_the_status_connection_again(
+    store: WeightStore,
+    subscriber: WeightSubscriber,
+    sockets: Sockets,
+    stack: ExitStack,
+) -> None:
+    receiver = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
+    proxy = proxy_to(receiver.address, stack)
+    statuses = stack.enter_context(closing(wire.GeneratorStatusSender(proxy.address)))
+    opened = connection_of(replace(sockets, statuses=statuses), store, subscriber)
+    eventually(lambda: opened.exchange(timeout=0.01) or receiver.receive(timeout=0.05))
+    proxy.damage = lambda chunk: b""  # as if the trainer waited for the rest of a long message
+    opened.report()
+    assert receiver.receive(timeout=0.3) == {}
+
+    silent = wire.Announcement(RUN, without_status={opened.outbox.sender: 11})
+    sockets.announcements.latest = silent
+    proxy.damage = None
+    eventually(lambda: opened.exchange(timeout=0.01) and receiver.receive(timeout=0.05))
+    assert statuses.connection.num_reconnects == 1
+
+
+def seconds_after(
+    announcements: list[wire.Announcement], outbox: Outbox, clock: list[float]
+) -> float:
+    """The undelivered time after announcements that are one second apart."""
+    timer, seconds = DeliveryTimer(), 0.0
+    for announcement in announcements:
+        clock[0] += 1.0
+        seconds = timer.undelivered_seconds(announcement, outbox)
+        assert timer.undelivered_seconds(announcement, outbox) == seconds  # not a new one
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [("waiting", 9), ("fast steps", 9), ("long step", 0), ("receiving", 0), ("nothing sent", 0)],
+)
+def test_undelivered_time_counts_only_while_the_trainer_takes_groups(
+    case: str, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, outbox = [100.0], Outbox("ann/00")
+    monkeypatch.setattr(trainer_connection.time, "monotonic", lambda: clock[0])
+    for _ in range(0 if case == "nothing sent" else 20):
+        outbox.add(b"frame")
+    numbers = range(10)
+    announcements = [
+        wire.Announcement(
+            RUN,
+            waiting=case in ("waiting", "receiving", "nothing sent"),
+            started_step=number if case == "fast steps" else 1,
+            received={"ann/00": number if case == "receiving" else -1},
+        )
+        for number in numbers
+    ]
+    assert seconds_after(announcements, outbox, clock) == pytest.approx(expected, abs=0.01)
