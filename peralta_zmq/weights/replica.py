@@ -1,8 +1,14 @@
 """Local replica of a generator: a complete copy of one weight version, updated by deltas.
 
-The replica's folder has the files that `from_pretrained` needs, and while they are valid also the
-manifest of their version, as `replica.json`. Updating to a newer version reads its chain from the
-store: the deltas since the replica's version, or the last keyframe and the deltas since that.
+The replica's folder has the files that `from_pretrained` needs, and while they are valid also
+`replica.json` with two manifests: of their version, with the digest of the weights, and of the
+keyframe before it, with the hashes of the other files. Updating to a newer version reads its chain
+from the store: the deltas since the replica's version, or the last keyframe and the deltas since
+that.
+
+The files of a keyframe are fsynced, so that a power cut leaves them whole. A delta is not: at every
+step that could write all weights to the disk. After a power cut the digest may then differ, and the
+next start reads the weights again.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -26,7 +33,7 @@ from peralta_zmq.weights import delta, tensor_set
 from peralta_zmq.weights.store import WeightStore, version_of_step
 from peralta_zmq.weights.version import DELTA, WEIGHTS, Version, folder_name
 
-STATE, INCOMING = "replica.json", "incoming"  # the manifest; folder of files read, not yet applied
+STATE, INCOMING = "replica.json", "incoming"  # manifests; folder of files read, not yet applied
 logger = logging.getLogger(__name__)
 
 
@@ -36,6 +43,7 @@ class LocalReplica:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.version: Version | None = None
+        self._keyframe: Version | None = None  # whose files, except the weights, are in the folder
         self.mapped = False  # a model has mapped the weights file: do not change it in place
         self.read_seconds = 0.0  # of the last `advance`, from the store
 
@@ -44,16 +52,22 @@ class LocalReplica:
         return tensor_set.MappedTensors(self.folder / WEIGHTS)
 
     def recover(self) -> Version | None:
-        """Find the version that an earlier process left; None if its weights do not verify."""
-        with contextlib.suppress(OSError, *atomic_files.MALFORMED):
-            text = (self.folder / STATE).read_bytes()
-            stable = hashlib.sha256(text).hexdigest().encode()
-            manifest = atomic_files.parse_manifest(text, stable=stable, where=STATE)
-            version = Version.from_manifest(Path(folder_name(manifest.about["number"])), manifest)
+        """Find the version that an earlier process left; None if one of its files is damaged."""
+        if not (self.folder / STATE).exists():
+            return None
+        try:
+            state = json.loads((self.folder / STATE).read_bytes())
+            keyframe, version = (_parse_manifest(state[name]) for name in ("keyframe", "version"))
             tensors = self.tensors()
             digest = tensor_set.set_digest(tensor_set.checksums_of(tensors), tensors.specs)
-            if digest == version.field("result"):
-                self.version = version
+            if digest != version.field("result"):
+                raise ValueError(f"{WEIGHTS} does not have the digest in the manifest")
+            for name in keyframe.manifest.files.keys() - {WEIGHTS}:
+                for _ in atomic_files.read_verified(self.folder, name, keyframe.manifest):
+                    pass
+            self.version, self._keyframe = version, keyframe
+        except (OSError, *atomic_files.MALFORMED) as error:
+            logger.warning("local copy not used folder=%s reason=%s", self.folder, error)
         return self.version
 
     def advance(
@@ -110,6 +124,8 @@ class LocalReplica:
             os.replace(self.folder / f"{INCOMING}.weights", self.folder / WEIGHTS)
             self.mapped = False
         for member in chain:
+            if member.kind == "keyframe":
+                self._keyframe = member
             try:
                 self._check(member, self._apply(member, incoming / str(member.number)))
             except ValueError as error:
@@ -118,9 +134,9 @@ class LocalReplica:
                     store.count_mismatch(chain[-1])
                 raise StoreError(f"version {member.number} does not verify: {error}") from None
             failpoint("load.changed")
-        manifest = chain[-1].manifest
-        _, text = atomic_files.describe(manifest.files, manifest.about)
-        atomic_files.replace_file(self.folder / STATE, text)
+        assert self._keyframe is not None, "a chain begins with a keyframe or continues a replica"
+        state = {"keyframe": _manifest_text(self._keyframe), "version": _manifest_text(chain[-1])}
+        atomic_files.replace_file(self.folder / STATE, json.dumps(state).encode())
         self.version = chain[-1]
         failpoint("load.marked")
 
@@ -143,6 +159,20 @@ class LocalReplica:
             raise ValueError("the weights do not have the digest in the manifest")
 
 
+def _manifest_text(version: Version) -> str:
+    """The text of the version's manifest.json."""
+    _, text = atomic_files.describe(version.manifest.files, version.manifest.about)
+    return text.decode()
+
+
+def _parse_manifest(text: str) -> Version:
+    """The inverse of `_manifest_text`. Raises CorruptError, or an exception of MALFORMED."""
+    content = text.encode()
+    stable = hashlib.sha256(content).hexdigest().encode()
+    manifest = atomic_files.parse_manifest(content, stable=stable, where=STATE)
+    return Version.from_manifest(Path(folder_name(manifest.about["number"])), manifest)
+
+
 @contextlib.contextmanager
 def locked_folder(folder: Path) -> Generator[Path, None, None]:
     """`folder`, locked by this process, or a temporary folder if it cannot be locked."""
@@ -161,13 +191,19 @@ def locked_folder(folder: Path) -> Generator[Path, None, None]:
 
 
 def _fetch(store: WeightStore, version: Version, target: Path) -> None:
-    """Copy all files of a version to the new folder `target`; verifies sizes and hashes."""
+    """Copy all files of a version to the new folder `target`; verifies sizes and hashes.
+
+    Fsyncs those of a keyframe, which stay; a delta is applied and removed.
+    """
     target.mkdir(parents=True)
     for name in version.manifest.files:
         with (target / name).open("wb") as copy:
             for chunk in store.read(version, name):
                 copy.write(chunk)
                 failpoint("load.chunk")
+            if version.kind == "keyframe":
+                copy.flush()
+                os.fsync(copy.fileno())
 
 
 @contextlib.contextmanager

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from damage import flip_bit
+from damage import CHANGES, flip_bit, remove
 from weight_sets import COMPANIONS, loaded, publish, publish_chain, same, weights_at
 
 from peralta_zmq import atomic_files
@@ -87,6 +89,38 @@ def test_undamaged_copy_of_an_earlier_process_is_recovered(
     assert restarted.advance(store, versions[2]) == versions[2].size
     flip_bit(replica.folder / WEIGHTS)
     assert LocalReplica(replica.folder).recover() is None
+
+
+@pytest.mark.parametrize("name", COMPANIONS)
+@pytest.mark.parametrize("damage", [remove, *CHANGES])
+def test_copy_with_a_damaged_companion_is_read_again_at_once(
+    store: WeightStore, replica: LocalReplica, damage: Callable[[Path], None], name: str
+) -> None:
+    first, second = publish_chain(store, 2)
+    replica.advance(store, second)
+    damage(replica.folder / name)
+    restarted = LocalReplica(replica.folder)
+    assert restarted.recover() is None
+    assert restarted.advance(store, second) == first.size + second.size
+    assert (replica.folder / name).read_bytes() == COMPANIONS[name]
+    assert same(restarted.tensors(), weights_at(1))
+
+
+def test_files_of_a_keyframe_are_fsynced(
+    store: WeightStore, replica: LocalReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: dict[int, int] = {}  # inode -> size
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        fsync(descriptor)
+        synced[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+
+    monkeypatch.setattr(os, "fsync", record)
+    replica.advance(store, publish(store, 0))
+    for file in replica.folder.iterdir():
+        assert synced[file.stat().st_ino] == file.stat().st_size, file.name
+    assert replica.folder.stat().st_ino in synced
 
 
 # Keyframe or delta.
