@@ -33,6 +33,9 @@ CHUNK = 1 << 20  # bytes read or written at a time
 # Part of temporary names: processes on two machines may share a NAS and have equal process ids.
 PROCESS_TAG = os.urandom(4).hex()
 RETRY_DELAYS = (0.05, 0.2, 0.5)  # seconds before each retry of a rename or a removal
+# Seconds before each retry during the outage of a disk or a NAS: doubled from the first to the
+# longest. A new version is promised 10 s after the outage, of which 2 s remain to write it.
+FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY = 1.0, 8.0
 # Fields of a manifest other than `files`, or a function that returns the fields and is called after
 # the files are written.
 About: TypeAlias = "Mapping[str, Any] | Callable[[], Mapping[str, Any]]"

@@ -4,9 +4,9 @@ PeraltaError
  +-- ConfigError        settings, and the files that they name
  +-- WireError          ZeroMQ sockets, their keys, and the messages on them
  +-- StoreError         the weight store, where the trainer publishes weight versions
- |    +-- GoneError     the folder of the weight store is missing
  |    +-- ChainError    a delta version (changes relative to an earlier version) lacks its base
  +-- JournalError       the trainer's journal of consumed rollouts, or a checkpoint
+ +-- OutageError        a disk or mounted folder that cannot be used now, but perhaps later
  +-- TaskError          a task: its data files, and its reward function
  |    +-- RewardError   the reward of one completion
  +-- UserCodeError      a loss, advantage or filter function that the user wrote
@@ -39,10 +39,6 @@ class StoreError(PeraltaError):
     """The weight store cannot be used, or a version in it cannot be read or verified."""
 
 
-class GoneError(StoreError):
-    """The folder of the weight store is missing, for example because a NAS is not mounted."""
-
-
 class ChainError(StoreError):
     """A weight version is a delta, and an earlier version that it needs is missing or damaged.
 
@@ -52,6 +48,10 @@ class ChainError(StoreError):
 
 class JournalError(PeraltaError):
     """A journal or checkpoint cannot be read, or belongs to another run."""
+
+
+class OutageError(PeraltaError):
+    """A disk is full, a NAS is not mounted, or another trainer still has the lease: try again."""
 
 
 class TaskError(PeraltaError):

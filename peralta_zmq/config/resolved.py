@@ -40,15 +40,10 @@ GROWING_SETTINGS = {"train.max_steps"}  # a resumed run may only increase them
 def write_resolved(config: Config, folder: Path) -> None:
     """Write all settings to folder/config.toml, atomically; `load_config` can read that file.
 
-    Raises ConfigError if the folder cannot be written.
+    Raises OSError.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        atomic_files.replace_file(folder / RESOLVED, toml_text(config).encode())
-    except OSError as error:
-        raise ConfigError(
-            f"run folder {folder} cannot be written ({error.strerror}); choose another --run.dir"
-        ) from None
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_files.replace_file(folder / RESOLVED, toml_text(config).encode())
 
 
 def earlier_config(config: Config, folder: Path) -> Config:

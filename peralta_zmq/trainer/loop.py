@@ -63,7 +63,9 @@ class Trainer:
     def __init__(self, config: Config, stack: ExitStack, ranks: Ranks = SINGLE) -> None:
         """Open all resources; `stack` closes them. Writes nothing before the folder is locked."""
         stop = session.StopSignal()
-        self._previous_config = earlier_config(config, config.run_folder)
+        folder, name = config.run_folder, config.run.name
+        run_id = session.wait_out(lambda: session.run_id_of(folder, name), folder=folder, stop=stop)
+        self._previous_config = earlier_config(config, folder)
         check_trackers(config.run.report_to)
         train = open_environments(config, "train")
         held_out = open_environments(config, "eval", limit=config.eval.num_examples)
@@ -72,7 +74,6 @@ class Trainer:
         pools = _open_pools(config, train)
         self.policy = policy.open_policy(config, [*train.problems, *held_out.problems], ranks)
         worker_info = self.policy.worker_info
-        run_id = session.run_id_of(config.run_folder, config.run.name)
         receiver, status_receiver, status = session.open_sockets(
             config, stack, run_id, self.policy.vocab_size, worker_info, train.digest
         )

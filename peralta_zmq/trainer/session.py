@@ -3,6 +3,10 @@
 A session is one start of the trainer; a run continues over any number of sessions. The run folder
 has a lock file, RUN.json (the run's id and the weights folder that it has claimed), config.toml
 (the settings) and all records of the run. A weights folder belongs to one run, which claims it.
+
+An outage is a time in which a disk or a mounted folder of the run cannot be used, such as a full
+disk or a NAS that is off. A run that exists waits for its end, also at the start of a session; a
+first start fails, because its settings may be wrong.
 """
 
 from __future__ import annotations
@@ -15,16 +19,17 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from peralta_zmq import atomic_files, wire
+from peralta_zmq.atomic_files import FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY
 from peralta_zmq.config import RESOLVED, Config, write_resolved
-from peralta_zmq.errors import ConfigError, GoneError, JournalError, StoreError
+from peralta_zmq.errors import ConfigError, JournalError, OutageError, StoreError
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import open_trackers
 from peralta_zmq.trainer.journal import Journal
@@ -33,7 +38,8 @@ from peralta_zmq.weights.store import WeightStore
 
 IDENTITY, LOCK = "RUN.json", "lock"
 LOCK_RETRY_SECONDS = 0.1  # the dashboard and bin/doctor hold the lock for less when they test it
-WARNING_SECONDS = 30.0  # interval of warnings that the weights folder is gone
+WARNING_SECONDS = 30.0  # interval of warnings during an outage
+Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 
@@ -51,6 +57,15 @@ class Session:
     def folder(self) -> Path:
         """The run folder."""
         return self.config.run_folder
+
+    def wait_out(self, operation: Callable[[], Result]) -> Result:
+        """`wait_out` with reports on the terminal and in events.jsonl."""
+
+        def report(text: str) -> None:
+            self.run_log.event("outage", reason=text)
+            self.run_log.note(text)
+
+        return wait_out(operation, folder=self.folder, stop=self.stop, report=report)
 
 
 class StopSignal:
@@ -94,6 +109,47 @@ class StatusPublisher:
             self._publisher.publish(self.announcement)
 
 
+# Outages.
+
+
+def wait_out(
+    operation: Callable[[], Result],
+    *,
+    folder: Path,
+    stop: StopSignal,
+    report: Callable[[str], None] = logger.warning,
+) -> Result:
+    """Call `operation` until it raises neither OutageError nor OSError; returns its result.
+
+    Reports each new error, the same one again after WARNING_SECONDS, and the end of the outage;
+    `folder` is the run folder, for the message. Raises OutageError if a stop is requested.
+    """
+    started, delay, reported, reported_at = time.monotonic(), FIRST_OUTAGE_DELAY, "", 0.0
+    while True:
+        try:
+            result = operation()
+        except (OutageError, OSError) as error:
+            text, now = _outage_text(error, folder), time.monotonic()
+            if stop.requested:
+                raise OutageError(text) from None
+            if text != reported or now - reported_at > WARNING_SECONDS:
+                reported, reported_at = text, now
+                report(f"{text}. Waiting, nothing is lost")
+        else:
+            if reported:
+                report(f"the outage is over after {time.monotonic() - started:.0f} s")
+            return result
+        stop.pause(delay)
+        delay = min(LONGEST_OUTAGE_DELAY, 2 * delay)
+
+
+def _outage_text(error: OutageError | OSError, folder: Path) -> str:
+    if isinstance(error, OutageError):
+        return str(error)
+    reason = error.strerror or error
+    return f"{error.filename or folder} cannot be used ({reason}); mount it, or make room for it"
+
+
 # The run folder, its identity and its claim on the weights folder.
 
 
@@ -102,32 +158,51 @@ def open_run_folder(
 ) -> tuple[RunLog, Journal]:
     """Lock the run folder, claim the weights folder, and open the run log and the journal.
 
-    Raises ConfigError or StoreError, after removing a run folder that this call created.
+    A run that exists waits out an outage of its folders. Of a new run this raises ConfigError or
+    StoreError, after removing a run folder that this call created.
     """
     folder = config.run_folder
     is_new = not (folder / IDENTITY).exists()
+
+    def waiting(operation: Callable[[], Result]) -> Result:
+        return wait_out(operation, folder=folder, stop=stop)
+
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(closing(lock(folder)))
-        if is_new:  # before the claim: the run_id must survive a kill right after the claim
-            write_identity(folder, run_id=run_id, weights=None)
-        if not (folder / RESOLVED).exists():  # an earlier start may have been killed before this
-            write_resolved(config, folder)
-        _claim_weights(store, config, run_id, stop)
+        if is_new:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_locked(config, run_id))
+        else:
+            stack.enter_context(waiting(lambda: _locked(config)))
+        waiting(lambda: _claim_weights(store, config, run_id))
     except StoreError:
         if is_new:
             _remove_new(folder)
         raise
-    except OSError as error:
+    except OSError as error:  # of a new run
         raise ConfigError(
             f"run folder {folder} cannot be written ({error.strerror}); "
             "choose another with --run.dir"
         ) from None
-    journal = stack.enter_context(closing(Journal(folder / "journal")))
     settings, max_steps = config.model_dump(mode="json"), config.train.max_steps
     trackers = open_trackers(config.run.report_to, folder=folder, run_id=run_id, settings=settings)
-    run_log = RunLog(folder, run=config.run.name, max_steps=max_steps, trackers=trackers)
+    journal = stack.enter_context(closing(waiting(lambda: Journal(folder / "journal"))))
+    run_log = waiting(
+        lambda: RunLog(folder, run=config.run.name, max_steps=max_steps, trackers=trackers)
+    )
     return stack.enter_context(run_log), journal
+
+
+def _locked(config: Config, new_run_id: str | None = None) -> IO[bytes]:
+    """Lock the run folder; write RUN.json of a new run, and config.toml if it is missing."""
+    folder = config.run_folder
+    with ExitStack() as stack:
+        locked = stack.enter_context(lock(folder))
+        if new_run_id:  # before the claim: the run_id must survive a kill right after the claim
+            write_identity(folder, run_id=new_run_id, weights=None)
+        if not (folder / RESOLVED).exists():  # an earlier start may have been killed before this
+            write_resolved(config, folder)
+        stack.pop_all()
+    return locked
 
 
 def lock(folder: Path) -> IO[bytes]:
@@ -144,7 +219,10 @@ def lock(folder: Path) -> IO[bytes]:
 
 
 def run_id_of(folder: Path, name: str) -> str:
-    """The id of the run in `folder`, or a new one. Raises JournalError if RUN.json is damaged."""
+    """The id of the run in `folder`, or a new one.
+
+    Raises OSError if RUN.json cannot be read, JournalError if it is damaged.
+    """
     return _read_identity(folder, "run_id") or f"{name}-{uuid.uuid4().hex[:8]}"
 
 
@@ -155,13 +233,13 @@ def write_identity(folder: Path, *, run_id: str, weights: str | None) -> None:
 
 
 def _read_identity(folder: Path, field: str) -> str | None:
-    """A field of RUN.json; None if there is no such file. Raises JournalError if it is damaged."""
+    """A field of RUN.json; None if there is no such file. Raises OSError or JournalError."""
     file = folder / IDENTITY
     try:
         value = json.loads(file.read_text("utf-8"))[field]
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise JournalError(
             f"{file} cannot be read ({error}); put a copy back: the run_id in it is that of "
             "manifest.json in each checkpoint"
@@ -169,26 +247,16 @@ def _read_identity(folder: Path, field: str) -> str | None:
     return None if value is None else str(value)
 
 
-def _claim_weights(store: WeightStore, config: Config, run_id: str, stop: StopSignal) -> None:
+def _claim_weights(store: WeightStore, config: Config, run_id: str) -> None:
     """Claim the weights folder for the run. Raises StoreError if another run has claimed it.
 
-    If the run has claimed the folder before and it is missing, its file system is not mounted:
-    wait for the mount. Only the default folder, inside the run folder, is created again instead:
-    users delete it to free space.
+    If the run has claimed the folder before and it is missing, its file system is not mounted. Only
+    the default folder, inside the run folder, is created again: users delete it to free space.
+    Raises OutageError or OSError as long as waiting may help.
     """
-    claimed_before = _read_identity(config.run_folder, "weights") == store.address
-    must_exist = claimed_before and bool(config.weights.dir)
-    warned_at = float("-inf")
-    while True:
-        try:
-            store.claim(run_id, known=must_exist)
-            break
-        except GoneError as error:
-            if time.monotonic() - warned_at > WARNING_SECONDS:
-                warned_at = time.monotonic()
-                logger.warning("%s. Waiting for it", error)
-            stop.pause(1.0)
-    if not must_exist:
+    known = _read_identity(config.run_folder, "weights") == store.address
+    store.claim(run_id, known=known, create=not (known and config.weights.dir))
+    if not known:
         write_identity(config.run_folder, run_id=run_id, weights=store.address)
 
 

@@ -57,7 +57,7 @@ class StorageBackend(Protocol):
         """Remove a folder; no error if it is missing or cannot be removed."""
 
     def prepare(self) -> None:
-        """Create the store if needed, check that it can be written, remove temporary files."""
+        """Create the store if needed and check that it can be written."""
 
     def free_bytes(self) -> int:
         """Free space for new versions, in bytes."""
@@ -128,20 +128,22 @@ class LocalBackend:
         atomic_files.remove_folder(self.folder / name)
 
     def prepare(self) -> None:
-        """Create the folder, remove temporary files. StoreError if folders cannot be renamed."""
+        """Create the folder. Raises StoreError if folders in it cannot be renamed."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        atomic_files.sweep(self.folder)
         probe = self.folder / f".tmp-probe-{atomic_files.PROCESS_TAG}"
-        probe.mkdir()
+        renamed = self.folder / f".trash-probe-{atomic_files.PROCESS_TAG}"
+        probe.mkdir(exist_ok=True)
         try:
-            probe.rename(self.folder / f".trash-probe-{atomic_files.PROCESS_TAG}")
+            probe.rename(renamed)
         except OSError as error:
             raise StoreError(
                 f"weights folder {self.folder} is on a file system that cannot rename folders "
                 f"({error.strerror}); choose another with --weights.dir"
             ) from None
         finally:
-            atomic_files.sweep(self.folder)
+            for folder in (probe, renamed):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
 
     def free_bytes(self) -> int:
         """Free space for unprivileged users, in bytes."""

@@ -18,11 +18,14 @@ from typing import Any, cast
 
 import psutil
 
-from peralta_zmq.atomic_files import MALFORMED, PROCESS_TAG, replace_file
+from peralta_zmq.atomic_files import MALFORMED, PROCESS_TAG, replace_file, sweep
 
 LEASE, READ_MARK = ".lease-", ".reading-"  # beginnings of the file names
 LEASE_SECONDS = 30.0  # until a lease that is not renewed expires; trainers renew every 10 s
 READ_MARK_SECONDS = 3600.0  # until a read mark expires
+# Start times of one process may differ by this: Linux computes them from the boot time, which it
+# rounds to seconds and changes with the clock.
+START_TOLERANCE_SECONDS = 5.0
 
 
 class FolderLeases:
@@ -34,20 +37,39 @@ class FolderLeases:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._lease: Path | None = None  # of this process, while it holds the lease
+        self._lease: Path | None = None  # of this process, from `acquire` to `release`
 
-    def acquire(self, run_id: str) -> str | None:
-        """Acquire the publishing lease; returns the holder if another trainer has it."""
+    def acquire(self) -> str | None:
+        """Acquire the publishing lease; returns the holder if another trainer has it.
+
+        The holder alone may write versions: this removes expired leases and temporary files.
+        """
         if self._folder is None:
             return None
         self._lease = self._folder / f"{LEASE}{os.getpid()}-{PROCESS_TAG}"
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "run_id": run_id}
+        started = psutil.Process().create_time()
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
         replace_file(self._lease, json.dumps(owner).encode())
         if holder := self.holder(self._lease.stat().st_mtime):
-            self.release()
+            self._lease.unlink(missing_ok=True)
             return holder
         for expired in self._other_leases(self._folder):
             expired.unlink(missing_ok=True)
+        sweep(self._folder)
+        return None
+
+    def confirm(self) -> str | None:
+        """Renew the acquired lease; returns the holder if another trainer has taken it over.
+
+        That happens after it has expired, for example while this machine slept. Acquires the lease
+        again if its file is missing and no other trainer has one.
+        """
+        if self._lease is None:
+            return None
+        try:
+            os.utime(self._lease)
+        except FileNotFoundError:
+            return self.acquire()
         return None
 
     def holder(self, now: float) -> str | None:
@@ -67,9 +89,9 @@ class FolderLeases:
 
         NFS clients list a folder again when its mtime changes.
         """
-        if self._lease:
-            os.utime(self._lease)
-            os.utime(self._lease.parent)
+        if lease := self._lease:
+            os.utime(lease)
+            os.utime(lease.parent)
 
     def release(self) -> None:
         """Release the lease, so that another trainer need not wait until it expires."""
@@ -98,10 +120,12 @@ class FolderLeases:
 
         Without the lease no mark counts as expired.
         """
-        marked: set[str] = set()
+        marked, now = set[str](), 0.0
+        if self._lease:
+            with contextlib.suppress(OSError):
+                now = self._lease.stat().st_mtime
         for mark in self._folder.glob(f"{READ_MARK}*") if self._folder else ():
             with contextlib.suppress(OSError):  # the mark was removed meanwhile
-                now = self._lease.stat().st_mtime if self._lease else 0.0
                 if now - mark.stat().st_mtime < READ_MARK_SECONDS:
                     marked.add(mark.name.removeprefix(READ_MARK).split("-")[0])
                 else:
@@ -110,8 +134,19 @@ class FolderLeases:
 
 
 def _may_be_alive(owner: Mapping[str, Any]) -> bool:
-    """False for this process and for processes of this machine that no longer exist."""
+    """False for this process and for processes of this machine that have ended.
+
+    The start time tells a process from a later one with the same number.
+    """
     if owner["host"] != socket.gethostname():
         return True
     pid = int(owner["pid"])
-    return pid != os.getpid() and psutil.pid_exists(pid)
+    if pid == os.getpid():
+        return False
+    try:
+        started = psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:  # the process belongs to another user
+        return True
+    return abs(started - float(owner["started"])) < START_TOLERANCE_SECONDS

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from peralta_zmq.atomic_files import FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY
 from peralta_zmq.errors import StoreError
 from peralta_zmq.weights import delta
 from peralta_zmq.weights.pruning import KEEP_LAST_THREE, Pruner, Retention
@@ -24,7 +25,6 @@ from peralta_zmq.weights.store import Base, WeightStore
 from peralta_zmq.weights.version import Version
 
 LEASE_RENEWAL_SECONDS = 10.0  # between two renewals of the publishing lease
-FIRST_DELAY, LONGEST_DELAY = 1.0, 10.0  # seconds before a failed publication is retried
 Tensors = dict[str, torch.Tensor]
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,10 @@ class PublishReport:
 
 
 class WeightPublisher:
-    """Owns the publishing thread and the buffers of the copies. Use with `closing`."""
+    """Owns the publishing thread and the buffers of the copies. Use with `closing`.
+
+    A second thread renews the publishing lease, also while a version takes long to write.
+    """
 
     def __init__(self, writer: VersionWriter, *, dtype: torch.dtype = torch.bfloat16) -> None:
         self._writer, self._dtype = writer, dtype
@@ -63,8 +66,12 @@ class WeightPublisher:
         self._failure: BaseException | None = None
         self._publishing = self._closing = self._backing_off = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name="weight-publisher", daemon=True),
+            threading.Thread(target=self._renew_lease, name="lease-renewal", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def publish(
         self, step: int, tensors: Mapping[str, torch.Tensor], *, keyframe: bool = False
@@ -114,41 +121,44 @@ class WeightPublisher:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(timeout=1.0)
+        for thread in self._threads:
+            thread.join(timeout=1.0)
         self._writer.leases.release()
 
-    # Methods of the thread.
+    # Methods of the threads.
+
+    def _renew_lease(self) -> None:
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closing, LEASE_RENEWAL_SECONDS):
+                    return
+            with contextlib.suppress(OSError):  # the store may be unreachable for now
+                self._writer.leases.renew()
 
     def _run(self) -> None:
         try:
-            delay = FIRST_DELAY
+            delay = FIRST_OUTAGE_DELAY
             while (snapshot := self._next()) is not None:
                 if self._publish(snapshot):
-                    delay = FIRST_DELAY
+                    delay = FIRST_OUTAGE_DELAY
                 else:
                     self._back_off(snapshot, delay)
-                    delay = min(LONGEST_DELAY, 2 * delay)
+                    delay = min(LONGEST_OUTAGE_DELAY, 2 * delay)
         except BaseException as error:  # noqa: BLE001  (take_reports raises it)
             with self._changed:
                 self._failure, self._publishing = error, False
                 self._changed.notify_all()
 
     def _next(self) -> Snapshot | None:
-        """The next snapshot; None when closing. Renews the publishing lease while it waits."""
-        while True:
-            with self._changed:
-                self._publishing = False
-                self._changed.notify_all()
-                self._changed.wait_for(
-                    lambda: self._waiting or self._closing, LEASE_RENEWAL_SECONDS
-                )
-                if self._closing:
-                    return None
-                if snapshot := self._waiting:
-                    self._waiting, self._publishing = None, True
-                    return snapshot
-            with contextlib.suppress(OSError):  # the store may be unreachable for now
-                self._writer.leases.renew()
+        """Wait for the next snapshot and return it; None when closing."""
+        with self._changed:
+            self._publishing = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._waiting or self._closing)
+            if self._closing:
+                return None
+            snapshot, self._waiting, self._publishing = self._waiting, None, True
+            return snapshot
 
     def _publish(self, snapshot: Snapshot) -> bool:
         """Write a version; then the buffers of the previous version become the spare ones."""

@@ -22,7 +22,7 @@ import torch
 
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import Content, CorruptError, failpoint
-from peralta_zmq.errors import ChainError, GoneError, StoreError
+from peralta_zmq.errors import ChainError, OutageError, StoreError
 from peralta_zmq.open_files import failure_text
 from peralta_zmq.weights import delta, tensor_set
 from peralta_zmq.weights.backends import StorageBackend, open_backend, read_small
@@ -79,16 +79,17 @@ class WeightStore:
 
     # Writing.
 
-    def claim(self, run_id: str, *, known: bool = False) -> None:
+    def claim(self, run_id: str, *, known: bool = False, create: bool = True) -> None:
         """Claim the store for a run and acquire the publishing lease.
 
-        With `known` the run has published to the store before, so a missing store is an error
-        (GoneError) instead of being created. Raises StoreError if the store cannot be written,
-        belongs to another run, or another trainer publishes to it.
+        `known`: the run has claimed the store before; `create`: create the store if it is missing.
+        Raises StoreError if the store belongs to another run, or cannot be written and is not
+        known. Raises OutageError, so that the caller tries again later, while a known store cannot
+        be written, a store that is not to be created is missing, or another trainer publishes.
         """
         try:
             owner = self.run_id
-            if owner is None and known:  # no folder, or an empty mount point
+            if owner is None and not create:  # no folder, or an empty mount point
                 raise _gone_error(self.address)
             if owner not in (None, run_id):
                 raise StoreError(
@@ -96,22 +97,22 @@ class WeightStore:
                     "choose another with --weights.dir, or delete it"
                 )
             self.backend.prepare()
+            if holder := self.backend.leases.acquire():
+                raise OutageError(
+                    f"another trainer ({holder}) publishes to {self.address}; stop it, or choose "
+                    "another with --weights.dir; if it has crashed, its lease expires within 30 s"
+                )
             if owner is None:
                 text = json.dumps({"format": 1, "run_id": run_id}) + "\n"
                 self.backend.write_file(RUN_FILE, text.encode())
-            holder = self.backend.leases.acquire(run_id)
         except OSError as error:
-            if known and self.run_id is None:  # the mount was lost after the first check
+            self.backend.leases.release()
+            if not create and self.run_id is None:  # the mount was lost after the first check
                 raise _gone_error(self.address) from None
-            raise StoreError(
+            raise (OutageError if known else StoreError)(
                 f"weights folder {self.address} cannot be written ({error.strerror or error}); "
                 "mount it, free it, or choose another with --weights.dir"
             ) from None
-        if holder:
-            raise StoreError(
-                f"another trainer ({holder}) publishes to {self.address}; stop it; if it has "
-                "already ended, wait 30 s, or choose another with --weights.dir"
-            )
 
     def publish(
         self,
@@ -127,12 +128,15 @@ class WeightStore:
 
         A keyframe includes its companion files (config, tokenizer). `about` has additional manifest
         fields; `stream` wraps the pieces of the weights file, e.g. to limit their rate. Raises
-        StoreError if the backend is missing, full or read-only; nothing partial remains.
+        StoreError if the backend is missing, full or read-only, or another trainer publishes to
+        it; nothing partial remains.
         """
         specs = tensor_set.specs_of(tensors)
         try:
             if (run_id := self.run_id) is None:  # e.g. an empty mount point
                 raise OSError(f"{RUN_FILE} is gone; is it mounted?")
+            if holder := self.backend.leases.confirm():
+                raise OSError(f"another trainer ({holder}) publishes there; stop one of the two")
             needed = MIN_FREE_VERSIONS * tensor_set.file_size(specs)
             if (free := self.backend.free_bytes()) < needed:
                 raise OSError(f"{free >> 20} MiB free, {needed >> 20} MiB needed")
@@ -324,8 +328,8 @@ def _read_resuming(backend: StorageBackend, path: str) -> Iterator[bytes]:
             previously_received = received
 
 
-def _gone_error(address: str) -> GoneError:
-    return GoneError(
+def _gone_error(address: str) -> OutageError:
+    return OutageError(
         f"{RUN_FILE} in weights folder {address} is gone; is it mounted? "
         "Mount it, or choose another with --weights.dir"
     )

@@ -61,12 +61,6 @@ def test_write_resolved_leaves_no_other_file(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new" / "run").iterdir()] == ["config.toml"]
 
 
-def test_write_resolved_without_folder_raises_config_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot be written \(Not a directory\)"):
-        write_resolved(Config(), tmp_path / "file" / "run")
-
-
 def test_earlier_config_names_changed_settings_and_remedies(tmp_path: Path) -> None:
     write_resolved(Config(), tmp_path)
     changed = load("--loss.name", "grpo", "--train.batch-size", "64")

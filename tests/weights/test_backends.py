@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import socket
 import subprocess
 import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from weight_sets import publish
 
-from peralta_zmq.errors import StoreError
+from peralta_zmq.errors import OutageError, StoreError
 from peralta_zmq.weights.backends import FolderWatcher, filesystem_of
 from peralta_zmq.weights.store import WeightStore
 
@@ -36,16 +40,20 @@ def test_file_system_that_cannot_rename_folders_is_refused(
 # Leases.
 
 
-def write_lease(folder: Path, *, pid: int, host: str, age: float) -> None:
+def write_lease(
+    folder: Path, *, age: float, pid: int = 1, host: str = "elsewhere", started: float = 0.0
+) -> None:
     file = folder / ".lease-other"
-    file.write_text(f'{{"pid": {pid}, "host": "{host}"}}')
+    file.write_text(json.dumps({"pid": pid, "host": host, "started": started}))
     os.utime(file, (time.time() - age, time.time() - age))
 
 
-def test_valid_lease_of_another_trainer_is_refused(tmp_path: Path) -> None:
-    write_lease(tmp_path, pid=1, host="elsewhere", age=5)
-    with pytest.raises(StoreError, match=r"another trainer \(pid 1 on elsewhere\)"):
+def test_valid_lease_of_another_trainer_is_refused_without_a_change(tmp_path: Path) -> None:
+    write_lease(tmp_path, age=5)
+    (tmp_path / ".tmp-step_00000001-7").mkdir()  # a version that the other trainer is writing
+    with pytest.raises(OutageError, match=r"another trainer \(pid 1 on elsewhere\)"):
         WeightStore.open(tmp_path).claim("run-1")
+    assert sorted(os.listdir(tmp_path)) == [".lease-other", ".tmp-step_00000001-7"]
 
 
 @pytest.mark.parametrize("host, age", [("elsewhere", 60), ("here", 0)])
@@ -60,6 +68,40 @@ def test_lease_that_expired_or_of_a_dead_process_is_replaced(
     store.claim("run-1")
     assert store.run_id == "run-1"
     assert not (tmp_path / ".lease-other").exists()
+
+
+def test_lease_of_a_reused_process_number_is_replaced(tmp_path: Path, stack: ExitStack) -> None:
+    store = WeightStore.open(tmp_path)
+    process = stack.enter_context(subprocess.Popen(["sleep", "60"]))
+    stack.callback(process.kill)
+    started = psutil.Process(process.pid).create_time()
+    write = partial(write_lease, tmp_path, pid=process.pid, host=socket.gethostname(), age=0)
+    write(started=started)
+    with pytest.raises(OutageError, match=rf"another trainer \(pid {process.pid} on "):
+        store.claim("run-1")
+    write(started=started - 60)
+    store.claim("run-1")
+    assert store.run_id == "run-1"
+
+
+def test_trainer_whose_lease_was_taken_over_publishes_nothing(store: WeightStore) -> None:
+    publish(store, 1)
+    (lease,) = store.folder.glob(".lease-*")
+    lease.unlink()  # it had expired, for example while the machine slept
+    write_lease(store.folder, age=0)
+    with pytest.raises(StoreError, match=r"another trainer \(pid 1 on elsewhere\) publishes there"):
+        publish(store, 2)
+    assert store.numbers() == [1] and not lease.exists()
+    write_lease(store.folder, age=60)
+    publish(store, 3)
+    assert store.numbers() == [1, 3] and lease.exists()
+
+
+def test_read_marks_are_valid_without_the_lease_file(store: WeightStore) -> None:
+    (lease,) = store.folder.glob(".lease-*")
+    lease.unlink()
+    with store.backend.leases.reading("step_00000001"):
+        assert store.backend.leases.being_read() == {"step_00000001"}
 
 
 # Folder events.

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from real_programs import until
 from sample_data import token_logprobs
 from weight_sets import COMPANIONS, loaded, publish, reports_of, same, weights_at
 
@@ -167,10 +168,21 @@ def test_stuck_disk_stalls_no_step_and_the_newest_snapshot_wins(
     assert [report.step for report in reports_of(publisher)] == [90, 99]
 
 
+def test_lease_is_renewed_while_a_version_is_written(
+    store: WeightStore, open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "LEASE_RENEWAL_SECONDS", 0.02)
+    (lease,) = store.folder.glob(".lease-*")
+    disk_works = stuck_disk(monkeypatch, open_publisher())  # for at most 10 s
+    os.utime(lease, (0, 0))
+    until(lambda: lease.stat().st_mtime > 0, seconds=8)
+    disk_works.set()
+
+
 def test_failed_publication_is_reported_and_retried(
     store: WeightStore, open_publisher: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher_module, "FIRST_DELAY", 0.05)
+    monkeypatch.setattr(publisher_module, "FIRST_OUTAGE_DELAY", 0.05)
     publisher = open_publisher()
     store.folder.rename(tmp_path / "away")
     publisher.publish(1, masters(1))

@@ -15,7 +15,7 @@ from sample_data import TINY, tiny_model
 from weight_sets import loaded, publish
 
 from peralta_zmq import models
-from peralta_zmq.errors import GoneError, StoreError
+from peralta_zmq.errors import OutageError, StoreError
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import WEIGHTS
 
@@ -68,13 +68,13 @@ def test_known_store_that_is_gone_is_not_created(
     store.folder.rename(tmp_path / "away")
     if mount_point_stays:
         store.folder.mkdir()
-    with pytest.raises(GoneError, match=r"is gone; is it mounted\? Mount it.*--weights\.dir"):
-        WeightStore.open(store.folder).claim("run-1", known=True)
+    with pytest.raises(OutageError, match=r"is gone; is it mounted\? Mount it.*--weights\.dir"):
+        WeightStore.open(store.folder).claim("run-1", known=True, create=False)
     assert not store.folder.exists() or os.listdir(store.folder) == []
     if mount_point_stays:
         store.folder.rmdir()
     (tmp_path / "away").rename(store.folder)
-    WeightStore.open(store.folder).claim("run-1", known=True)
+    WeightStore.open(store.folder).claim("run-1", known=True, create=False)
 
 
 def test_claim_reports_a_mount_that_is_lost_meanwhile_as_gone(
@@ -87,8 +87,8 @@ def test_claim_reports_a_mount_that_is_lost_meanwhile_as_gone(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(again.backend, "prepare", lose_mount)
-    with pytest.raises(GoneError, match="is it mounted"):
-        again.claim("run-1", known=True)
+    with pytest.raises(OutageError, match="is it mounted"):
+        again.claim("run-1", known=True, create=False)
 
 
 # Publishing.

@@ -1,0 +1,105 @@
+"""Outages at the start of a trainer: an existing run waits and continues, a new run is refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from peralta_zmq.config import Config, load_config
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.trainer import loop as trainer
+from peralta_zmq.trainer.loop import Trainer
+from peralta_zmq.trainer.session import StopSignal
+from tools.link_proxy import free_ports
+
+Outage = Callable[[Config, pytest.MonkeyPatch], Callable[[], None]]  # begins; returns what ends it
+
+
+def config_in(folder: Path, *settings: str) -> Config:
+    arguments = ["--run.dir", str(folder / "runs"), "--wire.port", str(free_ports())]
+    return load_config("bin/trainer", [*arguments, "--no-dashboard.enabled", *settings])
+
+
+def replaced_by_a_folder(file: Path) -> Callable[[], None]:
+    """Make a file of the run folder unusable; returns a function that puts it back."""
+    away = file.with_name("away")
+    file.rename(away)
+    file.mkdir()
+
+    def end() -> None:
+        file.rmdir()
+        away.rename(file)
+
+    return end
+
+
+def full_disk(config: Config, patched: pytest.MonkeyPatch) -> Callable[[], None]:
+    def fails(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    fsync = os.fsync
+    patched.setattr(os, "fsync", fails)
+    return lambda: patched.setattr(os, "fsync", fsync)
+
+
+def foreign_lease(config: Config, patched: pytest.MonkeyPatch) -> Callable[[], None]:
+    lease = config.weights_folder / ".lease-other"
+    lease.write_text(json.dumps({"pid": 7, "host": "elsewhere", "started": 0.0}))
+    expired = time.time() - 60
+    return lambda: os.utime(lease, (expired, expired))
+
+
+def unusable(name: str) -> Outage:
+    return lambda config, patched: replaced_by_a_folder(config.run_folder / name)
+
+
+OUTAGES: dict[str, tuple[Outage, str]] = {
+    "full disk": (full_disk, " cannot be written (No space left on device); mount it"),
+    "lease": (foreign_lease, "another trainer (pid 7 on elsewhere) publishes to"),
+    **{
+        name: (unusable(name), f"{name} cannot be used (Is a directory); mount it")
+        for name in ("RUN.json", "lock", "metrics.jsonl")
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("outage", "weights"), [*((name, "nas") for name in OUTAGES), ("full disk", None)]
+)
+def test_existing_run_waits_for_the_end_of_an_outage(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    outage: str,
+    weights: str | None,
+) -> None:
+    more = ("--weights.dir", str(tmp_path / weights)) if weights else ()
+    config = config_in(tmp_path, *more)
+    with ExitStack() as stack:
+        run_id = Trainer(config, stack).session.run_id
+    begin, message = OUTAGES[outage]
+    end = begin(config, monkeypatch)
+    monkeypatch.setattr(StopSignal, "pause", lambda self, seconds: end())
+    with ExitStack() as stack:
+        again = Trainer(config, stack)
+        assert again.session.run_id == again.publishing.store.run_id == run_id
+    waiting, over = (row.getMessage() for row in caplog.records if row.module == "session")
+    assert message in waiting and waiting.endswith(". Waiting, nothing is lost")
+    assert "\n" not in waiting and over.startswith("the outage is over after")
+
+
+def test_new_run_on_a_full_disk_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_in(tmp_path)
+    full_disk(config, monkeypatch)
+    monkeypatch.delattr(StopSignal, "pause")
+    with pytest.raises(ConfigError, match=r"cannot be written \(No space left .*--run\.dir"):
+        trainer.run(config)
