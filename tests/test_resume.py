@@ -32,6 +32,7 @@ from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.loop import Trainer
 from peralta_zmq.trainer.policy import PolicyPublisher
+from peralta_zmq.trainer.session import StopSignal
 from tools.link_proxy import free_ports
 
 FAILPOINTS = sorted(re.findall(r'failpoint\("(\S+)"\)', Path(atomic_files.__file__).read_text()))
@@ -430,21 +431,29 @@ def test_steps_without_finite_gradient_end_the_run_with_remedies(continued: Cont
         assert read_rows(trainer.session.folder / METRICS)[-1]["skipped"] == 0
 
 
-def test_continued_run_without_room_for_a_checkpoint_is_refused(
-    continued: Continued, monkeypatch: pytest.MonkeyPatch
+def test_continued_run_waits_for_room_for_a_checkpoint(
+    continued: Continued, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "full")
 
     with ExitStack() as stack:
         continued.train(continued.open(stack, max_steps=4), until=3)
-    before = (continued.folder / RESOLVED).read_bytes()
+    resolved = continued.folder / RESOLVED
+    before = resolved.read_bytes()
     with ExitStack() as stack, monkeypatch.context() as patched:
         trainer = continued.open(stack, max_steps=8)
+
+        def make_room(stop: StopSignal, seconds: float) -> None:
+            assert resolved.read_bytes() == before
+            patched.undo()
+
         patched.setattr(atomic_files, "write_folder", full)
-        with pytest.raises(JournalError, match=r"checkpoint .* full; make room for it"):
-            trainer.recover()
-    assert (continued.folder / RESOLVED).read_bytes() == before
+        patched.setattr(StopSignal, "pause", make_room)
+        trainer.recover()
+    assert resolved.read_bytes() != before
+    assert (continued.folder / "checkpoints" / "step_000003").exists()
+    assert "full; make room for it. Waiting" in capsys.readouterr().out
 
 
 def test_resume_returns_the_configured_fraction_of_excluded_problems(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def run_local(
 
     `on_tick` is called 5 times a second, for tools that inject faults. If rejected settings end
     the run before the trainer has written any file, the run folder is removed. Raises ConfigError
-    if the run folder cannot be written or holds a run with other settings.
+    if a new run folder cannot be written, or an existing one holds a run with other settings.
     """
     folder = config.run_folder
     earlier_config(config, folder)
@@ -38,9 +38,11 @@ def run_local(
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"run folder {folder} cannot be written ({error.strerror}); choose another --run.dir"
-        ) from None
+        if is_new:  # an existing run waits; without logs, workers print to the terminal
+            raise ConfigError(
+                f"run folder {folder} cannot be written ({error.strerror}); "
+                "choose another --run.dir"
+            ) from None
     workers = local_workers(folder, arguments, num_generators=config.run.num_local_generators)
     code = supervise(workers, record=recorder(folder), on_tick=on_tick)
     if code == BAD_CONFIG and is_new and not (folder / RESOLVED).exists():

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 from peralta_zmq.observe.metrics import EVENTS, JsonLines
 
@@ -219,8 +219,7 @@ class ManagedProcess:
 
     def start(self, guard_pipe: int) -> None:
         """Start the worker and its guard in a session of their own."""
-        log = self.worker.log
-        with log.open("ab") if log else contextlib.nullcontext() as output:
+        with _open_log(self.worker) as output:
             self.process = subprocess.Popen(
                 ["/bin/sh", "-c", GUARD, "sh", *self.worker.command],
                 stdin=guard_pipe,
@@ -336,9 +335,21 @@ def recorder(folder: Path) -> Record:
     return record
 
 
+def _open_log(worker: Worker) -> contextlib.AbstractContextManager[BinaryIO | None]:
+    """The log of a worker; None (the terminal) if it has none or its disk cannot be used now."""
+    try:
+        return worker.log.open("ab") if worker.log else contextlib.nullcontext()
+    except OSError as error:
+        sys.stderr.write(
+            f"{worker.log} cannot be written ({error.strerror}); the output of {worker.name} goes "
+            "to the terminal\n"
+        )
+        return contextlib.nullcontext()
+
+
 def _log_tail(worker: Worker) -> str:
     """The end of a message about a failed worker: the last lines of its log."""
-    if worker.log is None:
+    if worker.log is None or not worker.log.exists():
         return "; its output is above"
     lines = worker.log.read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join([f"; the end of {worker.log}:", *lines[-NUM_LOG_LINES:]])

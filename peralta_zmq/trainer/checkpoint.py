@@ -6,7 +6,6 @@ appears as a whole, so a kill never leaves a checkpoint half-written.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import failpoint
-from peralta_zmq.errors import JournalError
+from peralta_zmq.errors import JournalError, OutageError
 from peralta_zmq.open_files import failure_text
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.policy import Policy
@@ -57,7 +56,7 @@ class CheckpointWriter:
         """Write a checkpoint of the newest step; a failed write only makes a replay longer."""
         try:
             self.write()
-        except JournalError as error:
+        except OutageError as error:
             run_log = self._session.run_log
             run_log.event("checkpoint_failed", step=self._policy.learner.step, reason=str(error))
             run_log.note(f"{error}; the journal still holds everything")
@@ -65,7 +64,7 @@ class CheckpointWriter:
     def write(self) -> None:
         """Write a checkpoint of the newest step unless there is one; prune the journal.
 
-        Raises JournalError if it cannot be written.
+        Raises OutageError if it cannot be written.
         """
         learner, settings = self._policy.learner, self._session.config.checkpoint
         if learner.step == self.saved_step:
@@ -81,7 +80,7 @@ class CheckpointWriter:
 
 
 def save(folder: Path, checkpoint: Checkpoint, *, run_id: str) -> None:
-    """Write `folder/step_N` atomically. Raises JournalError if it cannot be written."""
+    """Write `folder/step_N` atomically. Raises OutageError if it cannot be written."""
     final = folder / f"step_{checkpoint.step:06d}"
     files = {
         TENSORS: safetensors.torch.save(checkpoint.tensors),
@@ -93,7 +92,7 @@ def save(folder: Path, checkpoint: Checkpoint, *, run_id: str) -> None:
         atomic_files.remove_folder(final)  # a checkpoint that did not verify at the restart
         atomic_files.write_folder(final, files, {"run_id": run_id, "step": checkpoint.step})
     except OSError as error:
-        raise JournalError(f"cannot write checkpoint {final}: {failure_text(error)}") from None
+        raise OutageError(f"cannot write checkpoint {final}: {failure_text(error)}") from None
     failpoint("checkpoint.written")
 
 
@@ -113,12 +112,14 @@ def newest(folder: Path, *, run_id: str, until: int | None = None) -> Checkpoint
     """Read the newest checkpoint that verifies, of at most step `until`; None if there is none.
 
     A checkpoint verifies if its files have the sizes and sha256 of its manifest. Raises
-    JournalError if the checkpoint belongs to another run, or if there are some but none verifies.
+    JournalError if the checkpoint belongs to another run, or if there are some but none verifies;
+    OutageError if that is so because one cannot be read.
     """
     checkpoints = atomic_files.steps_in(folder)
     paths = [path for step, path in checkpoints.items() if until is None or step <= until]
+    unreadable: OSError | None = None
     for path in reversed(paths):
-        with contextlib.suppress(OSError, atomic_files.CorruptError, KeyError, ValueError):
+        try:
             manifest = atomic_files.read_manifest(path)
             if manifest.about["run_id"] != run_id:
                 raise JournalError(
@@ -126,7 +127,13 @@ def newest(folder: Path, *, run_id: str, until: int | None = None) -> Checkpoint
                     f"{run_id}; move it away, or choose another --run.name"
                 )
             return _read(path, manifest)
+        except (FileNotFoundError, KeyError, ValueError):  # a CorruptError is a ValueError
+            pass
+        except OSError as error:
+            unreadable = error
         logger.warning("checkpoint skipped: folder=%s does not verify", path)
+    if unreadable:
+        raise OutageError(f"{folder} cannot be read ({unreadable.strerror}); mount it")
     if paths:
         raise JournalError(
             f"no checkpoint in {folder} verifies; put a copy back, or delete the run to start over"

@@ -24,7 +24,6 @@ from peralta_zmq import wire
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.config import Config, files_given
 from peralta_zmq.environments.curriculum import DifficultyPools
-from peralta_zmq.errors import JournalError
 from peralta_zmq.learning import admission as admissions
 from peralta_zmq.learning.admission import ADMITTED, Admission, AdmissionDecision
 from peralta_zmq.observe.run_log import RunLog
@@ -43,10 +42,6 @@ COMMIT_GROUPS, COMMIT_SECONDS = 32, 0.5
 ACKNOWLEDGE_FACTOR, MAX_ACKNOWLEDGE_SECONDS = 2e-6, 1.0
 WARNING_SECONDS = 20.0  # interval of warnings while no group arrives, except of flagged senders
 MAX_SAMPLES_AHEAD = 1 << 20  # a sample index that is further ahead is ignored
-FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = (
-    1.0,
-    60.0,
-)  # between attempts to commit, for example to a full disk
 
 
 class BatchCollector:
@@ -175,23 +170,12 @@ class BatchCollector:
     def commit(self) -> None:
         """Make all journaled groups durable; report and retry while the disk is full.
 
-        Raises JournalError if a stop is requested meanwhile.
+        Raises OutageError if a stop is requested meanwhile.
         """
-        started, retry_seconds = time.monotonic(), FIRST_RETRY_SECONDS
-        while True:
-            try:
-                if self.journal.commit():
-                    self.acknowledgements.mark_durable()
-                    self.journal_seconds += time.monotonic() - started
-                return
-            except JournalError as error:
-                if self.session.stop.requested:
-                    raise
-                run_log = self.session.run_log
-                run_log.event("journal_failed", reason=str(error))
-                run_log.note(f"{error}. Training waits, nothing is lost")
-            self.session.stop.pause(retry_seconds)
-            retry_seconds = min(MAX_RETRY_SECONDS, 2 * retry_seconds)
+        started = time.monotonic()
+        if self.session.wait_out(self.journal.commit):
+            self.acknowledgements.mark_durable()
+            self.journal_seconds += time.monotonic() - started
 
     def restore_batch(self, groups: list[RolloutGroup]) -> None:
         """Set the batch to groups read from the journal."""

@@ -28,7 +28,7 @@ from isal.isal_zlib import crc32
 
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import failpoint
-from peralta_zmq.errors import JournalError
+from peralta_zmq.errors import JournalError, OutageError
 from peralta_zmq.open_files import failure_text
 
 HEADER = struct.Struct("<IIB")
@@ -110,7 +110,7 @@ class Journal:
     def commit(self) -> bool:
         """Make the waiting records durable; False if there are none.
 
-        Raises JournalError if they cannot be written; they stay waiting.
+        Raises OutageError if they cannot be written; they stay waiting.
         """
         if not self._waiting:
             return False
@@ -124,7 +124,7 @@ class Journal:
                 self._write(b"".join(self._waiting))
         except OSError as error:
             self.close()  # a second fsync of the same pages would report success
-            raise JournalError(
+            raise OutageError(
                 f"cannot write {self.file_of(self._step)}: {failure_text(error)}"
             ) from None
         self._waiting.clear()
@@ -135,8 +135,9 @@ class Journal:
         """Return the whole records of a step; truncate and report a torn record at the end.
 
         Makes the records of the last step durable: the process that wrote them may have been killed
-        before its fsync. Raises JournalError if that fails, or if the bad bytes are not a torn end:
-        there are whole records after them or files of later steps.
+        before its fsync. Raises OutageError if that fails, OSError if the file cannot be read, and
+        JournalError if the bad bytes are not a torn end: there are whole records after them or
+        files of later steps.
         """
         file = self.file_of(step)
         records, torn = read_records(self._folder, step)
@@ -156,7 +157,7 @@ class Journal:
                     os.fsync(opened.fileno())
                 atomic_files.sync_folder(self._folder)
             except OSError as error:
-                raise JournalError(f"cannot write {file}: {failure_text(error)}") from None
+                raise OutageError(f"cannot write {file}: {failure_text(error)}") from None
         return records
 
     def check_last(self, step: int, fault: str) -> None:

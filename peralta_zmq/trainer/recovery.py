@@ -40,7 +40,10 @@ from peralta_zmq.trainer.session import Session
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Brings a newly opened trainer to the newest step that the run folder holds."""
+    """Brings a newly opened trainer to the newest step that the run folder holds.
+
+    Waits while the files of the run folder cannot be read or written.
+    """
 
     session: Session
     previous_config: Config  # settings of the previous session
@@ -97,8 +100,7 @@ class Recovery:
 
     def _restore_checkpoint(self) -> None:
         folder = self.session.folder
-        atomic_files.sweep(folder / "checkpoints")  # removes half-written checkpoints
-        saved = checkpoint.newest(folder / "checkpoints", run_id=self.session.run_id)
+        saved = self.session.wait_out(self._newest_checkpoint)
         if saved is None:
             self._check_journal_start()
             return
@@ -115,6 +117,11 @@ class Recovery:
         self.collector.restore(saved.progress)
         self.checkpoints.saved_step = saved.step
         self.checkpoints.update_progress()
+
+    def _newest_checkpoint(self) -> checkpoint.Checkpoint | None:
+        folder = self.session.folder / "checkpoints"
+        atomic_files.sweep(folder)  # removes half-written checkpoints
+        return checkpoint.newest(folder, run_id=self.session.run_id)
 
     def _check_journal_start(self) -> None:
         """Raise JournalError if the journal starts after step 1: a checkpoint is missing then."""
@@ -133,8 +140,7 @@ class Recovery:
         """Train the journaled steps again, with the learning rates of the previous session.
 
         A change of `train.max_steps` changes the learning rates of new steps only. Returns False if
-        a stop is requested; the next start replays the remaining steps. Raises JournalError if the
-        settings changed and no checkpoint can be written.
+        a stop is requested; the next start replays the remaining steps.
         """
         learner, run_log = self.policy.learner, self.session.run_log
         learning_rate = build.learning_rate_schedule(self.previous_config)
@@ -150,15 +156,13 @@ class Recovery:
                 self.train_again(self.collector.take_batch(), learning_rate(learner.step + 1))
                 progress.update(learner.step - begin)
         if self.previous_config != self.session.config:
-            try:
-                self.checkpoints.write()  # no later start needs the previous schedule
-            except JournalError as error:
-                raise JournalError(
-                    f"{error}. Changed settings take effect only after a checkpoint of the steps "
-                    "trained so far"
-                ) from None
-            write_resolved(self.session.config, self.session.folder)
+            self.session.wait_out(self._adopt_settings)
         return True
+
+    def _adopt_settings(self) -> None:
+        """Write the changed settings, after a checkpoint that replaces the previous schedule."""
+        self.checkpoints.write()
+        write_resolved(self.session.config, self.session.folder)
 
     # 4. Update the records.
 
@@ -221,11 +225,11 @@ def _move_later(paths: Mapping[int, Path], step: int, target: Path) -> None:
 def load_journaled_batch(collector: BatchCollector, step: int, *, vocab_size: int) -> bool:
     """Admit the groups in the journal of `step` again; return True if they are a full batch.
 
-    Raises JournalError if a group is in the checkpoint too, or if the batch is incomplete although
-    there are later steps.
+    Waits while the journal cannot be read. Raises JournalError if a group is in the checkpoint too,
+    or if the batch is incomplete although there are later steps.
     """
     groups: list[RolloutGroup] = []
-    for record in collector.journal.read(step):
+    for record in collector.session.wait_out(lambda: collector.journal.read(step)):
         group = _decode(collector, step, record, vocab_size)
         if isinstance(group, DroppedGroup):
             outcome = group.outcome

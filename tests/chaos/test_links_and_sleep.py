@@ -1,6 +1,6 @@
-"""Link failures, suspended programs, clock jumps, full disks, few file descriptors.
+"""Link failures, suspended programs, clock jumps, disks that fail, few file descriptors.
 
-Rows 8, 9, 11, 28, 29 and 45 of the fault table.
+Rows 8, 9, 11, 28, 29, 35, 36 and 45 of the fault table.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 from real_programs import Program, RealRun, ended_within, until
 from sample_data import resident_bytes
@@ -157,6 +159,61 @@ def test_full_disk_for_logs_stops_no_program(run: RealRun) -> None:
     assert run.step == 4
 
 
+@chaos
+def test_weights_folder_that_returns_has_a_new_version_within_10_s(run: RealRun) -> None:
+    trainer = run.trainer("--train.max-steps", "60")
+    generator = run.generator("ann")
+    until(lambda: run.step >= 3, trainer, generator)
+    weights, away = run.folder / "weights", run.folder / "away"
+    for seconds in (20, 27):
+        weights.rename(away)
+        assert not ended_within(trainer, seconds)
+        before = set(away.glob("step_*"))
+        away.rename(weights)
+        returned = time.monotonic()
+        until(lambda old=before: {away / p.name for p in weights.glob("step_*")} - old, trainer)
+        assert time.monotonic() - returned < 10
+    end_well(run, trainer, generator)
+
+
+ON_A_DISK = 'mount -t tmpfs -o size=64m tmpfs "$0" && exec "$@"'
+
+
+@chaos
+@pytest.mark.parametrize("fault", ["read-only", "full"])
+def test_trainer_killed_while_its_weights_disk_fails_waits_and_continues(
+    run: RealRun, tmp_path: Path, fault: str
+) -> None:
+    disk = tmp_path / "nas"
+    disk.mkdir()
+    mounted = f"exec unshare --map-root-user --mount /bin/sh -c '{ON_A_DISK}' {disk} \"$@\""
+    if subprocess.run(["unshare", "--map-root-user", "--mount", "true"], check=False).returncode:
+        pytest.skip("this user cannot mount a file system")
+    steps = ("--train.max-steps", "12", "--run.num-local-generators", "1")
+    lan = run.start("lan", "--weights.dir", str(disk), *steps, log="lan", shell=mounted)
+    until(lambda: run.step >= 3, lan)
+
+    def on_disk(command: str) -> bool:
+        enter = ["nsenter", "--user", "--mount", "--target", str(lan.process.pid)]
+        return subprocess.run([*enter, "/bin/sh", "-c", command], check=False).returncode == 0
+
+    def is_begun() -> bool:  # not while a file is being written
+        return on_disk(f"mount -o remount,ro {disk}")
+
+    if fault == "read-only":
+        until(is_begun, lan)
+    else:
+        on_disk(f"cat /dev/zero > {disk}/filler")
+    (trainer,) = (each for each in psutil.Process(lan.process.pid).children()
+                  if any(word.endswith("bin/trainer") for word in each.cmdline()))  # fmt: skip
+    trainer.kill()
+    until(lambda: "weights folder" in lan.printed and ". Waiting" in lan.printed, lan)
+    assert not ended_within(lan, 3)
+    assert on_disk(f"mount -o remount,rw {disk}; rm -f {disk}/filler")
+    assert lan.wait(timeout=120) == 0, lan.printed
+    assert len(run.rows) == 12
+
+
 FEW = 'ulimit -n 64; exec "$@"'
 
 
@@ -190,7 +247,7 @@ def test_trainer_without_a_free_descriptor_reports_it_and_recovers(
 WITHOUT = (
     r"cannot write .*: Too many open files: the limit of this process is 64, and \d+ are "
     r"connections \(\d+ to port PORT.*\); close them, or start it with a higher limit "
-    r"\(ulimit -n\)\. Training waits, nothing is lost"
+    r"\(ulimit -n\)\. Waiting, nothing is lost"
 )
 
 

@@ -150,6 +150,18 @@ def test_fifth_crash_ends_the_group_and_shows_twenty_lines(
     assert out[5:] == [*(f"line {n}" for n in range(12, 31)), "bug"]
 
 
+def test_worker_whose_log_cannot_be_opened_prints_to_the_terminal(
+    children: Children, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prints, log = "print('hello', flush=True); notify('go'); stay()", tmp_path / "away" / "g.log"
+    workers = [worker("trainer", "wait('go')"), worker("generator-0", prints, log)]
+    assert supervise(workers, record=Record()) == 0
+    children.until_all_have_ended()
+    printed = capfd.readouterr()
+    assert "hello" in printed.out
+    assert f"{log} cannot be written (No such file or directory); the output of" in printed.err
+
+
 def test_restart_delay_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "LONGEST_DELAY", 0.05)
     record = Record()

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -325,6 +327,28 @@ def test_commit_is_immediate_when_the_queue_is_empty(
     scene.collector.collect(1, until_durable)
     assert receiver.now < started + COMMIT_SECONDS
     assert scene.collector.journal.num_waiting == 0
+
+
+def test_commit_follows_the_end_of_an_outage_within_10_seconds(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector = opened(stack, tmp_path, groups=1).collector
+    write, clock, outage_end = collector.journal._write, [0.0], 0.0
+    waited: list[float] = []  # simulated seconds from the end of an outage to the commit
+
+    def write_or_fail(content: bytes) -> None:
+        if clock[0] < outage_end:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(content)
+
+    monkeypatch.setattr(collector.journal, "_write", write_or_fail)
+    monkeypatch.setattr(StopSignal, "pause", lambda _, seconds: clock.append(clock.pop() + seconds))
+    for step in range(1, 100):
+        clock[0], outage_end = 0.0, 3.0 * step
+        collector.journal.append(step, b"record")
+        collector.commit()
+        waited.append(clock[0] - outage_end)
+    assert max(waited) <= 10 and sum(waited) / len(waited) <= 5
 
 
 def test_batch_in_tokens_is_full_at_the_first_group_above_the_size(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from peralta_zmq.errors import JournalError
+from peralta_zmq.errors import JournalError, OutageError
 from peralta_zmq.trainer.journal import DROPPED, GROUP, HEADER, Journal, JournalRecord
 
 FRAMES = [b"first", b"the second one", b"3"]
@@ -99,7 +99,7 @@ def test_read_reports_a_failed_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(errno.EIO, "broken")
 
     monkeypatch.setattr(os, "fsync", fails)
-    with pytest.raises(JournalError, match=r"cannot write .*step_000004\.msgpack: broken"):
+    with pytest.raises(OutageError, match=r"cannot write .*step_000004\.msgpack: broken"):
         read(tmp_path)
 
 
@@ -214,7 +214,7 @@ def test_disk_error_is_reported_and_the_commit_repeated(
     journal.append(4, b"frame")
     with monkeypatch.context() as patched:
         patched.setattr(os, call, fails)
-        with pytest.raises(JournalError, match=os.strerror(code)):
+        with pytest.raises(OutageError, match=os.strerror(code)):
             journal.commit()
     journal.append(4, b"another")
     journal.commit()  # room again: nothing is lost or written twice
@@ -230,7 +230,7 @@ def test_partly_written_record_is_reported_and_cut_off(
     journal.append(4, b"frame")
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", lambda fd, content: real(fd, content[:5]))
-        with pytest.raises(JournalError, match="step_000004"):
+        with pytest.raises(OutageError, match="step_000004"):
             journal.commit()
     journal.commit()
     assert frames(journal, 4) == [b"whole", b"frame"]
@@ -255,7 +255,7 @@ def test_failed_begun_commit_is_reported_and_repeated(
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         journal.begin_commit()
-        with pytest.raises(JournalError, match="full"):
+        with pytest.raises(OutageError, match="full"):
             journal.commit()
         assert journal.num_waiting == 1
         journal.begin_commit()

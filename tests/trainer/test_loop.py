@@ -26,6 +26,7 @@ from peralta_zmq.config import Config, load_config, write_resolved
 from peralta_zmq.errors import (
     ConfigError,
     JournalError,
+    OutageError,
     PeraltaError,
     StoreError,
     TaskError,
@@ -267,12 +268,36 @@ def test_step_is_not_published_before_its_groups_are_on_disk(
 
     monkeypatch.setattr(opened.policy.learner, "learn", learn_and_stop)
     monkeypatch.setattr(collector.journal, "_write", full)
-    with pytest.raises(JournalError, match="full"):
+    with pytest.raises(OutageError, match="full"):
         opened.advance()
     newest = opened.publishing.store.newest()
     assert newest is not None and newest.step == 0
     assert collector.acknowledgements.durable == before and collector.journal.num_waiting
     assert not (opened.session.folder / "checkpoints").exists()
+
+
+def test_recovery_waits_until_the_journal_can_be_written(
+    settings: list[str],
+    stack: ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    opened = Trainer(config_of(*settings), stack)
+    journaled_by(opened, 0)
+    fsync, is_broken = os.fsync, [True]
+
+    def fsync_or_fail(descriptor: int) -> None:
+        if is_broken:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync_or_fail)
+    monkeypatch.setattr(StopSignal, "pause", lambda self, seconds: is_broken.clear())
+    opened.recover()
+    assert len(opened.collector.batch) == 1
+    printed = capsys.readouterr().out
+    assert "step_000001.msgpack: Read-only file system; make room for it. Waiting" in printed
+    assert "the outage is over after" in printed
 
 
 def test_half_written_checkpoint_is_removed(opened: Trainer) -> None:
