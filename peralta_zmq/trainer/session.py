@@ -32,6 +32,7 @@ from peralta_zmq.config import RESOLVED, Config, write_resolved
 from peralta_zmq.errors import ConfigError, JournalError, OutageError, StoreError
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import open_trackers
+from peralta_zmq.open_files import failure_text
 from peralta_zmq.trainer.journal import Journal
 from peralta_zmq.weights.backends import ProbeFile
 from peralta_zmq.weights.store import WeightStore
@@ -121,10 +122,10 @@ def wait_out(
 ) -> Result:
     """Call `operation` until it raises neither OutageError nor OSError; returns its result.
 
-    Reports each new error, the same one again after WARNING_SECONDS, and the end of the outage;
-    `folder` is the run folder, for the message. Raises OutageError if a stop is requested.
+    Reports what it waits for, every WARNING_SECONDS, and the end of the outage. `folder` is the run
+    folder, for the message. Raises OutageError if a stop is requested.
     """
-    started, delay, reported, reported_at = time.monotonic(), FIRST_OUTAGE_DELAY, "", 0.0
+    started, delay, reported_at = time.monotonic(), FIRST_OUTAGE_DELAY, float("-inf")
     while True:
         try:
             result = operation()
@@ -132,11 +133,11 @@ def wait_out(
             text, now = _outage_text(error, folder), time.monotonic()
             if stop.requested:
                 raise OutageError(text) from None
-            if text != reported or now - reported_at > WARNING_SECONDS:
-                reported, reported_at = text, now
+            if now - reported_at > WARNING_SECONDS:
+                reported_at = now
                 report(f"{text}. Waiting, nothing is lost")
         else:
-            if reported:
+            if reported_at > 0.0:
                 report(f"the outage is over after {time.monotonic() - started:.0f} s")
             return result
         stop.pause(delay)
@@ -146,8 +147,7 @@ def wait_out(
 def _outage_text(error: OutageError | OSError, folder: Path) -> str:
     if isinstance(error, OutageError):
         return str(error)
-    reason = error.strerror or error
-    return f"{error.filename or folder} cannot be used ({reason}); mount it, or make room for it"
+    return f"{error.filename or folder} cannot be used: {failure_text(error)}"
 
 
 # The run folder, its identity and its claim on the weights folder.

@@ -296,7 +296,7 @@ def test_recovery_waits_until_the_journal_can_be_written(
     opened.recover()
     assert len(opened.collector.batch) == 1
     printed = capsys.readouterr().out
-    assert "step_000001.msgpack: Read-only file system; make room for it. Waiting" in printed
+    assert "step_000001.msgpack: Read-only file system. Waiting" in printed
     assert "the outage is over after" in printed
 
 

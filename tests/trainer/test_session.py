@@ -64,7 +64,7 @@ OUTAGES: dict[str, tuple[Outage, str]] = {
     "full disk": (full_disk, " cannot be written (No space left on device); mount it"),
     "lease": (foreign_lease, "another trainer (pid 7 on elsewhere) publishes to"),
     **{
-        name: (unusable(name), f"{name} cannot be used (Is a directory); mount it")
+        name: (unusable(name), f"{name} cannot be used: Is a directory")
         for name in ("RUN.json", "lock", "metrics.jsonl")
     },
 }
