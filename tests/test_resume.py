@@ -58,7 +58,7 @@ CONTINUED_SETTINGS = (
 def groups_for(trainer: Trainer) -> list[RolloutGroup]:
     """More groups than all steps need; some are filtered, some exclude their problem."""
     rng = random.Random(7)
-    ids = list(trainer.collector.curriculum.pools._positions)
+    ids = list(trainer.collector.curriculum.pools._positions)  # pyright: ignore[reportPrivateUsage]
     return [
         group_of(
             [float(rng.random() < 0.5) for _ in range(4)],
@@ -72,7 +72,8 @@ def groups_for(trainer: Trainer) -> list[RolloutGroup]:
 
 def recover(folder: Path, plan: str) -> None:
     """Open and recover a trainer that the failpoints of `plan` kill; runs in a child process."""
-    atomic_files._failpoints = atomic_files.parse_failpoints(plan)
+    failpoints = atomic_files.parse_failpoints(plan)
+    atomic_files._failpoints = failpoints  # pyright: ignore[reportPrivateUsage]
     arguments = [*SETTINGS, "--run.dir", str(folder), "--wire.port", str(free_ports())]
     with ExitStack() as stack:
         Trainer(load_config("bin/trainer", arguments), stack).recover()
@@ -87,6 +88,7 @@ def recover(folder: Path, plan: str) -> None:
 def test_first_start_killed_at_any_write_is_completed_by_the_next(
     name: str, tmp_path: Path
 ) -> None:
+    count = 0
     for count in range(1, 7):  # the first four are files of the run, the rest of weights
         folder = tmp_path / str(count)
         code = exit_code(recover, folder, f"{name}:{count}")
@@ -174,10 +176,11 @@ def test_resumed_step_is_evaluated_once_if_configured(
         second = Session(stack, tmp_path, setting)
         announcement = second.trainer.session.status.announcement
         assert announcement.evaluation_step == evaluated
-        assert len(second.trainer.evaluations._held_out.problems) == 2
+        problems = second.trainer.evaluations._held_out.problems  # pyright: ignore[reportPrivateUsage]
+        assert len(problems) == 2
         if evaluated < 0:
             return
-        for number, problem in enumerate(second.trainer.evaluations._held_out.problems):
+        for number, problem in enumerate(problems):
             answer = group_of([1.0], seed=number, problem_id=problem.id, policy_step=3,
                               evaluation_step=3, run_id=second.trainer.session.run_id)  # fmt: skip
             second.trainer.evaluations.receive(answer)
@@ -208,7 +211,8 @@ def test_step_lost_by_the_journal_is_trained_again(tmp_path: Path) -> None:
     with ExitStack() as stack:
         second = Session(stack, tmp_path)
         second.trainer.publishing.wait()
-        published, problems = replay._published(second.trainer.session.config)
+        config = second.trainer.session.config
+        published, problems = replay._published(config)  # pyright: ignore[reportPrivateUsage]
         assert 3 not in published and not problems
         assert [version.lineage for version in second.trainer.publishing.store.versions()][-1] == 1
         assert [second.advance()["step"] for _ in range(2)] == [3, 4]
@@ -238,14 +242,16 @@ def test_roll_back_to_the_published_step_publishes_the_new_lineage(tmp_path: Pat
             assert versions[-1].field("result") == versions[-2].field("result")
 
 
+def not_published(publisher: PolicyPublisher, step: int, *, keyframe: bool = False) -> float:
+    return 0.0
+
+
 def test_abandoned_weights_of_a_step_are_not_announced_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = lose_step_3(tmp_path)
     with ExitStack() as stack, monkeypatch.context() as patched:
-        patched.setattr(
-            PolicyPublisher, "publish", lambda *_, **__: 0.0
-        )  # the folder is unavailable
+        patched.setattr(PolicyPublisher, "publish", not_published)  # the folder is unavailable
         assert Session(stack, tmp_path).advance()["step"] == 3
     with ExitStack() as stack:
         third = Session(stack, tmp_path).trainer

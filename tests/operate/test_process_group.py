@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -90,7 +90,7 @@ class Children:
 @contextmanager
 def supervisor(
     leader: str, generator: str, *, stdout: int | None = None
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> Generator[subprocess.Popen[bytes], None, None]:
     command = [sys.executable, "-c", SUPERVISOR, OPEN + leader, OPEN + generator]
     with subprocess.Popen(command, stdout=stdout) as process:
         try:

@@ -333,21 +333,26 @@ def test_commit_follows_the_end_of_an_outage_within_10_seconds(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collector = opened(stack, tmp_path, groups=1).collector
-    write, clock, outage_end = collector.journal._write, [0.0], 0.0
+    write = collector.journal._write  # pyright: ignore[reportPrivateUsage]
+    now, outage_end = 0.0, 0.0
     waited: list[float] = []  # simulated seconds from the end of an outage to the commit
 
     def write_or_fail(content: bytes) -> None:
-        if clock[0] < outage_end:
+        if now < outage_end:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(content)
 
+    def pause(stop: StopSignal, seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
     monkeypatch.setattr(collector.journal, "_write", write_or_fail)
-    monkeypatch.setattr(StopSignal, "pause", lambda _, seconds: clock.append(clock.pop() + seconds))
+    monkeypatch.setattr(StopSignal, "pause", pause)
     for step in range(1, 100):
-        clock[0], outage_end = 0.0, 3.0 * step
+        now, outage_end = 0.0, 3.0 * step
         collector.journal.append(step, b"record")
         collector.commit()
-        waited.append(clock[0] - outage_end)
+        waited.append(now - outage_end)
     assert max(waited) <= 10 and sum(waited) / len(waited) <= 5
 
 

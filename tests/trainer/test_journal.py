@@ -227,9 +227,13 @@ def test_partly_written_record_is_reported_and_cut_off(
     journal.append(4, b"whole")
     journal.commit()
     real = os.write
+
+    def write_a_part(descriptor: int, content: bytes) -> int:
+        return real(descriptor, content[:5])
+
     journal.append(4, b"frame")
     with monkeypatch.context() as patched:
-        patched.setattr(os, "write", lambda fd, content: real(fd, content[:5]))
+        patched.setattr(os, "write", write_a_part)
         with pytest.raises(OutageError, match="step_000004"):
             journal.commit()
     journal.commit()
@@ -259,5 +263,7 @@ def test_failed_begun_commit_is_reported_and_repeated(
             journal.commit()
         assert journal.num_waiting == 1
         journal.begin_commit()
-        wait([journal._pending_write])
+        pending_write = journal._pending_write  # pyright: ignore[reportPrivateUsage]
+        assert pending_write is not None
+        wait([pending_write])
     assert journal.commit() and frames(journal, 4) == [b"frame"]  # there is room again

@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -131,7 +131,11 @@ def test_lock_held_for_a_moment_by_a_reader_is_retried(
 ) -> None:
     reader = (tmp_path / LOCK).open("ab")
     fcntl.flock(reader, fcntl.LOCK_SH)
-    monkeypatch.setattr(time, "sleep", lambda seconds: reader.close())
+
+    def end_reading(seconds: float) -> None:
+        reader.close()
+
+    monkeypatch.setattr(time, "sleep", end_reading)
     with closing(lock(tmp_path)):
         assert is_held(tmp_path / LOCK) is True
     assert is_held(tmp_path / LOCK) is False
@@ -228,11 +232,15 @@ def opened(settings: list[str]) -> Iterator[Trainer]:
 
 
 def saved_by(
-    trainer: Trainer, ledger: Ledger | None = None, *, duplicates: int = 0, **tensors: torch.Tensor
+    trainer: Trainer,
+    ledger: Ledger | None = None,
+    *,
+    duplicates: int = 0,
+    tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Save a checkpoint of step 0 of this trainer's run, with an empty ledger by default."""
     folder = trainer.session.folder / "checkpoints"
-    state = {**trainer.policy.learner.state(), **tensors}
+    state = {**trainer.policy.learner.state(), **(tensors or {})}
     saved = (ledger or Ledger()).saved()
     progress = trainer.collector.state() | {"ledger": saved, "duplicates": duplicates}
     content = checkpoint.Checkpoint(0, state, progress)
@@ -291,8 +299,11 @@ def test_recovery_waits_until_the_journal_can_be_written(
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         fsync(descriptor)
 
+    def repair(stop: StopSignal, seconds: float) -> None:
+        is_broken.clear()
+
     monkeypatch.setattr(os, "fsync", fsync_or_fail)
-    monkeypatch.setattr(StopSignal, "pause", lambda self, seconds: is_broken.clear())
+    monkeypatch.setattr(StopSignal, "pause", repair)
     opened.recover()
     assert len(opened.collector.batch) == 1
     printed = capsys.readouterr().out
@@ -310,7 +321,7 @@ def test_half_written_checkpoint_is_removed(opened: Trainer) -> None:
 
 
 def test_checkpoint_of_another_model_is_refused(opened: Trainer) -> None:
-    saved_by(opened, **{"model/model.norm.weight": torch.zeros(3)})
+    saved_by(opened, tensors={"model/model.norm.weight": torch.zeros(3)})
     with pytest.raises(JournalError, match=r"does not fit.*norm\.weight.*--run\.name"):
         opened.recover()
 

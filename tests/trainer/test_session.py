@@ -86,7 +86,11 @@ def test_existing_run_waits_for_the_end_of_an_outage(
         run_id = Trainer(config, stack).session.run_id
     begin, message = OUTAGES[outage]
     end = begin(config, monkeypatch)
-    monkeypatch.setattr(StopSignal, "pause", lambda self, seconds: end())
+
+    def pause(stop: StopSignal, seconds: float) -> None:
+        end()
+
+    monkeypatch.setattr(StopSignal, "pause", pause)
     with ExitStack() as stack:
         again = Trainer(config, stack)
         assert again.session.run_id == again.publishing.store.run_id == run_id

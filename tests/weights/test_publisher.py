@@ -98,7 +98,7 @@ def test_gpu_copies_that_arrive_late_are_published(
     store: WeightStore, open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies from a GPU may arrive in their buffers until `wait_for_copies` returns."""
-    copy = publisher_module._copy
+    copy = publisher_module._copy  # pyright: ignore[reportPrivateUsage]
 
     def slow_copy(*arguments: Any) -> Any:
         copies, wait_for_copies = copy(*arguments)
@@ -117,6 +117,10 @@ def test_gpu_copies_that_arrive_late_are_published(
         assert same(loaded(store, published(publisher, step)), weights_at(step))
 
 
+def no_space(folder: Path) -> SimpleNamespace:
+    return SimpleNamespace(f_bavail=0, f_frsize=1)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_requested_keyframe_survives_its_snapshot(
     open_publisher: Opener, monkeypatch: pytest.MonkeyPatch, fails: bool
@@ -127,7 +131,7 @@ def test_requested_keyframe_survives_its_snapshot(
     disk_works = threading.Event()
     if fails:
         with monkeypatch.context() as full:
-            full.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
+            full.setattr(os, "statvfs", no_space)
             publisher.publish(2, masters(2), keyframe=True)
             (report,) = reports_of(publisher)
             assert report.version is None
@@ -152,7 +156,7 @@ def stuck_disk(monkeypatch: pytest.MonkeyPatch, publisher: WeightPublisher) -> t
 
     monkeypatch.setattr(os, "fsync", slow_fsync)
     publisher.publish(90, masters(90))
-    while publisher._waiting:
+    while publisher._waiting:  # pyright: ignore[reportPrivateUsage]
         time.sleep(0.001)
     return disk_works
 

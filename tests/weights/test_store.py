@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,8 +99,7 @@ def test_publish_without_space_for_two_versions_is_refused(
 ) -> None:
     size = publish(store, 1).manifest.files[WEIGHTS][0]
     for free, fits in ((2 * size, True), (2 * size - 1, False)):
-        space = SimpleNamespace(f_bavail=free, f_frsize=1)
-        monkeypatch.setattr(os, "statvfs", lambda folder, space=space: space)
+        monkeypatch.setattr(store.backend, "free_bytes", partial(int, free))
         if fits:
             publish(store, 2)
         else:
