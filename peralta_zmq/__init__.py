@@ -44,7 +44,7 @@ Other questions:
 
 Layers (tests/test_layers.py); a module imports its own package and the layers named:
 
-    0 types    rollout errors atomic_files http_server open_files: standard library and numpy
+    0 types    rollout errors atomic_files http_server: standard library and numpy
     1 leaves   config registry wire weights models learning environments observe: layer 0
     2 engines  layer 0, models, registry (for the protocol of an engine)
     3 build    layers 0 to 2

@@ -20,7 +20,14 @@ error, the program prints that line and exits with code 2.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import resource
+import socket
+import stat
 import traceback
+from collections import Counter
 
 
 class PeraltaError(Exception):
@@ -97,3 +104,42 @@ def described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     location = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{location}"
+
+
+def failure_text(error: OSError) -> str:
+    """The reason why a file was not written, with the remedy for a full disk or too many files."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.strerror}; make room for it"
+    if error.errno != errno.EMFILE:
+        return error.strerror or str(error)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    connections = _connections_by_port(limit)
+    ports = ", ".join(f"{count} to port {port}" for port, count in connections.most_common())
+    return (
+        f"{error.strerror}: the limit of this process is {limit}, and {connections.total()} are "
+        f"connections ({ports}); close them, or start it with a higher limit (ulimit -n)"
+    )
+
+
+def _connections_by_port(limit: int) -> Counter[int]:
+    """Number of connections to each port that this process listens on, without opening a file.
+
+    `limit` is that of open files, whose numbers are below it.
+    """
+    listening, connected = set[int](), Counter[int]()
+    for descriptor in range(limit):
+        with contextlib.suppress(OSError):  # not open, or closed meanwhile by another thread
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            opened = socket.socket(fileno=descriptor)
+            try:
+                if opened.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                port = int(opened.getsockname()[1])
+                if opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    listening.add(port)
+                else:
+                    connected[port] += 1
+            finally:
+                opened.detach()  # the file belongs to another part of the process
+    return Counter({port: count for port, count in connected.items() if port in listening})

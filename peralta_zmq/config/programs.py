@@ -7,9 +7,11 @@ program, so that `--help` and errors in the settings do not wait for the import 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import pkgutil
+import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -18,8 +20,10 @@ from pathlib import Path
 from peralta_zmq.config.load import load_config
 from peralta_zmq.config.schema import Config
 from peralta_zmq.errors import ConfigError, PeraltaError, printable
-from peralta_zmq.open_files import raise_limit
 
+# Limits of open files that are tried in turn; macOS permits 10,240. Every connection to a port of a
+# process is an open file.
+OPEN_FILES = (65_536, 10_240)
 INTERRUPTED = 130  # exit code that a shell reports for SIGINT
 CHECKOUT_BIN = Path(__file__).resolve().parents[2] / "bin"
 # First arguments of peralta-lan that refer to the machines of a hosts file.
@@ -29,7 +33,7 @@ LAN_COMMANDS = ("up", "sync", "status", "logs", "restart", "stop", "down", "enab
 def trainer() -> int:
     """peralta-trainer: collect groups, train the model on them, publish its weights."""
     _end_process_on_interrupt()
-    raise_limit()  # generators, and strangers, may hold thousands of connections
+    raise_open_files_limit()  # generators, and strangers, may hold thousands of connections
     return run_program("peralta_zmq.trainer.loop:run", program_name("trainer"))
 
 
@@ -41,7 +45,7 @@ def generator() -> int:
 
 def verifier() -> int:
     """peralta-verifier: serve problems and rewards to generators on other machines."""
-    raise_limit()
+    raise_open_files_limit()
     return run_program("peralta_zmq.environments.verifier_service:run", program_name("verifier"))
 
 
@@ -85,6 +89,17 @@ def program_command(name: str) -> list[str]:
     if (file := CHECKOUT_BIN / name).exists():
         return [sys.executable, str(file)]
     return [str(Path(sys.executable).with_name(f"peralta-{name}"))]
+
+
+def raise_open_files_limit() -> None:
+    """Raise the soft limit of open files, often 1,024, as far as the hard limit permits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for wanted in OPEN_FILES:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if soft == resource.RLIM_INFINITY or limit <= soft:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            return resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def run_program(

@@ -17,8 +17,7 @@ import torch
 
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import failpoint
-from peralta_zmq.errors import JournalError, OutageError
-from peralta_zmq.open_files import failure_text
+from peralta_zmq.errors import JournalError, OutageError, failure_text
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.policy import Policy
 from peralta_zmq.trainer.ranks import PolicyLearner

@@ -28,8 +28,7 @@ from isal.isal_zlib import crc32
 
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import failpoint
-from peralta_zmq.errors import JournalError, OutageError
-from peralta_zmq.open_files import failure_text
+from peralta_zmq.errors import JournalError, OutageError, failure_text
 
 HEADER = struct.Struct("<IIB")
 GROUP, DROPPED = 1, 2  # kinds of records

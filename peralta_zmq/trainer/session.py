@@ -29,10 +29,9 @@ from typing import IO, Any, TypeVar
 from peralta_zmq import atomic_files, wire
 from peralta_zmq.atomic_files import FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY
 from peralta_zmq.config import RESOLVED, Config, write_resolved
-from peralta_zmq.errors import ConfigError, JournalError, OutageError, StoreError
+from peralta_zmq.errors import ConfigError, JournalError, OutageError, StoreError, failure_text
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import open_trackers
-from peralta_zmq.open_files import failure_text
 from peralta_zmq.trainer.journal import Journal
 from peralta_zmq.weights.backends import ProbeFile
 from peralta_zmq.weights.store import WeightStore

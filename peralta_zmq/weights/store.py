@@ -22,8 +22,7 @@ import torch
 
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import Content, CorruptError, failpoint
-from peralta_zmq.errors import ChainError, OutageError, StoreError
-from peralta_zmq.open_files import failure_text
+from peralta_zmq.errors import ChainError, OutageError, StoreError, failure_text
 from peralta_zmq.weights import delta, tensor_set
 from peralta_zmq.weights.backends import StorageBackend, open_backend, read_small
 from peralta_zmq.weights.version import (

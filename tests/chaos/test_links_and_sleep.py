@@ -20,7 +20,7 @@ from real_programs import Program, RealRun, ended_within, until
 from sample_data import resident_bytes
 from sockets import hello
 
-from peralta_zmq.open_files import raise_limit
+from peralta_zmq.config.programs import raise_open_files_limit
 from tools.link_proxy import LinkProxy, free_ports
 from tools.run_history import LOADED
 
@@ -260,7 +260,7 @@ def test_steps_continue_during_2000_idle_connections(run: RealRun, port: str) ->
     generator = run.generator("ann")
     until(lambda: run.step >= 3, trainer, generator)
     ports["dashboard"] = int(re.search(r"dashboard: http://[^:]*:(\d+)", trainer.printed)[1])  # type: ignore
-    raise_limit()
+    raise_open_files_limit()
     with ExitStack() as stack:
         for _ in range(2000):
             stranger = stack.enter_context(socket.socket())

@@ -1,4 +1,4 @@
-"""The limit of open files: raising it, and the error text when it is reached."""
+"""Error texts of a failed write, and the limit of open files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from peralta_zmq.open_files import failure_text, raise_limit
+from peralta_zmq.config.programs import raise_open_files_limit
+from peralta_zmq.errors import failure_text
 
 FILES = resource.RLIMIT_NOFILE
 
@@ -24,17 +25,17 @@ def limits() -> Iterator[tuple[int, int]]:
     resource.setrlimit(FILES, before)
 
 
-def test_raise_limit_raises_the_soft_limit(limits: tuple[int, int]) -> None:
+def test_raise_open_files_limit_raises_the_soft_limit(limits: tuple[int, int]) -> None:
     resource.setrlimit(FILES, (512, limits[1]))
-    raise_limit()
+    raise_open_files_limit()
     raised, hard = resource.getrlimit(FILES)
     assert hard == limits[1] and raised in {limits[1], 65_536, 10_240}
 
 
-def test_raise_limit_keeps_a_limit_that_is_high_enough(limits: tuple[int, int]) -> None:
-    raise_limit()
+def test_raise_open_files_limit_keeps_a_higher_limit(limits: tuple[int, int]) -> None:
+    raise_open_files_limit()
     high = resource.getrlimit(FILES)
-    raise_limit()
+    raise_open_files_limit()
     assert resource.getrlimit(FILES) == high
 
 
