@@ -267,7 +267,7 @@ def test_steps_continue_during_2000_idle_connections(run: RealRun, port: str) ->
             stranger.setblocking(False)
             stranger.connect_ex(("127.0.0.1", ports[port]))
         step = run.step
-        until(lambda: run.step >= step + 20, trainer, generator, seconds=60)
+        until(lambda: run.step >= step + 20, trainer, generator)
     end_well(run, trainer, generator)
 
 
