@@ -1,7 +1,5 @@
 """A resumed run equals an uninterrupted one: weights, optimizer, pools, samples, schedules."""
 
-# pyright: reportPrivateUsage=false, reportPossiblyUnboundVariable=false, reportUnknownLambdaType=false
-
 from __future__ import annotations
 
 import errno
@@ -58,7 +56,7 @@ CONTINUED_SETTINGS = (
 def groups_for(trainer: Trainer) -> list[RolloutGroup]:
     """More groups than all steps need; some are filtered, some exclude their problem."""
     rng = random.Random(7)
-    ids = list(trainer.collector.curriculum.pools._positions)  # pyright: ignore[reportPrivateUsage]
+    ids = list(trainer.collector.curriculum.pools._positions)
     return [
         group_of(
             [float(rng.random() < 0.5) for _ in range(4)],
@@ -73,7 +71,7 @@ def groups_for(trainer: Trainer) -> list[RolloutGroup]:
 def recover(folder: Path, plan: str) -> None:
     """Open and recover a trainer that the failpoints of `plan` kill; runs in a child process."""
     failpoints = atomic_files.parse_failpoints(plan)
-    atomic_files._failpoints = failpoints  # pyright: ignore[reportPrivateUsage]
+    atomic_files._failpoints = failpoints
     arguments = [*SETTINGS, "--run.dir", str(folder), "--wire.port", str(free_ports())]
     with ExitStack() as stack:
         Trainer(load_config("bin/trainer", arguments), stack).recover()
@@ -176,7 +174,7 @@ def test_resumed_step_is_evaluated_once_if_configured(
         second = Session(stack, tmp_path, setting)
         announcement = second.trainer.session.status.announcement
         assert announcement.evaluation_step == evaluated
-        problems = second.trainer.evaluations._held_out.problems  # pyright: ignore[reportPrivateUsage]
+        problems = second.trainer.evaluations._held_out.problems
         assert len(problems) == 2
         if evaluated < 0:
             return
@@ -212,7 +210,7 @@ def test_step_lost_by_the_journal_is_trained_again(tmp_path: Path) -> None:
         second = Session(stack, tmp_path)
         second.trainer.publishing.wait()
         config = second.trainer.session.config
-        published, problems = replay._published(config)  # pyright: ignore[reportPrivateUsage]
+        published, problems = replay._published(config)
         assert 3 not in published and not problems
         assert [version.lineage for version in second.trainer.publishing.store.versions()][-1] == 1
         assert [second.advance()["step"] for _ in range(2)] == [3, 4]

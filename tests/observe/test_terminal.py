@@ -1,7 +1,5 @@
 """Terminal output on a pseudo-terminal and in a plain stream; progress; worker info."""
 
-# pyright: reportPrivateUsage=false
-
 import io
 import os
 import pty

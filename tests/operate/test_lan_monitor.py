@@ -1,7 +1,5 @@
 """Status table and merged logs of the workers, without ssh."""
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import threading

@@ -1,7 +1,5 @@
 """Detached supervisors of real workers, and the state reported for each way to end."""
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import json

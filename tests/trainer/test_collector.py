@@ -1,7 +1,5 @@
 """Collecting a batch: admission, acknowledgements and journal commits."""
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import dataclasses
@@ -333,7 +331,7 @@ def test_commit_follows_the_end_of_an_outage_within_10_seconds(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collector = opened(stack, tmp_path, groups=1).collector
-    write = collector.journal._write  # pyright: ignore[reportPrivateUsage]
+    write = collector.journal._write
     now, outage_end = 0.0, 0.0
     waited: list[float] = []  # simulated seconds from the end of an outage to the commit
 

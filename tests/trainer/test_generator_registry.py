@@ -1,7 +1,5 @@
 """Registered generators: join, leave, worker info, statistics, final status."""
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import threading

@@ -263,7 +263,7 @@ def test_failed_begun_commit_is_reported_and_repeated(
             journal.commit()
         assert journal.num_waiting == 1
         journal.begin_commit()
-        pending_write = journal._pending_write  # pyright: ignore[reportPrivateUsage]
+        pending_write = journal._pending_write
         assert pending_write is not None
         wait([pending_write])
     assert journal.commit() and frames(journal, 4) == [b"frame"]  # there is room again

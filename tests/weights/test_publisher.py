@@ -98,7 +98,7 @@ def test_gpu_copies_that_arrive_late_are_published(
     store: WeightStore, open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies from a GPU may arrive in their buffers until `wait_for_copies` returns."""
-    copy = publisher_module._copy  # pyright: ignore[reportPrivateUsage]
+    copy = publisher_module._copy
 
     def slow_copy(*arguments: Any) -> Any:
         copies, wait_for_copies = copy(*arguments)
@@ -156,7 +156,7 @@ def stuck_disk(monkeypatch: pytest.MonkeyPatch, publisher: WeightPublisher) -> t
 
     monkeypatch.setattr(os, "fsync", slow_fsync)
     publisher.publish(90, masters(90))
-    while publisher._waiting:  # pyright: ignore[reportPrivateUsage]
+    while publisher._waiting:
         time.sleep(0.001)
     return disk_works
 

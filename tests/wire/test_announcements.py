@@ -1,7 +1,5 @@
 """Announcements: delivery, repetition, refused messages, recovery of lost groups."""
 
-# pyright: reportPrivateUsage=false, reportArgumentType=false, reportPossiblyUnboundVariable=false
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,7 +1,5 @@
 """Fault table rows 9 to 13, 23, 25, 26, 39: network, trainer restarts, hostile clients."""
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,7 +1,5 @@
 """Generator status: delivery, when one is due, refused messages."""
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,7 +1,5 @@
 """Groups as bytes: round trips, refused messages, bounded memory."""
 
-# pyright: reportPrivateUsage=false, reportUnknownLambdaType=false
-
 from __future__ import annotations
 
 import contextlib

@@ -1,7 +1,5 @@
 """Keys: accepted and refused clients (fault table rows 24 and 25), key files."""
 
-# pyright: reportPrivateUsage=false, reportUnknownLambdaType=false
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,7 +1,5 @@
 """HTTP server of the dashboard: routes, access control, errors, cost."""
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import http.client
