@@ -244,7 +244,7 @@ class Outbox:
     def __init__(self, sender: str, *, limit: int = 64) -> None:
         self.sender, self._limit = sender, limit  # sender: 'NAME/INCARNATION', as in announcements
         self.next_sequence = 0  # of the next group; also the number of groups made
-        self.num_lost = 0  # groups dropped because the outbox was full
+        self.num_lost = 0  # groups dropped: the outbox was full, or they could not be encoded
         self.num_resent = 0  # groups sent again
         self._frames: dict[int, bytes] = {}  # by sequence, ascending
         self._num_consumed = 0  # groups in started training steps, or dropped by the trainer
@@ -298,8 +298,9 @@ class Outbox:
         self.next_sequence += 1
 
     def skip(self) -> None:
-        """Leave the next sequence without a group, after a group that cannot be sent."""
+        """Count a group that cannot be sent as lost; its sequence stays without a frame."""
         self.next_sequence += 1
+        self.num_lost += 1
 
     def resend_all(self) -> None:
         """Let `frames_to_resend` return all frames that the trainer has not received."""

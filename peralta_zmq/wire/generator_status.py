@@ -42,7 +42,7 @@ class GeneratorStatus:
     generator_id: str  # its name
     incarnation: bytes  # as in its groups
     made: int = 0  # groups, including lost ones
-    lost: int = 0  # groups dropped because the outbox (groups that are not durable) was full
+    lost: int = 0  # groups dropped: the outbox was full, or they could not be encoded
     resent: int = 0  # groups sent again
     unscored: int = 0  # groups dropped because a reward could not be computed
     step: int = 0  # policy step of the weights in use

@@ -321,6 +321,7 @@ def test_group_too_large_to_encode_is_lost_and_skipped(
     assert "lost group=ann/" in caplog.text and "problem" in caplog.text
     outbox = connection.outbox
     assert (len(outbox), outbox.min_sequence) == (0, 1)  # the latter is sent with the next group
+    assert (outbox.next_sequence, outbox.num_lost) == (1, 1)
 
 
 @pytest.mark.parametrize(
