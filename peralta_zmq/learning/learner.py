@@ -253,6 +253,8 @@ class Learner:
             shape = tensors[f"model/{name}"].shape
             if shape != parameter.shape:
                 raise ValueError(f"{name} has shape {list(shape)}, not {list(parameter.shape)}")
+        if missing := self._live_tensors().keys() - tensors.keys():
+            raise ValueError(f"no {min(missing)}, as train.ref_sync_steps was not set")
         optims = {path.partition("/")[0] for path in tensors} & set(adamw.OPTIMS)
         if other := optims - {self._settings.optim}:
             raise ValueError(f"its train.optim is {min(other)}, not {self._settings.optim}")
