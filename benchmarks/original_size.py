@@ -98,7 +98,8 @@ def transfer_seconds(shape: Mapping[str, object]) -> float:
     size = int(str(shape["vocab_size"]))
     groups = [training.group(number, size, run_id=RUN) for number in range(NUM_GROUPS)]
     with ExitStack() as stack:
-        receiver = wire.RolloutReceiver("tcp://127.0.0.1:*", run_id=RUN, vocab_size=size)
+        limits = wire.GroupLimits(size)
+        receiver = wire.RolloutReceiver("tcp://127.0.0.1:*", run_id=RUN, limits=limits)
         stack.enter_context(closing(receiver))
         sender = stack.enter_context(closing(wire.RolloutSender(receiver.address)))
 

@@ -245,7 +245,7 @@ def open_collector(
     )  # fmt: skip
     port = 20000 + os.getpid() % 20000
     address = f"tcp://127.0.0.1:{port}"
-    receiver = wire.RolloutReceiver(address, run_id=RUN, vocab_size=VOCAB_SIZE)
+    receiver = wire.RolloutReceiver(address, run_id=RUN, limits=wire.GroupLimits(VOCAB_SIZE))
     stack.enter_context(closing(receiver))
     announcements = wire.AnnouncementPublisher(wire.next_port(address))
     stack.enter_context(closing(announcements))

@@ -36,6 +36,7 @@ from peralta_zmq.wire.sockets import open_socket
 from tools.link_proxy import free_ports
 
 VOCAB_SIZE = 64
+LIMITS = wire.GroupLimits(VOCAB_SIZE)
 RUN = "bench-00112233"
 SENDERS = (1, 8, 64)
 Keys: TypeAlias = tuple[wire.CurveAuthenticator, Path]  # and the key folder
@@ -89,7 +90,7 @@ def _codec(group: RolloutGroup, *, repeats: int) -> Iterator[Claim]:
     def both() -> float:
         started = time.perf_counter()
         for _ in range(rounds):
-            assert wire.decode_group(wire.encode_group(group), vocab_size=VOCAB_SIZE).rollouts[0]
+            assert wire.decode_group(wire.encode_group(group), LIMITS).rollouts[0]
         return (time.perf_counter() - started) / rounds * 1e6
 
     values = interleaved({"codec": both}, repeats=repeats)["codec"]
@@ -161,7 +162,7 @@ def _parts(group: RolloutGroup, size_of: str, *, repeats: int) -> Iterator[Claim
     parts: dict[str, Callable[[], object]] = {
         "unpack": lambda: message_fields.unpack(frame),
         "envelope": lambda: messages._read_fields(message, frame),  # pyright: ignore[reportPrivateUsage]
-        "rollouts": lambda: decode_rollouts(columns, group.policy_step, VOCAB_SIZE),
+        "rollouts": lambda: decode_rollouts(columns, group.policy_step, LIMITS),
     }
 
     def microseconds(part: Callable[[], object]) -> float:
@@ -193,7 +194,7 @@ def _check_microseconds(group: RolloutGroup, *then: Callable[[RolloutGroup], obj
 
 
 def _decoded(frame: bytes) -> RolloutGroup:
-    return wire.decode_group(frame, vocab_size=VOCAB_SIZE)
+    return wire.decode_group(frame, LIMITS)
 
 
 def _admit(group: RolloutGroup) -> tuple[bool, float]:
@@ -227,9 +228,7 @@ def _ours(
     address = "tcp://127.0.0.1:*"
     authenticator, keys = security or (None, "")
     with closing(
-        wire.RolloutReceiver(
-            address, run_id=RUN, vocab_size=VOCAB_SIZE, authenticator=authenticator
-        )
+        wire.RolloutReceiver(address, run_id=RUN, limits=LIMITS, authenticator=authenticator)
     ) as receiver:
         frame = wire.encode_group(group)
         arguments = ["ours", receiver.address, str(senders), frame.hex(), str(keys)]
@@ -291,9 +290,7 @@ while True:
 def _memory(senders: int) -> Claim:
     """KiB of the receiver for each connected sender that has sent one group."""
     frame = wire.encode_group(group_of(4, 21, 31))
-    with closing(
-        wire.RolloutReceiver("tcp://127.0.0.1:*", run_id=RUN, vocab_size=VOCAB_SIZE)
-    ) as receiver:
+    with closing(wire.RolloutReceiver("tcp://127.0.0.1:*", run_id=RUN, limits=LIMITS)) as receiver:
         command = [sys.executable, "-c", IDLE_PROGRAM, receiver.address, str(senders), frame.hex()]
         half, resident = senders // 2, [_resident()]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as idle:

@@ -21,7 +21,7 @@ files are enough: a folder, and a file named in parentheses, does what its line 
     engines/                 sample tokens with their logprobs; new weights apply between tokens
     environments/            problems, and reward functions with a timeout
     generator/trainer_connection.py  resend each group until the trainer has it on disk
-    wire/messages.py         a group as one msgpack frame (message_fields.py checks each field)
+    wire/messages.py         a group as one msgpack frame (group_rules.py checks its content)
     wire/sockets.py          ZeroMQ PUSH/PULL; an invalid message is counted and dropped
     trainer/collector.py     admit a group or drop it; append it to the write-ahead log (journal.py)
     learning/admission.py    the decision: duplicate, stale, abandoned, without signal, or trained

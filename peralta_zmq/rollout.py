@@ -184,6 +184,11 @@ class RolloutGroup:
         return sender_of(self.generator_id, self.incarnation)
 
     @property
+    def name(self) -> str:
+        """Sender and sequence in one string, which identifies the group in a run and its logs."""
+        return f"{self.sender}/{self.sequence}"
+
+    @property
     def mean_reward(self) -> float:
         """Mean reward of the rollouts; exactly 0 or 1 if every reward is; 0 without rollouts."""
         return math.fsum(self.rewards) / max(1, len(self.rewards))

@@ -22,7 +22,8 @@ GROUP = group_of([1.0, 0.0, 0.25], lengths=[4, 1, 7], sequence=5, policy_step=3)
 
 
 def receiver_at(address: str = ANYWHERE, **options: Any) -> wire.RolloutReceiver:
-    return wire.RolloutReceiver(address, run_id=RUN, vocab_size=VOCAB_SIZE, **options)
+    options = {"limits": wire.GroupLimits(VOCAB_SIZE), **options}
+    return wire.RolloutReceiver(address, run_id=RUN, **options)
 
 
 def sender_to(address: str, stack: ExitStack, **options: Any) -> wire.RolloutSender:

@@ -59,7 +59,7 @@ def groups_of(run: RealRun) -> Iterator[tuple[str, list[float]]]:
     for step in journal.files_in(run.folder / "journal"):
         for record in journal.read_records(run.folder / "journal", step)[0]:
             if record.kind == journal.GROUP:
-                group = wire.decode_group(record.content, vocab_size=1 << 20)
+                group = wire.decode_group(record.content, wire.GroupLimits(1 << 20))
                 yield group.task, group.rewards
 
 

@@ -435,6 +435,40 @@ def test_steps_without_finite_gradient_end_the_run_with_remedies(continued: Cont
         assert read_rows(trainer.session.folder / METRICS)[-1]["skipped"] == 0
 
 
+@pytest.mark.timeout(60)  # a step on the huge group would take minutes
+def test_huge_groups_are_refused_and_a_restart_continues(
+    continued: Continued, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def huge(trainer: Trainer, number: int, **shape: Any) -> RolloutGroup:
+        return group_of(**shape, generator_id="eve", sequence=number, run_id=trainer.session.run_id)
+
+    with ExitStack() as stack:
+        trainer = continued.open(stack, max_steps=4)
+        trainer.recover()
+        over = [
+            huge(trainer, 0, rewards=[1.0, 0.0] * 30, lengths=[17_000] * 60),
+            huge(trainer, 1, rewards=[1.0] * 5),
+            huge(trainer, 2, rewards=[1.0, 0.0], lengths=[49, 2]),
+            huge(trainer, 3, rewards=[1.0, 0.0], num_prompt=510),
+        ]
+        continued.feed(trainer, [*over, *groups_for(trainer)], until=1)
+        refused = " ".join(trainer.collector._receiver.refused)
+        for limit in ("4 rollouts (sampling.num_gen", "48 generated tok", "512 tokens (engine.max"):
+            assert f"more than {limit}" in refused
+        # As in a journal that was written without these limits.
+        trainer.collector.journal.append(2, wire.encode_group(over[0]))
+        trainer.collector.commit()
+    with ExitStack() as stack:
+        trainer = continued.open(stack, max_steps=4)
+        continued.train(trainer, until=3)
+        assert trainer.collector.accounting()["invalid"] == 1
+        assert trainer.collector.admission.ledger.highest(over[0].sender) == 0
+    capsys.readouterr()
+    assert replay.main([str(continued.folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith("  as published") for line in lines] == [True] * 3
+
+
 def test_continued_run_waits_for_room_for_a_checkpoint(
     continued: Continued, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

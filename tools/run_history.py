@@ -172,7 +172,7 @@ def _record_of(kind: int, content: bytes, *, step: int) -> Record:
     if kind == DROPPED:
         note = json.loads(content)
         return Record((note["sender"], note["sequence"]), note["outcome"], step)
-    group = wire.decode_group(content, vocab_size=MAX_VOCAB_SIZE)
+    group = wire.decode_group(content, wire.GroupLimits(MAX_VOCAB_SIZE))
     fate = "trained" if group.has_signal else "no_signal"
     return Record((group.sender, group.sequence), fate, step, group.policy_step)
 

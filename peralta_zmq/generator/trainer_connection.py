@@ -96,14 +96,13 @@ class TrainerConnection:
         """
         newest = f" newest={group.newest_step}" if group.newest_step > group.policy_step else ""
         evaluated = f" evaluation_step={step}" if (step := group.evaluation_step) >= 0 else ""
-        identity = f"{group.sender}/{group.sequence}"
         facts = f"step={group.policy_step} weights_id={group.weights_id}{newest}{evaluated}"
-        logger.debug("made group=%s %s", identity, facts)
+        logger.debug("made group=%s %s", group.name, facts)
         failpoint("generator.made")
         try:
             frame = wire.encode_group(group)
         except WireError as error:
-            logger.warning("lost group=%s reason=%s", identity, error)
+            logger.warning("lost group=%s reason=%s", group.name, error)
             self.outbox.skip()
             return
         self.outbox.add(frame)

@@ -26,9 +26,10 @@ from typing import NamedTuple
 
 from isal.isal_zlib import crc32
 
-from peralta_zmq import atomic_files
+from peralta_zmq import atomic_files, wire
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import JournalError, OutageError, failure_text
+from peralta_zmq.rollout import RolloutGroup
 
 HEADER = struct.Struct("<IIB")
 GROUP, DROPPED = 1, 2  # kinds of records
@@ -230,6 +231,23 @@ def read_records(folder: Path, step: int) -> tuple[list[JournalRecord], int]:
         records.append(record)
         offset += HEADER.size + len(record.content)
     return records, len(content) - offset
+
+
+def decode_record(record: JournalRecord, limits: wire.GroupLimits) -> RolloutGroup | DroppedGroup:
+    """The group of a record; a group that exceeds the limits is returned as dropped (invalid).
+
+    Raises WireError, ValueError or TypeError for a record that is not a group.
+    """
+    if record.kind == DROPPED:
+        return DroppedGroup.decode(record.content)
+    try:
+        return wire.decode_group(record.content, limits)
+    except wire.InvalidGroupError as error:
+        group = error.group
+        logger.warning("journaled group refused: group=%s reason=%s", group.name, error)
+        return DroppedGroup(
+            group.sender, group.sequence, "invalid", min_sequence=group.min_sequence
+        )
 
 
 def file_of(folder: Path, step: int) -> Path:

@@ -74,8 +74,9 @@ class Trainer:
         pools = _open_pools(config, train)
         self.policy = policy.open_policy(config, [*train.problems, *held_out.problems], ranks)
         worker_info = self.policy.worker_info
+        limits = policy.group_limits(config, self.policy.model)
         receiver, status_receiver, status = session.open_sockets(
-            config, stack, run_id, self.policy.vocab_size, worker_info, train.digest
+            config, stack, run_id, limits, worker_info, train.digest
         )
         store = policy.open_store(config)
         run_log, journal = session.open_run_folder(config, stack, store, run_id, stop)

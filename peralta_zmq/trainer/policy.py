@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from peralta_zmq import atomic_files, build, models, registry
+from peralta_zmq import atomic_files, build, models, registry, wire
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import check_tokens
 from peralta_zmq.errors import ConfigError, StoreError
@@ -34,6 +34,7 @@ from peralta_zmq.weights.version import WEIGHTS, Version
 
 COMPLETE_SECONDS = 60.0  # timeout for the newest version
 STOP_SECONDS = 2.0  # the same when a stop is requested
+MAX_TURNS = 64  # of a rollout; no setting limits them, and the shipped tasks have one
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,6 @@ class Policy:
     learner: PolicyLearner  # trains the model
     engine: registry.Engine  # samples from the model, for the trainer's own evaluations
     worker_info: Mapping[str, str]  # device and dtype, to show to users
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids below this are valid."""
-        return int(self.model.config.vocab_size)
 
 
 def open_policy(config: Config, problems: Sequence[Problem], ranks: Ranks) -> Policy:
@@ -75,6 +71,18 @@ def open_policy(config: Config, problems: Sequence[Problem], ranks: Ranks) -> Po
     worker_info = models.worker_info(model.device, dtype)
     return Policy(
         folder, model, tokenizer, companions, manifest_fields, learner, engine, worker_info
+    )
+
+
+def group_limits(config: Config, model: models.Model) -> wire.GroupLimits:
+    """Limits of the groups that generators with these settings can send for this model."""
+    sampling, num_eval = config.sampling, config.eval.rollouts_per_example
+    return wire.GroupLimits(
+        int(model.config.vocab_size),
+        max_rollouts=max(sampling.num_generations, num_eval),
+        max_tokens=min(config.engine.max_model_len, int(model.config.max_position_embeddings)),
+        max_generated=sampling.max_completion_length,
+        max_turns=MAX_TURNS,
     )
 
 

@@ -155,7 +155,7 @@ def run_follower(config: Config, ranks: DistributedRanks) -> None:
         model = build.load_policy(config, models.model_folder(config.model.name))
         learner = build.make_learner(config, model, ranks)
         while (command := ranks.receive_command())["do"] != "end":
-            _execute(command, learner, ranks, vocab_size=int(model.config.vocab_size))
+            _execute(command, learner, ranks, wire.GroupLimits(int(model.config.vocab_size)))
     except TrainingError:
         return  # every rank raises it, and rank 0 reports it
     except PeraltaError as error:
@@ -164,10 +164,10 @@ def run_follower(config: Config, ranks: DistributedRanks) -> None:
 
 
 def _execute(
-    command: dict[str, Any], learner: Learner, ranks: DistributedRanks, *, vocab_size: int
+    command: dict[str, Any], learner: Learner, ranks: DistributedRanks, limits: wire.GroupLimits
 ) -> None:
     if command["do"] == "learn":
-        groups = [wire.decode_group(frame, vocab_size=vocab_size) for frame in command["payloads"]]
+        groups = [wire.decode_group(frame, limits) for frame in command["payloads"]]
         learner.learn(groups, learning_rate=command["learning_rate"])
     elif command["do"] == "restore":
         specs = command["tensors"]

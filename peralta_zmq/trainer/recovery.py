@@ -28,13 +28,19 @@ from pathlib import Path
 from peralta_zmq import atomic_files, build, wire
 from peralta_zmq.config import Config, write_resolved
 from peralta_zmq.errors import JournalError, WireError
-from peralta_zmq.learning.admission import ADMITTED, OUTCOMES
+from peralta_zmq.learning.admission import OUTCOMES
 from peralta_zmq.observe.run_log import abandoned_weights
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint
 from peralta_zmq.trainer.collector import BatchCollector
-from peralta_zmq.trainer.journal import DROPPED, DroppedGroup, JournalRecord, files_in
-from peralta_zmq.trainer.policy import Policy, PolicyPublisher
+from peralta_zmq.trainer.journal import (
+    GROUP,
+    DroppedGroup,
+    JournalRecord,
+    decode_record,
+    files_in,
+)
+from peralta_zmq.trainer.policy import Policy, PolicyPublisher, group_limits
 from peralta_zmq.trainer.session import Session
 
 
@@ -147,8 +153,8 @@ class Recovery:
         begin = learner.step
         end = max(self.collector.journal.steps(), default=begin)
         with run_log.progress("replaying", end - begin) as progress:
-            vocab_size = self.policy.vocab_size
-            while load_journaled_batch(self.collector, learner.step + 1, vocab_size=vocab_size):
+            limits = group_limits(self.previous_config, self.policy.model)
+            while load_journaled_batch(self.collector, learner.step + 1, limits):
                 if learner.step >= self.previous_config.train.max_steps:
                     break  # a complete batch after the previous last step: train it as a new step
                 if self.session.stop.requested:
@@ -222,55 +228,57 @@ def _move_later(paths: Mapping[int, Path], step: int, target: Path) -> None:
             atomic_files.sync_folder(paths[later].parent)
 
 
-def load_journaled_batch(collector: BatchCollector, step: int, *, vocab_size: int) -> bool:
-    """Admit the groups in the journal of `step` again; return True if they are a full batch.
+def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.GroupLimits) -> bool:
+    """Restore the batch of `step` from the journal; return True if the step can be trained again.
 
-    Waits while the journal cannot be read. Raises JournalError if a group is in the checkpoint too,
-    or if the batch is incomplete although there are later steps.
+    Groups that exceed the limits are left out. Without them, the batch of a step that has later
+    ones may be too small; it is trained nevertheless. Waits while the journal cannot be read.
+    Raises JournalError if a group is in the checkpoint too, or if the batch lacks other groups
+    although there are later steps.
     """
     groups: list[RolloutGroup] = []
+    num_refused = 0
     for record in collector.session.wait_out(lambda: collector.journal.read(step)):
-        group = _decode(collector, step, record, vocab_size)
-        if isinstance(group, DroppedGroup):
-            outcome = group.outcome
-            is_new = collector.admission.ledger.settle(
-                group.sender, group.sequence, outcome, min_sequence=group.min_sequence
-            )
-        else:
+        group = _decode(collector, step, record, limits)
+        if isinstance(group, RolloutGroup):
             groups.append(group)
-            outcome = collector.admission.admit(group, step=step)
-            is_new = outcome in ADMITTED
-        if not is_new:
+            outcome = "trained" if group.has_signal else "no_signal"
+        else:
+            outcome = group.outcome
+            num_refused += record.kind == GROUP
+        if not collector.admission.ledger.settle(
+            group.sender, group.sequence, outcome, min_sequence=group.min_sequence
+        ):
             raise JournalError(
                 f"the checkpoint and the journal of step {step} in {collector.session.folder} "
                 "disagree: a group is in both; move the newer of the two away"
             )
         collector.curriculum.update(group, outcome)
     collector.restore_batch(groups)
-    if not collector.is_full:
-        collector.journal.check_last(step, "is missing or lacks groups")
-    return collector.is_full
+    if collector.is_full:
+        return True
+    if groups and num_refused and step < max(collector.journal.steps()):
+        return True
+    collector.journal.check_last(step, "is missing or lacks groups")
+    return False
 
 
 def _decode(
-    collector: BatchCollector, step: int, record: JournalRecord, vocab_size: int
+    collector: BatchCollector, step: int, record: JournalRecord, limits: wire.GroupLimits
 ) -> RolloutGroup | DroppedGroup:
     """Decode one record. Raises JournalError if it is unreadable or belongs to another run."""
     file, run_id = collector.journal.file_of(step), collector.session.run_id
     try:
-        if record.kind == DROPPED:
-            dropped = DroppedGroup.decode(record.content)
-            if dropped.outcome not in OUTCOMES:
-                raise ValueError(f"unknown outcome {dropped.outcome!a:.40}")
-            return dropped
-        group = wire.decode_group(record.content, vocab_size=vocab_size)
+        group = decode_record(record, limits)
+        if isinstance(group, DroppedGroup) and group.outcome not in OUTCOMES:
+            raise ValueError(f"unknown outcome {group.outcome!a:.40}")
     except (WireError, ValueError, TypeError) as error:
         raise JournalError(
             f"{file} has a whole record that cannot be read ({error}); use the version and the "
             "model that wrote it, or move it and those of later steps away to continue from step "
             f"{step - 1}"
         ) from None
-    if group.run_id != run_id:
+    if isinstance(group, RolloutGroup) and group.run_id != run_id:
         raise JournalError(
             f"{file} holds a group of run {group.run_id}, not of {run_id}; move it and "
             f"those of later steps away to continue from step {step - 1}, or choose another "

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from peralta_zmq import build, models, wire
+from peralta_zmq import build, models
 from peralta_zmq.atomic_files import MANIFEST
 from peralta_zmq.config import RESOLVED, Config, load_config
 from peralta_zmq.errors import ConfigError, JournalError, StoreError
@@ -23,9 +23,10 @@ from peralta_zmq.learning.learner import Learner
 from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import METRICS, number, read_rows
 from peralta_zmq.observe.terminal import progress_on_stderr
+from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint, journal
 from peralta_zmq.trainer.collector import size_of, step_size
-from peralta_zmq.trainer.policy import write_merged
+from peralta_zmq.trainer.policy import group_limits, write_merged
 from peralta_zmq.trainer.session import run_id_of
 from peralta_zmq.weights.replica import export_step, load_version
 from peralta_zmq.weights.store import WeightStore, version_of_step
@@ -103,16 +104,16 @@ def replay(
         raise JournalError(f"{folder}/journal is empty; there is nothing to replay")
     _restore(learner, folder, min(steps), first)
     begin, end = learner.step, max(steps) if last is None else min(last, max(steps))
+    limits = group_limits(config, model)
     with progress_on_stderr("replaying", end - begin) as progress:
         while last is None or learner.step < last:
             step = learner.step + 1
             records, _ = journal.read_records(folder / "journal", step)
-            groups = [
-                wire.decode_group(record.content, vocab_size=int(model.config.vocab_size))
-                for record in records
-                if record.kind == journal.GROUP
-            ]
-            if sum(size_of(config, group) for group in groups) < step_size(config):
+            decoded = [journal.decode_record(record, limits) for record in records]
+            groups = [group for group in decoded if isinstance(group, RolloutGroup)]
+            num_refused = sum(record.kind == journal.GROUP for record in records) - len(groups)
+            is_full = sum(size_of(config, group) for group in groups) >= step_size(config)
+            if not is_full and not (groups and num_refused and step < max(steps)):
                 if step < max(steps):
                     larger = " (or train.batch_size is larger than the run's)" if groups else ""
                     raise JournalError(

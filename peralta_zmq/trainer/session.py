@@ -273,7 +273,7 @@ def open_sockets(
     config: Config,
     stack: ExitStack,
     run_id: str,
-    vocab_size: int,
+    limits: wire.GroupLimits,
     worker_info: Mapping[str, str],
     train_set_digest: bytes,
 ) -> tuple[wire.RolloutReceiver, wire.GeneratorStatusReceiver, StatusPublisher]:
@@ -287,7 +287,7 @@ def open_sockets(
     receiver = wire.RolloutReceiver(
         address,
         run_id=run_id,
-        vocab_size=vocab_size,
+        limits=limits,
         hwm=config.wire.hwm,
         authenticator=authenticator,
     )

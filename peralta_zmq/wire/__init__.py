@@ -28,7 +28,8 @@ from peralta_zmq.wire.generator_status import (
     GeneratorStatusReceiver,
     GeneratorStatusSender,
 )
-from peralta_zmq.wire.messages import decode_group, encode_group
+from peralta_zmq.wire.group_rules import GroupLimits
+from peralta_zmq.wire.messages import InvalidGroupError, decode_group, encode_group
 from peralta_zmq.wire.probe import ProbeClient, ProbeReply, ProbeServer
 from peralta_zmq.wire.sockets import (
     RolloutReceiver,
@@ -46,6 +47,8 @@ __all__ = [
     "GeneratorStatus",
     "GeneratorStatusReceiver",
     "GeneratorStatusSender",
+    "GroupLimits",
+    "InvalidGroupError",
     "ProbeClient",
     "ProbeReply",
     "ProbeServer",

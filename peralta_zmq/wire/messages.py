@@ -1,4 +1,4 @@
-"""Encoding of a group as bytes, decoding, and the validation of its content.
+"""Encoding of a group as bytes, and decoding.
 
 A group is all rollouts (scored completions) of one problem, sent by a generator to the trainer as
 one message. `incarnation` is 8 random bytes that the generator drew at its start, `sequence` counts
@@ -9,7 +9,7 @@ span of context tokens, followed by a span of generated tokens; a rollout has on
 The message is one frame: a msgpack map of the fields of RolloutGroup in ENVELOPE, the Columns
 (little-endian buffers), `format` (a version number), and `crc32`, a checksum of all bytes before
 it. A prompt that all rollouts share is sent once. Context tokens have logprob 0 and policy step -1,
-which are not sent.
+which are not sent. group_rules.py has the Columns and the rules for their content.
 """
 
 from __future__ import annotations
@@ -22,50 +22,41 @@ from itertools import accumulate
 from operator import attrgetter, itemgetter
 from struct import Struct, pack
 from struct import error as StructError
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import numpy as np
 
 from peralta_zmq.errors import WireError
-from peralta_zmq.rollout import MAX_REWARD, FinishReason, Rollout, RolloutGroup
+from peralta_zmq.rollout import FinishReason, Rollout, RolloutGroup
 from peralta_zmq.wire import message_fields
+from peralta_zmq.wire.group_rules import (
+    FLOAT,
+    MAX_STEP,
+    MAX_TOKENS,
+    Columns,
+    GroupLimits,
+    check_counts,
+    check_envelope,
+    check_lengths,
+    check_logprobs,
+    check_rewards,
+    check_tokens,
+)
 from peralta_zmq.wire.message_fields import check_type
 
 FORMAT = 3
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 FINISH_CODES = bytes(range(len(FINISH_REASONS)))
-MAX_TOKENS = 1 << 20  # of all rollouts; a small frame could repeat a long shared prompt often
-MAX_COUNT = 1 << 12  # rollouts, turns, runs of tokens with equal policy step
-MAX_VALUES = 1 << 16  # named rewards of all rollouts
-MAX_STEP = 2**31 - 1
-MAX_SAMPLE_INDEX = 2**53
-LOGPROB_SLACK = float(np.float32(1e-3))  # rounding may lift log(1) a little above 0
-INT, UNSIGNED, FLOAT = np.dtype("<i4"), np.dtype("<u4"), np.dtype("<f4")
+INT = np.dtype("<i4")
 ENVELOPE = {
     "run_id": str, "generator_id": str, "incarnation": bytes, "sequence": int, "problem_id": str,
     "task": str, "policy_step": int, "weights_id": str,
     "min_sequence": int, "sample_index": int, "evaluation_step": int,
 }  # fmt: skip
-
-
-class Columns(NamedTuple):
-    """K rollouts with S turns and G generated tokens; u2 = unsigned, 2 bytes, i4, f8 likewise."""
-
-    turns: bytes  # u2 [K], number of turns of each rollout
-    spans: bytes  # u4 [S, 2], number of context tokens and of generated tokens of each turn
-    prompt: bytes  # i4, first tokens of every rollout; empty when they differ
-    tokens: bytes  # i4, all other tokens
-    logprobs: bytes  # f4 [G]
-    policy_steps: bytes  # u4 [R, 2], R runs: policy step - that of the group, number of tokens
-    rewards: bytes  # f8 [K]
-    reward_names: str  # N names, each ended by NUL
-    reward_values: bytes  # f8 [K, N], NaN = the rollout has no reward of this name
-    finish_reasons: bytes  # u1 [K], index into FINISH_REASONS
-
-
 OPTIONAL = {"sample_index": -1, "evaluation_step": -1}  # defaults of fields that may be missing
 FIELDS = {**ENVELOPE, **get_type_hints(Columns), "format": int}
 FIELD_TYPES = list[type](FIELDS.values())
+FORMAT_LIMITS = GroupLimits(vocab_size=2**31)  # what any receiver may accept
 _envelope_of, _values_of = attrgetter(*ENVELOPE), itemgetter(*FIELDS)
 
 
@@ -82,8 +73,8 @@ def _encode(group: RolloutGroup) -> bytes:
     if not rollouts:
         raise ValueError("it has no rollouts")
     envelope = _envelope_of(group)
-    _check_envelope(envelope)
-    _check_rewards(group.rewards)
+    check_envelope(envelope)
+    check_rewards(group.rewards)
     turns, spans, logprobs, policy_steps = _encode_turns(rollouts)
     tokens = [np.asarray(rollout.token_ids, INT).tobytes() for rollout in rollouts]
     prompt = tokens[0][: 4 * spans[0]]
@@ -103,7 +94,7 @@ def _encode(group: RolloutGroup) -> bytes:
         reward_values=reward_values,
         finish_reasons=bytes(finish_reasons),
     )
-    _check_counts(columns)
+    check_counts(columns, FORMAT_LIMITS)
     message = dict(zip(FIELDS, (*envelope, *columns, FORMAT), strict=True))
     frame = message_fields.pack_with_checksum(message)
     _check_size(message, num_bytes=len(frame), num_tokens=sum(spans))
@@ -151,7 +142,7 @@ def _encode_named_rewards(rollouts: Sequence[Rollout]) -> tuple[str, bytes]:
         return "", b""
     if any("\0" in name for name in names):
         raise ValueError("the name of a reward contains NUL")
-    _check_rewards([value for rollout in rollouts for value in rollout.rewards.values()])
+    check_rewards([value for rollout in rollouts for value in rollout.rewards.values()])
     values = [rollout.rewards.get(name, math.nan) for rollout in rollouts for name in names]
     return "".join([f"{name}\0" for name in names]), pack(f"<{len(values)}d", *values)
 
@@ -177,7 +168,7 @@ class InvalidGroupError(WireError):
         self.group = group
 
 
-def decode_group(frame: bytes, *, vocab_size: int) -> RolloutGroup:
+def decode_group(frame: bytes, limits: GroupLimits) -> RolloutGroup:
     """Decode and validate a group; its Rollout objects are built when one is first accessed.
 
     Raises WireError with the reason; InvalidGroupError if only the rollouts are invalid.
@@ -185,7 +176,7 @@ def decode_group(frame: bytes, *, vocab_size: int) -> RolloutGroup:
     message, envelope = message_fields.unpack(frame), ()
     try:
         envelope, columns = _read_fields(message, frame)
-        rollouts = _decode_rollouts(columns, message["policy_step"], vocab_size)
+        rollouts = _decode_rollouts(columns, message["policy_step"], limits)
     except (LookupError, TypeError, ValueError, OverflowError, StructError) as error:
         reason = f"malformed group: {type(error).__name__}: {error}"
         if not envelope:
@@ -217,7 +208,7 @@ def _read_fields(message: dict[str, Any], frame: bytes) -> tuple[tuple[Any, ...]
             check_type(value, expected, name)
     message_fields.check_checksum(frame, message.get("crc32"))
     envelope, columns = values[: len(ENVELOPE)], values[len(ENVELOPE) : -1]
-    _check_envelope(envelope)
+    check_envelope(envelope)
     return envelope, Columns(*columns)
 
 
@@ -227,14 +218,14 @@ def _unpacker(count: int, letter: str) -> Callable[[bytes], tuple[Any, ...]]:
     return Struct(f"<{count}{letter}").unpack
 
 
-def _decode_rollouts(columns: Columns, policy_step: int, vocab_size: int) -> LazyRollouts:
+def _decode_rollouts(columns: Columns, policy_step: int, limits: GroupLimits) -> LazyRollouts:
     """Check the columns and return their rollouts; `policy_step` is that of the group."""
-    _check_counts(columns)
+    check_counts(columns, limits)
     turns = _unpacker(len(columns.turns) >> 1, "H")(columns.turns)
     spans = _unpacker(len(columns.spans) >> 2, "I")(columns.spans)
-    _check_lengths(turns, spans, columns)
-    _check_tokens(columns.prompt + columns.tokens, vocab_size)
-    _check_logprobs(columns.logprobs)
+    check_lengths(turns, spans, columns, limits)
+    check_tokens(columns.prompt + columns.tokens, limits)
+    check_logprobs(columns.logprobs)
     runs = _unpacker(len(columns.policy_steps) >> 2, "I")(columns.policy_steps)
     if len(runs) % 2 or 4 * sum(runs[1::2]) != len(columns.logprobs):
         raise ValueError("policy steps and spans of unequal length")
@@ -242,7 +233,7 @@ def _decode_rollouts(columns: Columns, policy_step: int, vocab_size: int) -> Laz
     if newest_step > MAX_STEP:
         raise ValueError("policy step out of bounds")
     rewards = _unpacker(len(turns), "d")(columns.rewards)
-    _check_rewards(rewards)
+    check_rewards(rewards)
     if len(columns.finish_reasons) != len(turns) or columns.finish_reasons.strip(FINISH_CODES):
         raise ValueError("unknown finish reasons, or not one for each rollout")
     named_rewards, summary = _decode_named_rewards(columns, len(turns)), (rewards, newest_step)
@@ -257,7 +248,7 @@ def _decode_named_rewards(columns: Columns, count: int) -> list[dict[str, float]
     numbers = _unpacker(count * len(names), "d")(columns.reward_values)
     if rest:
         raise ValueError("the last reward name does not end with NUL")
-    _check_rewards([number for number in numbers if not math.isnan(number)])
+    check_rewards([number for number in numbers if not math.isnan(number)])
     rows = [numbers[start : start + len(names)] for start in range(0, len(numbers), len(names))]
     return [
         {name: value for name, value in zip(names, row, strict=True) if not math.isnan(value)}
@@ -315,82 +306,3 @@ def _build_rollouts(lazy: LazyRollouts) -> tuple[Rollout, ...]:
         rollouts.append(Rollout(ids, mask[part], logprobs[part], steps[part], *score))
         start, first_byte = end, last_byte
     return tuple(rollouts)
-
-
-# Rules for the fields of ENVELOPE and for the columns. Each check raises ValueError.
-
-
-def _check_envelope(envelope: tuple[Any, ...]) -> None:
-    _, generator_id, incarnation, sequence, _, _, policy_step, _, *last = envelope
-    min_sequence, sample_index, evaluation_step = last
-    message_fields.check_identity(generator_id, incarnation)
-    if not 0 <= min_sequence <= sequence:
-        raise ValueError(f"min_sequence {min_sequence} is negative or above sequence {sequence}")
-    if not 0 <= policy_step <= MAX_STEP:
-        raise ValueError("policy step out of bounds")
-    if not (-1 <= sample_index <= MAX_SAMPLE_INDEX and -1 <= evaluation_step <= MAX_STEP):
-        raise ValueError("sample_index or evaluation_step out of bounds")
-
-
-def _check_counts(columns: Columns) -> None:
-    """The numbers of rollouts, turns, runs and rewards must not exceed the limits of memory."""
-    if max(4 * len(columns.turns), len(columns.spans), len(columns.policy_steps)) > 8 * MAX_COUNT:
-        raise ValueError(f"more than {MAX_COUNT} rollouts, turns or changes of the policy step")
-    if len(columns.reward_values) > 8 * MAX_VALUES:
-        raise ValueError(f"more than {MAX_VALUES} named rewards")
-
-
-def _check_lengths(turns: Sequence[int], spans: Sequence[int], columns: Columns) -> None:
-    """Tokens and logprobs must have the lengths that `spans` gives."""
-    contexts, completions = spans[::2], spans[1::2]
-    num_tokens, num_prompt_bytes = sum(spans), len(columns.prompt)
-    if num_prompt_bytes % 4:  # the vocabulary check would read other tokens than the decoder
-        raise ValueError("prompt is not whole tokens")
-    if not turns or not all(turns) or not all(contexts):
-        raise ValueError("a rollout without prompt or completion")
-    if 2 * sum(turns) != len(spans):
-        raise ValueError("turns and spans of unequal length")
-    if num_tokens > MAX_TOKENS:
-        raise ValueError(f"more than {MAX_TOKENS} tokens")
-    num_token_bytes = num_prompt_bytes * len(turns) + len(columns.tokens)
-    if (num_token_bytes, len(columns.logprobs)) != (4 * num_tokens, 4 * sum(completions)):
-        raise ValueError("tokens, logprobs and spans of unequal length")
-    if not all(completions) or 4 * min(contexts) < num_prompt_bytes:  # rare, so checked separately
-        _check_each_rollout(turns, spans, num_prompt_bytes)
-
-
-def _check_each_rollout(turns: Sequence[int], spans: Sequence[int], num_prompt_bytes: int) -> None:
-    """Each rollout must have a completion and be at least as long as the shared prompt."""
-    start = 0
-    for num_turns in turns:
-        end = start + 2 * num_turns
-        if not any(spans[start + 1 : end : 2]):
-            raise ValueError("a rollout without prompt or completion")
-        if 4 * sum(spans[start:end]) < num_prompt_bytes:
-            raise ValueError("a prompt that is longer than a rollout")
-        start = end
-
-
-def _check_tokens(content: bytes, vocab_size: int) -> None:
-    """Token ids must be in [0, vocab_size)."""
-    tokens = np.frombuffer(content, UNSIGNED)  # unsigned: negative ids become large
-    if tokens.item(tokens.argmax()) >= vocab_size:  # argmax takes a third of the time of max
-        raise ValueError("token outside the vocabulary")
-
-
-def _check_logprobs(content: bytes) -> None:
-    """Logprobs must be finite and not above zero by more than rounding."""
-    logprobs = np.frombuffer(content, FLOAT)
-    highest, lowest = logprobs.item(logprobs.argmax()), logprobs.item(logprobs.argmin())
-    if not (highest < math.inf and lowest > -math.inf):  # argmax and argmin both find a NaN
-        raise ValueError("logprob is not finite")
-    if highest > LOGPROB_SLACK:
-        raise ValueError("logprob above zero")
-
-
-def _check_rewards(values: Sequence[float]) -> None:
-    """Rewards must be finite and at most MAX_REWARD."""
-    if not math.hypot(*values) < MAX_REWARD:  # one call in the usual case
-        for value in values:
-            if not -MAX_REWARD <= value <= MAX_REWARD:  # true for NaN, too
-                raise ValueError(f"reward {value} is not finite, or out of bounds")

@@ -22,6 +22,7 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.wire.auth import HANDSHAKE_SECONDS, CurveAuthenticator, GeneratorKeys
 from peralta_zmq.wire.connection import ClientConnection
+from peralta_zmq.wire.group_rules import GroupLimits
 from peralta_zmq.wire.message_fields import MAX_MESSAGE, check_owner
 from peralta_zmq.wire.messages import InvalidGroupError, decode_group
 
@@ -185,12 +186,12 @@ class RolloutReceiver:
         address: str,
         *,
         run_id: str,
-        vocab_size: int,
+        limits: GroupLimits,
         hwm: int = 1,
         authenticator: CurveAuthenticator | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()  # reason -> number of messages
-        self._run_id, self._vocab_size = run_id, vocab_size
+        self._run_id, self._limits = run_id, limits
         self._has_keys = authenticator is not None
         self._socket, self.address = open_server(zmq.PULL, address, authenticator, hwm=hwm)
         self._timeout = _Timeout(self._socket, zmq.RCVTIMEO)
@@ -226,7 +227,7 @@ class RolloutReceiver:
             raise WireError(f"{count} frames instead of one")
         frame, invalid = first.bytes, None
         try:
-            group = decode_group(frame, vocab_size=self._vocab_size)
+            group = decode_group(frame, self._limits)
         except InvalidGroupError as error:
             group, invalid = error.group, error
         check_owner(group.generator_id, str(first["User-Id"]) if self._has_keys else None)

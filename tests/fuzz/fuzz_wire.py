@@ -31,7 +31,7 @@ def decode_all(content: bytes) -> None:
     sealed = content[:-4] + zlib.crc32(content[:-4]).to_bytes(4, "little")
     for frame in (content, sealed):
         try:
-            group = wire.decode_group(frame, vocab_size=VOCAB_SIZE)
+            group = wire.decode_group(frame, wire.GroupLimits(VOCAB_SIZE))
         except WireError:
             continue
         for each in group.rollouts:  # builds the rollouts

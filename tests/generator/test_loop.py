@@ -169,7 +169,7 @@ class Loop:
         )  # fmt: skip
         self.generator.run()
         frames = self.generator._connection.outbox._frames.values()
-        return [wire.decode_group(frame, vocab_size=64) for frame in frames]
+        return [wire.decode_group(frame, wire.GroupLimits(64)) for frame in frames]
 
 
 def greedy_logprobs(engine: NativeEngine) -> list[float]:

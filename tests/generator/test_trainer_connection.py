@@ -44,7 +44,7 @@ class Trainer:
 
     def __init__(self, stack: ExitStack) -> None:
         self.receiver = stack.enter_context(
-            closing(wire.RolloutReceiver(ANYWHERE, run_id=RUN, vocab_size=VOCAB_SIZE))
+            closing(wire.RolloutReceiver(ANYWHERE, run_id=RUN, limits=wire.GroupLimits(VOCAB_SIZE)))
         )
         self.publisher = stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE)))
         self.received: dict[str, int] = {}

@@ -132,7 +132,7 @@ def test_admission_rejects_group_with_one_abandoned_token() -> None:
     first, second = group_of([1, 0], policy_step=4).rollouts
     second.policy_steps[-1] = 5
     group = replace(group_of([1, 0], policy_step=4), rollouts=(first, second))
-    received = wire.decode_group(wire.encode_group(group), vocab_size=64)
+    received = wire.decode_group(wire.encode_group(group), wire.GroupLimits(64))
     for copy in (group, received):
         assert Admission(8).admit(copy, step=5) == "abandoned"
         assert Admission(8).admit(copy, step=6) == "trained"

@@ -369,6 +369,25 @@ def test_batch_in_tokens_is_full_at_the_first_group_above_the_size(
         assert not scene.collector.is_full
     again = opened(stack, tmp_path, groups=100, settings=tokens)
     for step, expected in ((1, 3), (2, 1), (3, 1)):
-        assert load_journaled_batch(again.collector, step, vocab_size=64)
+        assert load_journaled_batch(again.collector, step, wire.GroupLimits(64))
         assert len(again.collector.take_batch()) == expected
-    assert not load_journaled_batch(again.collector, 4, vocab_size=64)
+    assert not load_journaled_batch(again.collector, 4, wire.GroupLimits(64))
+
+
+def test_journaled_groups_above_the_limits_are_dropped(stack: ExitStack, tmp_path: Path) -> None:
+    scene = opened(stack, tmp_path, groups=2)
+    sender, long = sender_to(scene.address, stack), {1: [30, 30], 4: [30, 30]}
+    for number in range(6):
+        group = group_of([1.0, 0.0], sequence=number, lengths=long.get(number, [2, 2]))
+        assert sender.send(wire.encode_group(group), timeout=DEADLINE)
+    for step in (1, 2, 3):
+        scene.collect(step)
+    again, limits = opened(stack, tmp_path, groups=2), wire.GroupLimits(64, max_tokens=20)
+    batches = list[list[int]]()
+    for step in (1, 2):  # of step 1, one group is left; a later step shows that it was complete
+        assert load_journaled_batch(again.collector, step, limits)
+        batches.append([group.sequence for group in again.collector.take_batch()])
+    assert batches == [[0], [2, 3]]
+    assert not load_journaled_batch(again.collector, 3, limits)  # continues with new groups
+    assert [group.sequence for group in again.collector.batch] == [5]
+    assert again.collector.admission.ledger.outcomes == {"trained": 4, "invalid": 2}

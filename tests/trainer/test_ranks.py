@@ -36,7 +36,7 @@ STEPS, GROUPS_PER_STEP = 5, 4
 SETTINGS = (
     *("--sampling.num-generations=4", "--train.batch-size=16", "--train.max-steps=9"),
     *("--checkpoint.interval=2", "--no-eval.eval-base-model", "--eval.num-examples=1"),
-    *("--sampling.max-completion-length=4", "--engine.max-model-len=128"),
+    *("--sampling.max-completion-length=9", "--engine.max-model-len=128"),
     *("--train.max-tokens-per-microbatch=40", "--train.dtype=float32", "--no-dashboard.enabled"),
 )
 GROUPS = [

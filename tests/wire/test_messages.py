@@ -31,13 +31,14 @@ from peralta_zmq.wire.generator_status import decode_generator_status
 
 msgpack: Any = partly_annotated_msgpack
 FRAME = wire.encode_group(GROUP)
+LIMITS = wire.GroupLimits(VOCAB_SIZE)
 FIELDS = list(msgpack.unpackb(FRAME))
 BUFFERS = [name for name, value in msgpack.unpackb(FRAME).items() if isinstance(value, bytes)]
 OPTIONAL = ("sample_index", "evaluation_step")  # may be missing
 
 
 def decoded(frame: bytes) -> RolloutGroup:
-    return wire.decode_group(frame, vocab_size=VOCAB_SIZE)
+    return wire.decode_group(frame, LIMITS)
 
 
 def sealed(fields: dict[Any, Any]) -> bytes:
@@ -384,6 +385,8 @@ TOKENS = np.array([3, 4, 5, 6, 7, 8, 9], "<i4")
         ({"logprobs": np.where(LOGPROBS == -2, -np.inf, LOGPROBS).astype("<f4")}, "finite"),
         ({"logprobs": np.where(LOGPROBS == -2, np.inf, LOGPROBS).astype("<f4")}, "finite"),
         ({"logprobs": -LOGPROBS}, "above zero"),
+        ({"logprobs": np.where(LOGPROBS == -2, -10001, LOGPROBS).astype("<f4")}, "below -10000"),
+        ({"logprobs": np.where(LOGPROBS == -2, -3.4e38, LOGPROBS).astype("<f4")}, "below -10000"),
         ({"logprobs": LOGPROBS[:3]}, "unequal"),
     ],
 )
@@ -395,12 +398,56 @@ def test_decode_refuses_an_invalid_array(arrays: dict[str, Any], reason: str) ->
 
 def test_logprob_may_exceed_zero_by_rounding() -> None:
     slack = np.float32(1e-3)
-    logprobs = np.array([slack, -0.0, -3.4e38, -1], "<f4")
+    logprobs = np.array([slack, -0.0, -1e4, -1], "<f4")
     group = decoded(with_arrays(tokens=TOKENS, logprobs=logprobs))
     assert group.rollouts[0].logprobs[3:].tolist() == logprobs.tolist()
     logprobs[0] = np.nextafter(slack, np.float32(1))
     with pytest.raises(WireError, match="above zero"):
         decoded(with_arrays(tokens=TOKENS, logprobs=logprobs))
+
+
+# Limits of the receiver: GROUP has 3 rollouts, of 3 prompt tokens and 4, 1 and 7 generated ones.
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "limits", "reason"),
+    [
+        (GROUP.rollouts, {"max_rollouts": 3}, r"more than 2 rollouts \(sampling.num_generations\)"),
+        (GROUP.rollouts, {"max_tokens": 10}, r"more than 9 tokens \(engine.max_model_len\)"),
+        (GROUP.rollouts, {"max_generated": 7}, r"6 generated .*\(sampling.max_completion_length\)"),
+        ((TURNS, NAMED[2]), {"max_turns": 3}, "more than 2 turns"),
+        ((TURNS, NAMED[2]), {"max_tokens": 9}, r"more than 8 tokens \(engine"),
+        ((TURNS, NAMED[2]), {"max_generated": 4}, "more than 3 generated"),
+    ],
+)
+def test_decode_refuses_a_group_above_a_limit_of_the_receiver(
+    rollouts: tuple[Rollout, ...], limits: dict[str, int], reason: str
+) -> None:
+    group = dataclasses.replace(GROUP, rollouts=rollouts)
+    frame = wire.encode_group(group)
+    assert equal(wire.decode_group(frame, dataclasses.replace(LIMITS, **limits)), group)
+    lower = {name: limit - 1 for name, limit in limits.items()}
+    with pytest.raises(wire.InvalidGroupError, match=reason) as caught:
+        wire.decode_group(frame, dataclasses.replace(LIMITS, **lower))
+    assert (caught.value.group.name, len(caught.value.group.rollouts)) == (group.name, 0)
+
+
+@pytest.mark.parametrize("num_rollouts", [8, 60])
+def test_huge_group_is_refused_before_memory_is_allocated(num_rollouts: int) -> None:
+    frame = changed(
+        turns=shorts(*[1] * num_rollouts), spans=longs(*[1000, 16_000] * num_rollouts),
+        prompt=bytes(4000), tokens=bytes(4 * 16_000 * num_rollouts),
+        logprobs=bytes(4 * 16_000 * num_rollouts),
+        policy_steps=longs(0, 16_000 * num_rollouts), rewards=bytes(8 * num_rollouts),
+        finish_reasons=bytes(num_rollouts),
+    )  # fmt: skip
+    limits = wire.GroupLimits(VOCAB_SIZE, max_rollouts=8, max_tokens=512, max_generated=48)
+    tracemalloc.start()
+    with pytest.raises(wire.InvalidGroupError, match="more than"):
+        wire.decode_group(frame, limits)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.3 * len(frame)  # msgpack copies the frame's content once
 
 
 def test_checksum_must_be_at_the_end_of_the_frame() -> None:

@@ -65,7 +65,7 @@ def test_receive_waits_up_to_its_timeout(stack: ExitStack) -> None:
 
 
 def test_group_with_invalid_rollouts_is_received_without_them(stack: ExitStack) -> None:
-    receiver = wire.RolloutReceiver(ANYWHERE, run_id=RUN, vocab_size=2)
+    receiver = wire.RolloutReceiver(ANYWHERE, run_id=RUN, limits=wire.GroupLimits(2))
     stack.enter_context(closing(receiver))
     raw_socket(stack, receiver.address).send(wire.encode_group(GROUP))
     group = received(receiver)

@@ -1,0 +1,155 @@
+"""Columns of a group message, and the rules for its content: limits, lengths, values.
+
+A group is all rollouts (scored completions) of one problem; messages.py encodes and decodes it. Its
+sender may be hostile or have other settings. So the sizes are checked before anything is built from
+them, and against the settings of the trainer (GroupLimits): a valid group costs the trainer no more
+memory and time than one of its own generators' groups. Each check raises ValueError.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from peralta_zmq.rollout import MAX_REWARD
+from peralta_zmq.wire import message_fields
+
+MAX_TOKENS = 1 << 20  # of all rollouts; a small frame could repeat a long shared prompt often
+MAX_COUNT = 1 << 12  # rollouts, turns, runs of tokens with equal policy step
+MAX_VALUES = 1 << 16  # named rewards of all rollouts
+MAX_STEP = 2**31 - 1
+MAX_SAMPLE_INDEX = 2**53
+LOGPROB_SLACK = float(np.float32(1e-3))  # rounding may lift log(1) a little above 0
+# No softmax of a model gives less to a token that it samples; the square is finite in every loss.
+MIN_LOGPROB = -1e4
+UNSIGNED, FLOAT = np.dtype("<u4"), np.dtype("<f4")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimits:
+    """Limits that a receiver sets for a group; the defaults are those of the message format."""
+
+    vocab_size: int  # token ids are below it
+    max_rollouts: int = MAX_COUNT
+    max_tokens: int = MAX_TOKENS  # of a rollout: prompt and completion, all turns
+    max_generated: int = MAX_TOKENS  # tokens of a turn
+    max_turns: int = MAX_COUNT  # of a rollout
+
+
+class Columns(NamedTuple):
+    """K rollouts with S turns and G generated tokens; u2 = unsigned, 2 bytes, i4, f8 likewise."""
+
+    turns: bytes  # u2 [K], number of turns of each rollout
+    spans: bytes  # u4 [S, 2], number of context tokens and of generated tokens of each turn
+    prompt: bytes  # i4, first tokens of every rollout; empty when they differ
+    tokens: bytes  # i4, all other tokens
+    logprobs: bytes  # f4 [G]
+    policy_steps: bytes  # u4 [R, 2], R runs: policy step - that of the group, number of tokens
+    rewards: bytes  # f8 [K]
+    reward_names: str  # N names, each ended by NUL
+    reward_values: bytes  # f8 [K, N], NaN = the rollout has no reward of this name
+    finish_reasons: bytes  # u1 [K], index into FINISH_REASONS
+
+
+def check_envelope(envelope: tuple[Any, ...]) -> None:
+    """Names, steps and sequences must be within bounds; the order is that of ENVELOPE."""
+    _, generator_id, incarnation, sequence, _, _, policy_step, _, *last = envelope
+    min_sequence, sample_index, evaluation_step = last
+    message_fields.check_identity(generator_id, incarnation)
+    if not 0 <= min_sequence <= sequence:
+        raise ValueError(f"min_sequence {min_sequence} is negative or above sequence {sequence}")
+    if not 0 <= policy_step <= MAX_STEP:
+        raise ValueError("policy step out of bounds")
+    if not (-1 <= sample_index <= MAX_SAMPLE_INDEX and -1 <= evaluation_step <= MAX_STEP):
+        raise ValueError("sample_index or evaluation_step out of bounds")
+
+
+def check_counts(columns: Columns, limits: GroupLimits) -> None:
+    """The numbers of rollouts, turns, runs and rewards must not exceed the limits."""
+    count = len(columns.turns) >> 1
+    if count > limits.max_rollouts:
+        raise ValueError(f"more than {limits.max_rollouts} rollouts (sampling.num_generations)")
+    if len(columns.spans) > 8 * MAX_COUNT or len(columns.policy_steps) > 8 * MAX_COUNT:
+        raise ValueError(f"more than {MAX_COUNT} turns or changes of the policy step")
+    if len(columns.reward_values) > 8 * MAX_VALUES:
+        raise ValueError(f"more than {MAX_VALUES} named rewards")
+
+
+def check_lengths(
+    turns: Sequence[int], spans: Sequence[int], columns: Columns, limits: GroupLimits
+) -> None:
+    """Tokens and logprobs must have the lengths that `spans` gives, within the limits."""
+    contexts, completions = spans[::2], spans[1::2]
+    num_tokens, num_prompt_bytes = sum(spans), len(columns.prompt)
+    if num_prompt_bytes % 4:  # the vocabulary check would read other tokens than the decoder
+        raise ValueError("prompt is not whole tokens")
+    if not turns or not all(turns) or not all(contexts):
+        raise ValueError("a rollout without prompt or completion")
+    if 2 * sum(turns) != len(spans):
+        raise ValueError("turns and spans of unequal length")
+    if num_tokens > MAX_TOKENS:
+        raise ValueError(f"more than {MAX_TOKENS} tokens")
+    num_token_bytes = num_prompt_bytes * len(turns) + len(columns.tokens)
+    if (num_token_bytes, len(columns.logprobs)) != (4 * num_tokens, 4 * sum(completions)):
+        raise ValueError("tokens, logprobs and spans of unequal length")
+    if (longest := max(completions)) > limits.max_generated:
+        raise ValueError(
+            f"more than {limits.max_generated} generated tokens (sampling.max_completion_length)"
+        )
+    if (  # rare, so checked separately
+        len(spans) > 2 * len(turns)
+        or max(contexts) + longest > limits.max_tokens
+        or not all(completions)
+        or 4 * min(contexts) < num_prompt_bytes
+    ):
+        _check_each_rollout(turns, spans, num_prompt_bytes, limits)
+
+
+def _check_each_rollout(
+    turns: Sequence[int], spans: Sequence[int], num_prompt_bytes: int, limits: GroupLimits
+) -> None:
+    """Each must have a completion, not exceed the limits, and not be shorter than the prompt."""
+    start = 0
+    for num_turns in turns:
+        end = start + 2 * num_turns
+        if num_turns > limits.max_turns:
+            raise ValueError(f"a rollout of more than {limits.max_turns} turns")
+        if not any(spans[start + 1 : end : 2]):
+            raise ValueError("a rollout without prompt or completion")
+        length = sum(spans[start:end])
+        if length > limits.max_tokens:
+            raise ValueError(f"more than {limits.max_tokens} tokens (engine.max_model_len)")
+        if 4 * length < num_prompt_bytes:
+            raise ValueError("a prompt that is longer than a rollout")
+        start = end
+
+
+def check_tokens(content: bytes, limits: GroupLimits) -> None:
+    """Token ids must be in [0, vocab_size)."""
+    tokens = np.frombuffer(content, UNSIGNED)  # unsigned: negative ids become large
+    if tokens.item(tokens.argmax()) >= limits.vocab_size:  # argmax takes a third of the time of max
+        raise ValueError("token outside the vocabulary")
+
+
+def check_logprobs(content: bytes) -> None:
+    """Logprobs must be at least MIN_LOGPROB and not above zero by more than rounding."""
+    logprobs = np.frombuffer(content, FLOAT)
+    highest, lowest = logprobs.item(logprobs.argmax()), logprobs.item(logprobs.argmin())
+    if not (highest < math.inf and lowest > -math.inf):  # argmax and argmin both find a NaN
+        raise ValueError("logprob is not finite")
+    if highest > LOGPROB_SLACK:
+        raise ValueError("logprob above zero")
+    if lowest < MIN_LOGPROB:
+        raise ValueError(f"logprob below {MIN_LOGPROB:g}")
+
+
+def check_rewards(values: Sequence[float]) -> None:
+    """Rewards must be finite and at most MAX_REWARD."""
+    if not math.hypot(*values) < MAX_REWARD:  # one call in the usual case
+        for value in values:
+            if not -MAX_REWARD <= value <= MAX_REWARD:  # true for NaN, too
+                raise ValueError(f"reward {value} is not finite, or out of bounds")
