@@ -38,6 +38,9 @@ OUTCOMES: tuple[str, ...] = (*ADMITTED, *get_args(Dropped))
 MAX_ABOVE = 1024  # settled sequences above a gap, per sender; bounds memory if sequences jump
 MAX_ABOVE_ALL = 1 << 17  # settled sequences above a gap, all senders; about 100 bytes each
 MAX_SENDERS = 1 << 16  # senders in memory; the least recently active is dropped first
+# The groups of a sender that a roll-back of the run, or a full outbox, can leave out at once are
+# fewer; a larger jump is no count of groups, and would make the number of lost ones meaningless.
+MAX_JUMP = 1 << 20
 
 
 @dataclass(slots=True)
@@ -134,6 +137,10 @@ class Ledger:
         self._limit_memory()
         return True
 
+    def is_plausible(self, sender: str, sequence: int) -> bool:
+        """True unless the sequence is more than MAX_JUMP above all others of the sender."""
+        return sequence - self.highest(sender) <= MAX_JUMP
+
     @property
     def made(self) -> int:
         """Groups that the senders have produced: up to the highest sequence settled of each."""
@@ -148,9 +155,9 @@ class Ledger:
         return max(self._above.get(sender, ()), default=self.settled(sender))
 
     @property
-    def senders(self) -> list[str]:
-        """Senders in memory, the least recently active first."""
-        return list(self._settled)
+    def settled_by_sender(self) -> dict[str, int]:
+        """`settled` of each sender in memory, the least recently active first."""
+        return dict(self._settled)
 
     @property
     def total(self) -> int:

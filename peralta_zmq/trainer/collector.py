@@ -24,6 +24,7 @@ from peralta_zmq import wire
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.config import Config, files_given
 from peralta_zmq.environments.curriculum import DifficultyPools
+from peralta_zmq.errors import WireError
 from peralta_zmq.learning import admission as admissions
 from peralta_zmq.learning.admission import ADMITTED, Admission, AdmissionDecision
 from peralta_zmq.observe.run_log import RunLog
@@ -126,9 +127,20 @@ class BatchCollector:
         return groups
 
     def add(self, group: RolloutGroup, frame: bytes, *, step: int) -> AdmissionDecision:
-        """Admit a received group to the batch or drop it; journal the group or the drop."""
+        """Admit a received group to the batch or drop it; journal the group or the drop.
+
+        A message that is no group of a generator is only counted: a sequence out of reach, or
+        invalid rollouts from an unknown sender.
+        """
         failpoint("trainer.received")
-        self._generators.mark_alive(group.sender, step=step)
+        sender, ledger = group.sender, self.admission.ledger
+        if not ledger.is_plausible(sender, group.sequence):
+            self._receiver.refuse(WireError(f"sequence jumps by more than {admissions.MAX_JUMP}"))
+            return "invalid"
+        if group.rollouts:
+            self._generators.mark_alive(sender, step=step)
+        elif not (self._generators.is_live(sender) or ledger.highest(sender) >= 0):
+            return "invalid"  # the receiver has counted it
         decision = self.admission.admit(group, step=step)
         if decision in ADMITTED:
             self.journal.append(step, frame)  # durable after the next commit
@@ -303,7 +315,8 @@ class Acknowledgements:
 
     def begin_step(self, num_groups: int) -> None:
         """Count all received groups as consumed: a step with `num_groups` of them begins."""
-        self.consumed, self.groups_in_step = self._received(), num_groups
+        self.consumed = self.admission.ledger.settled_by_sender
+        self.groups_in_step = num_groups
 
     def add_consumed(self, sender: str) -> None:
         """Count one dropped group as consumed."""
@@ -311,11 +324,7 @@ class Acknowledgements:
 
     def mark_durable(self) -> None:
         """Count all received groups as durable."""
-        self.durable = self._received()
-
-    def _received(self) -> dict[str, int]:
-        ledger = self.admission.ledger
-        return {sender: ledger.settled(sender) for sender in ledger.senders}
+        self.durable = self.admission.ledger.settled_by_sender
 
 
 def no_rollouts_text(seconds: float, address: str, dropped: Sequence[str]) -> str:

@@ -1,7 +1,8 @@
 """The generators that work for the trainer: liveness, reported statistics, logprob mismatch.
 
 A sender is one start of a generator, `NAME/INCARNATION`; the incarnation is random bytes that each
-start draws. A sender is live until nothing was received from it for 30 s. The logprob mismatch is
+start draws. A sender is live from its first valid group or status until nothing was received from
+it for 30 s; the number of live senders is limited, in all and by name. The logprob mismatch is
 the difference between the logprobs that a generator sent and those that the trainer computes for
 the same tokens and weights; a large one means wrong weights or kernels.
 """
@@ -24,7 +25,7 @@ SAME_NAME_SECONDS = 2.0  # shorter than the restart of a generator with the same
 FINAL_STATUS_SECONDS = 2.0  # timeout for the final statuses at the end of a run
 # Bounds on the memory that invented sender names can fill.
 MAX_LIVE = 4096  # live senders; more are not registered
-MAX_STARTS = 64  # live senders of one name; a new one replaces the longest silent one
+MAX_STARTS = 16  # live senders of one name, enough for a restart every two seconds
 MAX_FINAL_STATUSES = 1 << 16  # senders whose final status is kept
 # Fields of a generator's status that become metrics.
 STATISTICS = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s", "step", "unscored")
@@ -65,12 +66,14 @@ class GeneratorRegistry:
             self._received_until = time.monotonic()
 
     def _update(self, received: Mapping[str, wire.GeneratorStatus], *, step: int) -> None:
-        previous, self.statuses = self.statuses, dict(self._receiver.latest)
         for sender, status in received.items():
-            before = previous.get(sender)
-            self.mark_alive(sender, step=step, worker_info=status.worker_info)
-            if sender in self._last_message:
-                self.connections.add_status(status, before, step=step)
+            before = self.statuses.pop(sender, None)
+            if not self.mark_alive(sender, step=step, worker_info=status.worker_info):
+                continue
+            self.statuses[sender] = status  # at the end
+            if len(self.statuses) > MAX_LIVE:
+                del self.statuses[next(iter(self.statuses))]
+            self.connections.add_status(status, before, step=step)
             # One keyframe per request: a generator that has not loaded it yet repeats the flag.
             if status.wants_keyframe and not (before and before.wants_keyframe):
                 self.keyframe_requested = True
@@ -90,22 +93,21 @@ class GeneratorRegistry:
 
     def mark_alive(
         self, sender: str, *, step: int, worker_info: Mapping[str, str] | None = None
-    ) -> None:
+    ) -> bool:
         """Register a message of a sender; record its join and its worker info once.
 
         `worker_info` describes the sender's machine. It comes with the status, which may arrive
-        after the first group; a message without it is a group.
+        after the first group; a message without it is a group. Returns False for a new sender above
+        a limit, which is not registered before other senders have left.
         """
         name, fields = sender.rpartition("/")[0], {**_sender_fields(sender), "step": step}
         if sender not in self._last_message:
-            starts = {s: at for s, at in self._last_message.items() if s.startswith(f"{name}/")}
-            if len(starts) >= MAX_STARTS:
-                self._remove(min(starts, key=starts.__getitem__))
             if len(self._last_message) >= MAX_LIVE:
-                return
-            is_same_name = any(
-                self._received_until - at < SAME_NAME_SECONDS for at in starts.values()
-            )
+                return False
+            starts = [at for s, at in self._last_message.items() if s.startswith(f"{name}/")]
+            if len(starts) >= MAX_STARTS:
+                return False
+            is_same_name = any(self._received_until - at < SAME_NAME_SECONDS for at in starts)
             if self._run_log.event("join", **fields) and is_same_name:
                 self._run_log.note(
                     f"two generators are called {name}; if both run, give one --generator.name"
@@ -117,6 +119,11 @@ class GeneratorRegistry:
         self._last_message[sender] = time.monotonic()
         if worker_info is None:
             self.connections.add_group(sender, step=step)
+        return True
+
+    def is_live(self, sender: str) -> bool:
+        """Whether a valid group or status of the sender was received recently."""
+        return sender in self._last_message
 
     def _record_final(self, sender: str, made: int) -> None:
         is_known = sender in self._last_message and sender not in self.num_made
@@ -151,9 +158,13 @@ class GeneratorRegistry:
         return metrics
 
     def num_outstanding(self, ledger: Ledger) -> int:
-        """Groups made after the highest sequence received from each sender."""
+        """Groups made after the highest sequence received from each sender, if plausible."""
         made = self.num_made | {sender: status.made for sender, status in self.statuses.items()}
-        return sum(max(0, num - ledger.highest(sender) - 1) for sender, num in made.items())
+        return sum(
+            max(0, num - ledger.highest(sender) - 1)
+            for sender, num in made.items()
+            if ledger.is_plausible(sender, num - 1)
+        )
 
 
 class SilentConnections:

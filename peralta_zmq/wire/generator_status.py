@@ -25,8 +25,7 @@ from peralta_zmq.wire.connection import ClientConnection
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
 STATUS_SECONDS = 2.0  # between two statuses
-MAX_SENDERS = 4096  # senders in memory; the one that was silent for longest is removed first
-MAX_AT_ONCE = 1000  # messages read in one call
+MAX_AT_ONCE = 100  # messages read in one call: a flood of them must not delay the groups
 MAX_STATUS = 1 << 14  # bytes; bounds the memory of the receive queue while the trainer computes
 logger = logging.getLogger(__name__)
 
@@ -124,7 +123,7 @@ class GeneratorStatusSender:
 
 
 class GeneratorStatusReceiver:
-    """Binds the trainer's SUB socket and keeps the latest status of each sender of one run.
+    """Binds the trainer's SUB socket and receives the statuses of the generators of one run.
 
     An invalid message, one of another run, or one whose generator_id is not the name of the key
     that sent it is counted in `refused`, logged and dropped. Use with `closing`.
@@ -133,7 +132,6 @@ class GeneratorStatusReceiver:
     def __init__(
         self, address: str, *, run_id: str, authenticator: CurveAuthenticator | None = None
     ) -> None:
-        self.latest: dict[str, GeneratorStatus] = {}  # by sender, the most recent at the end
         self.refused = 0  # number of messages
         self.is_empty = True  # False if the last `receive` left messages in the queue
         self._run_id, self._has_keys = run_id, authenticator is not None
@@ -171,7 +169,7 @@ class GeneratorStatusReceiver:
         self._socket.close(linger=0)
 
     def _accept(self, frames: list[zmq.Frame]) -> GeneratorStatus:
-        """Validate a message and store its status in `latest`. Raises WireError."""
+        """Decode and validate a message. Raises WireError."""
         if len(frames) > 1:
             raise WireError(f"{len(frames)} frames instead of one")
         status = decode_generator_status(frames[0].bytes)
@@ -179,8 +177,4 @@ class GeneratorStatusReceiver:
         message_fields.check_owner(status.generator_id, owner)
         if status.run_id != self._run_id:
             raise WireError(f"generator status of another run, {status.run_id[:40]!a}")
-        self.latest.pop(status.sender, None)  # to insert it again at the end
-        self.latest[status.sender] = status
-        if len(self.latest) > MAX_SENDERS:
-            del self.latest[next(iter(self.latest))]
         return status

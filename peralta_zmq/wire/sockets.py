@@ -214,8 +214,17 @@ class RolloutReceiver:
         try:
             return self._check_message(first, count)
         except WireError as error:
-            self._refuse(error)
+            self.refuse(error)
             return None
+
+    def refuse(self, error: WireError) -> None:
+        """Count an invalid message by reason, and log the first one of each reason."""
+        reason = str(error)[:80]
+        if reason not in self.refused and len(self.refused) >= MAX_REASONS:
+            reason = "other"
+        if not self.refused[reason]:  # once per reason, so that one sender cannot fill the log
+            logger.warning("message refused: %s", reason)
+        self.refused[reason] += 1
 
     def close(self) -> None:
         """Close at once; queued groups are lost."""
@@ -234,14 +243,5 @@ class RolloutReceiver:
         if group.run_id != self._run_id:
             raise WireError(f"group of another run, {group.run_id[:40]!a}")
         if invalid is not None:
-            self._refuse(invalid)
+            self.refuse(invalid)
         return group, frame
-
-    def _refuse(self, error: WireError) -> None:
-        """Count an invalid message by reason, and log the first one of each reason."""
-        reason = str(error)[:80]
-        if reason not in self.refused and len(self.refused) >= MAX_REASONS:
-            reason = "other"
-        if not self.refused[reason]:  # once per reason, so that one sender cannot fill the log
-            logger.warning("message refused: %s", reason)
-        self.refused[reason] += 1

@@ -144,6 +144,13 @@ def test_admission_counts_equal_rewards_as_no_signal() -> None:
     assert admission.ledger.outcomes == {"no_signal": 1}
 
 
+def test_sequence_far_above_all_others_is_not_plausible() -> None:
+    ledger, limit = Ledger(), admission_module.MAX_JUMP
+    assert ledger.is_plausible("a", limit - 1) and not ledger.is_plausible("a", limit)
+    ledger.settle("a", 5, "trained")
+    assert ledger.is_plausible("a", limit + 5) and not ledger.is_plausible("a", limit + 6)
+
+
 def test_ledger_counts_groups_missing_below_min_sequence_as_lost() -> None:
     ledger = Ledger()
     for sequence, min_sequence in ((0, 0), (3, 0), (6, 5)):  # 1, 2 and 4 never came
@@ -172,7 +179,7 @@ def test_ledger_counts_groups_of_forgotten_senders(
     ledger = Ledger()
     for sender in ("a", "b", "a", "c"):
         ledger.settle(sender, ledger.highest(sender) + 1, "trained")
-    assert ledger.senders == ["a", "c"]
+    assert list(ledger.settled_by_sender) == ["a", "c"]
     assert ledger.total == 4 == ledger.outcomes["trained"]
 
 

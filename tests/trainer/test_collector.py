@@ -196,6 +196,7 @@ def test_flood_of_dropped_groups_leaves_only_their_numbers_on_disk(
     if outcome == "evaluated":
         group = dataclasses.replace(group, evaluation_step=1)
     groups = [dataclasses.replace(group, sequence=number) for number in range(500)]
+    scene.collector._generators.mark_alive(group.sender, step=100)
     for each in groups:
         assert scene.collector.add(each, b"", step=100) == outcome
     scene.collector.commit()
@@ -204,7 +205,7 @@ def test_flood_of_dropped_groups_leaves_only_their_numbers_on_disk(
     events = [row for row in read_rows(tmp_path / "events.jsonl") if row["event"] == "drop"]
     assert len(events) == (outcome != "evaluated")
     again = opened(stack, tmp_path, groups=1)
-    assert not load_journaled_batch(again.collector, 100, vocab_size=64)
+    assert not load_journaled_batch(again.collector, 100, wire.GroupLimits(64))
     assert again.collector.admission.ledger.outcomes == {outcome: 500}
     assert again.collector.add(groups[7], b"", step=100) == "duplicate"
 
@@ -253,6 +254,51 @@ def test_sample_index_far_above_all_others_is_ignored(stack: ExitStack, tmp_path
         assert sender.send(wire.encode_group(group), timeout=DEADLINE)
     scene.collect()
     assert scene.collector.curriculum.next_sample_index == 10
+
+
+def test_sequence_jump_is_an_invalid_message(stack: ExitStack, tmp_path: Path) -> None:
+    scene = opened(stack, tmp_path, groups=2)
+    sender, far = sender_to(scene.address, stack), 2**63
+    for sequence, min_sequence in ((0, 0), (far, far), (far - 1, 0), (1, 1)):
+        group = group_of([1.0, 0.0], sequence=sequence, min_sequence=min_sequence)
+        assert sender.send(wire.encode_group(group), timeout=DEADLINE)
+    assert [group.sequence for group in scene.collect()] == [0, 1]
+    metrics, accounting = scene.collector.metrics(), scene.collector.accounting()
+    assert (metrics["dropped/lost"], metrics["dropped/invalid"]) == (0, 2)
+    assert (accounting["made"], accounting["in_flight"]) == (2, 0)
+
+
+def test_invalid_groups_of_unknown_senders_are_only_counted(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    scene, num = opened(stack, tmp_path, groups=2), 500
+    sender = sender_to(scene.address, stack)
+    invalid = group_of([1.0, 0.0])
+    invalid.rollouts[0].token_ids[0] = 10_000  # not in the vocabulary
+
+    def send(group: RolloutGroup) -> None:
+        assert sender.send(wire.encode_group(group), timeout=DEADLINE)
+
+    def flood() -> None:
+        for number in range(num):
+            incarnation = number.to_bytes(8, "big")
+            send(dataclasses.replace(invalid, generator_id="bob", incarnation=incarnation))
+        send(group_of([1.0, 0.0], sequence=0))
+        send(dataclasses.replace(invalid, sequence=1))  # of a known sender: it is settled
+        send(group_of([1.0, 0.0], sequence=2))
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    stack.callback(thread.join)
+    assert [group.sequence for group in scene.collect()] == [0, 2]
+    ledger = scene.collector.admission.ledger
+    assert ledger.outcomes == {"trained": 2, "invalid": 1}
+    assert list(ledger.settled_by_sender) == [invalid.sender]
+    assert list(scene.published[-1].received) == [invalid.sender]
+    rows = read_rows(tmp_path / "events.jsonl")
+    assert [row["event"] for row in rows] == ["join", "drop"]
+    assert len(scene.collector.journal.read(1)) == 3
+    assert scene.collector.metrics()["dropped/invalid"] == num + 1
 
 
 def test_acknowledgement_volume_is_bounded_for_many_senders(

@@ -15,6 +15,7 @@ from sample_data import INCARNATION, RUN
 from sockets import ANYWHERE, eventually
 
 from peralta_zmq import wire
+from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.observe.metrics import EVENTS, read_rows
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.trainer import generator_registry
@@ -76,12 +77,42 @@ def test_invented_names_do_not_displace_live_senders(
     assert joins == ["ann", "stranger-0", "stranger-1"]
 
 
-def test_starts_of_one_name_are_bounded(registry: GeneratorRegistry) -> None:
+def test_starts_of_one_name_are_bounded(
+    registry: GeneratorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ann, *_ = registry.live()
-    for number in range(100):
+    for number in range(1000):
         registry.mark_alive(f"bob/{number:016x}", step=1)
-    newest = range(100 - generator_registry.MAX_STARTS, 100)
-    assert registry.live() == [ann, *(f"bob/{number:016x}" for number in newest)]
+    first = [f"bob/{number:016x}" for number in range(generator_registry.MAX_STARTS)]
+    assert registry.live() == [ann, *first]
+    rows = read_rows(tmp_path / EVENTS)
+    assert {row["event"] for row in rows} == {"join"} and len(rows) <= 1 + len(first)
+    registry.receive_status(step=1)
+    monkeypatch.setattr(generator_registry, "SILENCE_SECONDS", 0.0)
+    assert registry.live() == []
+    assert registry.mark_alive(f"bob/{1000:016x}", step=1)  # the others have left
+
+
+def test_statuses_of_unregistered_starts_are_not_kept(
+    registry: GeneratorRegistry, stack: ExitStack
+) -> None:
+    sender = wire.GeneratorStatusSender(registry._receiver.address)
+    stack.enter_context(closing(sender))
+    starts = [number.to_bytes(8, "big") for number in range(3 * generator_registry.MAX_STARTS)]
+    last = replace(STATUS, generator_id="cid")
+
+    def received() -> bool:
+        for incarnation in starts:
+            sender.send(replace(STATUS, generator_id="bob", incarnation=incarnation, made=2**63))
+        sender.send(last)
+        registry.receive_status(step=1, timeout=0.1)
+        return last.sender in registry.statuses
+
+    eventually(received)
+    eventually(lambda: registry.receive_status(step=1) or registry._receiver.is_empty)
+    names = [status.generator_id for status in registry.statuses.values()]
+    assert (names.count("bob"), len(set(names))) == (generator_registry.MAX_STARTS, 3)
+    assert registry.num_outstanding(Ledger()) == 0  # 2**63 groups are not plausible
 
 
 def test_final_statuses_of_invented_starts_are_bounded(
@@ -89,7 +120,7 @@ def test_final_statuses_of_invented_starts_are_bounded(
 ) -> None:
     monkeypatch.setattr(generator_registry, "MAX_FINAL_STATUSES", 3)
     for number in range(10):
-        registry.mark_alive(f"bob/{number:016x}", step=1)
+        assert registry.mark_alive(f"bob/{number:016x}", step=1)
         registry._record_final(f"bob/{number:016x}", 1)
     assert list(registry.num_made) == [f"bob/{number:016x}" for number in range(3)]
 
@@ -190,7 +221,7 @@ def test_flood_of_starts_is_bounded_on_disk_and_terminal(
     stack.close()
     rows = read_rows(tmp_path / EVENTS)
     num_joins = sum(int(str(row.get("count", 1))) for row in rows if row["event"] == "join")
-    assert num_joins == 3000
+    assert num_joins == generator_registry.MAX_STARTS
 
 
 def test_second_generator_of_a_name_is_reported_with_the_remedy(
