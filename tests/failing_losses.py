@@ -6,7 +6,7 @@ from torch import Tensor
 
 from peralta_zmq.learning.losses import Tokens, reinforce
 
-POISON = -99.0  # old_logprobs of a poisoned token
+POISON = -2.5  # old_logprobs of a poisoned token
 
 
 def steep(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:

@@ -399,7 +399,7 @@ def test_replay_names_damaged_versions_and_compares_the_rest(
     check({2: "no valid manifest.json", 3: "version 3 needs version 2, which is missing"})
 
 
-def test_steps_without_finite_gradient_end_the_run_with_remedies(continued: Continued) -> None:
+def test_steps_without_finite_gradient_end_the_run_which_can_continue(continued: Continued) -> None:
     steep = ("--loss.name=failing_losses.steep", "--checkpoint.interval=1")
 
     def groups(trainer: Trainer, name: str, *, poisoned: bool = False) -> list[RolloutGroup]:
@@ -417,12 +417,15 @@ def test_steps_without_finite_gradient_end_the_run_with_remedies(continued: Cont
             continued.feed(trainer, groups(trainer, "bob", poisoned=True), until=4)
     message = str(caught.value)
     with ExitStack() as stack:
-        assert "the same command would fail here again" in message
-        with pytest.raises(TrainingError, match=r"^steps 2 to 4 had no"):
-            continued.open(stack, *steep, max_steps=8).recover()
+        assert "The same command continues with new groups" in message
+        trainer = continued.open(stack, *steep, max_steps=8)
+        trainer.recover()
+        assert trainer.policy.learner.step == 4
+        continued.feed(trainer, groups(trainer, "eve"), until=6)
+        assert read_rows(trainer.session.folder / METRICS)[-1]["skipped"] == 0
     with ExitStack() as stack:
         assert "fix the rewards and resume a checkpoint with --checkpoint.resume-step" in message
-        trainer = continued.open(stack, *steep, "--checkpoint.resume-step=3", max_steps=8)
+        trainer = continued.open(stack, *steep, "--checkpoint.resume-step=5", max_steps=8)
         trainer.recover()
         continued.feed(trainer, groups(trainer, "cid"), until=6)
         assert read_rows(trainer.session.folder / METRICS)[-1]["skipped"] == 0

@@ -8,8 +8,9 @@ With train.num_iterations above 1, a training step has that many updates, each o
 groups.
 
 A rollout is a prompt with its completion; a group is all rollouts of one problem; the sender of a
-group is one start of one generator. A rank is one process of a data-parallel trainer. A step is
-skipped, which changes no parameter, if the gradient is not finite.
+group is one start of one generator. A rank is one process of a data-parallel trainer. An update
+leaves out unusable groups (exclusion.py). A step is skipped, which changes no parameter, if the
+gradient of the others is not finite.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import torch
 from torch import Tensor
 
 from peralta_zmq.errors import TrainingError
+from peralta_zmq.learning import exclusion, step_metrics
 from peralta_zmq.learning import optimizer as adamw
-from peralta_zmq.learning import step_metrics
 from peralta_zmq.learning.advantages import AdvantageFunction, Filter, advantages_of, apply_filters
 from peralta_zmq.learning.distributed import (
     SINGLE,
@@ -73,6 +74,8 @@ class StepResult:
     metrics: dict[str, float]
     skip_reason: str = ""  # empty if the step was not skipped
     mismatch: dict[str, Mismatch] = field(default_factory=dict[str, Mismatch])  # by sender
+    excluded: dict[str, str] = field(default_factory=dict[str, str])
+    """Name of each group that was left out -> the reason."""
     advantages: Sequence[Sequence[float]] = ()
     """Per group and rollout; empty for a group without signal, and in the result of an update."""
 
@@ -117,8 +120,9 @@ class Learner:
     ) -> StepResult:
         """Take step `self.step + 1` on these groups.
 
-        `learning_rate`, if not None, replaces that of the schedule for this step.
-        Raises TrainingError if this is the third consecutive step that is skipped.
+        `learning_rate`, if not None, is that of a step that an earlier session took on these
+        groups; it replaces that of the schedule. Raises TrainingError if this is the third
+        consecutive step that is skipped, but not for such a repeated step: the run can be resumed.
         """
         self.step += 1
         started = time.monotonic()
@@ -143,21 +147,23 @@ class Learner:
             for batches in self._mini_batches(samples)
         ]
         skip_reason = next((update.skip_reason for update in updates if update.skip_reason), "")
-        self._count_skipped(skip_reason)
+        self._count_skipped(skip_reason, is_repeated=learning_rate is not None)
         if self._reference is not None:
             self._reference.sync(self.step)
         mismatch = updates[0].mismatch  # later updates do not start from the published weights
+        excluded = {name: why for update in updates for name, why in update.excluded.items()}
         metrics = {
             **step_metrics.describe_groups(groups, step=self.step),
             **filter_metrics,
             **_mean_metrics(updates),
             "skipped_steps": self._num_skipped,
+            "num_excluded": len(excluded),
             **packing_metrics,
             "learning_rate": rate,
             "time/forward_backward": time.monotonic() - started,
             **step_metrics.mismatch_metrics(mismatch),
         }
-        return StepResult(metrics, skip_reason, mismatch, advantages)
+        return StepResult(metrics, skip_reason, mismatch, excluded, advantages)
 
     def _mini_batches(self, samples: Sequence[PackedSample]) -> list[list[Batch]]:
         """Micro-batches of each update, with the logprobs of reference models.
@@ -185,15 +191,16 @@ class Learner:
             mini_batches.append(batches)
         return mini_batches
 
-    def _count_skipped(self, skip_reason: str) -> None:
+    def _count_skipped(self, skip_reason: str, *, is_repeated: bool) -> None:
         self._num_skipped += bool(skip_reason)
         self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if skip_reason else 0
-        if self._num_skipped_in_a_row >= MAX_SKIPPED:
+        if self._num_skipped_in_a_row >= MAX_SKIPPED and not is_repeated:
             raise TrainingError(
                 f"steps {self.step - MAX_SKIPPED + 1} to {self.step} had no finite gradient "
-                f"({skip_reason}) and changed no weights; the same command would fail here "
-                "again. Choose another --run.name with a lower train.learning_rate or another "
-                "[loss]; or fix the rewards and resume a checkpoint with --checkpoint.resume-step"
+                f"({skip_reason}) and changed no weights. The same command continues with new "
+                "groups; if it ends here again, choose another --run.name with a lower "
+                "train.learning_rate or another [loss], or fix the rewards and resume a checkpoint "
+                "with --checkpoint.resume-step"
             )
 
     # Checkpoints
@@ -273,13 +280,14 @@ def update_parameters(
     """Accumulate the gradients of all micro-batches on all ranks, clip them, step the optimizer.
 
     The loss divides by the totals of all micro-batches, so the split into micro-batches and ranks
-    does not change the gradient. All ranks skip a step whose gradient norm is not finite.
+    does not change the gradient. Unusable groups are left out (exclusion.py). All ranks skip a step
+    whose gradient norm is not finite, or in which no group has a finite loss.
     Metrics: loss, grad_norm, entropy, mismatch_kl, ess, skipped, and those of the loss.
     `compute_with_entropy`, if set, replaces `compute_logprobs` and fills `Tokens.entropy`.
     """
-    step_tokens, step_sequences, num_batches = _totals(batches, ranks)
-    always = ("loss", "mismatch_kl", "ratio", "ratio_square", "not_finite")  # also without batches
-    sums: dict[str, float] = {name: 0.0 for name in always}
+    step_tokens, _ = totals = _totals(batches, ranks)
+    always = ("loss", "mismatch_kl", "ratio", "ratio_square", "not_finite", "usable")
+    sums: dict[str, float] = {name: 0.0 for name in always}  # also without batches
     for batch in batches:
         row = (batch.token_ids, batch.trees, batch.scored)
         if compute_with_entropy is None:
@@ -289,38 +297,30 @@ def update_parameters(
         if not batch.mask.any():  # filler of a rank in lockstep: run the backward pass only
             (logprobs.sum() * 0.0).backward()
             continue
-        tokens = Tokens(
-            logprobs=logprobs,
-            old_logprobs=batch.old_logprobs,
-            advantages=batch.advantages,
-            mask=batch.mask,
-            sequence=batch.sequence,
-            num_sequences=batch.num_sequences,
-            step_tokens=step_tokens,
-            step_sequences=step_sequences,
-            prox_logprobs=logprobs.detach() if batch.prox_logprobs is None else batch.prox_logprobs,
-            ref_logprobs=batch.ref_logprobs,
-            teacher_logprobs=batch.teacher_logprobs,
-            entropy=entropy,
-        )
-        value, loss_metrics = loss(tokens)
-        value.backward()
-        summands = {
-            "entropy": step_metrics.estimate_entropy(tokens),  # replaced by a loss that computes it
-            **loss_metrics,
-            **step_metrics.mismatch_summands(tokens, batch.senders),
-            "loss": value,
-        }
+        tokens = _tokens_of(batch, logprobs, entropy, totals)
+        by_rollout = step_metrics.rollout_mismatch(tokens)
+        result, unusable = exclusion.compute_loss(loss, tokens, batch.groups, by_rollout)
+        summands: dict[str, Tensor | float] = {}
+        if result is None:  # as for a filler
+            (logprobs.sum() * 0.0).backward()
+        else:
+            result.backward()
+            estimate = step_metrics.estimate_entropy(result.tokens)
+            summands |= {"entropy": estimate, **result.metrics}  # a loss may compute the entropy
+            summands |= {"loss": result.value, "usable": 1.0}
+        summands |= step_metrics.mismatch_summands(tokens, batch.groups, by_rollout)
+        summands |= exclusion.summands(unusable)
         for name, summand in summands.items():
-            sums[name] = sums.get(name, 0.0) + float(summand.detach())
+            sums[name] = sums.get(name, 0.0) + float(summand)
     metrics = ranks.sum_metrics(sums)
-    mismatch = step_metrics.pop_mismatch(metrics)
-    num_not_finite = metrics.pop("not_finite")
+    mismatch, excluded = step_metrics.pop_mismatch(metrics), exclusion.pop_excluded(metrics)
+    num_not_finite, num_usable = metrics.pop("not_finite"), metrics.pop("usable")
     ratio, square = metrics.pop("ratio"), metrics.pop("ratio_square")
-    grad_norm = _clip_and_step(optimizer, max_grad_norm, ranks) if num_batches else 0.0
-    skip_reason = ""
-    if not math.isfinite(grad_norm):
-        skip_reason = _skip_reason(loss, metrics["loss"], num_not_finite)
+    grad_norm = _clip_and_step(optimizer, max_grad_norm, ranks) if num_usable else 0.0
+    optimizer.zero_grad()
+    skip_reason, has_no_loss = "", not num_usable and exclusion.NOT_FINITE in excluded.values()
+    if has_no_loss or not math.isfinite(grad_norm):
+        skip_reason = _skip_reason(loss, metrics["loss"], num_not_finite, num_usable)
     return StepResult(
         {
             "grad_norm": grad_norm,
@@ -329,17 +329,39 @@ def update_parameters(
             **metrics,
         },
         skip_reason,
-        {} if skip_reason else mismatch,
+        {} if num_not_finite else mismatch,
+        excluded,
     )
 
 
-def _totals(batches: Sequence[Batch], ranks: Ranks) -> tuple[float, float, int]:
-    """Unmasked tokens and rollouts that have one, each at least 1, and batches, on all ranks."""
+def _totals(batches: Sequence[Batch], ranks: Ranks) -> tuple[float, float]:
+    """Unmasked tokens, and rollouts that have one, each at least 1, on all ranks."""
     tokens = sum(float(batch.mask.sum()) for batch in batches)
     rollouts = sum(len(batch.sequence[batch.mask > 0].unique()) for batch in batches)
-    totals = torch.tensor([tokens, rollouts, len(batches)], dtype=torch.float64)
+    totals = torch.tensor([tokens, rollouts], dtype=torch.float64)
     ranks.all_reduce(totals)
-    return max(1.0, float(totals[0])), max(1.0, float(totals[1])), int(totals[2])
+    return max(1.0, float(totals[0])), max(1.0, float(totals[1]))
+
+
+def _tokens_of(
+    batch: Batch, logprobs: Tensor, entropy: Tensor | None, totals: tuple[float, float]
+) -> Tokens:
+    """The input of the loss; `totals` are those of `_totals`."""
+    step_tokens, step_sequences = totals
+    return Tokens(
+        logprobs=logprobs,
+        old_logprobs=batch.old_logprobs,
+        advantages=batch.advantages,
+        mask=batch.mask,
+        sequence=batch.sequence,
+        num_sequences=batch.num_sequences,
+        step_tokens=step_tokens,
+        step_sequences=step_sequences,
+        prox_logprobs=logprobs.detach() if batch.prox_logprobs is None else batch.prox_logprobs,
+        ref_logprobs=batch.ref_logprobs,
+        teacher_logprobs=batch.teacher_logprobs,
+        entropy=entropy,
+    )
 
 
 def _clip_and_step(optimizer: torch.optim.Optimizer, max_grad_norm: float, ranks: Ranks) -> float:
@@ -349,16 +371,17 @@ def _clip_and_step(optimizer: torch.optim.Optimizer, max_grad_norm: float, ranks
     grad_norm = float(full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)))
     if math.isfinite(grad_norm):
         optimizer.step()
-    optimizer.zero_grad()
     return grad_norm
 
 
-def _skip_reason(loss: TokenLoss, value: float, num_not_finite: float) -> str:
+def _skip_reason(loss: TokenLoss, value: float, num_not_finite: float, num_usable: float) -> str:
     if num_not_finite:
         return f"{num_not_finite:.0f} logprobs of the policy are not finite"
+    name = getattr(getattr(loss, "func", loss), "__name__", "loss")
+    if not num_usable:
+        return f"loss '{name}' or its gradient is not finite for any group"
     if not math.isfinite(value):
         return f"the loss is {value} although every logprob of the policy is finite"
-    name = getattr(getattr(loss, "func", loss), "__name__", "loss")
     return f"the gradient of loss '{name}' is not finite although its value is {value:.6g}"
 
 

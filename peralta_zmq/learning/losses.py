@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -245,6 +245,15 @@ def with_entropy_bonus(loss: TokenLoss, coefficient: float) -> TokenLoss:
 
 
 # Shared terms
+
+
+def of_rollouts(tokens: Tokens, keep: Tensor) -> Tokens:
+    """The tokens of the rollouts that `keep`, bool [num_sequences], selects."""
+    at = keep[tokens.sequence]  # [N]
+    values = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
+    kept = {name: value[at] for name, value in values.items() if isinstance(value, Tensor)}
+    kept["sequence"] = (keep.cumsum(0) - 1)[kept["sequence"]]
+    return replace(tokens, **kept, num_sequences=int(keep.sum()))
 
 
 def ratio_of(log_ratio: Tensor, *, limit: float = MAX_LOG_RATIO) -> Tensor:

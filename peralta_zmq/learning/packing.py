@@ -46,7 +46,7 @@ class PackedSample:
     positions: tuple[Int64Array, ...]  # per rollout, indices of its tokens in token_ids
     rollouts: tuple[Rollout, ...]
     advantages: tuple[float, ...]  # per rollout
-    sender: str  # start of a generator that sent the group
+    name: str  # of the group, SENDER/SEQUENCE
     group: int  # number of the group, counting only groups of the step that are trained on
 
 
@@ -62,7 +62,7 @@ class Batch:
     mask: Tensor  # float32 [N], 1; 0 in a micro-batch that only keeps its rank in lockstep
     sequence: Tensor  # int64 [N], index of the token's rollout in this micro-batch
     num_sequences: int  # rollouts in this micro-batch
-    senders: tuple[str, ...] = ()  # per rollout
+    groups: tuple[str, ...] = ()  # per rollout, name of its group
     temperatures: Tensor | float = 1.0  # float32 [N], sampling temperatures; a number: all the same
     prox_logprobs: Tensor | None = None  # float32 [N], of the policy before the step's first update
     ref_logprobs: Tensor | None = None  # float32 [N], of the reference model
@@ -131,7 +131,7 @@ def pack_groups(
                 packable.append((fitting, value))
         number = samples[-1].group + 1 if samples else 0
         while packable:
-            samples.append(_next_sample(packable, max_shared, sender=group.sender, group=number))
+            samples.append(_next_sample(packable, max_shared, name=group.name, group=number))
     return samples, {"num_truncated": num_truncated, "num_dropped": num_dropped}
 
 
@@ -192,7 +192,7 @@ def _truncated(rollout: Rollout, length: int) -> Rollout:
 
 
 def _next_sample(
-    packable: deque[tuple[Rollout, float]], max_tokens: int, *, sender: str, group: int
+    packable: deque[tuple[Rollout, float]], max_tokens: int, *, name: str, group: int
 ) -> PackedSample:
     """Remove rollouts, with advantages, from the front of `packable` while they fit; pack them.
 
@@ -208,7 +208,7 @@ def _next_sample(
         positions=tuple(builder.positions),
         rollouts=rollouts,
         advantages=advantages,
-        sender=sender,
+        name=name,
         group=group,
     )
 
@@ -242,7 +242,7 @@ def _to_batch(
         mask=torch.ones_like(old),
         sequence=tensor([np.repeat(np.arange(len(rollouts)), counts)], np.int64),
         num_sequences=len(rollouts),
-        senders=tuple(sample.sender for sample in samples for _ in sample.rollouts),
+        groups=tuple(sample.name for sample in samples for _ in sample.rollouts),
         temperatures=tensor([np.array([temperature(step) for step in steps.tolist()])], np.float32)
         if callable(temperature)
         else temperature,

@@ -124,24 +124,42 @@ class MismatchStatistics:
 
 
 @torch.no_grad()
-def mismatch_summands(tokens: losses.Tokens, senders: Sequence[str]) -> dict[str, Tensor]:
+def rollout_mismatch(tokens: losses.Tokens) -> list[Mismatch]:
+    """The mismatch of each rollout of a micro-batch."""
+    kl = losses.k3(tokens.logprobs - tokens.old_logprobs)
+    sums = torch.stack([losses.sequence_sum(tokens, each) for each in (kl, torch.ones_like(kl))])
+    return [Mismatch(*pair) for pair in zip(*sums.tolist(), strict=True)]
+
+
+def mismatch_by(names: Sequence[str], rollouts: Sequence[Mismatch]) -> dict[str, Mismatch]:
+    """The mismatch of all rollouts of each name, of a sender or a group; one name per rollout."""
+    totals: dict[str, Mismatch] = {}
+    for name, rollout in zip(names, rollouts, strict=False):
+        total = totals.get(name, Mismatch(0.0, 0.0))
+        totals[name] = Mismatch(total.kl + rollout.kl, total.num_tokens + rollout.num_tokens)
+    return totals
+
+
+@torch.no_grad()
+def mismatch_summands(
+    tokens: losses.Tokens, groups: Sequence[str], rollouts: Sequence[Mismatch]
+) -> dict[str, Tensor | float]:
     """Summands, over micro-batches, of mismatch_kl and ess, and of the Mismatch of each sender.
 
-    ess, the effective sample size, is sum(ratio)^2 / (tokens * sum(ratio^2)). `senders` has one
-    entry per rollout.
+    ess, the effective sample size, is sum(ratio)^2 / (tokens * sum(ratio^2)). `groups`, names of
+    groups, and `rollouts` have one entry per rollout.
     """
     log_ratio = tokens.logprobs - tokens.old_logprobs
-    ratio, kl = losses.ratio_of(log_ratio, limit=losses.STRICT_LOG_RATIO), losses.k3(log_ratio)
-    sums = {
-        "mismatch_kl": losses.token_mean(tokens, kl),
+    ratio = losses.ratio_of(log_ratio, limit=losses.STRICT_LOG_RATIO)
+    senders = mismatch_by([name.rpartition("/")[0] for name in groups], rollouts)
+    return {
+        "mismatch_kl": losses.token_mean(tokens, losses.k3(log_ratio)),
         "ratio": (tokens.mask * ratio).sum(),
         "ratio_square": (tokens.mask * ratio.square()).sum(),
         "not_finite": (~tokens.logprobs.isfinite()).sum(),
+        **{SENDER_KL + sender: total.kl for sender, total in senders.items()},
+        **{SENDER_TOKENS + sender: total.num_tokens for sender, total in senders.items()},
     }
-    for prefix, values in ((SENDER_KL, kl), (SENDER_TOKENS, torch.ones_like(kl))):
-        for sender, value in zip(senders, losses.sequence_sum(tokens, values).cpu(), strict=False):
-            sums[prefix + sender] = sums.get(prefix + sender, 0.0) + value
-    return sums
 
 
 @torch.no_grad()

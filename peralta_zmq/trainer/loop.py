@@ -8,7 +8,7 @@ kill the next start loses no group and trains none twice (see recovery.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 
 from peralta_zmq import models
@@ -33,6 +33,7 @@ from peralta_zmq.trainer.recovery import Recovery
 
 # The warning that no group has two different rewards appears at the first of these limits.
 NO_SIGNAL_STEPS, NO_SIGNAL_SECONDS = 20, 20.0
+MAX_NAMED = 4  # groups named in a note
 
 
 def run(config: Config) -> None:
@@ -164,6 +165,9 @@ class Trainer:
         if reason := result.skip_reason:
             run_log.event("skip", step=self.step, reason=reason)
             run_log.note(f"step {self.step} skipped: {reason}")
+        elif result.excluded:
+            run_log.event("exclude", step=self.step, groups=result.excluded)
+            run_log.note(_excluded_text(self.step, result.excluded))
         self.checkpoints.update_progress()
         self.mismatch.record(result.mismatch)
         return result
@@ -256,6 +260,16 @@ class NoSignalWarning:
             f"no learning signal: 100% of groups have equal rewards for {steps} steps; "
             f"check the reward and the task's difficulty. Samples: {samples}"
         )
+
+
+def _excluded_text(step: int, excluded: Mapping[str, str]) -> str:
+    """The note about groups that a step has left out; names at most MAX_NAMED of them."""
+    listed = [f"{name} ({reason})" for name, reason in excluded.items()]
+    more = f" and {len(listed) - MAX_NAMED} more" if len(listed) > MAX_NAMED else ""
+    return (
+        f"step {step} goes on without {len(listed)} groups: {', '.join(listed[:MAX_NAMED])}{more}; "
+        "check the generators that sent them"
+    )
 
 
 def _sample(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -76,17 +75,24 @@ def test_third_skipped_step_in_a_row_raises() -> None:
     for step in (1, 2):
         result = learner.learn(groups_of(step))
         assert result.metrics["skipped"] == 1
-        assert result.skip_reason == (
-            "the loss is nan although every logprob of the policy is finite"
-        )
-    with pytest.raises(TrainingError, match=r"^steps 1 to 3 had no finite gradient \(the loss is"):
+        assert result.skip_reason == ("loss 'nan_loss' or its gradient is not finite for any group")
+    with pytest.raises(TrainingError, match=r"^steps 1 to 3 had no finite gradient \(loss 'nan_l"):
         learner.learn(groups_of(3))
     assert identical(weights(model), before)
 
 
+def test_repeated_steps_may_all_be_skipped() -> None:
+    learner = tiny_learner(tiny_model(), loss=nan_loss)
+    for step in range(1, 5):
+        assert learner.learn(groups_of(step), learning_rate=0.1).skip_reason
+    with pytest.raises(TrainingError, match=r"^steps 3 to 5 had no"):
+        learner.learn(groups_of(5))
+
+
 def test_good_step_resets_the_skip_count() -> None:
-    turns = itertools.cycle([nan_loss, nan_loss, reinforce])
-    learner = tiny_learner(tiny_model(), loss=lambda tokens: next(turns)(tokens))
+    learner = tiny_learner(
+        tiny_model(), loss=lambda tokens: (nan_loss if learner.step % 3 else reinforce)(tokens)
+    )
     problems = []
     for step in range(6):
         problems.append(bool(learner.learn(groups_of(step)).skip_reason))

@@ -201,9 +201,9 @@ def test_entropy_of_the_loss_replaces_the_estimate() -> None:
 def test_mismatch_by_sender_by_hand() -> None:
     # ann: twice the k3 of .5; bob: k3 of 1, e - 2 = .718282; masked tokens have no sender
     parameter, batch = by_hand(old=-1.5)
-    of_ann = replace(batch, senders=("ann/0",))
-    of_bob = replace(batch, senders=("bob/0",), old_logprobs=batch.old_logprobs - 0.5)
-    of_eve = masked_out(replace(batch, senders=("eve/0",)))
+    of_ann = replace(batch, groups=("ann/0/7",))
+    of_bob = replace(batch, groups=("bob/0/7",), old_logprobs=batch.old_logprobs - 0.5)
+    of_eve = masked_out(replace(batch, groups=("eve/0/7",)))
     result = step_by_hand(parameter, [of_ann, of_bob, of_ann, of_eve])
     assert result.mismatch.keys() == {"ann/0", "bob/0"}
     assert result.mismatch["ann/0"].kl == pytest.approx(2 * 0.148721, abs=1e-6)

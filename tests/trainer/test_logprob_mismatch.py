@@ -14,8 +14,10 @@ from sample_data import group_of, token_logprobs
 
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
+from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.loop import Trainer
 from tools.link_proxy import free_ports
 
@@ -42,7 +44,9 @@ def sampled(trainer: Trainer, name: str, sequence: int, *, skew: float) -> Rollo
     return replace(group, rollouts=tuple(rollouts))
 
 
-def trained(stack: ExitStack, folder: Path, *settings: str) -> Trainer:
+def trained(
+    stack: ExitStack, folder: Path, *settings: str, skew: float = SKEW, count: int = 3 * STEPS
+) -> Trainer:
     """A trainer after some steps on groups of ann, and of bob with skewed logprobs."""
     port = free_ports()
     arguments = [*SETTINGS, *settings, "--run.dir", str(folder), "--wire.port", str(port)]
@@ -50,18 +54,18 @@ def trained(stack: ExitStack, folder: Path, *settings: str) -> Trainer:
     trainer.recover()
     sender = wire.RolloutSender(f"tcp://127.0.0.1:{port}", hwm=1000)
     stack.enter_context(closing(sender))
-    for sequence in range(3 * STEPS):
-        for name, skew in (("ann", 0.0), ("bob", SKEW)):
-            group = sampled(trainer, name, sequence, skew=skew)
+    for sequence in range(count):
+        for name, by in (("ann", 0.0), ("bob", skew)):
+            group = sampled(trainer, name, sequence, skew=by)
             assert sender.send(wire.encode_group(group), timeout=5)
     for _ in range(STEPS):
         trainer.advance()
     return trainer
 
 
-def events(folder: Path) -> list[dict[str, Any]]:
+def events(folder: Path, name: str = "mismatch") -> list[dict[str, Any]]:
     rows = read_rows(folder / "demo" / "events.jsonl")
-    return [row for row in rows if row["event"] == "mismatch"]
+    return [row for row in rows if row["event"] == name]
 
 
 def test_skewed_generator_is_reported_and_trained_by_default(
@@ -119,3 +123,51 @@ def test_replay_admits_the_groups_that_were_admitted_before_the_flag(
         assert again.policy.learner.step == STEPS
         replayed = again.collector.admission.ledger.outcomes
         assert {name: replayed[name] for name in outcomes} == outcomes
+
+
+@pytest.mark.parametrize("loss", ["dppo", "decoupled_ppo", "reinforce"])
+def test_groups_with_absurd_logprobs_are_left_out_and_named(
+    stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: str
+) -> None:
+    trainer = trained(stack, tmp_path, f"--loss.name={loss}", skew=5000.0)
+    rows = read_rows(tmp_path / "demo" / "metrics.jsonl")
+    assert [row["skipped"] for row in rows] == [0] * STEPS
+    excluded = events(tmp_path, "exclude")
+    assert [row["step"] for row in excluded] == [1, 2, 3, 4]
+    assert [len(row["groups"]) for row in excluded] == [row["num_excluded"] for row in rows]
+    assert all(name.startswith("bob/") for row in excluded for name in row["groups"])
+    assert {why for row in excluded for why in row["groups"].values()} == {"logprob mismatch"}
+    printed = capsys.readouterr().out
+    assert "step 1 goes on without 2 groups: bob/" in printed
+    assert "generator bob disagrees with the trainer about logprobs" in printed
+    assert trainer.collector.accounting()["made"] >= 4 * STEPS
+
+
+def test_logprobs_that_make_a_loss_infinite_are_refused(stack: ExitStack, tmp_path: Path) -> None:
+    trainer = trained(stack, tmp_path, "--loss.name=dppo", skew=1e30, count=4 * STEPS)
+    rows = read_rows(tmp_path / "demo" / "metrics.jsonl")
+    assert [row["skipped"] for row in rows] == [0] * STEPS
+    accounts = trainer.collector.accounting()
+    assert (accounts["trained"], accounts["mismatched"]) == (4 * STEPS, 0)
+    assert trainer.collector.metrics()["dropped/invalid"] > 0
+    assert any("logprob below" in reason for reason in trainer.collector._receiver.refused)
+
+
+def test_groups_left_out_are_left_out_again_after_a_restart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("--loss.name=dppo", "--train.learning-rate=0.001", "--checkpoint.keep-journal")
+    with ExitStack() as stack:
+        before = trained(stack, tmp_path, *settings, skew=5000.0)
+        weights = replay.fingerprint(lora.published_weights(before.policy.model))
+    arguments = [*SETTINGS, *settings, "--run.dir", str(tmp_path), f"--wire.port={free_ports()}"]
+    with ExitStack() as stack:
+        again = Trainer(load_config("bin/trainer", arguments), stack)
+        again.recover()
+        assert again.policy.learner.step == STEPS
+        assert replay.fingerprint(lora.published_weights(again.policy.model)) == weights
+    groups = [row["groups"] for row in events(tmp_path, "exclude")]
+    assert len(groups) == 2 * STEPS and groups[:STEPS] == groups[STEPS:]
+    capsys.readouterr()
+    assert replay.main([str(tmp_path / "demo")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("  as published")

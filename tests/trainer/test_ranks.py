@@ -202,13 +202,11 @@ def poisoned(group: RolloutGroup) -> RolloutGroup:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_steps_without_finite_gradient_are_skipped_on_all_ranks(
-    tmp_path: Path, num_ranks: int
-) -> None:
+def test_steps_without_finite_loss_are_skipped_on_all_ranks(tmp_path: Path, num_ranks: int) -> None:
     run, groups = Run(tmp_path, "--loss.name=failing_losses.steep"), list(GROUPS)
-    bad = (1, 3, 4, 5)  # of 5 steps; only one rank sees the poison
-    for step in bad:
-        groups[step * GROUPS_PER_STEP - 2] = poisoned(groups[step * GROUPS_PER_STEP - 2])
+    bad = groups[GROUPS_PER_STEP - 2]  # only one rank sees it
+    last = [group.name for group in groups[2 * GROUPS_PER_STEP :]]
+    groups = [poisoned(each) if each.name in (bad.name, *last) else each for each in groups]
     with (
         run.session(num_ranks=num_ranks) as session,
         pytest.raises(
@@ -217,10 +215,15 @@ def test_steps_without_finite_gradient_are_skipped_on_all_ranks(
     ):
         run.feed(session, to=STEPS, groups=groups)
     assert "rank 1" not in str(error.value)  # followers do not report it
-    assert [row["skipped_steps"] for row in run.rows] == [1, 1, 2, 3]
+    assert [row["skipped_steps"] for row in run.rows] == [0, 0, 1, 2]
+    assert [row["num_excluded"] for row in run.rows] == [1, 0, 4, 4]
     skips = [row for row in run.events if row["event"] == "skip"]
-    assert [row["step"] for row in skips] == [1, 3, 4]
-    assert all("gradient of loss 'steep' is not finite" in str(row["reason"]) for row in skips)
+    assert [row["step"] for row in skips] == [3, 4]
+    assert all("or its gradient is not finite" in str(row["reason"]) for row in skips)
+    excluded = [row for row in run.events if row["event"] == "exclude"]
+    assert [(row["step"], row["groups"]) for row in excluded] == [
+        (1, {bad.name: "loss not finite"})
+    ]
     base = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
     norm, saved = "model.norm.weight", run.saved(4)  # with the weights of step 2
     assert not torch.equal(saved[f"model/{norm}"], base.state_dict()[norm])
