@@ -10,7 +10,7 @@ only. Any process can be killed and restarted alone.
  Problem -> engine -> reward -> RolloutGroup -> encode ==PUSH/PULL==> decode -> admit (+ journal)
     ^                                                                              |
     |                                                            pack -> loss -> optimizer step
-    |       <== announcements (PUB/SUB: step, weight version, acknowledgements) == |
+    |       <= announcements (XSUB/XPUB: step, weight version, acknowledgements) = |
     '-- apply <- verify <- newest STABLE <-- weights/step_N/ {model, manifest, STABLE} <-- publish
 
 From sampling to the loss, in the order in which a rollout passes; about an hour of reading. These

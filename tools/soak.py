@@ -42,7 +42,7 @@ MIN_TRAINER_SECONDS = 15.0  # between two kills of the trainer
 SECONDS = (1.0, 10.0)  # duration of a fault
 OUTAGE_SECONDS = (5.0, 20.0)  # of the weights disk: longer than the restart of a worker
 FLIPPED_PORTS = ("rollouts", "announcements", "statuses")  # in the order of the ports
-# Range of the flipped bit: a connection that is made anew uses the first 900 bytes to shake hands.
+# Range of the flipped bit; the handshake of a new connection takes the first 900 bytes.
 FLIP_BITS = 8 * 1000
 Undo: TypeAlias = Callable[[ProcessGroup], "bool | None"]  # False: try again
 SETTINGS = (
