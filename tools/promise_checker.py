@@ -22,6 +22,8 @@ IN_STEPS = ("trained", "no_signal")  # fates of groups in the batch of a trainin
 RECORDED = (*IN_STEPS, "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid")
 HOSTILE_FATES = ("invalid", "abandoned")  # of the groups of tools.hostile_sender
 MIN_HOSTILE = 20  # groups of which some must arrive, although the trainer is killed at times
+# A silent connection is opened again after 10 s, then its groups are sent again.
+IN_FLIGHT_SECONDS = 15
 MAX_SHOWN = 5  # violations in one line
 
 
@@ -97,18 +99,18 @@ def lost_groups(history: History) -> Check:
     """P3: every group of a live generator was trained, dropped for a valid reason, or in flight."""
     fates, logs = fates_of(history), history.logs
     known = Counter(fates.values())
-    last_alive = _last_alive(history, fates)
+    last_arrived = _last_arrived(history, fates)
     broken = [f"{_shown(key)} was given up by its sender" for key in sorted(logs.lost - set(fates))]
     broken += [
         f"{_shown(record.key)} is {record.fate} at step {record.step} without a cause"
         for record in without_cause(history)
     ]
+    accounted = fates.keys() | logs.lost | history.rolled_back
     broken += [
         f"{_shown(key)} of step {step} has no fate"
         for key, step in logs.made.items()
-        if key not in fates and key not in logs.lost | history.rolled_back
-        and last_alive.get(key[0], -1) > step + history.max_off_policy_steps
-    ]  # fmt: skip
+        if key not in accounted and _must_have_arrived(history, key, last_arrived.get(key[0], -1))
+    ]
     what = f"{len(logs.made)} made, {known['trained']} trained, {known['stale']} stale"
     text = f"lost {len(broken)}: {what}"
     return Check("P3", text, tuple(broken))
@@ -291,12 +293,21 @@ def repeated_steps(history: History) -> list[int]:
     return repeated
 
 
-def _last_alive(history: History, fates: Mapping[Key, str]) -> dict[str, int]:
-    """By sender, the last step by which all of its earlier groups must have arrived."""
-    last_alive = dict.fromkeys(history.logs.complete, _last_step(history))
+def _last_arrived(history: History, fates: Mapping[Key, str]) -> dict[str, int]:
+    """Newest policy step of the groups that arrived, by sender."""
+    last_arrived: dict[str, int] = {}
     for key in fates.keys() & history.logs.made.keys():
-        last_alive[key[0]] = max(last_alive.get(key[0], -1), history.logs.made[key])
-    return last_alive
+        last_arrived[key[0]] = max(last_arrived.get(key[0], -1), history.logs.made[key])
+    return last_arrived
+
+
+def _must_have_arrived(history: History, key: Key, last_arrived: int) -> bool:
+    """Whether the group is too old for the last step that its sender's groups could reach."""
+    logs = history.logs
+    last_step = last_arrived
+    if key[0] in logs.complete and logs.seconds_before_end(key) > IN_FLIGHT_SECONDS:
+        last_step = _last_step(history)
+    return last_step > logs.made[key] + history.max_off_policy_steps
 
 
 def _last_step(history: History) -> int:

@@ -23,6 +23,7 @@ MAX_VOCAB_SIZE = 1 << 31  # token ids are not checked
 HEADER = struct.Struct("<IIB")  # bytes, crc32 of kind and content, kind
 GROUP, DROPPED = 1, 2  # kinds of records, as in peralta_zmq/trainer/journal.py
 STARTED = re.compile(r" generator=\S+ threads=\d+ version=\d+$")
+TIME = re.compile(r"(\d\d):(\d\d):(\d\d) ")
 MADE = re.compile(
     r"made group=(\S+)/(\d+) step=(\d+) weights_id=(\w+)(?: newest=(\d+))?"
     r"(?: evaluation_step=(\d+))?"
@@ -31,6 +32,7 @@ LOST = re.compile(r"(lost|hostile) group=(\S+)/(\d+) ")
 LOADED = re.compile(r"loaded version=(\d+) step=(\d+) weights_id=(\w+)")
 REFUSED = re.compile(r"refused (version=\d+)|unread (version=\d+).*does not verify")
 COMPLETE = "run complete"
+DAY_SECONDS = 24 * 60 * 60
 
 Key: TypeAlias = tuple[str, int]  # sender (generator NAME/INCARNATION), sequence of the group
 
@@ -62,6 +64,7 @@ class Logs:
     """Content of the generators' logs."""
 
     made: dict[Key, int] = field(default_factory=dict[Key, int])  # policy step
+    made_at: dict[Key, int] = field(default_factory=dict[Key, int])  # second of the day
     made_with: dict[Key, str] = field(default_factory=dict[Key, str])  # weights_id
     newest: dict[Key, int] = field(default_factory=dict[Key, int])  # newest policy step in a group
     evaluating: set[Key] = field(default_factory=set[Key])  # made for an evaluation
@@ -70,7 +73,12 @@ class Logs:
     lost: set[Key] = field(default_factory=set[Key])  # abandoned by the sender
     loads: list[Load] = field(default_factory=list[Load])
     refused: list[str] = field(default_factory=list[str])
-    complete: set[str] = field(default_factory=set[str])  # senders that saw the end of the run
+    # Senders that received the end of the run, and the second of the day
+    complete: dict[str, int] = field(default_factory=dict[str, int])
+
+    def seconds_before_end(self, key: Key) -> int:
+        """Time from the completion of a group to the end of its sender's run, under a day."""
+        return (self.complete[key[0]] - self.made_at[key]) % DAY_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +152,14 @@ def read_logs(files: Sequence[Path]) -> Logs:
 def _read_line(line: str, sender: str, logs: Logs) -> str:
     """Parse one line; returns the sender, which is known after its first group."""
     if STARTED.search(line):
-        logs.complete.discard(sender)  # the end of a shorter run, which was continued
+        logs.complete.pop(sender, None)  # the end of a shorter run, which was continued
         return ""
     if match := MADE.search(line):
         sender, key = match[1], (match[1], int(match[2]))
         if key in logs.made:
             logs.made_twice.append(key)
         logs.made[key] = int(match[3])
+        logs.made_at[key] = _second_of_day(line)
         logs.made_with[key] = match[4]
         if match[5]:
             logs.newest[key] = int(match[5])
@@ -164,8 +173,13 @@ def _read_line(line: str, sender: str, logs: Logs) -> str:
     elif match := REFUSED.search(line):
         logs.refused.append(match[1] or match[2])
     elif COMPLETE in line and sender:
-        logs.complete.add(sender)
+        logs.complete[sender] = _second_of_day(line)
     return sender
+
+
+def _second_of_day(line: str) -> int:
+    match = TIME.match(line)
+    return sum(int(match[n]) * 60 ** (3 - n) for n in (1, 2, 3)) if match else 0
 
 
 def _record_of(kind: int, content: bytes, *, step: int) -> Record:

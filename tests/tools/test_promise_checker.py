@@ -41,7 +41,7 @@ LOG = [
     f"10:00:04 bin/generator made group={B}/0 step=0 weights_id=w0",
     *(f"10:00:04 bin/generator made group={B}/{n} step=1 weights_id=w1" for n in (1, 2, 3)),
     f"10:00:05 bin/generator made group={B}/4 step=2 weights_id=w2",
-    "10:00:06 bin/generator run complete: groups=5",
+    "10:00:40 bin/generator run complete: groups=5",
 ]
 
 
@@ -246,6 +246,18 @@ def test_p3_reports_missing_group_of_a_live_generator(tmp_path: Path) -> None:
     assert forget_stale_group().check(tmp_path) == {"P3": (f"{B}/0 of step 0 has no fate",)}
 
 
+@pytest.mark.parametrize(
+    ("end", "is_late"), [("10:00:19", True), ("10:00:20", False), ("00:00:01", False)]
+)
+def test_p3_accepts_missing_group_made_just_before_the_end(
+    tmp_path: Path, end: str, is_late: bool
+) -> None:
+    run = forget_stale_group()  # made at 10:00:04, resent after a broken connection until :19
+    run.log[-1] = f"{end} bin/generator run complete: groups=5"
+    broken = {} if is_late else {"P3": (f"{B}/0 of step 0 has no fate",)}
+    assert run.check(tmp_path) == broken
+
+
 def test_p3_reports_missing_group_if_its_sender_sent_much_later_ones(tmp_path: Path) -> None:
     run = forget_stale_group()
     run.log = [line for line in run.log if "complete" not in line]  # killed before the end
@@ -259,7 +271,7 @@ def test_p3_accepts_missing_group_of_a_killed_generator_restarted_after_the_end(
     tmp_path: Path,
 ) -> None:
     run = forget_stale_group()
-    run.log.insert(-1, "10:00:06 bin/generator generator=ann threads=1 version=3")
+    run.log.insert(-1, "10:00:40 bin/generator generator=ann threads=1 version=3")
     assert run.check(tmp_path) == {}
 
 
