@@ -101,9 +101,9 @@ def nothing(client: Client, count: int) -> int:
 
 
 def long_statuses(client: Client, count: int) -> int:
-    """Statuses of new starts of a generator, whose worker_info becomes 86 KB of JSON."""
-    emoji = "\U0001f600"  # 4 bytes in a message, 12 in JSON
-    facts = {f"{n:02}{emoji * 126}": emoji * 128 for n in range(28)}
+    """Statuses of new starts of a generator with the longest worker_info: 8 KB as JSON."""
+    quotes = '"' * 126  # JSON escapes each of them
+    facts = {f"{n:02}{quotes}": quotes for n in range(16)}
     status = wire.GeneratorStatus(client.target.run_id, NAME, bytes(8), worker_info=facts)
     statuses = (replace(status, incarnation=os.urandom(8)) for _ in range(count))
     return _send_statuses(client, statuses)
@@ -204,7 +204,7 @@ def version_with_large_file(client: Client, count: int) -> int:
 Attack: TypeAlias = Callable[[Client, int], int]  # with the number of messages, connections, bytes
 ATTACKS: dict[str, tuple[Attack, int]] = {
     "none, for comparison": (nothing, 0),
-    "3,000 statuses of 86 KB": (long_statuses, 3000),
+    "3,000 statuses of new starts, 8 KB each": (long_statuses, 3000),
     "100,000 new incarnations": (new_incarnations, 100_000),
     "100,000 stale groups": (stale_groups, 100_000),
     "a group of 60 rollouts of 17,000 tokens": (huge_group, 1),

@@ -45,6 +45,16 @@ def test_new_incarnations_arrive_under_new_names(client: Client, stack: ExitStac
     assert len(names) == sent.result() == 50
 
 
+def test_long_statuses_are_valid(client: Client, stack: ExitStack) -> None:
+    opened = wire.GeneratorStatusReceiver(address(client, attacks.STATUSES), run_id=RUN)
+    receiver = stack.enter_context(closing(opened))
+    pool = stack.enter_context(ThreadPoolExecutor(1))  # the receiver subscribes when it is called
+    sent = pool.submit(attacks.long_statuses, client, 1)
+    received = next(filter(None, (receiver.receive(timeout=0.1) for _ in until())))
+    assert sent.result() == 1
+    assert [len(status.worker_info) for status in received.values()] == [16]
+
+
 def test_statuses_are_not_sent_without_a_trainer(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
