@@ -169,6 +169,10 @@ class Fleet:
     def _run_steps(self, title: str, steps_of: StepsOf, hosts: Sequence[Host]) -> None:
         """Run or print the steps of all hosts that have not failed."""
         active = [host for host in hosts if host.name not in self.failed]
+        if self.dry_run:  # environment variables may hold passwords
+            active = [
+                host.model_copy(update={"env": dict.fromkeys(host.env, "...")}) for host in active
+            ]
         work = {host.name: steps for host in active if (steps := steps_of(host))}
         if self.dry_run:
             for name, steps in work.items():

@@ -63,6 +63,7 @@ def test_dry_run_prints_every_command_and_runs_none(
     assert f"-e '{prefix}' {host_setup.REPO}/" in copy
     assert f" {host_setup.REPO}/peralta_zmq " in copy
     assert not (tmp_path / "keys").exists()
+    assert "export A=..." in out and '"A": "..."' in out and "b c" not in out
 
 
 def test_workers_get_the_options_of_their_host() -> None:
