@@ -32,13 +32,13 @@ def run_local(
     the run before the trainer has written any file, the run folder is removed. Raises ConfigError
     if a new run folder cannot be written, or an existing one holds a run with other settings.
     """
-    folder = config.run_folder
-    earlier_config(config, folder)
-    is_new = not folder.exists()
+    folder, is_new = config.run_folder, False
     try:
+        earlier_config(config, folder)
+        is_new = not folder.exists()
         (folder / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        if is_new:  # an existing run waits; without logs, workers print to the terminal
+        if is_new:  # the trainer of an existing run waits; its workers print to the terminal
             raise ConfigError(
                 f"run folder {folder} cannot be written ({error.strerror}); "
                 "choose another --run.dir"

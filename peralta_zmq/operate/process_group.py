@@ -349,7 +349,8 @@ def _open_log(worker: Worker) -> contextlib.AbstractContextManager[BinaryIO | No
 
 def _log_tail(worker: Worker) -> str:
     """The end of a message about a failed worker: the last lines of its log."""
-    if worker.log is None or not worker.log.exists():
-        return "; its output is above"
-    lines = worker.log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join([f"; the end of {worker.log}:", *lines[-NUM_LOG_LINES:]])
+    if worker.log:
+        with contextlib.suppress(OSError):  # its disk cannot be used now
+            lines = worker.log.read_text(encoding="utf-8", errors="replace").splitlines()
+            return "\n".join([f"; the end of {worker.log}:", *lines[-NUM_LOG_LINES:]])
+    return "; its output is above"

@@ -1,5 +1,7 @@
 """A whole local run with small stand-ins for bin/trainer and bin/generator."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,23 @@ def test_generator_that_cannot_run_ends_no_run_and_keeps_its_log() -> None:
     (event,) = read_rows(Path("runs/test/events.jsonl"))
     assert (event["event"], event["worker"]) == ("given_up", "generator-0")
     assert Path("runs/test/logs/generator-0.log").read_text() == "no key\n"
+
+
+def test_existing_run_starts_while_its_disk_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Path("runs/test").mkdir(parents=True)
+    write_programs(trainer="", generator=PAUSE)
+
+    stat = os.stat
+
+    def fails(path: str | Path, **options: bool) -> os.stat_result:
+        if str(path).startswith("runs"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", fails)
+    assert run_local(config(), []) == 0
 
 
 def test_rejected_settings_keep_the_folder_of_an_earlier_run() -> None:

@@ -153,13 +153,13 @@ def test_fifth_crash_ends_the_group_and_shows_twenty_lines(
 def test_worker_whose_log_cannot_be_opened_prints_to_the_terminal(
     children: Children, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    prints, log = "print('hello', flush=True); notify('go'); stay()", tmp_path / "away" / "g.log"
-    workers = [worker("trainer", "wait('go')"), worker("generator-0", prints, log)]
-    assert supervise(workers, record=Record()) == 0
+    prints, log = "print('hello', flush=True); sys.exit(2)", tmp_path  # a folder
+    workers = [worker("trainer", "stay()"), worker("generator-0", prints, log)]
+    assert supervise(workers, record=Record()) == 2
     children.until_all_have_ended()
     printed = capfd.readouterr()
-    assert "hello" in printed.out
-    assert f"{log} cannot be written (No such file or directory); the output of" in printed.err
+    assert printed.out == "hello\ngenerator-0 refused its settings; its output is above\n"
+    assert f"{log} cannot be written (Is a directory); the output of" in printed.err
 
 
 def test_restart_delay_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
