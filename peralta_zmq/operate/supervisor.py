@@ -369,7 +369,10 @@ def _read_state(name: str) -> State:
 
 
 def _write_state(name: str, state: State) -> None:
-    replace_file(_file(name, "state"), json.dumps(asdict(state)).encode())
+    try:
+        replace_file(_file(name, "state"), json.dumps(asdict(state)).encode())
+    except OSError as error:  # a full disk must not end the supervisor
+        sys.stderr.write(f"state of {name} not written: {error}\n")
 
 
 def _file(name: str, kind: str) -> Path:

@@ -108,6 +108,15 @@ def test_status_of_repeated_crashes_shows_twenty_lines_and_the_reason(
     assert lines[1:] == [f"    {line}" for line in shown]
 
 
+def test_worker_is_restarted_although_its_state_cannot_be_written() -> None:
+    replaces = "os.path.isdir(p) or (os.unlink(p), os.mkdir(p))"
+    code = f"import os; p = '{supervisor.FOLDER / NAME}.state'; {replaces}; raise SystemExit(9)"
+    words = [sys.executable, "-c", RUN_WITH_SHORT_DELAY, code]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 1 and f"state of {NAME} not written" in done.stderr
+    assert done.stdout.count("restarted") == 4
+
+
 def test_start_keeps_a_running_worker_and_refuses_other_settings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
