@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -167,15 +168,40 @@ def verified(chunks: Iterable[bytes], where: str, expected: tuple[int, str]) -> 
         raise CorruptError(f"{where}: size or sha256 differs from its manifest ({size} bytes)")
 
 
-def read_chunks(path: Path, *, start: int = 0) -> Iterator[bytes]:
-    """The bytes of a file from offset `start`, in chunks. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
+def read_chunks(path: Path, *names: str, start: int = 0) -> Iterator[bytes]:
+    """The bytes of a file from offset `start`, in chunks. Opens it and raises as `open_regular`."""
+    descriptor = open_regular(path, *names)
     try:
         os.lseek(descriptor, start, os.SEEK_SET)
         while chunk := os.read(descriptor, CHUNK):
             yield chunk
     finally:
         os.close(descriptor)
+
+
+def open_regular(path: Path, *names: str) -> int:
+    """Open a file for reading: `path`, or `names[-1]` in the folder `path`/`names[0]`/...
+
+    Raises OSError; FileNotFoundError also if it is not a regular file, because a named pipe would
+    block, or if one of `names` is a symbolic link: anyone with write access to the folder `path`
+    could make this process read or serve other files of this machine.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK  # a named pipe would block without the last
+    descriptor = os.open(path, flags)
+    for name in names:
+        parent = descriptor
+        try:
+            descriptor = os.open(name, flags | os.O_NOFOLLOW, dir_fd=parent)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):  # a link, or not in a folder
+                raise FileNotFoundError(name) from None
+            raise
+        finally:
+            os.close(parent)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileNotFoundError(str(path.joinpath(*names)))
+    return descriptor
 
 
 def steps_in(folder: Path, *, suffix: str = "") -> dict[int, Path]:

@@ -112,8 +112,8 @@ class LocalBackend:
         return self.folder / name
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
-        """A file in chunks; not by mmap, which raises SIGBUS if a NAS removes the file."""
-        return atomic_files.read_chunks(self.folder / path, start=start)
+        """A regular file in chunks; not by mmap, which raises SIGBUS if a NAS removes the file."""
+        return atomic_files.read_chunks(self.folder, *path.split("/"), start=start)
 
     def write_folder(self, name: str, files: Mapping[str, Content], about: About) -> Manifest:
         """Write a folder under a temporary name, then rename it."""

@@ -7,20 +7,18 @@ clients out. Traffic is not encrypted; readers detect damage by the hashes in th
 from __future__ import annotations
 
 import contextlib
-import errno
 import http.client
 import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from peralta_zmq.atomic_files import CHUNK, PLAIN_NAME
+from peralta_zmq.atomic_files import CHUNK, PLAIN_NAME, open_regular
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.http_server import HttpServer, RequestHandler
 from peralta_zmq.weights.backends import LocalBackend, read_small
@@ -128,7 +126,7 @@ class _Handler(RequestHandler):
 
     def _send_file(self, *path: str) -> None:
         requested = RANGE.fullmatch(self.headers.get("Range", ""))
-        with os.fdopen(_open_inside(self.backend.folder, *path), "rb") as file:
+        with os.fdopen(open_regular(self.backend.folder, *path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             start = min(int(requested[1]), size) if requested else 0
             self.send_response(HTTPStatus.PARTIAL_CONTENT if requested else HTTPStatus.OK)
@@ -141,27 +139,3 @@ class _Handler(RequestHandler):
                 shutil.copyfileobj(file, self.wfile, CHUNK)
             except (ConnectionError, TimeoutError):  # the client resumes with a new request
                 self.close_connection = True
-
-
-def _open_inside(folder: Path, *path: str) -> int:
-    """Open a file in `folder`, or in one of its folders, for reading; returns the descriptor.
-
-    Raises FileNotFoundError if it is not a regular file, or if a symbolic link below `folder` leads
-    to it: anyone with write access to the folder could serve other files of this machine.
-    """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a named pipe would block without the last
-    descriptor = os.open(folder, os.O_RDONLY)
-    for name in path:
-        parent = descriptor
-        try:
-            descriptor = os.open(name, flags, dir_fd=parent)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR):  # a link, or not in a folder
-                raise FileNotFoundError(name) from None
-            raise
-        finally:
-            os.close(parent)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise FileNotFoundError(path[-1])
-    return descriptor

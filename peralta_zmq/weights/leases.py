@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import psutil
 
-from peralta_zmq.atomic_files import MALFORMED, PROCESS_TAG, replace_file, sweep
+from peralta_zmq.atomic_files import MALFORMED, PROCESS_TAG, read_chunks, replace_file, sweep
 
 LEASE, READ_MARK = ".lease-", ".reading-"  # beginnings of the file names
 LEASE_SECONDS = 30.0  # until a lease that is not renewed expires; trainers renew every 10 s
@@ -76,7 +76,7 @@ class FolderLeases:
         """Another process with a valid lease, as 'pid 7 on HOST'; `now` is an mtime, in seconds."""
         for lease in self._other_leases(self._folder) if self._folder else ():
             with contextlib.suppress(FileNotFoundError, *MALFORMED):
-                owner = cast("dict[str, Any]", json.loads(lease.read_bytes()))
+                owner = cast("dict[str, Any]", json.loads(b"".join(read_chunks(lease))))
                 if now - lease.stat().st_mtime < LEASE_SECONDS and _may_be_alive(owner):
                     return f"pid {owner['pid']} on {owner['host']}"
         return None

@@ -16,11 +16,12 @@ from typing import Any
 
 import psutil
 import pytest
-from weight_sets import publish
+from weight_sets import loaded, publish
 
 from peralta_zmq.errors import OutageError, StoreError
 from peralta_zmq.weights.backends import FolderWatcher, filesystem_of
 from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.version import WEIGHTS
 
 DEADLINE = 10.0
 
@@ -102,6 +103,26 @@ def test_read_marks_are_valid_without_the_lease_file(store: WeightStore) -> None
     lease.unlink()
     with store.backend.leases.reading("step_00000001"):
         assert store.backend.leases.being_read() == {"step_00000001"}
+
+
+@pytest.mark.timeout(10)  # opening a named pipe would block
+def test_named_pipes_in_the_folder_block_no_process(store: WeightStore) -> None:
+    version = publish(store, 1)
+
+    def put_pipe(path: Path) -> None:
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+
+    put_pipe(store.folder / ".lease-other")
+    store.claim("run-1")
+    put_pipe(version.folder / WEIGHTS)
+    with pytest.raises(StoreError, match=f"version 1 has no file {WEIGHTS}"):
+        loaded(store, version)
+    for path in (version.folder / "manifest.json", version.folder / "STABLE"):
+        put_pipe(path)
+        assert store.newest() is None
+    put_pipe(store.folder / "RUN.json")
+    assert store.run_id is None
 
 
 # Folder events.
