@@ -240,6 +240,35 @@ def test_roll_back_to_the_published_step_publishes_the_new_lineage(tmp_path: Pat
             assert versions[-1].field("result") == versions[-2].field("result")
 
 
+def test_roll_back_waits_for_the_end_of_an_outage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ExitStack() as stack:
+        first = Session(stack, tmp_path)
+        for _ in range(4):
+            first.advance()
+    run, rename, failures = tmp_path / "demo", os.rename, [1, 3, 4]  # calls of os.rename
+    calls: list[Path] = []
+
+    def rename_or_fail(source: Path, target: Path) -> None:
+        if str(run / "rolled_back") in str(target) or ".tmp-rolled_back" in str(target):
+            calls.append(source)
+            if len(calls) in failures:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", rename_or_fail)
+    monkeypatch.setattr(StopSignal, "pause", lambda stop, seconds: None)
+    with ExitStack() as stack:
+        again = Session(stack, tmp_path, "--checkpoint.resume-step=2")
+        assert again.trainer.session.run_log.lineage == 1
+        assert [again.advance()["step"] for _ in range(2)] == [3, 4]
+    assert len(calls) > max(failures)
+    moved = {file.name for file in (run / "rolled_back_to_000002").glob("*/*")}
+    assert moved == {"step_000004", "step_000003.msgpack", "step_000004.msgpack"}
+    assert "demo/checkpoints/step_000004 cannot be used: Read-only" in capsys.readouterr().out
+
+
 def not_published(publisher: PolicyPublisher, step: int, *, keyframe: bool = False) -> float:
     return 0.0
 

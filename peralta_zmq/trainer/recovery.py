@@ -21,7 +21,7 @@ the trainer has not announced them as durable.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,22 +84,22 @@ class Recovery:
         """Move checkpoints and journal files of later steps away, once per requested step."""
         step, run_log = self.session.config.checkpoint.resume_step, self.session.run_log
         folder, target = self.session.folder, self.session.folder / f"rolled_back_to_{step:06d}"
+        wait_out = self.session.wait_out
         if step < 0:  # not requested
             return
         if target.exists():
             run_log.note(f"rolled back to step {step} already; to repeat it, move {target}")
             return
-        checkpoints = atomic_files.steps_in(folder / "checkpoints")
+        checkpoints = wait_out(lambda: atomic_files.steps_in(folder / "checkpoints"))
         if step not in checkpoints:
             steps = ", ".join(map(str, checkpoints)) or "none"
             raise JournalError(
                 f"no checkpoint of step {step} in {folder / 'checkpoints'}; there are: {steps}"
             )
         unfinished = target.with_name(f".tmp-{target.name}")  # may be left by a killed roll-back
-        _move_later(checkpoints, step, unfinished / "checkpoints")
-        _move_later(files_in(folder / "journal"), step, unfinished / "journal")
-        run_log.rewind(step)
-        os.rename(unfinished, target)
+        wait_out(lambda: _move_later(folder, step, unfinished))
+        wait_out(lambda: run_log.rewind(step))
+        wait_out(lambda: os.rename(unfinished, target))
         run_log.note(f"rolled back to step {step}; later steps are moved to {target}")
 
     # 2. Restore the newest checkpoint.
@@ -219,13 +219,14 @@ class Recovery:
             self.publishing.announce(newest)
 
 
-def _move_later(paths: Mapping[int, Path], step: int, target: Path) -> None:
-    """Move the paths (by step) of later steps to the folder `target`, the newest first."""
-    target.mkdir(parents=True, exist_ok=True)
-    for later in sorted(paths, reverse=True):
-        if later > step:
-            os.rename(paths[later], target / paths[later].name)
-            atomic_files.sync_folder(paths[later].parent)
+def _move_later(folder: Path, step: int, target: Path) -> None:
+    """Move the checkpoints and journal files of later steps to `target`, the newest first."""
+    for name, paths_in in (("checkpoints", atomic_files.steps_in), ("journal", files_in)):
+        (target / name).mkdir(parents=True, exist_ok=True)
+        for later, path in reversed(paths_in(folder / name).items()):
+            if later > step:
+                os.rename(path, target / name / path.name)
+                atomic_files.sync_folder(folder / name)
 
 
 def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.GroupLimits) -> bool:
