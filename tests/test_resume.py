@@ -426,6 +426,10 @@ def test_replay_names_damaged_versions_and_compares_the_rest(
     whole.rename(weights)
     flip_bit(weights / "step_00000002" / "manifest.json")
     check({2: "no valid manifest.json", 3: "version 3 needs version 2, which is missing"})
+    remove(weights / "RUN.json")
+    assert replay.main([str(continued.folder)]) == replay.DAMAGED
+    problem = f"no version is compared: RUN.json in {weights} cannot be read\n"
+    assert problem in capsys.readouterr().err
 
 
 def test_steps_without_finite_gradient_end_the_run_which_can_continue(continued: Continued) -> None:

@@ -31,7 +31,7 @@ from peralta_zmq.trainer.session import run_id_of
 from peralta_zmq.weights.replica import export_step, load_version
 from peralta_zmq.weights.store import WeightStore, version_of_step
 from peralta_zmq.weights.tensor_set import MappedTensors
-from peralta_zmq.weights.version import WEIGHTS
+from peralta_zmq.weights.version import RUN_FILE, WEIGHTS
 
 USAGE = """\
 bin/replay RUN [--from K] [--to N] [--section.name VALUE ...]
@@ -217,13 +217,15 @@ def _restore(learner: Learner, folder: Path, earliest: int, first: int | None) -
 def _published(config: Config) -> tuple[dict[int, str], list[str]]:
     """Step -> fingerprint of each version in the run's weights folder, and a line for each problem.
 
-    A problem is a version that is damaged, or that needs a damaged one. Raises StoreError if the
-    folder cannot be listed.
+    A problem is a version that is damaged, or that needs a damaged one, or that no version can be
+    read. Raises StoreError if the folder cannot be listed.
     """
     fingerprints: dict[int, str] = {}
     problems: dict[int, str] = {}  # by version number
     store = WeightStore.open(config.weights_address)
     run_id, numbers = store.run_id, _numbers_in(store)
+    if run_id is None:
+        return {}, [f"no version is compared: {RUN_FILE} in {store.address} cannot be read"]
     with progress_on_stderr("reading published weights", len(numbers)) as progress:
         for count, number in enumerate(numbers, start=1):
             version = store.find(number)
