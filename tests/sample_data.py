@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -166,6 +167,30 @@ def tiny_learner(model: Any, **options: Any) -> Any:
     settings |= {name: value for name, value in options.items() if name in names}
     arguments |= {name: value for name, value in options.items() if name not in names}
     return Learner(dict(model.named_parameters()), LearnerSettings(**settings), **arguments)
+
+
+def step_gradient(model: Any, batches: Sequence[Any], loss: Any, **options: Any) -> tuple[Any, Any]:
+    """The whole gradient of an update, flat, and its result; the weights do not change.
+
+    The gradient is None if the update takes no optimizer step.
+    """
+    import torch
+
+    from peralta_zmq.learning.distributed import full_tensor
+    from peralta_zmq.learning.learner import update_parameters
+    from peralta_zmq.models.scoring import Scorer
+
+    class Recorder(torch.optim.SGD):
+        gradient: Any = None
+
+        def step(self, closure: Any = None) -> Any:
+            gradients = [each.grad for each in self.param_groups[0]["params"]]
+            self.gradient = torch.cat([full_tensor(each).flatten() for each in gradients])
+
+    recorder = Recorder(model.parameters(), lr=1.0)
+    options = {"compute_logprobs": Scorer(model), "max_grad_norm": math.inf, **options}
+    result = update_parameters(recorder, batches, loss=loss, **options)
+    return recorder.gradient, result
 
 
 def constant(rate: float) -> Callable[[int], float]:

@@ -6,22 +6,18 @@
 from __future__ import annotations
 
 import functools
-import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from local_ranks import on_ranks
-from sample_data import packed, siblings, tiny_model
+from sample_data import packed, siblings, step_gradient, tiny_model
 from torch import Tensor
 
-from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks, full_tensor, join
-from peralta_zmq.learning.learner import update_parameters
+from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks, join
 from peralta_zmq.learning.losses import grpo, importance, reinforce
 from peralta_zmq.learning.packing import Packing, make_batches
-from peralta_zmq.models.scoring import Scorer
 
 CPU = torch.device("cpu")
 GROUPS = [
@@ -41,13 +37,6 @@ def join_ranks(*, shards: bool) -> DistributedRanks:
     return DistributedRanks(CPU, shards=True)
 
 
-class GradientRecorder(torch.optim.SGD):
-    """An optimizer that records the gradients and changes nothing."""
-
-    def step(self, closure: Any = None) -> Any:
-        self.gradients = [each.grad for each in self.param_groups[0]["params"]]
-
-
 LOSSES = {
     "reinforce": reinforce,
     "grpo": functools.partial(grpo, epsilon=0.2),
@@ -58,21 +47,12 @@ LOSSES = {
 def gradients(ranks: Ranks) -> dict[str, tuple[Tensor, dict[str, float]]]:
     """The full gradient and the metrics of a step, for each loss and packing."""
     model = ranks.prepare(tiny_model().double())
-    score, found = Scorer(model), {}
+    found = {}
     for name, loss in LOSSES.items():
         for max_tokens, groups in ((1000, GROUPS), (20, GROUPS), (1000, GROUPS[:1])):
             samples, _ = packed(groups, max_tokens=max_tokens)
             batches = make_batches(samples, Packing(max_tokens=max_tokens), ranks=ranks)
-            optimizer = GradientRecorder(model.parameters(), lr=1.0)
-            result = update_parameters(
-                optimizer,
-                batches,
-                compute_logprobs=score,
-                loss=loss,
-                max_grad_norm=math.inf,
-                ranks=ranks,
-            )
-            gradient = torch.cat([full_tensor(each).flatten() for each in optimizer.gradients])
+            gradient, result = step_gradient(model, batches, loss, ranks=ranks)
             found[f"{name} {max_tokens} {len(groups)}"] = gradient, result.metrics
     return found
 

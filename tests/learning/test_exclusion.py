@@ -10,23 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from sample_data import packed, siblings, tiny_model
+from sample_data import packed, siblings, step_gradient, tiny_model
 from torch import Tensor
 
 from peralta_zmq.learning import losses
 from peralta_zmq.learning.exclusion import MISMATCH, NOT_FINITE
-from peralta_zmq.learning.learner import StepResult, update_parameters
+from peralta_zmq.learning.learner import StepResult
 from peralta_zmq.learning.losses import TokenLoss, Tokens
 from peralta_zmq.learning.packing import Packing, make_batches
-from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import RolloutGroup
 
 LENGTHS = ([4, 1, 7, 2], [3, 9, 5, 1], [2, 2, 3, 6])  # generated tokens of the rollouts
-ABSURD, MARK = (
-    -9000.0,
-    -2.5,
-)  # logprobs: beyond any policy; a plausible one that a test loss detects
+ABSURD = -9000.0  # logprob beyond any policy
+MARK = -2.5  # a plausible logprob that a loss of these tests detects
 BAD = 1  # the group with such a logprob
+KEPT = 1 - sum(LENGTHS[BAD]) / sum(map(sum, LENGTHS))  # share of the tokens in the other groups
 
 
 @pytest.fixture(scope="module")
@@ -47,28 +45,13 @@ def groups_of(logprob: float | None = None) -> list[RolloutGroup]:
     return groups
 
 
-class GradientRecorder(torch.optim.SGD):
-    """An optimizer that records the gradients and changes nothing."""
-
-    gradients: list[Tensor] | None = None
-
-    def step(self, closure: Any = None) -> Any:
-        self.gradients = [each.grad.clone() for each in self.param_groups[0]["params"]]
-
-
 def update(
     model: Any, groups: list[RolloutGroup], loss: TokenLoss, *, max_tokens: int = 1000
 ) -> tuple[Tensor | None, StepResult]:
     """The gradient of an update, flat, and its result; None without an optimizer step."""
     samples, _ = packed(groups, max_tokens=max_tokens)
     batches = make_batches(samples, Packing(max_tokens=max_tokens))
-    optimizer, scorer = GradientRecorder(model.parameters(), lr=1.0), Scorer(model)
-    result = update_parameters(
-        optimizer, batches, loss=loss, compute_logprobs=scorer, max_grad_norm=math.inf
-    )
-    if optimizer.gradients is None:
-        return None, result
-    return torch.cat([each.flatten() for each in optimizer.gradients]), result
+    return step_gradient(model, batches, loss)
 
 
 def infinite(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
@@ -85,39 +68,36 @@ def steep(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
     return value, metrics
 
 
-def assert_without_bad_group(
-    model: Any, gradient: Tensor | None, result: StepResult, loss: TokenLoss, *, reason: str
-) -> None:
-    """The gradient is that of the other groups, divided by the tokens of all."""
+def update_without_bad_group(
+    model: Any, logprob: float, loss: TokenLoss, *, max_tokens: int, reason: str, kept: float
+) -> StepResult:
+    """Compare the gradient with that of the other groups, of which `kept` is their share."""
+    gradient, result = update(model, groups_of(logprob), loss, max_tokens=max_tokens)
     assert result.excluded == {groups_of()[BAD].name: reason} and not result.skip_reason
     others = [group for number, group in enumerate(groups_of()) if number != BAD]
     expected, _ = update(model, others, loss)
     assert gradient is not None and expected is not None
-    num_all = sum(map(sum, LENGTHS))
-    expected *= (num_all - sum(LENGTHS[BAD])) / num_all
+    expected *= kept
     assert (gradient - expected).norm() <= 1e-6 * expected.norm()  # logprobs are float32
+    return result
 
 
 @pytest.mark.parametrize("max_tokens", [1000, 25])
 @pytest.mark.parametrize(
-    "loss", [losses.reinforce, losses.grpo, losses.decoupled_ppo, losses.importance, losses.dppo]
-)
+    ("loss", "kept"),
+    [
+        (losses.reinforce, KEPT), (losses.grpo, KEPT), (losses.decoupled_ppo, KEPT),
+        (losses.importance, KEPT), (losses.dppo, KEPT),
+        (losses.gspo, 8 / 12), (functools.partial(losses.grpo_kl, beta=0.0), 8 / 12),  # rollouts
+    ],
+)  # fmt: skip
 def test_absurd_logprobs_are_left_out_of_every_loss(
-    model: Any, loss: TokenLoss, max_tokens: int
+    model: Any, loss: TokenLoss, kept: float, max_tokens: int
 ) -> None:
-    gradient, result = update(model, groups_of(ABSURD), loss, max_tokens=max_tokens)
-    assert_without_bad_group(model, gradient, result, loss, reason=MISMATCH)
+    result = update_without_bad_group(
+        model, ABSURD, loss, max_tokens=max_tokens, reason=MISMATCH, kept=kept
+    )
     assert result.mismatch[groups_of()[BAD].sender].mean > 100  # the sender can still be flagged
-
-
-@pytest.mark.parametrize("loss", [losses.gspo, functools.partial(losses.grpo_kl, beta=0.0)])
-def test_absurd_logprobs_are_left_out_of_sequence_losses(model: Any, loss: TokenLoss) -> None:
-    gradient, result = update(model, groups_of(ABSURD), loss)
-    assert result.excluded == {groups_of()[BAD].name: MISMATCH}
-    expected, _ = update(model, groups_of()[:BAD] + groups_of()[BAD + 1 :], loss)
-    assert gradient is not None and expected is not None
-    expected *= 8 / 12  # rollouts
-    assert (gradient - expected).norm() <= 1e-6 * expected.norm()
 
 
 @pytest.mark.parametrize("max_tokens", [1000, 25])
@@ -125,17 +105,7 @@ def test_absurd_logprobs_are_left_out_of_sequence_losses(model: Any, loss: Token
 def test_group_without_finite_loss_is_left_out_and_named(
     model: Any, loss: TokenLoss, max_tokens: int
 ) -> None:
-    gradient, result = update(model, groups_of(MARK), loss, max_tokens=max_tokens)
-    assert_without_bad_group(model, gradient, result, loss, reason=NOT_FINITE)
-
-
-def test_loss_that_is_never_finite_skips_the_step(model: Any) -> None:
-    def never(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        return tokens.logprobs.sum() * math.inf, {}
-
-    gradient, result = update(model, groups_of(), never)
-    assert gradient is None and result.metrics["skipped"] == 1
-    assert result.skip_reason == "loss 'never' or its gradient is not finite for any group"
+    update_without_bad_group(model, MARK, loss, max_tokens=max_tokens, reason=NOT_FINITE, kept=KEPT)
 
 
 def test_update_without_usable_group_changes_nothing_and_is_not_skipped(model: Any) -> None:

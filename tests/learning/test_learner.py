@@ -29,13 +29,6 @@ def identical(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
     return all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
 
 
-def test_learn_increments_step() -> None:
-    learner = tiny_learner(tiny_model())
-    for step in range(1, 4):
-        learner.learn(groups_of(step))
-    assert learner.step == 3
-
-
 def test_learn_raises_probability_of_better_rollouts() -> None:
     model = tiny_model()
     learner = tiny_learner(model, weight_decay=0.0)
@@ -209,12 +202,6 @@ def test_policy_copy_restores_policy_weights_after_scoring() -> None:
     assert not identical(weights(model), base)
     kl = [learner.learn(groups_of(4)).metrics["kl"] for _ in range(2)]
     assert 0 < kl[0] != kl[1]
-
-
-def test_policy_copy_syncs_every_sync_steps() -> None:
-    learner = learner_with_reference(tiny_model(), sync_steps=2)
-    kl = [learner.learn(groups_of(1)).metrics["kl"] for _ in range(5)]
-    assert [each == 0 for each in kl] == [True, False, True, False, True]
 
 
 def test_policy_copy_mixes_by_mixup_alpha() -> None:

@@ -99,37 +99,31 @@ def test_groups_without_signal_are_left_out() -> None:
     assert (len(batch.trees), batch.num_sequences) == (1, 2)
 
 
-def test_step_without_any_signal_has_no_batches() -> None:
-    assert batches_of([siblings([1, 1])]) == []
-
-
 # Micro-batches
 
 
-def test_assignment_is_first_fit_decreasing() -> None:
-    # 9 and 1; 7 and 3; 4, 4 and 2
-    assert assign_to_bins([4, 9, 1, 7, 3, 4, 2], 10) == [[[1, 2]], [[3, 4]], [[0, 5, 6]]]
-
-
-def test_padded_samples_count_as_the_longest_of_their_bin() -> None:
-    assert assign_to_bins([5, 3, 3], 12) == [[[0, 1, 2]]]
-    assert assign_to_bins([5, 3, 3], 12, padded=True) == [[[0, 1]], [[2]]]
-
-
-def test_assignment_prefers_least_loaded_rank() -> None:
-    # 7 | 5; 4 to the 5; 3 to the 7; 2 to the 9
-    assert assign_to_bins([2, 7, 3, 5, 4], 100, num_ranks=2) == [[[1, 2], [3, 4, 0]]]
-
-
-def test_assignment_starts_a_round_when_no_rank_has_room() -> None:
-    # 9 | 8, then 7 | 3 in a second round; 1 fits into the first round, with the 8
-    assert assign_to_bins([9, 8, 7, 3, 1], 10, num_ranks=2) == [[[0], [1, 4]], [[2], [3]]]
-
-
-def test_rank_0_has_a_sample_in_every_round() -> None:
-    assert assign_to_bins([4], 10, num_ranks=3) == [[[0], [], []]]
-    assert assign_to_bins([10, 10, 10], 10, num_ranks=2) == [[[0], [1]], [[2], []]]
-    assert assign_to_bins([], 10, num_ranks=2) == []
+@pytest.mark.parametrize(
+    ("sizes", "capacity", "options", "rounds"),
+    [
+        # first fit decreasing: 9 and 1; 7 and 3; 4, 4 and 2
+        ([4, 9, 1, 7, 3, 4, 2], 10, {}, [[[1, 2]], [[3, 4]], [[0, 5, 6]]]),
+        # padded samples count as the longest of their bin
+        ([5, 3, 3], 12, {}, [[[0, 1, 2]]]),
+        ([5, 3, 3], 12, {"padded": True}, [[[0, 1]], [[2]]]),
+        # the least loaded rank: 7 | 5; 4 to the 5; 3 to the 7; 2 to the 9
+        ([2, 7, 3, 5, 4], 100, {"num_ranks": 2}, [[[1, 2], [3, 4, 0]]]),
+        # no rank has room: 9 | 8, then 7 | 3; 1 fits into the first round, with the 8
+        ([9, 8, 7, 3, 1], 10, {"num_ranks": 2}, [[[0], [1, 4]], [[2], [3]]]),
+        # rank 0 has a sample in every round
+        ([4], 10, {"num_ranks": 3}, [[[0], [], []]]),
+        ([10, 10, 10], 10, {"num_ranks": 2}, [[[0], [1]], [[2], []]]),
+        ([], 10, {"num_ranks": 2}, []),
+    ],
+)
+def test_assignment_to_bins_by_hand(
+    sizes: list[int], capacity: int, options: dict[str, Any], rounds: list[Any]
+) -> None:
+    assert assign_to_bins(sizes, capacity, **options) == rounds
 
 
 def sizes(batches: list[Batch]) -> list[list[int]]:
@@ -184,12 +178,6 @@ def test_advantage_function_gets_generated_lengths() -> None:
     # baseline (1 * 1 + 0 * 3) / 4 = .25
     (batch,) = batches_of([siblings([1, 0], lengths=[1, 3])], advantage=length_weighted)
     assert batch.advantages.tolist() == [0.75, -0.25, -0.25, -0.25]
-
-
-def test_advantages_are_computed_per_group() -> None:
-    groups = [siblings([1, 0], lengths=[1, 1]), siblings([5, 3], lengths=[3, 1])]
-    (batch,) = batches_of(groups)  # the longer group first
-    assert batch.advantages.tolist() == [1, 1, 1, -1, 0.5, -0.5]
 
 
 def test_batch_tensors_have_documented_dtypes() -> None:

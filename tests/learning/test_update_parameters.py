@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sample_data import packed, siblings, tiny_model
+from sample_data import packed, siblings, step_gradient, tiny_model
 from torch import Tensor
 
 from peralta_zmq.learning.advantages import group_mean
@@ -50,23 +50,12 @@ def batches_of(max_tokens: int = 1000, temperature: Temperature = 1.0) -> list[B
     return make_batches(samples, Packing(max_tokens=max_tokens, temperature=temperature))
 
 
-class GradientRecorder(torch.optim.SGD):
-    """An optimizer that records the gradients and changes nothing."""
-
-    def step(self, closure: Any = None) -> Any:
-        self.gradients = [each.grad.clone() for each in self.param_groups[0]["params"]]
-
-
 def gradient(
     model: Any, batches: Sequence[Batch], loss: TokenLoss, **options: Any
 ) -> tuple[Tensor, dict[str, float]]:
     """The whole gradient of a step, flat, and the step's metrics."""
-    optimizer = GradientRecorder(model.parameters(), lr=1.0)
-    options = {"compute_logprobs": Scorer(model), **options}
-    result = update_parameters(
-        optimizer, batches, loss=loss, max_grad_norm=math.inf, **options
-    )  # fmt: skip
-    return torch.cat([each.flatten() for each in optimizer.gradients]), result.metrics
+    found, result = step_gradient(model, batches, loss, **options)
+    return found, result.metrics
 
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
@@ -78,13 +67,15 @@ def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("max_tokens", [15, 20, 40])
-def test_gradient_is_equal_for_any_micro_batches(
+def test_gradient_and_metrics_are_equal_for_any_micro_batches(
     model: Any, loss: TokenLoss, max_tokens: int
 ) -> None:
-    whole, _ = gradient(model, batches_of(), loss)
+    whole, expected = gradient(model, batches_of(), loss)
     split = batches_of(max_tokens)
     assert len(split) > 1
-    assert close(gradient(model, split, loss)[0], whole, 1e-6)
+    found, metrics = gradient(model, split, loss)
+    assert close(found, whole, 1e-6)
+    assert metrics == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -94,13 +85,6 @@ def test_gradient_is_equal_for_any_order(model: Any, loss: TokenLoss) -> None:
     random.Random(0).shuffle(samples)
     shuffled = make_batches(samples, Packing(max_tokens=20))[::-1]
     assert close(gradient(model, shuffled, loss)[0], whole, 1e-6)
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_metrics_are_equal_for_any_micro_batches(model: Any, loss: TokenLoss) -> None:
-    _, whole = gradient(model, batches_of(), loss)
-    _, split = gradient(model, batches_of(20), loss)
-    assert split == pytest.approx(whole, rel=1e-6)
 
 
 # Packed and padded rows
@@ -171,23 +155,14 @@ def test_mismatch_kl_of_one_token_by_hand() -> None:
     assert result.metrics["mismatch_kl"] == pytest.approx(0.148721, abs=1e-6)
 
 
-def test_mismatch_kl_is_zero_for_equal_weights() -> None:
+def test_effective_sample_size_and_entropy_estimate_by_hand() -> None:
     parameter, batch = by_hand(old=-1.0)
-    assert step_by_hand(parameter, [batch]).metrics["mismatch_kl"] == 0
-
-
-def test_effective_sample_size_by_hand() -> None:
+    other = replace(batch, old_logprobs=batch.old_logprobs - math.log(2))
+    metrics = step_by_hand(parameter, [batch, other]).metrics
     # ratios 1 and 2: (1 + 2)^2 / (2 * (1 + 4)) = .9, over two micro-batches
-    parameter, batch = by_hand(old=-1.0)
-    other = replace(batch, old_logprobs=batch.old_logprobs - math.log(2))
-    assert step_by_hand(parameter, [batch, other]).metrics["ess"] == pytest.approx(0.9)
-
-
-def test_entropy_estimate_by_hand() -> None:
+    assert metrics["ess"] == pytest.approx(0.9)
     # -logprob 1, ratios 1 and 2: (1 * 1 + 2 * 1) / 2 tokens
-    parameter, batch = by_hand(old=-1.0)
-    other = replace(batch, old_logprobs=batch.old_logprobs - math.log(2))
-    assert step_by_hand(parameter, [batch, other]).metrics["entropy"] == pytest.approx(1.5)
+    assert metrics["entropy"] == pytest.approx(1.5)
 
 
 def test_entropy_of_the_loss_replaces_the_estimate() -> None:
@@ -227,15 +202,6 @@ def test_step_clips_gradient_at_max_grad_norm(limit: float, after: float) -> Non
     result = step_by_hand(parameter, [batch], max_grad_norm=limit)
     assert parameter.item() == pytest.approx(after, abs=1e-6)
     assert result.metrics["grad_norm"] == pytest.approx(0.5)
-
-
-def test_loss_metrics_are_summed_over_batches() -> None:
-    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        return tokens.logprobs.sum(), {"share": tokens.mask.sum() / tokens.step_tokens}
-
-    parameter, batch = by_hand(old=-1.0)
-    result = step_by_hand(parameter, [batch, batch, batch], loss=loss)
-    assert result.metrics["share"] == pytest.approx(1)
 
 
 def test_step_without_batches_changes_nothing() -> None:
