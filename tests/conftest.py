@@ -1,4 +1,4 @@
-"""Settings of all tests: one torch thread, no hub, fixed examples, closed sockets."""
+"""Settings of all tests: one torch thread, no hub, closed sockets; a weight store."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from tools import link_proxy
+
+if TYPE_CHECKING:
+    from peralta_zmq.weights.store import WeightStore
+    from peralta_zmq.weights.subscriber import WeightSubscriber
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
@@ -50,4 +56,23 @@ def signals() -> Iterator[None]:
 def stack() -> Iterator[ExitStack]:
     """An ExitStack that is closed at the end of the test."""
     with ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WeightStore:
+    """A store in tmp_path/weights, claimed by a run of the name `run`."""
+    from peralta_zmq.weights.store import WeightStore
+
+    opened = WeightStore.open(tmp_path / "weights")
+    opened.claim("run")
+    return opened
+
+
+@pytest.fixture
+def subscriber(store: WeightStore, tmp_path: Path) -> Iterator[WeightSubscriber]:
+    """A subscriber of the store, with its copy in tmp_path/copy."""
+    from peralta_zmq.weights.subscriber import WeightSubscriber
+
+    with closing(WeightSubscriber(store, tmp_path / "copy", poll_seconds=0.05)) as opened:
         yield opened

@@ -76,7 +76,7 @@ def publish_and_subscribe(root: Path, plan: str) -> None:
     atomic_files._failpoints = atomic_files.parse_failpoints(plan)
     pruning.KEPT_LOADS = 0.0  # a concurrent load must not delay pruning
     store = WeightStore.open(root / "weights")
-    store.claim("run-1")
+    store.claim("run")
     pruner = Pruner(store, Retention(last=1))
     base = store.newest()
     first = 0 if base is None else base.step + 1

@@ -17,10 +17,6 @@ def test_unknown_device_error_names_the_remedy() -> None:
         models.choose_device("toaster")
 
 
-def test_cpu_can_be_chosen() -> None:
-    assert models.choose_device("cpu") == CPU
-
-
 def test_named_dtype_is_used() -> None:
     assert models.choose_dtype(CPU, "float32") == (torch.float32, "set by model.dtype")
 

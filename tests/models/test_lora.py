@@ -9,14 +9,14 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from generators import apply_until
 from sample_data import group_of, token_logprobs
 from test_end_to_end import REPO
 
@@ -28,7 +28,7 @@ from peralta_zmq.generator.weight_sync import apply_newest
 from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.rollout import Request, RolloutGroup, Sampling, rollout_of
-from peralta_zmq.trainer import checkpoint, policy
+from peralta_zmq.trainer import policy
 from peralta_zmq.trainer.loop import Trainer
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
@@ -67,34 +67,13 @@ def published(config: Config, model: Any, store: WeightStore, step: int) -> Vers
     return store.publish(step, weights, companions=companions, about=fields)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    store = WeightStore.open(tmp_path / "weights")
-    store.claim("run")
-    return store
-
-
-@pytest.fixture
-def follower(store: WeightStore, tmp_path: Path) -> Iterator[WeightSubscriber]:
-    with closing(WeightSubscriber(store, tmp_path / "copy", poll_seconds=0.05)) as opened:
-        yield opened
-
-
-def open_generator(config: Config, follower: WeightSubscriber) -> tuple[Version, Any, Any]:
+def open_generator(config: Config, subscriber: WeightSubscriber) -> tuple[Version, Any, Any]:
     """Open the engine of a generator with the first version."""
-    staged = follower.poll(timeout=20)
+    staged = subscriber.poll(timeout=20)
     assert staged is not None
     engine, tokenizer = make_engine(config, staged)
-    follower.accept()
+    subscriber.accept()
     return staged.version, engine, tokenizer
-
-
-def until_step(engine: Any, follower: WeightSubscriber, version: Version, step: int) -> Version:
-    """Refresh until the engine has `step`; the timeout of the test ends a hang."""
-    while engine.step != step:
-        follower.poll(timeout=0.2)
-        version = apply_newest(engine, follower, version)
-    return version
 
 
 def sampled(engine: Any) -> RolloutGroup:
@@ -145,12 +124,12 @@ def test_new_adapter_changes_no_output() -> None:
 
 @pytest.mark.parametrize("engine", ["native", "hf"])
 def test_generator_merges_versions_and_matches_trainer(
-    engine: str, store: WeightStore, follower: WeightSubscriber
+    engine: str, store: WeightStore, subscriber: WeightSubscriber
 ) -> None:
     config, model = trained("--lora.alpha=7", "--engine.name", engine)
     learner = build.make_learner(config, model)
     published(config, model, store, 0)
-    version, sampler, _ = open_generator(config, follower)
+    version, sampler, _ = open_generator(config, subscriber)
     for step in (1, 2, 3):
         ratios = ratios_of(config, model, group := sampled(sampler))
         assert float((ratios - 1).abs().max()) < 1e-4
@@ -158,7 +137,7 @@ def test_generator_merges_versions_and_matches_trainer(
         published(config, model, store, step)
         stale = ratios_of(config, model, group)
         assert float((stale - 1).abs().max()) > 1e-3  # the step moved the policy
-        version = until_step(sampler, follower, version, step)
+        version = apply_until(sampler, subscriber, version, step)
 
 
 @pytest.mark.parametrize("engine", ["native", "hf"])
@@ -174,17 +153,17 @@ def test_engine_over_live_model_uses_its_adapters(engine: str) -> None:
 
 
 def test_merged_version_leaves_no_trace_in_the_next(
-    store: WeightStore, follower: WeightSubscriber
+    store: WeightStore, subscriber: WeightSubscriber
 ) -> None:
     config, model = trained()
     learner = build.make_learner(config, model)
     first = {name: each.clone() for name, each in lora.published_weights(model).items()}
     published(config, model, store, 0)
-    version, sampler, _ = open_generator(config, follower)
+    version, sampler, _ = open_generator(config, subscriber)
     before = sampled(sampler)
     learner.learn(some_groups(1))
     published(config, model, store, 1)
-    version = until_step(sampler, follower, version, 1)
+    version = apply_until(sampler, subscriber, version, 1)
     assert not np.array_equal(sampled(sampler).rollouts[0].logprobs, before.rollouts[0].logprobs)
     sampler.apply(first, step=2)
     again = sampled(sampler)
@@ -207,7 +186,7 @@ def test_versions_hold_adapters_and_base_identity(store: WeightStore) -> None:
 
 
 def test_generator_start_rejects_adapter_of_another_base(
-    store: WeightStore, follower: WeightSubscriber, tmp_path: Path
+    store: WeightStore, subscriber: WeightSubscriber, tmp_path: Path
 ) -> None:
     config, model = trained()
     published(config, model, store, 0)
@@ -215,7 +194,7 @@ def test_generator_start_rejects_adapter_of_another_base(
     elsewhere = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.bfloat16)
     cast(Any, elsewhere).model.norm.weight.data[0] += 1
     elsewhere.save_pretrained(other)
-    staged = follower.poll(timeout=20)
+    staged = subscriber.poll(timeout=20)
     assert staged is not None
     words = r"version 0 is an adapter for embedded \([0-9a-f]{16}\), but model\.name \S*other is an"
     with pytest.raises(ConfigError, match=words):
@@ -223,27 +202,27 @@ def test_generator_start_rejects_adapter_of_another_base(
 
 
 def test_running_generator_rejects_adapter_of_another_base(
-    store: WeightStore, follower: WeightSubscriber
+    store: WeightStore, subscriber: WeightSubscriber
 ) -> None:
     config, model = trained()
     published(config, model, store, 0)
-    version, sampler, _ = open_generator(config, follower)
+    version, sampler, _ = open_generator(config, subscriber)
     before = sampled(sampler)
     weights = lora.published_weights(model)
     store.publish(1, weights, companions={}, about={"adapts": "0" * 16, "adapts_name": "x"})
-    assert follower.poll(timeout=20) is not None
-    assert apply_newest(sampler, follower, version) is version
+    assert subscriber.poll(timeout=20) is not None
+    assert apply_newest(sampler, subscriber, version) is version
     assert sampler.step == 0
     assert np.array_equal(sampled(sampler).rollouts[0].logprobs, before.rollouts[0].logprobs)
 
 
 @pytest.mark.parametrize("damage", ["missing", "shape"])
 def test_adapter_of_wrong_shape_changes_nothing(
-    damage: str, store: WeightStore, follower: WeightSubscriber
+    damage: str, store: WeightStore, subscriber: WeightSubscriber
 ) -> None:
     config, model = trained()
     published(config, model, store, 0)
-    _, sampler, _ = open_generator(config, follower)
+    _, sampler, _ = open_generator(config, subscriber)
     before = sampled(sampler)
     weights = {name: each.clone() for name, each in lora.published_weights(model).items()}
     last = list(weights)[-1]
@@ -257,37 +236,19 @@ def test_adapter_of_wrong_shape_changes_nothing(
     assert np.array_equal(sampled(sampler).rollouts[0].logprobs, before.rollouts[0].logprobs)
 
 
-def test_not_finite_adapter_is_rejected(store: WeightStore, follower: WeightSubscriber) -> None:
+def test_not_finite_adapter_is_rejected(store: WeightStore, subscriber: WeightSubscriber) -> None:
     config, model = trained()
     published(config, model, store, 0)
-    open_generator(config, follower)
+    open_generator(config, subscriber)
     with torch.no_grad():
         next(each for each in model.parameters() if each.requires_grad).div_(0)
     published(config, model, store, 1)
-    assert follower.poll(timeout=0.5) is None
+    assert subscriber.poll(timeout=0.5) is None
     with torch.no_grad():
         next(each for each in model.parameters() if each.requires_grad).fill_(0.01)
     published(config, model, store, 2)
-    staged = follower.poll(timeout=20)
+    staged = subscriber.poll(timeout=20)
     assert staged is not None and staged.version.number == 2
-
-
-@pytest.mark.parametrize("dropout", ["0", "0.3"])
-def test_lora_checkpoint_resumes_bit_for_bit(tmp_path: Path, dropout: str) -> None:
-    config, model = trained("--lora.dropout", dropout)
-    learner = build.make_learner(config, model)
-    learner.learn(some_groups(1))
-    saved = checkpoint.Checkpoint(1, learner.state(), {})
-    checkpoint.save(tmp_path, saved, run_id="run")
-    expected = [learner.learn(some_groups(step)).metrics["loss"] for step in (2, 3)]
-    torch.manual_seed(5)  # a new process has another state
-    other = build.make_learner(config, again := build.load_policy(config, models.EMBEDDED))
-    restored = checkpoint.newest(tmp_path, run_id="run")
-    assert restored is not None
-    other.restore(restored.step, restored.tensors)
-    assert [other.learn(some_groups(step)).metrics["loss"] for step in (2, 3)] == expected
-    ours, theirs = (lora.published_weights(each) for each in (model, again))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_dropout_is_inactive_without_gradients() -> None:

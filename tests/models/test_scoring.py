@@ -46,14 +46,18 @@ def plainly(model: Any, tokens: Tensor, temperature: float = 1.0) -> list[float]
     return found
 
 
+def scorer_of(model: Any, way: str) -> Scorer:
+    scorer = Scorer(model)
+    scorer.padding_reason = "" if way == "packed" else "forced by the test"
+    return scorer
+
+
 @pytest.mark.parametrize("way", ["packed", "padded"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @torch.no_grad()
 def test_scorer_matches_each_sequence_alone(way: str, temperature: float) -> None:
     model, (tokens, scored) = tiny_model(), row()
-    scorer = Scorer(model)
-    scorer.padding_reason = "" if way == "packed" else "forced by the test"
-    ours = scorer(tokens, TREES, scored, temperature=temperature)
+    ours = scorer_of(model, way)(tokens, TREES, scored, temperature=temperature)
     assert ours.tolist() == pytest.approx(plainly(model, tokens, temperature), abs=1e-5)
 
 
@@ -112,10 +116,11 @@ def test_models_of_other_families_are_packed(kind: str) -> None:
     assert Scorer(tiny_model(model_type=kind)).padding_reason == ""
 
 
-def gradient(model: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def gradient(
+    model: Any, tokens: Tensor, trees: list[PrefixTree], scored: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
     """Logprobs and the flat gradient of their sum."""
-    tokens, scored = row()
-    logprobs = Scorer(model, **options)(tokens, TREES, scored)
+    logprobs = Scorer(model, **options)(tokens, trees, scored)
     logprobs.sum().backward()
     flat = torch.cat([each.grad.flatten() for each in model.parameters()])
     model.zero_grad()
@@ -130,18 +135,22 @@ def test_tied_embedding_gets_both_gradients(way: str, padding: int | None) -> No
     parameters = list(model.parameters())
     rows = [token_logprobs(model, tokens[places][None])[0, first:] for places, first in SEQUENCES]
     expected = torch.autograd.grad(torch.cat(rows).sum(), parameters)
-    scorer = Scorer(model)
-    scorer.padding_reason = "" if way == "packed" else "forced by the test"
     for _ in range(2):  # micro-batches add up
-        scorer(tokens, TREES, scored).sum().backward()
+        scorer_of(model, way)(tokens, TREES, scored).sum().backward()
     for parameter, each in zip(parameters, expected, strict=True):
         assert torch.allclose(parameter.grad, 2 * each, atol=1e-5)
 
 
-def test_bfloat16_scorer_is_near_fp32() -> None:
+@pytest.mark.parametrize("length", [21, 100, 200])  # the row, below and in MATMUL_LENGTHS
+def test_bfloat16_scorer_is_near_fp32(length: int) -> None:
+    (tokens, scored), trees = row(), TREES
+    if length > 21:
+        tokens = torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(0))
+        trees = [PrefixTree((TreeSpan(-1, 20), TreeSpan(19, 40), TreeSpan(19, length - 60)))]
+        scored = torch.arange(20, length)
     model = tiny_model()
-    exact, expected = gradient(model)
-    narrow, found = gradient(model, dtype=torch.bfloat16)
+    exact, expected = gradient(model, tokens, trees, scored)
+    narrow, found = gradient(model, tokens, trees, scored, dtype=torch.bfloat16)
     assert not torch.equal(narrow, exact)
     assert (narrow - exact).abs().max() < 0.05
     assert torch.nn.functional.cosine_similarity(found, expected, dim=0) > 0.999
@@ -149,8 +158,10 @@ def test_bfloat16_scorer_is_near_fp32() -> None:
 
 
 def test_gradient_checkpointing_gives_the_same_gradient() -> None:
-    logprobs, expected = gradient(tiny_model())
-    again, found = gradient(tiny_model(attention_dropout=0.5), gradient_checkpointing=True)
+    tokens, scored = row()
+    logprobs, expected = gradient(tiny_model(), tokens, TREES, scored)
+    model = tiny_model(attention_dropout=0.5)
+    again, found = gradient(model, tokens, TREES, scored, gradient_checkpointing=True)
     assert torch.equal(again, logprobs)  # no dropout either
     assert torch.allclose(found, expected, atol=1e-6)
 
@@ -189,8 +200,7 @@ def test_entropies_by_hand() -> None:
 @torch.no_grad()
 def test_with_entropy_returns_the_same_logprobs(way: str) -> None:
     model, (tokens, scored) = tiny_model(), row()
-    scorer = Scorer(model)
-    scorer.padding_reason = "" if way == "packed" else "forced by the test"
+    scorer = scorer_of(model, way)
     temperatures = torch.linspace(0.5, 1.5, len(scored))
     logprobs, entropy = scorer.with_entropy(tokens, TREES, scored, temperature=temperatures)
     assert torch.allclose(
@@ -198,22 +208,3 @@ def test_with_entropy_returns_the_same_logprobs(way: str) -> None:
     )
     assert entropy.shape == logprobs.shape
     assert (entropy > 3).all() and (entropy < 4.16).all()  # a random model is near ln 64
-
-
-@pytest.mark.parametrize("length", [100, 200])  # below and in MATMUL_LENGTHS
-def test_bfloat16_attention_of_long_trees_is_near_fp32(length: int) -> None:
-    tokens = torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(0))
-    trees = [PrefixTree((TreeSpan(-1, 20), TreeSpan(19, 40), TreeSpan(19, length - 60)))]
-    scored = torch.arange(20, length)
-    found = list[Tensor]()
-    for dtype in (torch.float32, torch.bfloat16):
-        model = tiny_model()
-        logprobs = Scorer(model, dtype=dtype)(tokens, trees, scored)
-        logprobs.sum().backward()
-        found += [
-            logprobs.detach(),
-            torch.cat([each.grad.flatten() for each in model.parameters()]),
-        ]
-    exact, expected, narrow, gradient = found
-    assert (narrow - exact).abs().max() < 0.05
-    assert torch.nn.functional.cosine_similarity(gradient, expected, dim=0) > 0.999

@@ -34,7 +34,7 @@ def test_file_system_that_cannot_rename_folders_is_refused(
 
     monkeypatch.setattr(os, "rename", fails)
     with pytest.raises(StoreError, match=r"cannot rename folders.*--weights\.dir") as caught:
-        WeightStore.open(tmp_path / "weights").claim("run-1")
+        WeightStore.open(tmp_path / "weights").claim("run")
     assert "\n" not in str(caught.value)
 
 
@@ -53,7 +53,7 @@ def test_valid_lease_of_another_trainer_is_refused_without_a_change(tmp_path: Pa
     write_lease(tmp_path, age=5)
     (tmp_path / ".tmp-step_00000001-7").mkdir()  # a version that the other trainer is writing
     with pytest.raises(OutageError, match=r"another trainer \(pid 1 on elsewhere\)"):
-        WeightStore.open(tmp_path).claim("run-1")
+        WeightStore.open(tmp_path).claim("run")
     assert sorted(os.listdir(tmp_path)) == [".lease-other", ".tmp-step_00000001-7"]
 
 
@@ -66,8 +66,8 @@ def test_lease_that_expired_or_of_a_dead_process_is_replaced(
     monkeypatch.setattr("socket.gethostname", lambda: "here")
     write_lease(tmp_path, pid=dead.pid, host=host, age=age)
     store = WeightStore.open(tmp_path)
-    store.claim("run-1")
-    assert store.run_id == "run-1"
+    store.claim("run")
+    assert store.run_id == "run"
     assert not (tmp_path / ".lease-other").exists()
 
 
@@ -79,10 +79,10 @@ def test_lease_of_a_reused_process_number_is_replaced(tmp_path: Path, stack: Exi
     write = partial(write_lease, tmp_path, pid=process.pid, host=socket.gethostname(), age=0)
     write(started=started)
     with pytest.raises(OutageError, match=rf"another trainer \(pid {process.pid} on "):
-        store.claim("run-1")
+        store.claim("run")
     write(started=started - 60)
-    store.claim("run-1")
-    assert store.run_id == "run-1"
+    store.claim("run")
+    assert store.run_id == "run"
 
 
 def test_trainer_whose_lease_was_taken_over_publishes_nothing(store: WeightStore) -> None:

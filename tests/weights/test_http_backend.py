@@ -145,7 +145,7 @@ def test_server_honours_ranges(store: WeightStore, server: HttpServer) -> None:
 
 def test_http_store_cannot_be_published_to(server: HttpServer) -> None:
     with pytest.raises(StoreError, match="is read-only"):
-        client_of(server).claim("run-1")
+        client_of(server).claim("run")
 
 
 def test_server_without_a_token_or_on_a_used_port_is_refused(

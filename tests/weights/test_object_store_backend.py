@@ -71,7 +71,7 @@ def store(
         monkeypatch.setenv("AWS_REGION", "us-east-1")
         address = "s3://bucket/run"
     opened = WeightStore(ObjectStoreBackend(address))
-    opened.claim("run-1")
+    opened.claim("run")
     return opened
 
 

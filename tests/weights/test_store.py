@@ -47,10 +47,10 @@ def test_removed_version_is_reported_as_removed(store: WeightStore) -> None:
 
 
 def test_store_can_be_claimed_again_by_its_run_only(store: WeightStore) -> None:
-    WeightStore.open(store.folder).claim("run-1")
-    assert store.run_id == "run-1"
+    WeightStore.open(store.folder).claim("run")
+    assert store.run_id == "run"
     assert WeightStore.open(store.folder.parent).run_id is None
-    with pytest.raises(StoreError, match=r"belongs to run run-1, not to run-2.*--weights\.dir"):
+    with pytest.raises(StoreError, match=r"belongs to run run, not to run-2.*--weights\.dir"):
         WeightStore.open(store.folder).claim("run-2")
 
 
@@ -58,7 +58,7 @@ def test_store_can_be_claimed_again_by_its_run_only(store: WeightStore) -> None:
 def test_claim_of_a_file_or_a_read_only_folder_is_refused(tmp_path: Path, folder: str) -> None:
     (tmp_path / "weights").write_text("a file")
     with pytest.raises(StoreError, match=r"cannot be written.*--weights\.dir"):
-        WeightStore.open(folder.format(tmp_path)).claim("run-1")
+        WeightStore.open(folder.format(tmp_path)).claim("run")
 
 
 @pytest.mark.parametrize("mount_point_stays", [True, False])
@@ -69,12 +69,12 @@ def test_known_store_that_is_gone_is_not_created(
     if mount_point_stays:
         store.folder.mkdir()
     with pytest.raises(OutageError, match=r"is gone; is it mounted\? Mount it.*--weights\.dir"):
-        WeightStore.open(store.folder).claim("run-1", known=True, create=False)
+        WeightStore.open(store.folder).claim("run", known=True, create=False)
     assert not store.folder.exists() or os.listdir(store.folder) == []
     if mount_point_stays:
         store.folder.rmdir()
     (tmp_path / "away").rename(store.folder)
-    WeightStore.open(store.folder).claim("run-1", known=True, create=False)
+    WeightStore.open(store.folder).claim("run", known=True, create=False)
 
 
 def test_claim_reports_a_mount_that_is_lost_meanwhile_as_gone(
@@ -88,7 +88,7 @@ def test_claim_reports_a_mount_that_is_lost_meanwhile_as_gone(
 
     monkeypatch.setattr(again.backend, "prepare", lose_mount)
     with pytest.raises(OutageError, match="is it mounted"):
-        again.claim("run-1", known=True, create=False)
+        again.claim("run", known=True, create=False)
 
 
 # Publishing.
