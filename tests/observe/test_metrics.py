@@ -35,7 +35,10 @@ def test_open_truncates_only_a_torn_last_line(tmp_path: Path, complete: bytes, t
 
 def test_read_rows_skips_torn_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"step": 2, "te\xc3{"step": 3}\n17\n{"step": 4}\n{"step": 5}')
+    path.write_bytes(
+        b'{"step": 1}\n{"step": 2, "te\xc3{"step": 3}\n17\n[3]\n\n{"a": "\\\n'
+        b'{"a": [1\n2]}\n{"step": 7}, {"step": 8}\n{"step": 4}\n{"step": 5}'
+    )
     assert read_rows(path) == [{"step": 1}, {"step": 4}]
 
 

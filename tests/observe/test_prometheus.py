@@ -22,6 +22,7 @@ TEXT = """\
 # HELP peralta_step training steps taken
 # TYPE peralta_step gauge
 peralta_step{run="demo"} 12.0
+peralta_step{run="other"} 2.0
 # HELP peralta_reward mean reward of all rollouts in the batch
 # TYPE peralta_reward gauge
 peralta_reward{run="demo"} 0.71
@@ -41,14 +42,17 @@ peralta_rewards_mean{run="demo",reward="format"} 0.5
 # HELP peralta_my_own a metric added by the loss
 # TYPE peralta_my_own gauge
 peralta_my_own{run="demo"} -1.5
+# HELP peralta_its_own a metric added by the loss
+# TYPE peralta_its_own gauge
+peralta_its_own{run="other"} 3.0
 """  # noqa: E501
 
 
 def test_exposition_is_valid_and_has_every_finite_number() -> None:
-    text = exposition({"demo": ROW})
+    text = exposition({"demo": ROW, "other": {"step": 2, "its.own": 3.0}})
     assert text == TEXT
     families = list(parser.text_string_to_metric_families(text))
-    assert sum(len(family.samples) for family in families) == 8
+    assert sum(len(family.samples) for family in families) == 10
 
 
 @pytest.mark.parametrize("hostile", ['a"} 1\nb{c="', "back\\slash", "new\nline", "\\n", "é/x/y"])
@@ -70,18 +74,6 @@ def test_illegal_characters_are_replaced_and_equal_names_yield_one_sample() -> N
     assert re.fullmatch(r'peralta_[a-zA-Z0-9_]+\{run="r"\} 1\.0', lines[-1])
     text = exposition({"r": {"time/publish": 1.0, "time_publish": 2.0}})
     assert text.count('peralta_time_publish{run="r"}') == text.count("# TYPE") == 1
-
-
-def test_two_runs_share_the_head_of_a_metric() -> None:
-    assert exposition({"a": {"step": 1}, "b": {"step": 2, "my.own": 3.0}}).splitlines() == [
-        "# HELP peralta_step training steps taken",
-        "# TYPE peralta_step gauge",
-        'peralta_step{run="a"} 1.0',
-        'peralta_step{run="b"} 2.0',
-        "# HELP peralta_my_own a metric added by the loss",
-        "# TYPE peralta_my_own gauge",
-        'peralta_my_own{run="b"} 3.0',
-    ]
 
 
 def test_metrics_page_contains_the_table_of_every_section() -> None:

@@ -12,7 +12,6 @@ import json
 import shutil
 import struct
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -192,87 +191,53 @@ def test_p1_accepts_unrecorded_publish_if_trainer_resumed_at_its_step_and_reader
 # P2: no group is trained twice.
 
 
-def record_group_in_two_steps(run: RecordedRun) -> None:
-    run.journal[2][0] = ("aa", 1, 0)
-    run.journal[2].append(("aa", 2, 0))
-
-
-def train_a_dropped_group(run: RecordedRun) -> None:
-    run.journal[2].append(("bb", 0, 0))
-
-
-def make_a_group_twice(run: RecordedRun) -> None:
-    run.log.append(run.log[1])
-
-
-def repeat_step_without_resume(run: RecordedRun) -> None:
-    run.steps = [1, 2, 2, 3]
-
-
-def repeat_step_after_resume(run: RecordedRun) -> None:
-    run.steps = [1, 1, 2, 3]  # the resume is between the first two rows
-
-
 @pytest.mark.parametrize(
-    ("change", "broken"),
+    ("steps", "broken"),
     [
-        (record_group_in_two_steps, (f"{A}/1 is 2 times in the journal",)),
-        (train_a_dropped_group, (f"{B}/0 is 2 times in the journal",)),
-        (make_a_group_twice, (f"{A}/0 was made twice",)),
-        (repeat_step_without_resume, ("step 2 was taken twice without a resume",)),
-        (repeat_step_after_resume, ()),
+        ([1, 2, 2, 3], {"P2": ("step 2 was taken twice without a resume",)}),
+        ([1, 1, 2, 3], {}),  # the resume is between the first two rows
     ],
 )
-def test_p2_reports_repeated_groups_and_steps(
-    tmp_path: Path, change: Callable[[RecordedRun], None], broken: tuple[str, ...]
+def test_p2_reports_repeated_step_without_a_resume(
+    tmp_path: Path, steps: list[int], broken: dict[str, tuple[str, ...]]
 ) -> None:
+    assert RecordedRun(steps=steps).check(tmp_path) == broken
+
+
+def test_p2_reports_group_recorded_or_made_twice(tmp_path: Path) -> None:
     run = RecordedRun()
-    change(run)
-    assert run.check(tmp_path) == ({"P2": broken} if broken else {})
+    run.journal[2] = [("aa", 1, 0), ("aa", 2, 0), ("bb", 1, 1), ("bb", 0, 0)]
+    run.log.append(LOG[1])
+    broken = [f"{name} is 2 times in the journal" for name in (f"{A}/1", f"{B}/0")]
+    assert run.check(tmp_path) == {"P2": (*broken, f"{A}/0 was made twice")}
 
 
 # P3: no group of a live generator is lost.
 
 
-def forget_stale_group() -> RecordedRun:
-    """The trainer has no record of group 0 of `bb`."""
-    run = RecordedRun()
-    del run.journal[3][0]
-    run.accounting |= {"stale": 0, "in_flight": 1}
-    return run
-
-
-def test_p3_reports_missing_group_of_a_live_generator(tmp_path: Path) -> None:
-    assert forget_stale_group().check(tmp_path) == {"P3": (f"{B}/0 of step 0 has no fate",)}
-
-
 @pytest.mark.parametrize(
-    ("end", "is_late"), [("10:00:19", True), ("10:00:20", False), ("00:00:01", False)]
+    ("end", "is_lost"),
+    [
+        (LOG[-1:], True),
+        # made at 10:00:04, resent after a broken connection until :19
+        (["10:00:19 bin/generator run complete: groups=5"], False),
+        (["10:00:20 bin/generator run complete: groups=5"], True),
+        (["00:00:01 bin/generator run complete: groups=5"], True),  # after midnight
+        ([], False),  # killed before the end
+        (["10:00:40 bin/generator generator=ann threads=1 version=3", LOG[-1]], False),  # killed
+    ],
 )
-def test_p3_accepts_missing_group_made_just_before_the_end(
-    tmp_path: Path, end: str, is_late: bool
+def test_p3_reports_missing_group_of_a_generator_alive_at_the_end(
+    tmp_path: Path, end: list[str], is_lost: bool
 ) -> None:
-    run = forget_stale_group()  # made at 10:00:04, resent after a broken connection until :19
-    run.log[-1] = f"{end} bin/generator run complete: groups=5"
-    broken = {} if is_late else {"P3": (f"{B}/0 of step 0 has no fate",)}
-    assert run.check(tmp_path) == broken
-
-
-def test_p3_reports_missing_group_if_its_sender_sent_much_later_ones(tmp_path: Path) -> None:
-    run = forget_stale_group()
-    run.log = [line for line in run.log if "complete" not in line]  # killed before the end
-    assert run.check(tmp_path / "early") == {}
-    run.log[-2] = f"made group={B}/3 step=2 weights_id=w2"
+    run = RecordedRun(log=[*LOG[:-1], *end])
+    del run.journal[3][0]  # the trainer has no record of group 0 of `bb`
+    run.accounting |= {"stale": 0, "in_flight": 1}
+    lost = {"P3": (f"{B}/0 of step 0 has no fate",)}
+    assert run.check(tmp_path / "early") == (lost if is_lost else {})
+    run.log[-2 - len(end)] = f"made group={B}/3 step=2 weights_id=w2"  # much later than group 0
     run.journal[3][1] = ("bb", 3, 2)
-    assert run.check(tmp_path / "late") == {"P3": (f"{B}/0 of step 0 has no fate",)}
-
-
-def test_p3_accepts_missing_group_of_a_killed_generator_restarted_after_the_end(
-    tmp_path: Path,
-) -> None:
-    run = forget_stale_group()
-    run.log.insert(-1, "10:00:40 bin/generator generator=ann threads=1 version=3")
-    assert run.check(tmp_path) == {}
+    assert run.check(tmp_path / "late") == lost
 
 
 def test_p3_reports_missing_group_after_the_end_unless_the_run_was_continued(
@@ -317,17 +282,17 @@ def test_hostile_groups_must_not_be_left_uncounted(tmp_path: Path) -> None:
 DROPPED = ("stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid")
 
 
-@pytest.mark.parametrize("fate", DROPPED)
-def test_p3_reports_drop_without_a_cause(tmp_path: Path, fate: str) -> None:
-    run = RecordedRun()
+@pytest.mark.parametrize(
+    ("fate", "filters", "is_valid"),
+    [*((fate, False, False) for fate in DROPPED), ("filtered", True, True)],
+)
+def test_p3_reports_drop_without_a_cause(
+    tmp_path: Path, fate: str, filters: bool, is_valid: bool
+) -> None:
+    run = RecordedRun(filters=filters)
     run.change_fate(2, fate)  # its age is within the limit
-    assert run.check(tmp_path) == {"P3": (f"{B}/2 is {fate} at step 3 without a cause",)}
-
-
-def test_p3_accepts_filtered_group_if_filtering_is_on(tmp_path: Path) -> None:
-    run = RecordedRun(filters=True)
-    run.change_fate(2, "filtered")
-    assert run.check(tmp_path) == {}
+    broken = {"P3": (f"{B}/2 is {fate} at step 3 without a cause",)}
+    assert run.check(tmp_path) == ({} if is_valid else broken)
 
 
 def test_p3_accepts_evaluated_group_only_if_made_for_an_evaluation(tmp_path: Path) -> None:
@@ -371,32 +336,24 @@ def rolled_back(made: str = "step=3 weights_id=w9") -> RecordedRun:
 
 
 @pytest.mark.parametrize(
-    ("made", "is_valid"),
+    ("made", "step", "has_roll_back", "is_valid"),
     [
-        ("step=3 weights_id=w9", True),  # sampled with undone weights
-        ("step=1 weights_id=w1 newest=2", True),  # last tokens sampled with undone weights
-        ("step=0 weights_id=w0 newest=1", False),
+        ("step=3 weights_id=w9", 2, True, True),  # sampled with undone weights
+        ("step=3 weights_id=w9", 2, False, False),
+        ("step=1 weights_id=w1 newest=2", 2, True, True),  # last tokens of undone weights
+        ("step=1 weights_id=w1 newest=2", 3, True, False),  # step 2 was published again
+        ("step=0 weights_id=w0 newest=1", 2, True, False),
     ],
 )
 def test_p3_accepts_abandoned_group_only_of_undone_weights(
-    tmp_path: Path, made: str, is_valid: bool
+    tmp_path: Path, made: str, step: int, has_roll_back: bool, is_valid: bool
 ) -> None:
-    broken = {"P3": (f"{A}/3 is abandoned at step 2 without a cause",)}
-    assert rolled_back(made).check(tmp_path) == ({} if is_valid else broken)
-
-
-def test_p3_reports_abandoned_group_without_a_roll_back(tmp_path: Path) -> None:
-    run = rolled_back()
-    del run.events[4]
-    broken = {"P3": (f"{A}/3 is abandoned at step 2 without a cause",)}
-    assert run.check(tmp_path) == broken
-
-
-def test_p3_reports_abandoned_group_of_weights_published_again(tmp_path: Path) -> None:
-    run = rolled_back("step=1 weights_id=w1 newest=2")
-    run.journal[3].append(run.journal[2].pop())
-    broken = {"P3": (f"{A}/3 is abandoned at step 3 without a cause",)}
-    assert run.check(tmp_path) == broken
+    run = rolled_back(made)
+    run.journal[step].append(run.journal[2].pop())
+    if not has_roll_back:
+        del run.events[4]
+    broken = {"P3": (f"{A}/3 is abandoned at step {step} without a cause",)}
+    assert run.check(tmp_path) == ({} if is_valid else broken)
 
 
 def test_p3_and_p4_report_trained_group_of_undone_weights(tmp_path: Path) -> None:

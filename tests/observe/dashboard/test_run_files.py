@@ -26,15 +26,6 @@ def test_tail_reads_each_complete_row_once(tmp_path: Path) -> None:
     assert not tail.is_replaced()
 
 
-@pytest.mark.parametrize(
-    "bad", ['{"a": [1\n2]}', '{"step": 7}, {"step": 8}', "", "[3]", '{"a": "\\']
-)
-def test_tail_skips_a_line_that_is_not_a_row(tmp_path: Path, bad: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"step": 1}\n' + bad + '\n{"step": 2}\n')
-    assert Tail(path, 1 << 20).read() == [{"step": 1}, {"step": 2}]
-
-
 NEWER: Row = {"time": 2e9, "step": 7, "event": "start", "accuracy": 0.5, "texts": []}
 
 

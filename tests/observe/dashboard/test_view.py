@@ -212,7 +212,7 @@ def test_control_characters_are_escaped(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "hand", num_steps=2)
     append(folder / "metrics.jsonl", row(3, **{f"gen/{hostile}/tokens_per_s": 1.0}))
     append(folder / "samples.jsonl", {**group(3, f"{hostile}\n\t"), "generator": hostile})
-    info = {hostile: hostile}
+    info = {hostile: hostile, "threads": 1}
     append(folder / "events.jsonl",
            {"event": "worker_info", "generator": hostile, "worker_info": info},
            leave(hostile))  # fmt: skip
@@ -220,22 +220,10 @@ def test_control_characters_are_escaped(tmp_path: Path) -> None:
     update = view.update(run, now=time.time())
     (*_, sample) = view.samples(run)
     assert [event["text"] for event in update["state"]["events"][:2]] == [
-        f"generator={escaped}", f"generator={escaped}  {escaped}={escaped}",
+        f"generator={escaped}", f"generator={escaped}  {escaped}={escaped}  threads=1",
     ]  # fmt: skip
     assert update["state"]["generators"][0]["name"] == escaped
     assert update["state"]["verdict"]["sentence"].startswith(f"{escaped} is gone")
     assert (sample["generator"], sample["rollouts"][0]["text"]) == (escaped, f"{escaped}\n\t")
     labels = {line["label"] for chart in update["charts"] for line in chart["lines"]}
     assert escaped in labels and hostile not in labels
-
-
-def test_event_shows_nested_fields(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "hand", num_steps=1)
-    info = {"device": "cpu", "threads": 1}
-    append(folder / "events.jsonl",
-           {"event": "worker_info", "generator": "ann", "worker_info": info},
-           {"event": "join", "generator": "bob", "worker_info": {}})  # fmt: skip
-    events = view.state(read_run(folder), now=0.0)["events"]
-    assert [event["text"] for event in events[:2]] == [
-        "generator=bob", "generator=ann  device=cpu  threads=1",
-    ]  # fmt: skip

@@ -41,14 +41,8 @@ def test_wheel_contains_the_dashboard(tmp_path: Path) -> None:
     try:
         assert server.stdout
         address = server.stdout.readline().split()[1]
-        for path in (
-            "",
-            "dashboard.js",
-            "dashboard.css",
-            "uPlot.iife.min.js",
-            "icon.svg",
-            "api/runs/0",
-        ):
+        for path in ("", "dashboard.js", "dashboard.css", "uPlot.iife.min.js", "icon.svg",
+                     "api/runs/0"):  # fmt: skip
             with urllib.request.urlopen(f"{address}/{path}", timeout=20) as response:
                 assert len(response.read()) > 100
     finally:
