@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from peralta_zmq.observe.metrics import Row, read_rows
@@ -157,6 +158,14 @@ def ended_within(program: Program, seconds: float) -> bool:
     except subprocess.TimeoutExpired:
         return False
     return True
+
+
+def has_ended(pid: int) -> bool:
+    """Whether the process has ended, also if its parent has not reaped it yet."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def chance() -> random.Random:

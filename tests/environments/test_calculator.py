@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from operator import length_hint
 from pathlib import Path
 
 import pytest
@@ -53,9 +52,15 @@ def test_invalid_target_is_an_error_even_for_the_same_text(broken: str) -> None:
 
 
 def test_problems_are_in_file_order_with_stable_ids(tmp_path: Path) -> None:
-    made = from_file(csv_file(tmp_path, "2 + 1,two plus one", "1 + 1,one plus one"))
+    path = tmp_path / "x.jsonl"
+    path.write_text(
+        '{"question": "two plus one", "solution": 3, "level": 1}\n'
+        '{"question": "one plus one", "solution": "1 + 1"}\n'
+    )
+    columns = {"prompt_column": "question", "answer_column": "solution"}
+    made = list(calculator.problems("eval", 0, eval=str(path), **columns))
     assert [(problem.messages, problem.answer) for problem in made] == [
-        ((Message("user", "two plus one"),), "2 + 1"),
+        ((Message("user", "two plus one"),), "3"),
         ((Message("user", "one plus one"),), "1 + 1"),
     ]
     assert made[1].id == hashlib.sha256(b"calculator\none plus one").hexdigest()[:16]
@@ -66,21 +71,6 @@ def test_messages_begin_with_the_system_prompt_and_have_no_answer() -> None:
         assert problem.messages[0] == Message("system", "be brief")
         assert [message.role for message in problem.messages] == ["system", "user"]
         assert all(problem.answer not in message.content for message in problem.messages)
-
-
-def test_default_files_have_1000_and_250_problems() -> None:
-    train = {problem.id for problem in calculator.problems("train", 0)}
-    held_out = {problem.id for problem in calculator.problems("eval", 0)}
-    assert (len(train), len(held_out), len(train & held_out)) == (1000, 250, 0)
-
-
-def test_columns_are_configurable(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"question": "one plus one", "solution": 2, "level": 1}\n')
-    (problem,) = calculator.problems(
-        "eval", 0, eval=str(path), prompt_column="question", answer_column="solution"
-    )
-    assert (problem.messages[0].content, problem.answer) == ("one plus one", "2")
 
 
 def test_rows_with_invalid_target_or_empty_prompt_are_skipped_and_logged(
@@ -96,13 +86,6 @@ def test_rows_with_invalid_target_or_empty_prompt_are_skipped_and_logged(
         f"{prefix} row=5 answer='3' reason='the prompt is empty'",
         f"event=rows_refused source='{source}' refused=3 kept=2",
     ]
-
-
-def test_problems_have_a_length_hint(tmp_path: Path) -> None:
-    made = calculator.problems("train", 0, train=csv_file(tmp_path, "1,good", "one,bad", "2,good"))
-    left = [length_hint(made)]
-    left += [length_hint(made) for _ in made]
-    assert left == [3, 2, 0]
 
 
 def test_file_without_usable_rows_is_refused(tmp_path: Path) -> None:

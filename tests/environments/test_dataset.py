@@ -67,14 +67,6 @@ def test_rows_have_line_numbers_and_unchanged_text(write: Write, case: str) -> N
     assert rows_of(write(name, content)) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("math_1k", 1000), ("math_250", 250), ("math_10k", 10_000)]
-)
-def test_shipped_data_set_is_read_by_name(name: str, count: int) -> None:
-    rows = read_rows(name, prompt_column="natural_language", answer_column="python_expression")
-    assert [row.number for row in rows] == list(range(2, count + 2))
-
-
 def test_unknown_name_is_refused_with_similar_names(write: Write) -> None:
     error = error_of("math_1kk")
     assert "no data set or file 'math_1kk', did you mean 'math_1k'?" in error

@@ -6,14 +6,13 @@ import importlib
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
+from real_programs import has_ended, until
 
 from peralta_zmq.environments import calculator, reward_runner
 from peralta_zmq.environments.reward_runner import RewardRunner
@@ -96,7 +95,7 @@ def test_hanging_reward_is_killed_and_its_process_replaced(task: ModuleType) -> 
     with closing(RewardRunner(task.reward, timeout_seconds=1)) as runner:
         with pytest.raises(RewardError, match=r"took longer than 1 s"):
             runner.reward(PROBLEM, "hang")
-        assert not is_alive(pid_of(task))
+        assert has_ended(pid_of(task))
         assert runner.reward(PROBLEM, "anything") == 1.0
 
 
@@ -129,11 +128,11 @@ def test_reward_process_exits_with_its_parent(task: ModuleType, tmp_path: Path) 
     parent = subprocess.Popen([sys.executable, "-c", script], env=environment)
     try:
         until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
-        assert is_alive(pid_of(task))
+        assert not has_ended(pid_of(task))
     finally:
         parent.kill()
         parent.wait()
-    until(lambda: not is_alive(pid_of(task)))
+    until(lambda: has_ended(pid_of(task)))
 
 
 def test_bounded_reward_runs_in_this_process() -> None:
@@ -166,18 +165,3 @@ def test_options_are_passed_to_the_reward(task: ModuleType) -> None:
 def pid_of(task: ModuleType) -> int:
     assert task.__file__ is not None
     return int(Path(task.__file__).with_name("pid").read_text())
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -12,13 +12,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from hosts import REPO, SMALL, Sshd, hosts_file, lan, make_machine, needs_sshd, processes_in, sshd
+from real_programs import until
 
 from peralta_zmq.observe.metrics import read_rows
 from tools.link_proxy import free_ports
@@ -83,13 +83,6 @@ def home(tmp_path: Path) -> Iterator[Home]:
             os.kill(pid, signal.SIGKILL)
 
 
-def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
 def worker_pid(folder: Path, door: str) -> int:
     """Process id of the worker, not of its supervisor or guard; waits until it is the only one."""
     pids: list[int] = []
@@ -99,7 +92,7 @@ def worker_pid(folder: Path, door: str) -> int:
                     if f" bin/{door} " in words and not words.startswith("/bin/sh")]  # fmt: skip
         return len(pids) == 1
 
-    wait_until(is_alone, f"not one {door}", 20)
+    until(is_alone, seconds=20)
     return pids[0]
 
 
@@ -128,11 +121,11 @@ def test_run_over_ssh_survives_faults_and_leaves_no_process(home: Home) -> None:
         return bool(re.search(text, screen.read_text(), re.MULTILINE))
 
     def step_after(step: int) -> None:
-        wait_until(lambda: home.step > step, f"no step after {step}")
+        until(lambda: home.step > step, seconds=60)
 
     try:
         there = r"^alpha-trainer \| step=3/"
-        wait_until(lambda: seen(there) or viewer.poll() is not None, "no step", seconds=150)
+        until(lambda: seen(there) or viewer.poll() is not None, seconds=150)
         assert viewer.poll() is None, screen.read_text()
         assert seen(r"^beta-0 \| .*loaded version="), screen.read_text()
 
@@ -140,12 +133,10 @@ def test_run_over_ssh_survives_faults_and_leaves_no_process(home: Home) -> None:
         workers = {worker_pid(home.folder / "alpha", "trainer"),
                    worker_pid(home.folder / "beta", "generator")}  # fmt: skip
         assert home.server.drop_connections() >= 2
-        wait_until(
-            lambda: seen("^alpha: connection lost, its workers continue"), screen.read_text()
-        )
+        until(lambda: seen("^alpha: connection lost, its workers continue"), seconds=60)
         step_after(home.step)
         lost = len(screen.read_text())
-        wait_until(lambda: "\nalpha-trainer | step=" in screen.read_text()[lost:], "no logs")
+        until(lambda: "\nalpha-trainer | step=" in screen.read_text()[lost:], seconds=60)
         assert workers == {worker_pid(home.folder / "alpha", "trainer"),
                            worker_pid(home.folder / "beta", "generator")}  # fmt: skip
 

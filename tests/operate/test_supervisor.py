@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from real_programs import has_ended, until
 
 from peralta_zmq.operate import lan_monitor, supervisor
 from peralta_zmq.operate.supervisor import Job
@@ -69,21 +69,6 @@ def start(command: str, *jobs: Job) -> int:
     return pid
 
 
-def has_ended(pid: int) -> bool:
-    """True if the process has ended, also if its parent has not reaped it yet."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def status(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     capsys.readouterr()
     supervisor.print_status([NAME])
@@ -129,7 +114,7 @@ def test_start_keeps_a_running_worker_and_refuses_other_settings(
     assert supervisor.supervisor_pid(NAME) == pid
     assert supervisor.stop(NAME) == 0 and status(capsys)["state"] == "stopped"
     start("start", waiting_job("two"))
-    wait_until(lambda: status(capsys)["tail"][-1:] == ["two"])
+    until(lambda: status(capsys)["tail"][-1:] == ["two"])
     assert supervisor.stop(NAME) == 0
 
 
@@ -144,12 +129,12 @@ def test_status_distinguishes_a_killed_from_a_stopped_supervisor(
 ) -> None:
     assert status(capsys)["state"] == "not started"
     pid = start("start", job("import os, signal; print(os.getpid(), flush=True); signal.pause()"))
-    wait_until(lambda: status(capsys)["tail"])
+    until(lambda: status(capsys)["tail"])
     worker = int(status(capsys)["tail"][0])
     assert status(capsys)["state"] == "running" and not has_ended(worker)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: status(capsys)["state"] == "crashed")
-    wait_until(lambda: has_ended(worker))
+    until(lambda: status(capsys)["state"] == "crashed")
+    until(lambda: has_ended(worker))
     assert start("restart") != pid
     assert status(capsys)["state"] == "running"
     assert supervisor.stop(NAME) == 0 and status(capsys)["state"] == "stopped"

@@ -29,7 +29,10 @@ def test_data_files_depend_on_seed() -> None:
 
 @pytest.mark.parametrize(
     ("task", "sizes"),
-    [("countdown", (1000, 100)), ("reverse_text", (1000, 100)), ("math_answers", (500, 100))],
+    [
+        *(("calculator", (1000, 250)), ("countdown", (1000, 100))),
+        *(("reverse_text", (1000, 100)), ("math_answers", (500, 100))),
+    ],
 )
 def test_train_and_eval_files_share_no_problem(task: str, sizes: tuple[int, int]) -> None:
     if task == "math_answers":
