@@ -1,4 +1,4 @@
-"""A guest machine for each test of the lab; skips if its packages are missing."""
+"""A guest machine for each test of the lab; skips where it cannot run."""
 
 from __future__ import annotations
 

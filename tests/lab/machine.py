@@ -7,8 +7,10 @@ read-only, its disks are sparse files, and killing the process is a power cut.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -25,11 +27,33 @@ DISK_MIB = {"big": 1024, "small": 48}
 MEMORY = "1G"
 
 
+@functools.cache
+def check_kernel(cache: Path) -> None:
+    """Start the kernel with a program that ends at once.
+
+    Raises LabMissing if it cannot start a program: that of Debian 12 cannot restore the registers
+    of a processor with AMX, which are larger than its buffer.
+    """
+    options = ("mem=256M", "rootfstype=hostfs", "hostfs=/", "ro", "con=null", "con0=null,fd:1")
+    command = [str(cache / "usr/bin/linux.uml"), *options, "init=/bin/true"]
+    guest = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        timeout=60, check=False,
+    )  # fmt: skip
+    if b"exitcode=0x00000000" not in guest.stdout:  # printed because init has ended
+        reason = b" ".join(re.findall(rb"ptrace set fp regs failed.*|Kernel panic.*", guest.stdout))
+        raise packages.LabMissing(
+            f"the guest kernel cannot start a program on this processor: {reason.decode()}"
+        )
+
+
 class Machine:
     """A guest with two disks in a folder; `on` starts it."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises LabMissing if the guest cannot run here."""
         self._cache = packages.unpacked()
+        check_kernel(self._cache)
         self.folder = folder
         for name, size in DISK_MIB.items():
             with (folder / name).open("wb") as file:
