@@ -158,10 +158,10 @@ class ProcessGroup:
             self._print_notices()
             if code == 0 or self._interrupted:
                 return code if code >= 0 else 128 - code
-        if code == BAD_CONFIG:
-            return self._give_up(process, f"{worker.name} refused its settings", code)
         if code == 0 or self._interrupted or process.is_stopped:
             return None
+        if code == BAD_CONFIG:
+            return self._give_up(process, f"{worker.name} refused its settings", code)
         reason = f"killed by {SIGNAL_NAMES.get(-code, -code)}" if code < 0 else f"exit code {code}"
         if process.schedule_restart(reason):
             return None

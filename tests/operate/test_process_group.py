@@ -387,6 +387,17 @@ def test_trainer_that_fails_while_stopping_is_not_restarted(children: Children) 
         assert children.until_all_have_ended().count("trainer up") == 1
 
 
+def test_generator_that_cannot_run_does_not_end_a_trainer_that_stops(children: Children) -> None:
+    saves = (
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); gone = open('gone')\n"
+        "os.kill(os.getppid(), signal.SIGTERM); signal.sigwait([signal.SIGTERM])\n"
+        "notify('go'); gone.read(); time.sleep(0.5); send('saved')"
+    )
+    refuses = "gone = open('gone', 'w'); wait('go'); sys.exit(2)"
+    assert supervise([worker("trainer", saves), worker("g", refuses)], record=Record()) == 0
+    assert children.until_all_have_ended() == ["saved"]
+
+
 def test_children_of_a_crashed_worker_are_killed(children: Children) -> None:
     has_a_child = (
         "if os.fork() == 0: gone = open('gone', 'w'); send('child'); notify('go'); stay()\n"
