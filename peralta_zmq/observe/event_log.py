@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from peralta_zmq.observe.metrics import JsonLines, Row
 
 # Event -> lines per minute and generator. A generator that restarts every few seconds stays below.
-LIMITS = {"drop": 1, "join": 10, "leave": 10, "worker_info": 10, "last_report": 100}
+FREQUENT = ("join", "leave", "worker_info", "silent", "mismatch")
+LIMITS = {"drop": 1, "last_report": 100, **dict.fromkeys(FREQUENT, 10)}
 MINUTE = 60.0  # seconds
 MAX_BYTES = 4 << 20  # of the lines of one event in a run; about 30,000 joins
 MAX_COUNTS = 4096  # generators that are counted separately; all others are counted together

@@ -71,18 +71,19 @@ def test_names_above_the_limit_share_one_count(
     assert written(tmp_path, "drop")[-1]["count"] == 2
 
 
+@pytest.mark.parametrize("event", ["join", "mismatch", "silent"])
 def test_lines_of_one_event_are_bounded_in_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, event: str
 ) -> None:
     monkeypatch.setattr(event_log, "MAX_BYTES", 2000)
     for session in range(3):  # also after a restart of the trainer
         rows = read_rows(tmp_path / EVENTS)
         with JsonLines(tmp_path / EVENTS) as file, EventLog(file, rows) as events:
             for number in range(100):
-                events.append("join", generator=f"g{session}-{number}", incarnation="00ff")
+                events.append(event, generator=f"g{session}-{number}", incarnation="00ff")
             assert events.append("publish", step=session)
     assert len(written(tmp_path, "publish")) == 3
-    assert sum(len(str(row)) for row in written(tmp_path, "join")) < 2200
+    assert sum(len(str(row)) for row in written(tmp_path, event)) < 2200
     (note,) = written(tmp_path, "limit_reached")
-    assert (note["of"], note["bytes"]) == ("join", 2000)
-    assert caplog.messages == ["no more lines in events.jsonl: event=join bytes=2000"]
+    assert (note["of"], note["bytes"]) == (event, 2000)
+    assert caplog.messages == [f"no more lines in events.jsonl: event={event} bytes=2000"]
