@@ -49,7 +49,7 @@ class JsonLines:
 
         After a write error, which is logged, this row is missing; later rows are not affected.
         """
-        line = json.dumps(nan_to_null(row), allow_nan=False).encode() + b"\n"
+        line = json.dumps(nan_to_null(row)).encode() + b"\n"
         line = b"\n" + line if self._is_torn else line
         try:
             self._is_torn = self._file.write(line) < len(line)

@@ -33,10 +33,8 @@ MAX_TABLE_ROWS = 12
 FRAME_LINES = 9  # title, rules, header, a verdict of up to three lines, and one spare line
 REPEAT_SECONDS = 60.0  # minimum time between two lines with the same kind of verdict
 PROGRESS_DELAY = 2.0  # seconds; shorter operations show no progress
-REDRAW_SECONDS, LINE_SECONDS = (
-    0.2,
-    10.0,
-)  # between two updates of a progress text, drawn in place or as lines
+# Between two updates of a progress text, drawn in place or as lines.
+REDRAW_SECONDS, LINE_SECONDS = 0.2, 10.0
 COLORS: dict[Level, str] = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 VERSIONS = ("package", "python", "torch", "transformers")  # in a generator's info
 logger = logging.getLogger(__name__)

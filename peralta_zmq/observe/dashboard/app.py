@@ -122,13 +122,11 @@ class Dashboard:
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._serve, name="dashboard", daemon=True)
 
     def start(self) -> None:
         """Serve in a daemon thread; an exception there is logged and ends only the thread."""
-        thread = threading.Thread(target=self._serve, name="dashboard", daemon=True)
-        thread.start()
-        self._thread = thread  # stays None if start() raises, because close() could not join it
+        self._thread.start()
 
     def run(self) -> None:
         """Serve in this thread until a signal."""
@@ -137,7 +135,7 @@ class Dashboard:
     def close(self) -> None:
         """Stop serving, without waiting for open requests."""
         self._server.should_exit = True
-        if self._thread:
+        if self._thread.is_alive():
             self._thread.join(1.0)
         self._socket.close()
 
@@ -329,5 +327,4 @@ def _static_files() -> Mapping[str, Response]:
 
 def _json(content: Mapping[str, Any]) -> Response:
     """Return a JSON response in ASCII, since generated text may have unpaired surrogates."""
-    text = json.dumps(nan_to_null(content), allow_nan=False)
-    return Response(text, media_type="application/json")
+    return Response(json.dumps(nan_to_null(content)), media_type="application/json")

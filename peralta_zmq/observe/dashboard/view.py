@@ -207,8 +207,8 @@ def _data(runs: Sequence[RunFiles]) -> str:
     exported = [
         {"name": run.name, "update": update(run, now=now), "samples": samples(run)} for run in runs
     ]
-    data = nan_to_null({"written": now, "runs": exported})
-    return json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(nan_to_null({"written": now, "runs": exported}))
+    return data.replace("<", "\\u003c")
 
 
 def _hash(content: str) -> str:

@@ -6,7 +6,6 @@ import http.client
 import json
 import math
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -203,7 +202,6 @@ def test_errors_stay_in_the_dashboard(
     assert caplog.messages == ["dashboard request failed at /api/runs/0 (RuntimeError('broken'))"]
     monkeypatch.setattr(Dashboard, "run", fails)
     broken = serve(Path("unused"))
-    assert broken._thread is not None
     broken._thread.join(30)
     assert not broken._thread.is_alive()
     assert "broken" in caplog.text and "training continues" in caplog.text
@@ -214,9 +212,8 @@ def test_dashboard_of_10000_steps_uses_one_percent_of_a_core(tmp_path: Path, ser
     folder = make_run(tmp_path / "hand", num_steps=10_000)
     dashboard = serve(folder, live=True)
     cursor = json.loads(get(dashboard, "/api/runs/0")[2])["cursor"]
-    thread = dashboard._thread
-    assert isinstance(thread, threading.Thread) and thread.ident
-    clock = time.pthread_getcpuclockid(thread.ident)
+    assert dashboard._thread.ident
+    clock = time.pthread_getcpuclockid(dashboard._thread.ident)
     times: list[float] = []  # seconds of the thread per poll; other processes make some slow
     for step in range(10_001, 10_041):
         before = time.clock_gettime(clock)
