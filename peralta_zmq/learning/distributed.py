@@ -14,7 +14,7 @@ import json
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,38 +27,11 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 COMMAND_TIMEOUT = timedelta(days=365)  # the next command may follow after any time
 
 
-class Ranks(Protocol):
-    """The ranks of a trainer, as its learner uses them.
+class SingleRank:
+    """The only rank of a trainer of one process; its methods do nothing.
 
     `lockstep` is True if every rank must make the same number of forward and backward passes.
     """
-
-    rank: int
-    world_size: int
-    lockstep: bool
-
-    def prepare(self, model: Module) -> Module:
-        """Copy rank 0's weights to all ranks; return `model`, or its sharded copy to train."""
-        ...
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Replace `tensor` by its sum over all ranks."""
-        ...
-
-    def sum_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Sum over all ranks, in rank order, of each named number; names may differ by rank."""
-        ...
-
-    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Replace each parameter's gradient by its sum over all ranks.
-
-        A rank without a gradient adds zero.
-        """
-        ...
-
-
-class SingleRank:
-    """The only rank of a trainer of one process."""
 
     rank, world_size, lockstep = 0, 1, False
 
@@ -73,9 +46,6 @@ class SingleRank:
 
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         pass
-
-
-SINGLE = SingleRank()
 
 
 def join(device: torch.device) -> DistributedRanks:
@@ -107,10 +77,12 @@ class DistributedRanks:
     # Reductions
 
     def all_reduce(self, tensor: Tensor) -> None:
+        """Replace `tensor` by its sum over all ranks."""
         with _rank_errors():
             dist.all_reduce(tensor)
 
     def sum_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Sum over all ranks, in rank order, of each named number; names may differ by rank."""
         content, total = json.dumps(sums).encode(), dict[str, float]()
         for rank in range(self.world_size):
             for name, value in json.loads(self._broadcast_bytes(content, source=rank)).items():
@@ -118,6 +90,10 @@ class DistributedRanks:
         return total
 
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Replace each parameter's gradient by its sum over all ranks.
+
+        A rank without a gradient adds zero.
+        """
         if self.lockstep:  # FSDP has summed them in the backward pass
             return
         counts = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
@@ -133,6 +109,7 @@ class DistributedRanks:
     # Parameters
 
     def prepare(self, model: Module) -> Module:
+        """Copy rank 0's weights to all ranks; return `model`, or its sharded copy to train."""
         with _rank_errors():
             for tensor in model.state_dict().values():
                 dist.broadcast(tensor, 0)
@@ -188,6 +165,10 @@ class DistributedRanks:
     def close(self) -> None:
         """Leave the process group, after the last command."""
         dist.destroy_process_group()
+
+
+Ranks: TypeAlias = SingleRank | DistributedRanks
+SINGLE = SingleRank()
 
 
 @contextmanager

@@ -5,8 +5,10 @@ A group is all rollouts of one problem; generators report the logprobs of its to
 - a group with a very large logprob mismatch, whatever the loss. It is checked before the loss;
 - a group whose loss, or the gradient of its loss, is not finite although the policy's logprobs are.
 
-The decision depends on the group and the policy only: a replay from the journal leaves out the same
-groups. The tokens of a group left out still count in the means of the update.
+The decision depends on the group, its micro-batch and the policy only: a replay from the journal
+leaves out the same groups. Of a group that is split over several micro-batches, the part in another
+micro-batch may stay. The tokens left out still count in the means of the update, whose divisor must
+be known before its first backward pass.
 """
 
 from __future__ import annotations

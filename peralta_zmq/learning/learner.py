@@ -285,53 +285,24 @@ def update_parameters(
     Metrics: loss, grad_norm, entropy, mismatch_kl, ess, skipped, and those of the loss.
     `compute_with_entropy`, if set, replaces `compute_logprobs` and fills `Tokens.entropy`.
     """
-    step_tokens, _ = totals = _totals(batches, ranks)
-    always = ("loss", "mismatch_kl", "ratio", "ratio_square", "not_finite", "usable")
-    sums: dict[str, float] = {name: 0.0 for name in always}  # also without batches
+    totals = _totals(batches, ranks)
+    internal = ("_ratio", "_ratio_square", "_not_finite", "_usable")  # no metrics
+    sums: dict[str, float] = {name: 0.0 for name in ("loss", "mismatch_kl", *internal)}
     for batch in batches:
-        row = (batch.token_ids, batch.trees, batch.scored)
-        if compute_with_entropy is None:
-            logprobs, entropy = compute_logprobs(*row, temperature=batch.temperatures), None
-        else:
-            logprobs, entropy = compute_with_entropy(*row, temperature=batch.temperatures)
-        if not batch.mask.any():  # filler of a rank in lockstep: run the backward pass only
-            (logprobs.sum() * 0.0).backward()
-            continue
-        tokens = _tokens_of(batch, logprobs, entropy, totals)
-        by_rollout = step_metrics.rollout_mismatch(tokens)
-        result, unusable = exclusion.compute_loss(loss, tokens, batch.groups, by_rollout)
-        summands: dict[str, Tensor | float] = {}
-        if result is None:  # as for a filler
-            (logprobs.sum() * 0.0).backward()
-        else:
-            result.backward()
-            estimate = step_metrics.estimate_entropy(result.tokens)
-            summands |= {"entropy": estimate, **result.metrics}  # a loss may compute the entropy
-            summands |= {"loss": result.value, "usable": 1.0}
-        summands |= step_metrics.mismatch_summands(tokens, batch.groups, by_rollout)
-        summands |= exclusion.summands(unusable)
-        for name, summand in summands.items():
+        tokens = _forward(batch, totals, compute_logprobs, compute_with_entropy)
+        for name, summand in _backward(loss, tokens, batch.groups).items():
             sums[name] = sums.get(name, 0.0) + float(summand)
     metrics = ranks.sum_metrics(sums)
     mismatch, excluded = step_metrics.pop_mismatch(metrics), exclusion.pop_excluded(metrics)
-    num_not_finite, num_usable = metrics.pop("not_finite"), metrics.pop("usable")
-    ratio, square = metrics.pop("ratio"), metrics.pop("ratio_square")
+    ratio, square, num_not_finite, num_usable = (metrics.pop(name) for name in internal)
     grad_norm = _clip_and_step(optimizer, max_grad_norm, ranks) if num_usable else 0.0
     optimizer.zero_grad()
     skip_reason, has_no_loss = "", not num_usable and exclusion.NOT_FINITE in excluded.values()
     if has_no_loss or not math.isfinite(grad_norm):
-        skip_reason = _skip_reason(loss, metrics["loss"], num_not_finite, num_usable)
-    return StepResult(
-        {
-            "grad_norm": grad_norm,
-            "ess": ratio**2 / (step_tokens * square) if square else 1.0,
-            "skipped": float(bool(skip_reason)),
-            **metrics,
-        },
-        skip_reason,
-        {} if num_not_finite else mismatch,
-        excluded,
-    )
+        skip_reason = _skip_reason(loss, num_not_finite)
+    ess = ratio**2 / (totals[0] * square) if square else 1.0
+    metrics |= {"grad_norm": grad_norm, "ess": ess, "skipped": float(bool(skip_reason))}
+    return StepResult(metrics, skip_reason, {} if num_not_finite else mismatch, excluded)
 
 
 def _totals(batches: Sequence[Batch], ranks: Ranks) -> tuple[float, float]:
@@ -343,11 +314,18 @@ def _totals(batches: Sequence[Batch], ranks: Ranks) -> tuple[float, float]:
     return max(1.0, float(totals[0])), max(1.0, float(totals[1]))
 
 
-def _tokens_of(
-    batch: Batch, logprobs: Tensor, entropy: Tensor | None, totals: tuple[float, float]
+def _forward(
+    batch: Batch,
+    totals: tuple[float, float],
+    compute_logprobs: ComputeLogprobs,
+    compute_with_entropy: ComputeLogprobsAndEntropy | None,
 ) -> Tokens:
     """The input of the loss; `totals` are those of `_totals`."""
-    step_tokens, step_sequences = totals
+    row, temperature = (batch.token_ids, batch.trees, batch.scored), batch.temperatures
+    if compute_with_entropy is None:
+        logprobs, entropy = compute_logprobs(*row, temperature=temperature), None
+    else:
+        logprobs, entropy = compute_with_entropy(*row, temperature=temperature)
     return Tokens(
         logprobs=logprobs,
         old_logprobs=batch.old_logprobs,
@@ -355,13 +333,30 @@ def _tokens_of(
         mask=batch.mask,
         sequence=batch.sequence,
         num_sequences=batch.num_sequences,
-        step_tokens=step_tokens,
-        step_sequences=step_sequences,
+        step_tokens=totals[0],
+        step_sequences=totals[1],
         prox_logprobs=logprobs.detach() if batch.prox_logprobs is None else batch.prox_logprobs,
         ref_logprobs=batch.ref_logprobs,
         teacher_logprobs=batch.teacher_logprobs,
         entropy=entropy,
     )
+
+
+def _backward(loss: TokenLoss, tokens: Tokens, groups: Sequence[str]) -> dict[str, Tensor | float]:
+    """Accumulate the gradient of a micro-batch; returns its summands of the update's sums."""
+    result, summands = None, dict[str, Tensor | float]()
+    if tokens.mask.any():  # no filler of a rank in lockstep
+        by_rollout = step_metrics.rollout_mismatch(tokens)
+        result, unusable = exclusion.compute_loss(loss, tokens, groups, by_rollout)
+        summands |= step_metrics.mismatch_summands(tokens, groups, by_rollout)
+        summands |= exclusion.summands(unusable)
+    if result is None:  # ranks in lockstep all need the backward pass
+        (tokens.logprobs.sum() * 0.0).backward()
+        return summands
+    result.backward()
+    entropy = step_metrics.estimate_entropy(result.tokens)  # unless the loss computes it
+    summands |= {"loss": result.value, "_usable": 1.0}
+    return {"entropy": entropy, **result.metrics, **summands}
 
 
 def _clip_and_step(optimizer: torch.optim.Optimizer, max_grad_norm: float, ranks: Ranks) -> float:
@@ -374,15 +369,11 @@ def _clip_and_step(optimizer: torch.optim.Optimizer, max_grad_norm: float, ranks
     return grad_norm
 
 
-def _skip_reason(loss: TokenLoss, value: float, num_not_finite: float, num_usable: float) -> str:
+def _skip_reason(loss: TokenLoss, num_not_finite: float) -> str:
     if num_not_finite:
         return f"{num_not_finite:.0f} logprobs of the policy are not finite"
     name = getattr(getattr(loss, "func", loss), "__name__", "loss")
-    if not num_usable:
-        return f"loss '{name}' or its gradient is not finite for any group"
-    if not math.isfinite(value):
-        return f"the loss is {value} although every logprob of the policy is finite"
-    return f"the gradient of loss '{name}' is not finite although its value is {value:.6g}"
+    return f"loss '{name}' or its gradient is not finite"
 
 
 def _mean_metrics(updates: Sequence[StepResult]) -> dict[str, float]:

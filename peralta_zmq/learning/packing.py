@@ -62,7 +62,7 @@ class Batch:
     mask: Tensor  # float32 [N], 1; 0 in a micro-batch that only keeps its rank in lockstep
     sequence: Tensor  # int64 [N], index of the token's rollout in this micro-batch
     num_sequences: int  # rollouts in this micro-batch
-    groups: tuple[str, ...] = ()  # per rollout, name of its group
+    groups: tuple[str, ...]  # per rollout, name of its group
     temperatures: Tensor | float = 1.0  # float32 [N], sampling temperatures; a number: all the same
     prox_logprobs: Tensor | None = None  # float32 [N], of the policy before the step's first update
     ref_logprobs: Tensor | None = None  # float32 [N], of the reference model

@@ -73,7 +73,7 @@ def _by_generator(groups: Sequence[RolloutGroup]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """k3 estimate of KL(sampler, trainer), summed over one sender's tokens of a step."""
+    """k3 estimate of KL(sampler, trainer), summed over the tokens of a rollout, group or sender."""
 
     kl: float
     num_tokens: float
@@ -131,12 +131,12 @@ def rollout_mismatch(tokens: losses.Tokens) -> list[Mismatch]:
     return [Mismatch(*pair) for pair in zip(*sums.tolist(), strict=True)]
 
 
-def mismatch_by(names: Sequence[str], rollouts: Sequence[Mismatch]) -> dict[str, Mismatch]:
-    """The mismatch of all rollouts of each name, of a sender or a group; one name per rollout."""
+def mismatch_by(names: Sequence[str], parts: Sequence[Mismatch]) -> dict[str, Mismatch]:
+    """The total mismatch of each name: of a group, a sender or a generator."""
     totals: dict[str, Mismatch] = {}
-    for name, rollout in zip(names, rollouts, strict=False):
+    for name, part in zip(names, parts, strict=True):
         total = totals.get(name, Mismatch(0.0, 0.0))
-        totals[name] = Mismatch(total.kl + rollout.kl, total.num_tokens + rollout.num_tokens)
+        totals[name] = Mismatch(total.kl + part.kl, total.num_tokens + part.num_tokens)
     return totals
 
 
@@ -154,9 +154,9 @@ def mismatch_summands(
     senders = mismatch_by([name.rpartition("/")[0] for name in groups], rollouts)
     return {
         "mismatch_kl": losses.token_mean(tokens, losses.k3(log_ratio)),
-        "ratio": (tokens.mask * ratio).sum(),
-        "ratio_square": (tokens.mask * ratio.square()).sum(),
-        "not_finite": (~tokens.logprobs.isfinite()).sum(),
+        "_ratio": (tokens.mask * ratio).sum(),
+        "_ratio_square": (tokens.mask * ratio.square()).sum(),
+        "_not_finite": (~tokens.logprobs.isfinite()).sum(),
         **{SENDER_KL + sender: total.kl for sender, total in senders.items()},
         **{SENDER_TOKENS + sender: total.num_tokens for sender, total in senders.items()},
     }
@@ -184,8 +184,6 @@ def pop_mismatch(sums: dict[str, float]) -> dict[str, Mismatch]:
 
 
 def mismatch_metrics(step: Mapping[str, Mismatch]) -> dict[str, float]:
-    """Mean mismatch of each sender in a step, as gen/NAME/mismatch_kl."""
-    return {
-        f"gen/{sender.rpartition('/')[0]}/mismatch_kl": mismatch.mean
-        for sender, mismatch in step.items()
-    }
+    """Mean mismatch of each generator in a step, as gen/NAME/mismatch_kl."""
+    generators = mismatch_by([sender.rpartition("/")[0] for sender in step], [*step.values()])
+    return {f"gen/{name}/mismatch_kl": total.mean for name, total in generators.items()}

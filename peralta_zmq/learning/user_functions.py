@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from peralta_zmq.errors import PeraltaError, UserCodeError, described
-from peralta_zmq.learning.losses import Metrics, Tokens
+from peralta_zmq.learning.losses import Metrics
 
 FunctionKind: TypeAlias = Literal["loss", "advantage", "filter"]
 
@@ -75,7 +75,7 @@ def _exit_after_timeout(function: str) -> Generator[None]:
         timer.cancel()
 
 
-def _check_loss(name: str, result: Any, _: Tokens) -> tuple[Tensor, Metrics]:
+def _check_loss(name: str, result: Any, *_: object) -> tuple[Tensor, Metrics]:
     """The scalar and the metrics of a loss. Raises UserCodeError for any other result."""
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         raise UserCodeError(f"loss '{name}' must return a scalar and a dict of metrics")

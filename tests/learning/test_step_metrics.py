@@ -113,5 +113,9 @@ def test_least_recent_senders_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
     assert (statistics.mean("bob/0"), statistics.mean("ann/0")) == (0, pytest.approx(0.3))
 
 
-def test_mismatch_metrics_are_named_by_generator() -> None:
-    assert mismatch_metrics({"ann/00ff": FAR}) == {"gen/ann/mismatch_kl": pytest.approx(0.3)}
+def test_mismatch_metrics_are_the_means_of_generators() -> None:
+    # two starts of ann in one step: 3.1 over 20 tokens
+    row = mismatch_metrics({"ann/00ff": FAR, "ann/ff00": NEAR, "bob/00ff": NEAR})
+    assert row == {
+        "gen/ann/mismatch_kl": pytest.approx(0.155), "gen/bob/mismatch_kl": pytest.approx(0.01),
+    }  # fmt: skip

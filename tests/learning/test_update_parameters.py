@@ -127,7 +127,7 @@ def by_hand(old: float) -> tuple[torch.nn.Parameter, Batch]:
         token_ids=torch.tensor([3, 4]),
         trees=(PrefixTree((TreeSpan(-1, 2),)),), scored=torch.tensor([1]),
         old_logprobs=one * old, advantages=one / 2, mask=one,
-        sequence=torch.tensor([0]), num_sequences=1,
+        sequence=torch.tensor([0]), num_sequences=1, groups=("ann/0/7",),
     )  # fmt: skip
     return parameter, batch
 
@@ -204,6 +204,17 @@ def test_step_clips_gradient_at_max_grad_norm(limit: float, after: float) -> Non
     assert result.metrics["grad_norm"] == pytest.approx(0.5)
 
 
+def test_loss_metrics_of_any_name_are_summed_over_batches() -> None:
+    names = ("share", "ratio", "usable", "not_finite")
+
+    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        return tokens.logprobs.sum(), dict.fromkeys(names, tokens.mask.sum() / tokens.step_tokens)
+
+    parameter, batch = by_hand(old=-1.0)
+    metrics = step_by_hand(parameter, [batch, batch, batch], loss=loss).metrics
+    assert {name: metrics[name] for name in names} == pytest.approx(dict.fromkeys(names, 1))
+
+
 def test_step_without_batches_changes_nothing() -> None:
     parameter, _ = by_hand(old=-1.0)
     optimizer = torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1)
@@ -236,19 +247,11 @@ def test_not_finite_gradient_skips_the_step(poison: float) -> None:
     assert result.skip_reason == "1 logprobs of the policy are not finite"
 
 
-def test_skip_reason_names_not_finite_loss() -> None:
+def test_skip_reason_names_the_loss_whose_gradient_overflows() -> None:
     parameter, batch = by_hand(old=-1.0)
-    result = step_by_hand(parameter, [replace(batch, advantages=batch.advantages * math.inf)])
-    assert result.skip_reason == "the loss is inf although every logprob of the policy is finite"
-
-
-def test_skip_reason_names_not_finite_gradient() -> None:
-    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        return (tokens.logprobs + 1).abs().sqrt().sum(), {}  # infinitely steep at -1
-
-    parameter, batch = by_hand(old=-1.0)
-    result = step_by_hand(parameter, [batch], loss=loss)
-    assert result.skip_reason == "the gradient of loss 'loss' is not finite although its value is 0"
+    batch = replace(batch, advantages=batch.advantages * 10)  # 5e308 is infinite
+    result = step_by_hand(parameter, [batch], factor=1e308)
+    assert result.skip_reason == "loss 'reinforce' or its gradient is not finite"
 
 
 def test_skipped_gradient_is_discarded() -> None:
