@@ -83,14 +83,14 @@ class WeightPublisher:
         """
         started = time.monotonic()
         with self._changed:
-            replaced, self._waiting = self._waiting, None
-            buffers = replaced.tensors if replaced else self._spare
-            if not replaced:
-                self._spare = {}
-        copies, wait_for_copies = _copy(tensors, buffers, self._dtype)
-        stall = time.monotonic() - started
-        with self._changed:
-            keyframe = keyframe or (replaced is not None and replaced.keyframe)
+            replaced = self._waiting
+            if replaced:
+                buffers = replaced.tensors
+                keyframe = keyframe or replaced.keyframe
+            else:
+                buffers, self._spare = self._spare, {}
+            copies, wait_for_copies = _copy(tensors, buffers, self._dtype)
+            stall = time.monotonic() - started
             self._waiting = Snapshot(step, copies, wait_for_copies, stall, keyframe)
             self._backing_off = False
             self._changed.notify_all()
