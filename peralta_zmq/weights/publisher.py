@@ -123,7 +123,6 @@ class WeightPublisher:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(timeout=1.0)
-        self._writer.leases.release()
 
     # Methods of the threads.
 
@@ -148,6 +147,7 @@ class WeightPublisher:
             with self._changed:
                 self._failure, self._publishing = error, False
                 self._changed.notify_all()
+        self._writer.leases.release()  # here, because an unresponsive mount blocks the thread
 
     def _next(self) -> Snapshot | None:
         """Wait for the next snapshot and return it; None when closing."""

@@ -177,6 +177,17 @@ def test_keyframe_of_a_retry_survives_a_snapshot_that_is_being_copied(
     assert version is not None and (version.step, version.kind) == (2, "keyframe")
 
 
+def test_close_does_not_wait_for_an_unresponsive_mount(
+    open_publisher: Opener, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounted = threading.Event()
+    monkeypatch.setattr(store.backend.leases, "release", lambda: mounted.wait(20))
+    started = time.monotonic()
+    open_publisher().close(timeout=1)
+    assert time.monotonic() - started < 10
+    mounted.set()
+
+
 def stuck_disk(monkeypatch: pytest.MonkeyPatch, publisher: WeightPublisher) -> threading.Event:
     """Keep the thread busy with version 90 until the returned event is set."""
     fsync, disk_works = os.fsync, threading.Event()
