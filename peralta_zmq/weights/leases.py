@@ -106,7 +106,7 @@ class FolderLeases:
         if self._folder is None:
             yield
             return
-        mark = self._folder / f"{READ_MARK}{name}-{os.getpid()}-{PROCESS_TAG}"
+        mark = self._folder / f"{READ_MARK}{name}-{os.urandom(4).hex()}"
         with contextlib.suppress(OSError):
             mark.touch(0o644)
         try:

@@ -105,6 +105,15 @@ def test_read_marks_are_valid_without_the_lease_file(store: WeightStore) -> None
         assert store.backend.leases.being_read() == {"step_00000001"}
 
 
+def test_version_is_being_read_until_its_last_reader_has_finished(store: WeightStore) -> None:
+    leases = store.backend.leases  # the server has one for all its clients
+    with leases.reading("step_00000001"):
+        with leases.reading("step_00000001"):
+            pass
+        assert leases.being_read() == {"step_00000001"}
+    assert leases.being_read() == set()
+
+
 @pytest.mark.timeout(10)  # opening a named pipe would block
 def test_named_pipes_in_the_folder_block_no_process(store: WeightStore) -> None:
     version = publish(store, 1)
