@@ -63,35 +63,37 @@ class CheckpointWriter:
     def write(self) -> None:
         """Write a checkpoint of the newest step unless there is one; prune the journal.
 
-        Raises OutageError if it cannot be written.
+        Raises OutageError if the checkpoints cannot be written or listed.
         """
         learner, settings = self._policy.learner, self._session.config.checkpoint
         if learner.step == self.saved_step:
             return
         folder = self._session.folder / "checkpoints"
         saved = Checkpoint(learner.step, learner.state(), self._progress)
-        save(folder, saved, run_id=self._session.run_id)
-        self.saved_step = learner.step
-        prune(folder, settings.keep_last, settings.keep_interval)
-        failpoint("checkpoint.pruned")
-        if not settings.keep_journal:
-            self._collector.journal.prune(min(atomic_files.steps_in(folder)) + 1)
+        try:
+            save(folder, saved, run_id=self._session.run_id)
+            self.saved_step = learner.step
+            prune(folder, settings.keep_last, settings.keep_interval)
+            failpoint("checkpoint.pruned")
+            if not settings.keep_journal:
+                self._collector.journal.prune(min(atomic_files.steps_in(folder)) + 1)
+        except OSError as error:
+            raise OutageError(
+                f"cannot write checkpoint {learner.step} in {folder}: {failure_text(error)}"
+            ) from None
 
 
 def save(folder: Path, checkpoint: Checkpoint, *, run_id: str) -> None:
-    """Write `folder/step_N` atomically. Raises OutageError if it cannot be written."""
+    """Write `folder/step_N` atomically. Raises OSError."""
     final = folder / f"step_{checkpoint.step:06d}"
     files = {
         TENSORS: safetensors.torch.save(checkpoint.tensors),
         PROGRESS: json.dumps(checkpoint.progress).encode(),
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        failpoint("checkpoint.write")
-        atomic_files.remove_folder(final)  # a checkpoint that did not verify at the restart
-        atomic_files.write_folder(final, files, {"run_id": run_id, "step": checkpoint.step})
-    except OSError as error:
-        raise OutageError(f"cannot write checkpoint {final}: {failure_text(error)}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    failpoint("checkpoint.write")
+    atomic_files.remove_folder(final)  # a checkpoint that did not verify at the restart
+    atomic_files.write_folder(final, files, {"run_id": run_id, "step": checkpoint.step})
     failpoint("checkpoint.written")
 
 

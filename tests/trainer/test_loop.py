@@ -20,7 +20,7 @@ import pytest
 import torch
 from sample_data import group_of
 
-from peralta_zmq import wire
+from peralta_zmq import atomic_files, wire
 from peralta_zmq.atomic_files import is_held
 from peralta_zmq.config import Config, load_config, write_resolved
 from peralta_zmq.errors import (
@@ -34,6 +34,7 @@ from peralta_zmq.errors import (
 )
 from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.learning.learner import StepResult
+from peralta_zmq.observe.metrics import EVENTS, read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint
 from peralta_zmq.trainer import collector as collectors
@@ -309,6 +310,20 @@ def test_recovery_waits_until_the_journal_can_be_written(
     printed = capsys.readouterr().out
     assert "step_000001.msgpack: Read-only file system. Waiting" in printed
     assert "the outage is over after" in printed
+
+
+def test_checkpoints_that_cannot_be_listed_do_not_end_the_run(
+    opened: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened.recover()
+
+    def fails(folder: Path) -> dict[int, Path]:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(atomic_files, "steps_in", fails)
+    opened.checkpoints.save()
+    event = read_rows(opened.session.folder / EVENTS)[-1]
+    assert event["event"] == "checkpoint_failed" and "Stale file handle" in str(event["reason"])
 
 
 def test_half_written_checkpoint_is_removed(opened: Trainer) -> None:
