@@ -221,8 +221,13 @@ class Trainer:
             return
         self.generators.wait_for_final_statuses(step=step)
         run_log.end("complete", step=step)
-        folder = policy.final_weights(self.session.config, self.policy, self.publishing.store)
-        run_log.close_run(folder, self.collector.accounting(), self.generators.num_made)
+        self.session.wait_out(self._close_run)
+
+    def _close_run(self) -> None:
+        config, store = self.session.config, self.publishing.store
+        folder = policy.final_weights(config, self.policy, store)
+        accounting, num_made = self.collector.accounting(), self.generators.num_made
+        self.session.run_log.close_run(folder, accounting, num_made)
 
     def _between_groups(self, idle: bool) -> None:
         """Background work of the collector; `idle` is True while no group arrives."""

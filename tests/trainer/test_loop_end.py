@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from sample_data import INCARNATION
 from test_resume import Session
 
 from peralta_zmq import wire
+from peralta_zmq.observe import report
 from peralta_zmq.observe.metrics import EVENTS, Row, read_rows
 from peralta_zmq.trainer.generator_registry import SILENCE_SECONDS
 from peralta_zmq.trainer.loop import Trainer
+from peralta_zmq.trainer.session import StopSignal
 
 pytestmark = pytest.mark.timeout(60)
 FOUR = "--train.max-steps=4"
@@ -100,6 +104,23 @@ def test_run_stopped_in_its_last_evaluation_is_closed_by_the_next_start(
         assert not first.session.run_log.has_evaluation(4)
     again = Session(stack, tmp_path, FOUR).trainer
     assert summary_of(again) and again.session.run_log.has_evaluation(4)
+
+
+def test_end_of_a_run_waits_for_its_disk(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = complete(stack, tmp_path)
+    replace_file, num_calls = report.replace_file, [0]
+
+    def replace_or_fail(*arguments: Any, **options: Any) -> None:
+        num_calls[0] += 1
+        if num_calls[0] == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace_file(*arguments, **options)
+
+    monkeypatch.setattr(report, "replace_file", replace_or_fail)
+    monkeypatch.setattr(StopSignal, "pause", lambda stop, seconds: None)
+    assert summary_of(trainer) and num_calls[0] > 1
 
 
 def test_stopped_run_writes_its_plot_and_report(tmp_path: Path, stack: ExitStack) -> None:
