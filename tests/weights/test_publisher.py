@@ -14,17 +14,12 @@ from typing import Any
 import pytest
 import torch
 from real_programs import until
-from sample_data import token_logprobs
 from weight_sets import COMPANIONS, loaded, publish, reports_of, same, weights_at
 
-from peralta_zmq import models
-from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
 from peralta_zmq.weights import publisher as publisher_module
-from peralta_zmq.weights import tensor_set
 from peralta_zmq.weights.pruning import Pruner, Retention
 from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.version import Version
 
 Opener = Callable[..., WeightPublisher]
@@ -310,35 +305,3 @@ def test_pruning_spares_slow_readers_and_versions_being_read(
     assert numbers_after(6) == [1, 4, 5, 6]  # others are kept for 3 x 101 s
     now[0] += 150
     assert numbers_after(7) == [4, 5, 6, 7]  # 1 has been spare for 312 s
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_100_deltas_of_a_model_in_training_are_bit_exact(
-    store: WeightStore, open_publisher: Opener, tmp_path: Path
-) -> None:
-    model = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
-    optimizer = make_optimizer(dict(model.named_parameters()), betas=(0.9, 0.95), weight_decay=0.0)
-    set_learning_rate(optimizer, 2e-6)
-    random = torch.Generator().manual_seed(0)
-    vocabulary = int(model.config.vocab_size)
-    publisher = open_publisher(keyframe_interval=1000)
-    versions: list[Version] = []
-    newest: dict[str, torch.Tensor] = {}
-    with closing(WeightSubscriber(store, tmp_path / "copy", poll_seconds=0.01)) as subscriber:
-        for step in range(101):
-            versions.append(published(publisher, step, models.weights_of(model)))
-            pending = subscriber.poll(timeout=30)
-            assert pending is not None and pending.version.weights_id == versions[-1].weights_id
-            newest = tensor_set.copy_set(models.weights_of(model), torch.bfloat16)
-            assert same(pending.tensors, newest)
-            subscriber.accept()
-            tokens = torch.randint(0, vocabulary, (2, 24), generator=random)
-            logprobs = token_logprobs(model, tokens)
-            (-logprobs[:, 1:].mean()).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-    assert [version.kind for version in versions] == ["keyframe", *["delta"] * 100]
-    assert versions[-1].depth == 100
-    assert same(loaded(store, versions[-1]), newest)  # reads the whole chain
-    assert not same(tensor_set.copy_set(models.weights_of(model), torch.bfloat16), newest)

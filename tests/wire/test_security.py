@@ -23,6 +23,7 @@ from sockets import (
     ANYWHERE,
     DEADLINE,
     GROUP,
+    bound_again,
     eventually,
     numbered,
     received,
@@ -50,20 +51,61 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def always_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The authenticator reads the key folder again for every client."""
+    monkeypatch.setattr(auth, "READ_SECONDS", 0.0)
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for name in ("trainer", "ann", "bob"):
         make_keys(tmp_path / "keys", name)
     return tmp_path / "keys"
 
 
-@pytest.fixture
-def authenticator(folder: Path, stack: ExitStack) -> wire.CurveAuthenticator:
-    return stack.enter_context(closing(wire.CurveAuthenticator(folder)))
+class Scene:
+    """A trainer's authenticator and rollout receiver, and clients with keys of its folder."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self._stack = folder, stack
+        self.authenticator = stack.enter_context(closing(wire.CurveAuthenticator(folder)))
+        self.receiver = stack.enter_context(closing(receiver_at(authenticator=self.authenticator)))
+        self.ann = generator_keys(folder, "ann")
+
+    def sender(self, keys: GeneratorKeys | None = None) -> wire.RolloutSender:
+        """A sender of groups, by default with ann's keys."""
+        return sender_to(self.receiver.address, self._stack, keys=keys or self.ann)
+
+    def publisher(self) -> wire.AnnouncementPublisher:
+        publisher = wire.AnnouncementPublisher(ANYWHERE, authenticator=self.authenticator)
+        return self._stack.enter_context(closing(publisher))
+
+    def subscriber(
+        self, address: str, keys: GeneratorKeys | None = None
+    ) -> wire.AnnouncementSubscriber:
+        subscriber = wire.AnnouncementSubscriber(address, keys=keys or self.ann)
+        return self._stack.enter_context(closing(subscriber))
+
+    def link(self) -> tuple[wire.AnnouncementPublisher, Proxy, wire.AnnouncementSubscriber]:
+        """A publisher and a subscriber that has received step 1 through a proxy."""
+        publisher = self.publisher()
+        proxy = self._stack.enter_context(Proxy(int(publisher.address.rpartition(":")[2])))
+        subscriber = self.subscriber(proxy.address)
+        publisher.publish(wire.Announcement(RUN, step=1))
+        eventually(lambda: subscriber.receive(timeout=0.1))
+        return publisher, proxy, subscriber
+
+    def remove_key(self) -> Callable[[], object]:
+        """Remove ann's public key; returns a function that puts it back."""
+        file = self.folder / "ann.public"
+        content = file.read_bytes()
+        file.unlink()
+        return lambda: file.write_bytes(content)
 
 
 @pytest.fixture
-def receiver(authenticator: wire.CurveAuthenticator, stack: ExitStack) -> wire.RolloutReceiver:
-    return stack.enter_context(closing(receiver_at(authenticator=authenticator)))
+def scene(folder: Path, stack: ExitStack) -> Scene:
+    return Scene(folder, stack)
 
 
 def unknown_keys(folder: Path) -> GeneratorKeys:
@@ -92,14 +134,6 @@ def refusal_of(address: str, stack: ExitStack, keys: GeneratorKeys | None) -> st
     return str(refused.value)
 
 
-def test_group_of_a_known_generator_is_received(
-    folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack
-) -> None:
-    sender = sender_to(receiver.address, stack, keys=generator_keys(folder, "ann"))
-    assert sender.send(numbered(5), timeout=LIMIT)
-    assert received(receiver).generator_id == "ann"
-
-
 @pytest.mark.parametrize(
     ("keys_of", "reason"),
     [
@@ -110,27 +144,27 @@ def test_group_of_a_known_generator_is_received(
     ids=["no key", "unknown key", "wrong server key"],
 )
 def test_refused_client_delivers_nothing_and_reports_the_reason(
-    folder: Path,
-    receiver: wire.RolloutReceiver,
+    scene: Scene,
     stack: ExitStack,
     keys_of: Callable[[Path], GeneratorKeys | None],
     reason: str,
 ) -> None:
-    assert re.search(reason, refusal_of(receiver.address, stack, keys_of(folder)))
+    receiver = scene.receiver
+    assert re.search(reason, refusal_of(receiver.address, stack, keys_of(scene.folder)))
     assert receiver.receive(timeout=0.3) is None and not receiver.refused
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_generator_with_an_unknown_key_exits_with_the_reason(
-    folder: Path, authenticator: wire.CurveAuthenticator, stack: ExitStack, tmp_path: Path
+    scene: Scene, stack: ExitStack, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
     for name in ("trainer", "ann"):
         make_keys(other, name)
-    shutil.copy(folder / "trainer.public", other)
+    shutil.copy(scene.folder / "trainer.public", other)
     publisher = stack.enter_context(open_socket(zmq.XSUB, hwm=1))
-    authenticator.protect(publisher)
+    scene.authenticator.protect(publisher)
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
     connections = stack.enter_context(publisher.get_monitor_socket(zmq.EVENT_ACCEPTED))
     stack.callback(publisher.disable_monitor)
@@ -147,31 +181,19 @@ def test_generator_with_an_unknown_key_exits_with_the_reason(
     assert "has no key of ann; put ann.public into" in errors.splitlines()[-1]
 
 
-def test_no_client_is_accepted_without_an_authenticator(
-    folder: Path,
-    authenticator: wire.CurveAuthenticator,
-    receiver: wire.RolloutReceiver,
-    stack: ExitStack,
-) -> None:
-    authenticator.close()
-    assert "accepts no client" in refusal_of(receiver.address, stack, generator_keys(folder, "ann"))
-    assert receiver.receive(timeout=0.3) is None
+def test_no_client_is_accepted_without_an_authenticator(scene: Scene, stack: ExitStack) -> None:
+    scene.authenticator.close()
+    assert "accepts no client" in refusal_of(scene.receiver.address, stack, scene.ann)
+    assert scene.receiver.receive(timeout=0.3) is None
 
 
 def test_client_waits_for_a_trainer_behind_a_forwarder(
-    folder: Path,
-    authenticator: wire.CurveAuthenticator,
-    stack: ExitStack,
-    monkeypatch: pytest.MonkeyPatch,
+    scene: Scene, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.1)
     forwarder = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     forwarder.settimeout(DEADLINE)
-    host, port = forwarder.getsockname()
-    keys = generator_keys(folder, "ann")
-    subscriber = stack.enter_context(
-        closing(wire.AnnouncementSubscriber(f"tcp://{host}:{port}", keys=keys))
-    )
+    subscriber = scene.subscriber("tcp://{}:{}".format(*forwarder.getsockname()))
     finished = threading.Event()
 
     def close_connections() -> None:
@@ -192,161 +214,99 @@ def test_generator_with_keys_refuses_a_trainer_without(folder: Path, stack: Exit
     assert receiver.receive(timeout=0.3) is None
 
 
-def test_group_under_a_foreign_name_is_dropped(
-    folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack
-) -> None:
-    sender = sender_to(receiver.address, stack, keys=generator_keys(folder, "bob"))
+def test_group_under_a_foreign_name_is_dropped(scene: Scene) -> None:
+    sender = scene.sender(generator_keys(scene.folder, "bob"))
     assert sender.send(numbered(5), timeout=LIMIT)  # ann's
     assert sender.send(numbered(6, generator_id="bob"), timeout=LIMIT)
-    assert received(receiver).sequence == 6
-    ((reason, count),) = receiver.refused.items()
+    assert received(scene.receiver).sequence == 6
+    ((reason, count),) = scene.receiver.refused.items()
     assert "key of bob was used under the name 'ann'" in reason and count == 1
 
 
-def test_announcements_reach_known_clients_only(
-    folder: Path, authenticator: wire.CurveAuthenticator, stack: ExitStack
-) -> None:
-    publisher = stack.enter_context(
-        closing(wire.AnnouncementPublisher(ANYWHERE, authenticator=authenticator))
-    )
+def test_announcements_reach_known_clients_only(scene: Scene) -> None:
+    publisher = scene.publisher()
     publisher.publish(wire.Announcement(RUN, step=4))
-    ann = generator_keys(folder, "ann")
-    known = stack.enter_context(closing(wire.AnnouncementSubscriber(publisher.address, keys=ann)))
+    known = scene.subscriber(publisher.address)
     assert eventually(lambda: known.receive(timeout=0.1)) == wire.Announcement(RUN, step=4)
-    unknown = stack.enter_context(
-        closing(wire.AnnouncementSubscriber(publisher.address, keys=unknown_keys(folder)))
-    )
+    unknown = scene.subscriber(publisher.address, unknown_keys(scene.folder))
     with pytest.raises(WireError, match="has no key"):
         for _ in until(PATIENCE_SECONDS + LIMIT):
             assert unknown.receive(timeout=0.1) is None
 
 
-def test_status_is_accepted_from_known_keys_and_own_names(
-    folder: Path, authenticator: wire.CurveAuthenticator, stack: ExitStack
-) -> None:
-    receiver = stack.enter_context(
-        closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN, authenticator=authenticator))
-    )
-    unknown = wire.GeneratorStatusSender(receiver.address, keys=unknown_keys(folder))
-    stack.callback(unknown.close, linger_seconds=0)
-    bob = stack.enter_context(
-        closing(wire.GeneratorStatusSender(receiver.address, keys=generator_keys(folder, "bob")))
-    )
-    ann, bob_status = (
-        wire.GeneratorStatus(RUN, "ann", INCARNATION),
-        wire.GeneratorStatus(RUN, "bob", INCARNATION),
-    )
-
+def test_status_is_accepted_from_known_keys_and_own_names(scene: Scene, stack: ExitStack) -> None:
+    receiver = wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN, authenticator=scene.authenticator)
+    stack.enter_context(closing(receiver))
+    keys = unknown_keys(scene.folder), generator_keys(scene.folder, "bob")
+    senders = [wire.GeneratorStatusSender(receiver.address, keys=each) for each in keys]
+    for sender in senders:
+        stack.callback(sender.close, linger_seconds=0)
+    ann, bob = (wire.GeneratorStatus(RUN, name, INCARNATION) for name in ("ann", "bob"))
     statuses: dict[str, wire.GeneratorStatus] = {}
 
     def reported() -> bool:
-        for status in (ann, bob_status):
-            bob.send(status)
-            unknown.send(status)
+        for status in (ann, bob):
+            for sender in senders:
+                sender.send(status)
         statuses.update(receiver.receive(timeout=0.1))
-        return bool(statuses) and authenticator.refused > 0
+        return bool(statuses) and scene.authenticator.refused > 0
 
     eventually(reported)
-    assert statuses == {bob_status.sender: bob_status} and receiver.refused
-
-
-def test_added_key_is_accepted_later(
-    folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack
-) -> None:
-    make_keys(folder, "eve")
-    eve = generator_keys(folder, "eve")
-    frame = numbered(5, generator_id="eve")
-
-    def connect() -> bool:
-        with ExitStack() as once:
-            sender = sender_to(receiver.address, once, keys=eve)
-            sender.send(frame, timeout=0)
-            return receiver.receive(timeout=0.5) is not None
-
-    eventually(connect)
-
-
-def test_removed_key_is_refused(
-    folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ann = generator_keys(folder, "ann")
-    (folder / "ann.public").unlink()
-    monkeypatch.setattr(auth, "READ_SECONDS", 0.0)
-    assert "has no key" in refusal_of(receiver.address, stack, ann)
+    assert statuses == {bob.sender: bob} and receiver.refused
 
 
 def test_client_refused_at_first_is_accepted_with_a_new_key(
-    folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
-    authenticator: wire.CurveAuthenticator,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(auth, "READ_SECONDS", 0.0)
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "PATIENCE_SECONDS", DEADLINE)
-    key = (folder / "ann.public").read_bytes()
-    (folder / "ann.public").unlink()
-    sender = sender_to(receiver.address, stack, keys=generator_keys(folder, "ann"))
-    eventually(lambda: sender.send(numbered(5), timeout=0.05) or authenticator.refused > 1)
-    (folder / "ann.public").write_bytes(key)
+    put_back = scene.remove_key()
+    sender = scene.sender()
+    eventually(lambda: sender.send(numbered(5), timeout=0.05) or scene.authenticator.refused > 1)
+    put_back()
     eventually(lambda: sender.send(numbered(6), timeout=0.1))
-    assert received(receiver).generator_id == "ann"
+    assert received(scene.receiver).generator_id == "ann"
 
 
 # Faults of the link.
 
 
+@pytest.mark.usefixtures("always_reads")
 def test_accepted_client_takes_a_refusal_for_a_fault_of_the_link(
-    folder: Path, authenticator: wire.CurveAuthenticator, stack: ExitStack,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(auth, "READ_SECONDS", 0.0)
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.0)
-    publisher = wire.AnnouncementPublisher(ANYWHERE, authenticator=authenticator)
-    stack.enter_context(closing(publisher))
-    proxy = stack.enter_context(Proxy(int(publisher.address.rpartition(":")[2])))
-    ann = generator_keys(folder, "ann")
-    subscriber = stack.enter_context(closing(wire.AnnouncementSubscriber(proxy.address, keys=ann)))
-    publisher.publish(wire.Announcement(RUN, step=1))
-    eventually(lambda: subscriber.receive(timeout=0.1))
-
-    key = (folder / "ann.public").read_bytes()
-    (folder / "ann.public").unlink()
+    publisher, proxy, subscriber = scene.link()
+    put_back = scene.remove_key()
     proxy.disconnect()
-    tries = authenticator.refused + 2 * connection.PATIENCE_TRIES
-    eventually(lambda: subscriber.receive(timeout=0.05) and authenticator.refused > tries)
-    (folder / "ann.public").write_bytes(key)
+    tries = scene.authenticator.refused + 2 * connection.PATIENCE_TRIES
+    eventually(lambda: subscriber.receive(timeout=0.05) and scene.authenticator.refused > tries)
+    put_back()
     publisher.publish(wire.Announcement(RUN, step=2))
     eventually(lambda: subscriber.receive(timeout=0.1) == wire.Announcement(RUN, step=2))
 
 
+@pytest.mark.usefixtures("always_reads")
 def test_second_connection_of_an_accepted_generator_waits_for_its_key(
-    folder: Path, authenticator: wire.CurveAuthenticator, receiver: wire.RolloutReceiver,
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(auth, "READ_SECONDS", 0.0)
-    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.0)
-    ann, key = generator_keys(folder, "ann"), (folder / "ann.public").read_bytes()
-    first = sender_to(receiver.address, stack, keys=ann)
-    assert first.send(numbered(5), timeout=LIMIT)
-    received(receiver)
-    eventually(lambda: first.connection.check() or ann in connection._accepted_keys)
-    (folder / "ann.public").unlink()
-    second, tries = sender_to(receiver.address, stack, keys=ann), 2 * connection.PATIENCE_TRIES
-    eventually(lambda: second.send(numbered(6), timeout=0.05) and authenticator.refused > tries)
-    (folder / "ann.public").write_bytes(key)
-    eventually(lambda: second.send(numbered(7), timeout=0.1))
-    received(receiver)
-
-
-def test_flipped_bit_of_an_encrypted_announcement_ends_no_generator(
-    folder: Path, authenticator: wire.CurveAuthenticator, stack: ExitStack
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publisher = wire.AnnouncementPublisher(ANYWHERE, authenticator=authenticator)
-    stack.enter_context(closing(publisher))
-    proxy = stack.enter_context(Proxy(int(publisher.address.rpartition(":")[2])))
-    ann = generator_keys(folder, "ann")
-    subscriber = stack.enter_context(closing(wire.AnnouncementSubscriber(proxy.address, keys=ann)))
-    publisher.publish(wire.Announcement(RUN, step=0))
-    eventually(lambda: subscriber.receive(timeout=0.1))
-    for step in range(1, 4):
+    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.0)
+    first = scene.sender()
+    assert first.send(numbered(5), timeout=LIMIT)
+    received(scene.receiver)
+    eventually(lambda: first.connection.check() or scene.ann in connection._accepted_keys)
+    put_back = scene.remove_key()
+    second, tries = scene.sender(), 2 * connection.PATIENCE_TRIES
+    eventually(
+        lambda: second.send(numbered(6), timeout=0.05) and scene.authenticator.refused > tries
+    )
+    put_back()
+    eventually(lambda: second.send(numbered(7), timeout=0.1))
+    received(scene.receiver)
+
+
+def test_flipped_bit_of_an_encrypted_announcement_ends_no_generator(scene: Scene) -> None:
+    publisher, proxy, subscriber = scene.link()
+    for step in range(2, 5):
         proxy.damage = flip = BitFlip(b"\x07MESSAGE", 20)  # in the ciphertext
 
         def damaged(step: int = step, flip: BitFlip = flip) -> bool:
@@ -361,93 +321,68 @@ def test_flipped_bit_of_an_encrypted_announcement_ends_no_generator(
     assert proxy.num_connections >= 4
 
 
-def test_send_raises_when_the_trainer_refuses_the_key(
-    folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack
-) -> None:
-    sender = sender_to(receiver.address, stack, keys=unknown_keys(folder))
+def test_send_raises_when_the_trainer_refuses_the_key(scene: Scene) -> None:
+    sender = scene.sender(unknown_keys(scene.folder))
     with pytest.raises(WireError, match="has no key of ann"):
         for _ in until(PATIENCE_SECONDS + LIMIT):
             sender.send(numbered(5), timeout=0.1)
 
 
-def test_key_folder_with_a_duplicate_accepts_no_client(
-    folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
-    authenticator: wire.CurveAuthenticator,
-) -> None:  # fmt: skip
-    shutil.copy(folder / "ann.public", folder / "twin.public")
-    monkeypatch.setattr(auth, "READ_SECONDS", 0.0)
-    sender = sender_to(receiver.address, stack, keys=generator_keys(folder, "ann"))
-    sender.send(numbered(5), timeout=0)
-    eventually(lambda: authenticator.refused > 0)
-    assert receiver.receive(timeout=0.5) is None
+@pytest.mark.usefixtures("always_reads")
+def test_key_folder_with_a_duplicate_accepts_no_client(scene: Scene) -> None:
+    shutil.copy(scene.folder / "ann.public", scene.folder / "twin.public")
+    scene.sender().send(numbered(5), timeout=0)
+    eventually(lambda: scene.authenticator.refused > 0)
+    assert scene.receiver.receive(timeout=0.5) is None
 
 
-def test_incomplete_key_file_does_not_affect_other_keys(
-    folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "eve.public").write_bytes(b"")  # it is being copied
-    (folder / "gone.public").symlink_to("nowhere")
-    (folder / "odd.public").mkdir()
-    monkeypatch.setattr(auth, "READ_SECONDS", 0.0)
-    sender = sender_to(receiver.address, stack, keys=generator_keys(folder, "ann"))
-    assert sender.send(numbered(5), timeout=LIMIT)
-    assert received(receiver).generator_id == "ann"
+@pytest.mark.usefixtures("always_reads")
+def test_incomplete_key_file_does_not_affect_other_keys(scene: Scene) -> None:
+    (scene.folder / "eve.public").write_bytes(b"")  # it is being copied
+    (scene.folder / "gone.public").symlink_to("nowhere")
+    (scene.folder / "odd.public").mkdir()
+    assert scene.sender().send(numbered(5), timeout=LIMIT)
+    assert received(scene.receiver).generator_id == "ann"
 
 
+@pytest.mark.usefixtures("always_reads")
 def test_client_waits_while_the_key_folder_is_unreadable(
-    folder: Path,
-    authenticator: wire.CurveAuthenticator,
-    stack: ExitStack,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auth, "READ_SECONDS", 0.0)
     for module in (connection, wire_sockets):
         monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 0.3)
     monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.1)
-    receiver = stack.enter_context(closing(receiver_at(authenticator=authenticator)))
-    ann = generator_keys(folder, "ann")
+    scene = Scene(folder, stack)
     moved = folder.rename(folder.with_name("moved"))
     client = stack.enter_context(open_socket(zmq.PUSH, hwm=1))
     started, tries = monotonic(), connection.PATIENCE_TRIES + 2
-    opened = connection.ClientConnection(client, receiver.address, ann, name="rollouts")
+    opened = connection.ClientConnection(client, scene.receiver.address, scene.ann, name="rollouts")
     stack.enter_context(closing(opened))
 
     def tried_again() -> bool:
         opened.check()
-        return authenticator.refused >= tries
+        return scene.authenticator.refused >= tries
 
     eventually(tried_again)
     # No client was disconnected at once.
     assert monotonic() - started > (tries - 1) * connection.HANDSHAKE_SECONDS
     moved.rename(folder)
     client.send(numbered(5))
-    assert received(receiver).generator_id == "ann"
+    assert received(scene.receiver).generator_id == "ann"
 
 
-def test_second_authenticator_in_a_process_is_refused(
-    folder: Path, authenticator: wire.CurveAuthenticator
-) -> None:
+def test_second_authenticator_in_a_process_is_refused(scene: Scene) -> None:
     with pytest.raises(WireError, match="a second CurveAuthenticator"):
-        wire.CurveAuthenticator(folder)
+        wire.CurveAuthenticator(scene.folder)
 
 
-def test_known_generator_reaches_a_restarted_trainer(
-    folder: Path, authenticator: wire.CurveAuthenticator, stack: ExitStack
-) -> None:
-    first = receiver_at(authenticator=authenticator)
-    sender = sender_to(first.address, stack, keys=generator_keys(folder, "ann"))
+def test_known_generator_reaches_a_restarted_trainer(scene: Scene, stack: ExitStack) -> None:
+    sender = scene.sender()
     assert sender.send(numbered(5), timeout=LIMIT)
-    received(first)
-    first.close()
-    address = first.address
-
-    def reopen() -> wire.RolloutReceiver | None:
-        try:
-            return receiver_at(address, authenticator=authenticator)
-        except WireError:
-            return None
-
-    second = stack.enter_context(closing(eventually(reopen)))
+    received(scene.receiver)
+    scene.receiver.close()
+    second = bound_again(scene.receiver.address, authenticator=scene.authenticator)
+    stack.enter_context(closing(second))
 
     def send() -> Any:
         sender.send(numbered(6), timeout=0.1)
@@ -499,9 +434,7 @@ def test_running_trainer_ignores_a_key_that_became_writable(folder: Path) -> Non
 
 def test_public_key_without_secret_names_the_remedy(folder: Path) -> None:
     (folder / "ann.secret").unlink()  # it was moved to its machine
-    with pytest.raises(
-        WireError, match=r"ann\.public exists without ann\.secret; delete ann\.public"
-    ):
+    with pytest.raises(WireError, match=r"ann\.public exists without ann\.secret; delete ann\.pub"):
         make_keys(folder, "ann")
 
 
@@ -559,13 +492,9 @@ def test_refusal_escapes_newlines_in_a_run_id(stack: ExitStack) -> None:
     sender = sender_to(opened.address, stack)
     foreign = dataclasses.replace(GROUP, run_id="other\ntrainer: forged line")
     assert sender.send(wire.encode_group(foreign), timeout=DEADLINE)
-    for _ in until():
-        opened.receive(timeout=0.1)
-        if opened.refused:
-            break
-    (reason,) = opened.refused
+    (reason,) = eventually(lambda: opened.receive(timeout=0.1) or opened.refused)
     assert reason == r"group of another run, 'other\ntrainer: forged line'"
     status = wire.GeneratorStatus(foreign.run_id, "ann", INCARNATION)
-    other = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
+    statuses = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
     with pytest.raises(WireError, match=r"run, 'other\\ntrainer"):
-        other._accept([zmq.Frame(message_fields.encode_fields(status))])
+        statuses._accept([zmq.Frame(message_fields.encode_fields(status))])
