@@ -120,12 +120,16 @@ def test_largest_announcement_is_accepted_and_a_larger_one_refused() -> None:
         announcements.decode_announcement(larger)
 
 
-def test_refused_announcement_leaves_the_latest(stack: ExitStack) -> None:
+def raw_publisher(stack: ExitStack) -> tuple[zmq.Socket[bytes], wire.AnnouncementSubscriber]:
+    """A bare socket that can send invalid announcements, and a subscriber to it."""
     raw = zmq.Context.instance().socket(zmq.XSUB)
     stack.callback(raw.close, linger=0)
     address = f"tcp://127.0.0.1:{raw.bind_to_random_port('tcp://127.0.0.1')}"
-    subscriber = stack.enter_context(closing(wire.AnnouncementSubscriber(address)))
-    valid = wire.Announcement(RUN, step=1)
+    return raw, stack.enter_context(closing(wire.AnnouncementSubscriber(address)))
+
+
+def test_refused_announcement_leaves_the_latest(stack: ExitStack) -> None:
+    (raw, subscriber), valid = raw_publisher(stack), wire.Announcement(RUN, step=1)
 
     def publish() -> wire.Announcement | None:
         raw.send(message_fields.encode_fields(valid))
@@ -175,10 +179,7 @@ def test_publisher_repeats_the_last_announcement_when_it_closes(stack: ExitStack
 
 
 def test_subscriber_reports_done_from_the_second_announcement_on(stack: ExitStack) -> None:
-    raw = zmq.Context.instance().socket(zmq.XSUB)
-    stack.callback(raw.close, linger=0)
-    address = f"tcp://127.0.0.1:{raw.bind_to_random_port('tcp://127.0.0.1')}"
-    subscriber = stack.enter_context(closing(wire.AnnouncementSubscriber(address)))
+    raw, subscriber = raw_publisher(stack)
     training, complete = wire.Announcement(RUN, step=1), wire.Announcement(RUN, step=2, done=True)
 
     def receive(announcement: wire.Announcement) -> wire.Announcement | None:

@@ -18,7 +18,7 @@ from sockets import ANYWHERE, DEADLINE, bound_again, eventually, raw_socket
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire import announcements, generator_status, message_fields
+from peralta_zmq.wire import announcements, generator_status, message_fields, probe
 from peralta_zmq.wire.message_fields import pack_with_checksum
 
 msgpack: Any = partly_annotated_msgpack
@@ -217,7 +217,9 @@ def test_decoder_refuses_every_flipped_bit(decode: Callable[[bytes], Any]) -> No
             decode(bytes(damaged))
 
 
-@pytest.mark.parametrize("decode", DECODERS)
+@pytest.mark.parametrize(
+    "decode", [*DECODERS, probe.decode_probe_reply, probe.decode_probe_request]
+)
 @given(frame=st.binary(max_size=80))
 @settings(max_examples=200, deadline=None, database=None)
 def test_decoder_refuses_random_bytes(decode: Callable[[bytes], Any], frame: bytes) -> None:

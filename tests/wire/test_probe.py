@@ -12,8 +12,6 @@ from typing import Any
 import msgpack
 import pytest
 import zmq
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from sockets import ANYWHERE, DEADLINE, raw_socket, unused_address
 
 from peralta_zmq import wire
@@ -111,11 +109,3 @@ def test_malformed_probe_reply_is_refused(field: str, value: object) -> None:
     frame = pack_with_checksum({**dataclasses.asdict(REPLY), field: value})
     with pytest.raises(WireError, match="malformed"):
         probe.decode_probe_reply(frame)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=200))
-def test_random_bytes_are_refused(frame: bytes) -> None:
-    for decode in (probe.decode_probe_reply, probe.decode_probe_request):
-        with pytest.raises(WireError):
-            decode(frame)
