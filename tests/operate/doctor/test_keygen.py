@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from peralta_zmq.config import load_config
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.operate.doctor import command
+from peralta_zmq.operate import doctor
 from peralta_zmq.wire import generator_keys
 
 
 def keygen(*arguments: str) -> None:
-    command.keygen(load_config("doctor", arguments))
+    assert doctor.main(["keygen", *arguments]) == 0
 
 
 def test_pair_for_the_trainer_and_one_for_the_generator(
