@@ -56,6 +56,16 @@ def started(folder: Path) -> list[Path]:
     return [*folder.glob("*/.lan/*.state"), *folder.glob("*/.lan/*.lock")]
 
 
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    """A folder with the programs that bin/lan needs on a host, except rsync."""
+    folder = tmp_path / "tools"
+    folder.mkdir()
+    for name in TOOLS:
+        (folder / name).symlink_to(str(shutil.which(name)))
+    return folder
+
+
 @needs_sshd
 def test_unreachable_host_and_rejected_key(tmp_path: Path) -> None:
     with sshd(tmp_path / "ssh") as server:
@@ -73,11 +83,7 @@ def test_unreachable_host_and_rejected_key(tmp_path: Path) -> None:
 
 
 @needs_sshd
-def test_host_without_rsync(tmp_path: Path) -> None:
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name in TOOLS:
-        (tools / name).symlink_to(str(shutil.which(name)))
+def test_host_without_rsync(tmp_path: Path, tools: Path) -> None:
     with sshd(tmp_path / "ssh", f"SetEnv PATH={tools}") as server:
         failed = up(tmp_path, {"ssh": f"-F {server.config} beta"})
     assert "beta: probe: there is no rsync; install it there" in failed.stderr
@@ -85,11 +91,7 @@ def test_host_without_rsync(tmp_path: Path) -> None:
 
 
 @needs_sshd
-def test_interrupted_copy_starts_nothing(tmp_path: Path) -> None:
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name in TOOLS:
-        (tools / name).symlink_to(str(shutil.which(name)))
+def test_interrupted_copy_starts_nothing(tmp_path: Path, tools: Path) -> None:
     (tools / "rsync").write_text("#!/bin/sh\nexit 12\n")  # fails during the transfer
     (tools / "rsync").chmod(0o755)
     with sshd(tmp_path / "ssh", f"SetEnv PATH={tools}") as server:

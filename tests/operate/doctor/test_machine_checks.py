@@ -28,15 +28,14 @@ def versions(python: tuple[int, ...] = (3, 12, 6), **changes: str | None) -> Che
     return machine_checks.check_versions(python, REQUIREMENTS, {**INSTALLED, **changes}.get)
 
 
-def test_installed_versions_pass() -> None:
-    assert versions() == Check(
-        True, "Python 3.12.6, torch 2.13.0+cpu, transformers 5.1.0, pyzmq 27.3.0"
-    )
+@pytest.mark.parametrize("torch", ["2.13.0+cpu", "2.10.0", "2.6.0a0+ecf3bae40a.nv25.01"])
+def test_installed_versions_pass(torch: str) -> None:
+    detail = f"Python 3.12.6, torch {torch}, transformers 5.1.0, pyzmq 27.3.0"
+    assert versions(torch=torch) == Check(True, detail)
 
 
 @pytest.mark.parametrize(
-    ("python", "leaks"),
-    [((3, 11, 9), False), ((3, 12, 0), True), ((3, 12, 5), True), ((3, 12, 6), False)],
+    ("python", "leaks"), [((3, 11, 9), False), ((3, 12, 0), True), ((3, 12, 5), True)]
 )
 def test_leaky_python_is_noted(python: tuple[int, ...], leaks: bool) -> None:
     check = versions(python)
@@ -59,11 +58,6 @@ def test_versions_of_this_python_pass() -> None:
 def test_wrong_versions_fail(check: Check, detail: str, remedy: str) -> None:
     assert not check.ok
     assert check.detail.startswith(detail) and check.remedy.startswith(remedy)
-
-
-@pytest.mark.parametrize("torch", ["2.10.0", "2.6.0a0+ecf3bae40a.nv25.01"])
-def test_newer_minor_version_and_jetson_build_pass(torch: str) -> None:
-    assert versions(torch=torch).ok
 
 
 def test_device_check_reports_dtype_and_reason() -> None:

@@ -97,25 +97,25 @@ def test_trainer_accepts_connections_and_answers_probes(config: Config, stack: E
     assert " MB/s to the trainer" in network_checks.check_throughput(client).detail
 
 
-def test_missing_trainer_names_the_start_command(config: Config, port: int) -> None:
-    check = network_checks.check_reach(config)
-    assert not check.ok and check.detail == f"127.0.0.1:{port}: Connection refused"
-    assert check.remedy.startswith("start the trainer (bin/trainer @ CONFIG)")
-
-
-def test_closed_port_names_the_firewall(config: Config, port: int) -> None:
-    with ExitStack() as stack:
-        for number in range(3):
-            stack.enter_context(socket.create_server(("127.0.0.1", port + number)))
-        check = network_checks.check_reach(config)
-    assert check.remedy == f"open port {port + 3} in the firewall of 127.0.0.1"
-
-
-def test_unknown_host_name_fails(settings: list[str]) -> None:
-    check = network_checks.check_reach(
-        load_config("d", [*settings, "--wire.host", "no-such-host.invalid"])
-    )
-    assert not check.ok and check.remedy.startswith("set wire.host to the trainer's address")
+@pytest.mark.parametrize(
+    ("host", "num_open", "detail", "remedy"),
+    [
+        ("127.0.0.1", 0, "127.0.0.1:{}: Connection refused",
+         "start the trainer (bin/trainer @ CONFIG)"),
+        ("127.0.0.1", 3, "", "open port {} in the firewall of 127.0.0.1"),
+        ("no-such-host.invalid", 0, "", "set wire.host to the trainer's address"),
+    ],
+)  # fmt: skip
+def test_unreachable_port_gets_a_remedy(
+    settings: list[str], port: int, stack: ExitStack, *,
+    host: str, num_open: int, detail: str, remedy: str,
+) -> None:  # fmt: skip
+    for number in range(num_open):
+        stack.enter_context(socket.create_server(("127.0.0.1", port + number)))
+    check = network_checks.check_reach(load_config("d", [*settings, "--wire.host", host]))
+    closed = port + num_open
+    assert not check.ok and check.detail.startswith(detail.format(closed))
+    assert check.remedy.startswith(remedy.format(closed))
 
 
 def test_other_program_on_the_port_fails(

@@ -21,29 +21,25 @@ from peralta_zmq.weights.store import WeightStore
 MIB = 1 << 20
 
 
-def test_existing_folder_names_its_file_system(tmp_path: Path) -> None:
-    check = weights_checks.check_folder(tmp_path, role="generator")
-    assert check.ok and check.detail.startswith(f"{tmp_path} exists (file system ")
-
-
-def test_missing_folder_fails_for_a_generator(tmp_path: Path) -> None:
-    check = weights_checks.check_folder(tmp_path / "nas", role="generator")
-    assert not check.ok and check.detail == f"{tmp_path / 'nas'} does not exist"
-    assert check.remedy.startswith("mount it here, or set weights.dir")
-
-
-def test_missing_folder_is_a_note_for_a_trainer(tmp_path: Path) -> None:
-    check = weights_checks.check_folder(tmp_path / "nas" / "weights", role="trainer")
-    assert check.ok and f"will be created in {tmp_path}" in check.detail
-    assert check.remedy == "if it is on a NAS, mount the NAS first"
-    assert not (tmp_path / "nas").exists()
-
-
-def test_file_instead_of_the_folder_fails(tmp_path: Path) -> None:
-    (tmp_path / "weights").write_text("")
-    check = weights_checks.check_folder(tmp_path / "weights", role="trainer")
-    assert not check.ok and "cannot be listed" in check.detail
-    assert check.remedy.startswith("mount it again")
+@pytest.mark.parametrize(
+    ("folder", "role", "ok", "detail", "remedy"),
+    [
+        ("", "generator", True, "{} exists (file system ", ""),
+        ("nas", "generator", False, "{}/nas does not exist",
+         "mount it here, or set weights.dir"),
+        ("nas/weights", "trainer", True, "will be created in {}",
+         "if it is on a NAS, mount the NAS first"),
+        ("file", "trainer", False, "cannot be listed", "mount it again"),
+    ],
+)  # fmt: skip
+def test_folder_check_depends_on_the_role(
+    tmp_path: Path, folder: str, role: str, ok: bool, detail: str, remedy: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    check = weights_checks.check_folder(tmp_path / folder, role=role)
+    assert check.ok is ok and detail.format(tmp_path) in check.detail
+    assert check.remedy.startswith(remedy)
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]  # a trainer's doctor creates nothing
 
 
 def test_writing_check_removes_its_files(tmp_path: Path) -> None:
@@ -109,21 +105,23 @@ def test_file_in_another_folder_is_not_visible(
     assert check.remedy == "it is another folder: mount the same one, and set weights.dir to it"
 
 
-def test_speed_of_the_newest_version(tmp_path: Path) -> None:
-    store = WeightStore(LocalBackend(tmp_path))
+def claim(folder: Path) -> WeightStore:
+    """Claim the folder for the run demo-1, as a trainer that has ended since."""
+    store = WeightStore(LocalBackend(folder))
     store.claim("demo-1")
-    store.publish(3, weights_at(3), companions={})
     store.backend.leases.release()
-    check = weights_checks.check_speed(tmp_path, 1_000_000_000)
-    assert check.ok and "of the newest version; a whole model takes " in check.detail
-    assert "MB/s" in check.detail
+    return store
 
 
-def test_speed_of_a_sample_file_without_a_version(tmp_path: Path) -> None:
+def test_speed_is_that_of_the_newest_version_or_of_a_sample_file(tmp_path: Path) -> None:
+    assert "nothing to read yet" in weights_checks.check_speed(tmp_path / "nas", None).detail
     check = weights_checks.check_speed(tmp_path, None)
     assert check.ok and "33.6 MB of a sample file" in check.detail
     assert list(tmp_path.iterdir()) == []
-    assert "nothing to read yet" in weights_checks.check_speed(tmp_path / "nas", None).detail
+    claim(tmp_path).publish(3, weights_at(3), companions={})
+    check = weights_checks.check_speed(tmp_path, 1_000_000_000)
+    assert check.ok and "of the newest version; a whole model takes " in check.detail
+    assert "MB/s" in check.detail
 
 
 def test_torn_version_fails(tmp_path: Path) -> None:
@@ -156,9 +154,7 @@ def test_lease_of_another_trainer_fails_and_is_kept(tmp_path: Path) -> None:
 def test_weights_of_another_run_fail(tmp_path: Path) -> None:
     folder, run = tmp_path / "weights", tmp_path / "run"
     run.mkdir()
-    store = WeightStore(LocalBackend(folder))
-    store.claim("demo-1")
-    store.backend.leases.release()
+    claim(folder)
     check = weights_checks.check_owner(folder, run, trainer_runs=False)
     assert not check.ok and check.detail == f"{folder} belongs to run demo-1, not to {run}"
     assert check.remedy == "choose another folder with weights.dir, or delete this one"
@@ -175,9 +171,7 @@ def test_weights_of_another_run_fail(tmp_path: Path) -> None:
 def test_weights_behind_a_url(tmp_path: Path) -> None:
     from peralta_zmq.weights.http_backend import serve_weights
 
-    store = WeightStore(LocalBackend(tmp_path))
-    store.claim("demo-1")
-    store.backend.leases.release()
+    claim(tmp_path)
     with closing(serve_weights(tmp_path, host="127.0.0.1", port=0, token=None)) as server:
         address = f"http://127.0.0.1:{server.port}"
         assert weights_checks.check_address(address, None, run_id="demo-1").ok
