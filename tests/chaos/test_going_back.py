@@ -61,9 +61,7 @@ def test_roll_back_trains_new_steps_under_rising_version_numbers(run: RealRun) -
     assert run.broken() == {}
 
 
-def test_generator_makes_no_group_of_two_lineages(
-    run: RealRun,
-) -> None:
+def test_generator_makes_no_group_of_two_lineages(run: RealRun) -> None:
     long = ("--train.max-steps", "14", *EVERY_TWO)
     generator, trainer = run.generator("ann", *long), run.trainer(*long)
     until(lambda: run.step >= 8, generator, trainer)

@@ -86,9 +86,7 @@ def test_trainer_stopped_for_10_seconds_loses_nothing(run: RealRun) -> None:
 
 
 @chaos
-def test_fast_generators_of_a_frozen_trainer_keep_pace_and_memory(
-    run: RealRun,
-) -> None:
+def test_fast_generators_of_a_frozen_trainer_keep_pace_and_memory(run: RealRun) -> None:
     level, steps = 1, ("--train.max-steps", "10")  # of 4 groups each
     pace = ("--train.max-async-level", str(level))
     trainer = run.trainer(*steps, *pace)
@@ -225,9 +223,7 @@ def test_run_with_64_descriptors_completes(run: RealRun) -> None:
 
 
 @chaos
-def test_trainer_without_a_free_descriptor_reports_it_and_recovers(
-    run: RealRun,
-) -> None:
+def test_trainer_without_a_free_descriptor_reports_it_and_recovers(run: RealRun) -> None:
     trainer = run.trainer("--train.max-steps", "12", shell=FEW)
     generator = run.generator("ann")
     until(lambda: run.step >= 3, trainer, generator)

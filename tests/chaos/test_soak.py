@@ -16,9 +16,7 @@ from tools.weights_disk import MOUNTING
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_soak_keeps_all_promises_and_writes_its_report(
-    tmp_path: Path,
-) -> None:
+def test_soak_keeps_all_promises_and_writes_its_report(tmp_path: Path) -> None:
     skip_without_mounting()
     document = tmp_path / "reliability.md"
     document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")

@@ -30,11 +30,7 @@ def run(*command: str | Path, check: bool = True) -> str:
     if words[0] in BUSYBOX:
         words.insert(0, "busybox")
     result = subprocess.run(
-        words,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=COMMAND_SECONDS,
+        words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_SECONDS
     )
     if check and result.returncode:
         raise RuntimeError(f"{' '.join(words)}: {result.returncode}: {result.stderr.strip()}")

@@ -17,15 +17,7 @@ DEVICE = f"/dev/mapper/{NAME}"
 def prepare() -> None:
     """Put a device-mapper layer that can fail over the big disk."""
     run("modprobe", "dm_mod")
-    run(
-        "dmsetup",
-        "--noudevsync",
-        "--noudevrules",
-        "create",
-        NAME,
-        "--table",
-        _table(good=True),
-    )
+    run("dmsetup", "--noudevsync", "--noudevrules", "create", NAME, "--table", _table(good=True))
     run("dmsetup", "mknodes")
 
 

@@ -20,9 +20,7 @@ def main() -> None:
     try:
         build(Path(job["cache"]))
         send_event(event="booted", seconds=float(Path("/proc/uptime").read_text().split()[0]))
-        from lab import (
-            scenarios,
-        )  # not earlier: under the host's root it would find no package
+        from lab import scenarios  # not earlier: under the host's root it would find no package
 
         getattr(scenarios, job["scenario"])(**job["arguments"])
         send_event(event="finished")

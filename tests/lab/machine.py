@@ -61,19 +61,8 @@ class Machine:
             self._ext4(folder / name)
 
     def _ext4(self, file: Path) -> None:
-        libraries = {
-            **os.environ,
-            "LD_LIBRARY_PATH": str(self._cache / "usr/lib/x86_64-linux-gnu"),
-        }
-        command = [
-            str(self._cache / "usr/sbin/mke2fs"),
-            "-q",
-            "-t",
-            "ext4",
-            "-m",
-            "0",
-            str(file),
-        ]
+        libraries = {**os.environ, "LD_LIBRARY_PATH": str(self._cache / "usr/lib/x86_64-linux-gnu")}
+        command = [str(self._cache / "usr/sbin/mke2fs"), "-q", "-t", "ext4", "-m", "0", str(file)]
         subprocess.run(command, check=True, timeout=30, env=libraries)
 
     @contextlib.contextmanager

@@ -17,10 +17,7 @@ from pathlib import Path
 
 from lab.commands import LIBC, mount, run, until
 
-CLIENTS = {
-    "a": ("10.77.1.1", "10.77.1.2"),
-    "b": ("10.77.2.1", "10.77.2.2"),
-}  # server, client
+CLIENTS = {"a": ("10.77.1.1", "10.77.1.2"), "b": ("10.77.2.1", "10.77.2.2")}  # server, client
 CLONE_NEWNET = 0x40000000
 SFTP_PORT = 2222
 HASHES = ("hmac", "md5", "sha256_generic", "sha512_generic", "cmac")
@@ -55,18 +52,7 @@ def cables() -> None:
     run("ip", "link", "set", "lo", "up")
     for name, (server, client) in CLIENTS.items():
         run("ip", "netns", "add", name)
-        run(
-            "ip",
-            "link",
-            "add",
-            f"to-{name}",
-            "type",
-            "veth",
-            "peer",
-            "eth0",
-            "netns",
-            name,
-        )
+        run("ip", "link", "add", f"to-{name}", "type", "veth", "peer", "eth0", "netns", name)
         run("ip", "address", "add", f"{server}/24", "dev", f"to-{name}")
         run("ip", "link", "set", f"to-{name}", "up")
         run("ip", "-n", name, "address", "add", f"{client}/24", "dev", "eth0")
@@ -93,12 +79,7 @@ def limit(client: str, mbit: int) -> None:
 
 def serve(protocol: str, folder: Path) -> None:
     """Start the file server of a protocol for a folder."""
-    kind = {
-        "nfs3": _serve_nfs,
-        "nfs4": _serve_nfs,
-        "cifs": _serve_cifs,
-        "sshfs": _serve_sftp,
-    }
+    kind = {"nfs3": _serve_nfs, "nfs4": _serve_nfs, "cifs": _serve_cifs, "sshfs": _serve_sftp}
     kind[protocol](folder)
 
 
@@ -139,9 +120,7 @@ def _serve_sftp(folder: Path) -> None:
             connection, _ = listening.accept()
             with connection:
                 subprocess.Popen(
-                    ["/usr/lib/openssh/sftp-server"],
-                    stdin=connection,
-                    stdout=connection,
+                    ["/usr/lib/openssh/sftp-server"], stdin=connection, stdout=connection
                 )
     listening.close()
 
@@ -163,13 +142,7 @@ def join(client: str, protocol: str, folder: Path, options: str = "") -> Path:
         elif protocol == "cifs":
             for module in CIFS_MODULES:
                 run("modprobe", module)
-            run(
-                "mount.cifs",
-                f"//{server}/srv",
-                where,
-                "-o",
-                "guest,vers=3.1.1,uid=0,gid=0",
-            )
+            run("mount.cifs", f"//{server}/srv", where, "-o", "guest,vers=3.1.1,uid=0,gid=0")
         else:
             run("modprobe", "fuse")
             options = f"directport={SFTP_PORT},{options}".rstrip(",")

@@ -66,23 +66,15 @@ def full(protocol: str) -> None:
     answer = publisher.answer()
     send_event(event="full", answer=answer, names=_names(there["server"]))
     limit("a", 0)
-    send_event(
-        event="again",
-        answer=publisher.call("publish", folder=here, step=2, size=6 * MIB),
-    )
+    send_event(event="again", answer=publisher.call("publish", folder=here, step=2, size=6 * MIB))
     newest = reader.call("newest", folder=seen_as)
     send_event(event="meanwhile", newest=newest, names=_names(there["server"]))
     filler.unlink()
     send_event(
-        event="freed",
-        answer=_patiently(publisher, "publish", folder=here, step=3, size=6 * MIB),
+        event="freed", answer=_patiently(publisher, "publish", folder=here, step=3, size=6 * MIB)
     )
     until = reader.call("watch", folder=seen_as, number=3, poll_seconds=0.5)
-    send_event(
-        event="read",
-        seen=until,
-        loaded=reader.call("load", folder=seen_as, size=6 * MIB),
-    )
+    send_event(event="read", seen=until, loaded=reader.call("load", folder=seen_as, size=6 * MIB))
 
 
 def pruned(protocol: str) -> None:
@@ -106,9 +98,7 @@ def pruned(protocol: str) -> None:
     during = reader.answer()
     limit("b", 0)
     send_event(
-        event="reader",
-        during=during,
-        after=reader.call("load", folder=seen_as, size=256 * KIB),
+        event="reader", during=during, after=reader.call("load", folder=seen_as, size=256 * KIB)
     )
     send_event(event="careless", answer=careless.call("read_mapped_end"))
 
@@ -262,9 +252,4 @@ def _judged(promised: dict[int, str], found: dict[str, Any]) -> dict[str, Any]:
     lost = [
         number for number, weights_id in promised.items() if good.get(str(number)) != weights_id
     ]
-    return {
-        "announced": len(promised),
-        "lost": lost,
-        "torn": found["bad"],
-        "good": len(good),
-    }
+    return {"announced": len(promised), "lost": lost, "torn": found["bad"], "good": len(good)}

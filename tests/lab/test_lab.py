@@ -139,9 +139,7 @@ def test_lost_mount_gets_no_local_writes(machine: Machine, protocol: str) -> Non
     assert back["loaded"]["exact"]
 
 
-def test_power_cuts_of_the_disk_lose_no_announced_version(
-    machine: Machine,
-) -> None:
+def test_power_cuts_of_the_disk_lose_no_announced_version(machine: Machine) -> None:
     events = machine.run("cuts", count=CUTS, seed=7, timeout=60 + 25 * CUTS)
     cuts, control = _all(events, "synced"), _all(events, "void")
     assert len(cuts) == len(control) == CUTS

@@ -56,10 +56,7 @@ def tensors_of(step: int, size: int) -> dict[str, torch.Tensor]:
     indices = torch.randint(0, len(bits), (max(1, len(bits) // 100),), generator=generator)
     bits[indices] = _finite(len(indices), seed=step)
     weights = bits.view(torch.bfloat16)
-    return {
-        "first": weights[: len(bits) // 2].clone(),
-        "second": weights[len(bits) // 2 :].clone(),
-    }
+    return {"first": weights[: len(bits) // 2].clone(), "second": weights[len(bits) // 2 :].clone()}
 
 
 def _finite(count: int, *, seed: int) -> torch.Tensor:
