@@ -32,25 +32,24 @@ def exit_code(
     return run_program(main, "bin/x", commands=commands)
 
 
-def test_run_program_returns_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert exit_code(monkeypatch) == 0
-
-
-def test_run_program_prints_wrong_setting_and_returns_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert exit_code(monkeypatch, "--train.batch-size", "50") == 2
-    assert capsys.readouterr().err == (
-        "bin/x: error: train.batch_size 50 is not a multiple of sampling.num_generations 8; "
-        "use 48 or 56\n"
-    )
-
-
-def test_run_program_prints_peralta_error_and_returns_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert exit_code(monkeypatch, error=WireError("port 5555 is taken")) == 2
-    assert capsys.readouterr().err == "bin/x: error: port 5555 is taken\n"
+@pytest.mark.parametrize(
+    ("arguments", "error", "code", "message"),
+    [
+        ([], None, 0, ""),
+        (["local", "--train.max-steps", "3"], None, 0, ""),
+        (["--train.batch-size", "50"], None, 2,
+         "train.batch_size 50 is not a multiple of sampling.num_generations 8; use 48 or 56"),
+        (["remote"], None, 2, "'remote' is not a command; write bin/x local or bin/x chaos"),
+        ([], WireError("port 5555 is taken"), 2, "port 5555 is taken"),
+        ([], KeyboardInterrupt(), 130, ""),
+    ],
+)  # fmt: skip
+def test_run_program_prints_errors_and_returns_the_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *,
+    arguments: list[str], error: BaseException | None, code: int, message: str,
+) -> None:  # fmt: skip
+    assert exit_code(monkeypatch, *arguments, error=error) == code
+    assert capsys.readouterr().err == (f"bin/x: error: {message}\n" if message else "")
 
 
 def test_program_escapes_control_characters_in_logs_and_errors() -> None:
@@ -88,28 +87,9 @@ def test_run_program_reenables_garbage_collection(
     assert frozen > 0  # imported objects are exempt from collection
 
 
-def test_run_program_interrupted_returns_130_silently(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert exit_code(monkeypatch, error=KeyboardInterrupt()) == 130
-    assert capsys.readouterr().err == ""
-
-
 def test_run_program_does_not_hide_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ZeroDivisionError):
         exit_code(monkeypatch, error=ZeroDivisionError())
-
-
-def test_run_program_accepts_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert exit_code(monkeypatch, "local", "--train.max-steps", "3") == 0
-
-
-def test_run_program_refuses_unknown_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert exit_code(monkeypatch, "remote") == 2
-    expected = "'remote' is not a command; write bin/x local or bin/x chaos\n"
-    assert capsys.readouterr().err == f"bin/x: error: {expected}"
 
 
 def test_help_lists_commands(
@@ -121,12 +101,11 @@ def test_help_lists_commands(
     assert capsys.readouterr().out.startswith("usage: bin/x {local,chaos} [@ FILE.toml ...]")
 
 
-@pytest.mark.parametrize("name", ["trainer", "generator"])
-def test_help_lists_all_settings_without_large_imports(name: str) -> None:
-    """No numeric or network library is imported, so that it takes a third of a second."""
+def run_and_list_imports(name: str, argument: str) -> tuple[str, str]:
+    """The output of a program, and its exit code with the large libraries that it imported."""
     code = f"""
 import runpy, sys
-sys.argv = ["bin/{name}", "--help"]
+sys.argv = ["bin/{name}", {argument!r}]
 sys.path.insert(0, {str(REPO / "bin")!r})
 try:
     runpy.run_path({str(REPO / "bin" / name)!r})
@@ -135,8 +114,15 @@ except SystemExit as error:
     print(error.code, sorted(large), file=sys.stderr)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stderr == "0 []\n"
-    words = " ".join(result.stdout.split())
+    return result.stdout, result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["trainer", "generator"])
+def test_help_lists_all_settings_without_large_imports(name: str) -> None:
+    """No numeric or network library is imported, so that it takes a third of a second."""
+    printed, ended = run_and_list_imports(name, "--help")
+    assert ended == "0 []"
+    words = " ".join(printed.split())
     for section, model in section_models().items():
         for leaf, field in model.model_fields.items():
             if row_model_of(field):
@@ -148,17 +134,7 @@ except SystemExit as error:
 
 @pytest.mark.parametrize("name", ["trainer", "generator"])
 def test_wrong_setting_exits_before_torch_is_imported(name: str) -> None:
-    code = f"""
-import runpy, sys
-sys.argv = ["bin/{name}", "--train.batch-size", "50"]
-sys.path.insert(0, {str(REPO / "bin")!r})
-try:
-    runpy.run_path({str(REPO / "bin" / name)!r})
-except SystemExit as error:
-    print(error.code, "torch" in sys.modules)
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stdout == "2 False\n"
+    assert run_and_list_imports(name, "--train.batch-size=50")[1] == "2 []"
 
 
 @pytest.mark.parametrize("name", ["trainer", "generator", "lan"])

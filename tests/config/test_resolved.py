@@ -18,12 +18,6 @@ from peralta_zmq.errors import ConfigError
 COSINE = ("--sampling.temp-scheduler", "cosine")
 
 
-def test_write_resolved_is_read_back_unchanged(tmp_path: Path) -> None:
-    config = load("--loss.epsilon-high", "0.3", "--no-eval.eval-base-model")
-    write_resolved(config, tmp_path)
-    assert load("@", str(tmp_path / "config.toml")) == config
-
-
 @settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 @example('\x7f \n " \\ \U0001f600')
@@ -36,6 +30,7 @@ def test_toml_text_preserves_tables(tmp_path: Path) -> None:
     config = load(
         *("--loss.kwargs", '{"a b": "x\\"y", "c": {"d": [1, 2.5, true]}}', "--filter.overlong"),
         *("--filter.repetition.window=7", "--filter.gibberish.enforce"),
+        *("--loss.epsilon-high", "0.3", "--no-eval.eval-base-model"),
         *("--filter.custom", '{"my.filters.own": {"enforce": true, "kwargs": {"limit": 3}}}'),
     )
     write_resolved(config, tmp_path)
@@ -50,15 +45,12 @@ def test_toml_text_preserves_tables(tmp_path: Path) -> None:
 
 
 def test_write_resolved_has_every_setting(tmp_path: Path) -> None:
-    write_resolved(Config(), tmp_path)
-    written = tomli.loads((tmp_path / "config.toml").read_text())
+    folder = tmp_path / "new" / "run"
+    write_resolved(Config(), folder)
+    assert [path.name for path in folder.iterdir()] == ["config.toml"]
+    written = tomli.loads((folder / "config.toml").read_text())
     known = {section: set(leaves) - {"env"} for section, leaves in known_fields().items()}
     assert {section: set(leaves) for section, leaves in written.items()} == known
-
-
-def test_write_resolved_leaves_no_other_file(tmp_path: Path) -> None:
-    write_resolved(Config(), tmp_path / "new" / "run")
-    assert [path.name for path in (tmp_path / "new" / "run").iterdir()] == ["config.toml"]
 
 
 def test_earlier_config_names_changed_settings_and_remedies(tmp_path: Path) -> None:
@@ -73,45 +65,25 @@ def test_earlier_config_names_changed_settings_and_remedies(tmp_path: Path) -> N
     )
 
 
-@pytest.mark.parametrize(
-    "argument",
-    [
-        "--run.seed=0",  # unchanged
-        "--log.level=debug",
-        "--generator.name=x",
-        "--wire.port=6000",
-        "--run.dir=elsewhere",
-        "--run.num-local-generators=3",
-        "--train.num-workers=3",
-        "--train.max-steps=81",
-        "--no-eval.eval-base-model",
-        "--checkpoint.interval=5",
-        "--weights.keep-last=9",
-        "--model.device=cpu",
-    ],
-)
+@pytest.mark.parametrize("argument", [
+    "--run.seed=0",  # unchanged
+    "--run.dir=elsewhere", "--run.num-local-generators=3", "--log.level=debug",
+    "--generator.name=x", "--wire.port=6000", "--train.num-workers=3", "--train.max-steps=81",
+    "--no-eval.eval-base-model", "--checkpoint.interval=5", "--weights.keep-last=9",
+    "--model.device=cpu",
+])  # fmt: skip
 def test_earlier_config_accepts_free_settings(argument: str, tmp_path: Path) -> None:
     assert earlier_config(load(argument), tmp_path) == load(argument)  # a new run
     write_resolved(Config(), tmp_path)
     assert earlier_config(load(argument), tmp_path) == Config()
 
 
-@pytest.mark.parametrize(
-    "argument",
-    [
-        "--run.seed=1",
-        "--model.name=other",
-        "--model.dtype=float32",
-        "--task.name=other",
-        "--data.train=math_10k",
-        "--sampling.temperature=0.9",
-        "--engine.slots=2",
-        "--train.learning-rate=1e-5",
-        "--train.max-steps=59",
-        "--loss.epsilon=0.1",
-        "--advantage.name=group_zscore",
-    ],
-)
+@pytest.mark.parametrize("argument", [
+    "--run.seed=1", "--model.name=other", "--model.dtype=float32", "--task.name=other",
+    "--data.train=math_10k", "--sampling.temperature=0.9", "--engine.slots=2",
+    "--train.learning-rate=1e-5", "--train.max-steps=59", "--loss.epsilon=0.1",
+    "--advantage.name=group_zscore",
+])  # fmt: skip
 def test_earlier_config_refuses_changed_learning(argument: str, tmp_path: Path) -> None:
     write_resolved(Config(), tmp_path)
     with pytest.raises(ConfigError, match="made with other settings"):

@@ -15,10 +15,7 @@ from peralta_zmq.errors import ConfigError
     ("text", "expected"),
     [
         ("[train]\nmax_steps = 'x'", "train.max_steps = 'x' is wrong: should be a valid integer"),
-        (
-            "[train]\nmax_steps = true",
-            "train.max_steps = True is wrong: should be a number or text",
-        ),
+        ("[train]\nmax_steps = true", "train.max_steps = True is wrong: should be a number or te"),
         ("[run]\nname = 5", "run.name = 5 is wrong: should be a valid string"),
         ("[log]\nlevel = 'loud'", "log.level = 'loud' is wrong: should be 'debug', 'info', 'warn"),
     ],
@@ -33,34 +30,19 @@ def test_all_wrong_values_are_reported_together() -> None:
     assert "wire.port = '0'" in message
 
 
-@pytest.mark.parametrize(
-    ("flag", "written"),
-    [
-        ("sampling.num-generations", "1"),
-        ("sampling.temperature", "0"),
-        ("sampling.temp-end", "0"),
-        ("sampling.top-p", "1.1"),
-        ("sampling.top-p", "0"),
-        ("sampling.top-k", "-1"),
-        ("sampling.max-completion-length", "0"),
-        ("train.max-steps", "0"),
-        ("train.learning-rate", "0"),
-        ("train.learning-rate", "inf"),
-        ("train.learning-rate", "nan"),
-        ("train.adam-beta2", "1"),
-        ("train.max-async-level", "-1"),
-        ("loss.epsilon", "0"),
-        ("loss.epsilon", "1"),  # no ratio is below 0
-        ("eval.num-examples", "-2"),
-        ("eval.num-examples", "0"),
-        ("wire.port", "65535"),
-        ("wire.hwm", "0"),
-        ("weights.poll-seconds", "0"),
-        ("advantage.ddof", "2"),
-    ],
-)
-def test_value_out_of_bounds_is_refused(flag: str, written: str) -> None:
-    assert refusal(f"--{flag}={written}").startswith(flag.replace("-", "_"))
+@pytest.mark.parametrize("setting", [
+    "sampling.num-generations=1", "sampling.temperature=0", "sampling.temp-end=0",
+    "sampling.top-p=1.1", "sampling.top-p=0", "sampling.top-k=-1",
+    "sampling.max-completion-length=0", "train.max-steps=0", "train.learning-rate=0",
+    "train.learning-rate=inf", "train.learning-rate=nan", "train.adam-beta2=1",
+    "train.max-async-level=-1", "loss.epsilon=0",
+    "loss.epsilon=1",  # no ratio is below 0
+    "eval.num-examples=-2", "eval.num-examples=0", "wire.port=65535", "wire.hwm=0",
+    "weights.poll-seconds=0", "advantage.ddof=2",
+])  # fmt: skip
+def test_value_out_of_bounds_is_refused(setting: str) -> None:
+    name = setting.partition("=")[0].replace("-", "_")
+    assert refusal(f"--{setting}").startswith(name)
 
 
 @pytest.mark.parametrize(

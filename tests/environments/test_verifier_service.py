@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -75,13 +76,18 @@ def test_remote_problem_keeps_input_token_ids(tmp_path: Path) -> None:
 OWN = '[[env]]\nname = "own"\ntask = "own.task"\n'
 
 
-def add_task(monkeypatch: pytest.MonkeyPatch, reward: Callable[[Problem, str], Any]) -> None:
-    """A task of one problem with the name own.task."""
+@contextmanager
+def own_task(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, reward: Callable[[Problem, str], Any]
+) -> Iterator[tuple[Verifier, Problem]]:
+    """A verifier with the environment own, and the only problem of this environment."""
     module: Any = ModuleType("own_task")
     module.problems = lambda split, seed: iter([PROBLEM])
     module.reward, module.REWARD_IS_BOUNDED = reward, True  # another process could not import it
     monkeypatch.setitem(sys.modules, "own", ModuleType("own"))
     monkeypatch.setitem(sys.modules, "own.task", module)
+    with serving(config_of(folder, OWN)) as verifier:
+        yield verifier, next(remote(verifier, env="own").problems("train", 0))
 
 
 def failing(problem: Problem, text: str) -> float:
@@ -89,20 +95,19 @@ def failing(problem: Problem, text: str) -> float:
 
 
 def test_failing_remote_reward_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    add_task(monkeypatch, failing)
-    with serving(config_of(tmp_path, OWN)) as verifier:
+    with own_task(monkeypatch, tmp_path, failing) as (verifier, problem):
         environment = remote(verifier, env="own", retry_seconds=0.2)
-        problem = next(environment.problems("train", 0))
         for text in ("key", "task"):
             with pytest.raises(TaskError, match=r"refuses /verify_answer with 422.*(lost|no idea)"):
                 environment.reward(problem, text)
 
 
 def test_remote_reward_keeps_named_terms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    add_task(monkeypatch, lambda problem, text: {"right": True, "short": 0.5} if text else object())
-    with serving(config_of(tmp_path, OWN)) as verifier:
+    def terms(problem: Problem, text: str) -> Any:
+        return {"right": True, "short": 0.5} if text else object()
+
+    with own_task(monkeypatch, tmp_path, terms) as (verifier, problem):
         environment = remote(verifier, env="own")
-        problem = next(environment.problems("train", 0))
         assert environment.reward(problem, "x") == {"right": 1.0, "short": 0.5}
         with pytest.raises(TaskError, match="not a number"):
             environment.reward(problem, "")
@@ -133,17 +138,12 @@ def test_concurrent_requests_run_rewards_one_at_a_time(
             both_started.reset()
         return 1.0
 
-    add_task(monkeypatch, reward)
-    with serving(config_of(tmp_path, OWN)) as verifier:
-        problem = next(remote(verifier, env="own").problems("train", 0))
-        threads = [
-            threading.Thread(target=remote(verifier, env="own").reward, args=(problem, "x"))
-            for _ in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with (
+        own_task(monkeypatch, tmp_path, reward) as (verifier, problem),
+        ThreadPoolExecutor(2) as pool,
+    ):
+        for _ in range(2):
+            pool.submit(remote(verifier, env="own").reward, problem, "x")
     assert outcomes == ["alone", "alone"]
 
 

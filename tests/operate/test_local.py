@@ -28,9 +28,8 @@ def write_programs(*, trainer: str, generator: str) -> None:
     Path("generator").write_text(generator)
 
 
-def config(*, num_local_generators: int = 2) -> Config:
-    run = RunSection(name="test", num_local_generators=num_local_generators)
-    return Config(run=run, train=TrainSection(max_steps=20))
+def config() -> Config:
+    return Config(run=RunSection(name="test"), train=TrainSection(max_steps=20))
 
 
 def test_local_workers_get_index_count_and_share_of_cores() -> None:
@@ -47,14 +46,6 @@ def test_local_workers_get_index_count_and_share_of_cores() -> None:
         *("--generator.index", "1", "--generator.name", "local-1"),
     )
     assert second.log == folder / "logs" / "generator-1.log"
-
-
-def test_run_ends_with_its_trainer_and_logs_the_generator() -> None:
-    prints = "print('hello'); open('printed', 'w').close(); " + PAUSE
-    waits = "import os, time\nwhile not os.path.exists('printed'): time.sleep(0.01)"
-    write_programs(trainer=waits, generator=prints)
-    assert run_local(config(num_local_generators=1), []) == 0
-    assert Path("runs/test/logs/generator-0.log").read_text() == "hello\n"
 
 
 def test_rejected_settings_leave_no_folder_behind() -> None:
