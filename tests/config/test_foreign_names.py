@@ -11,34 +11,28 @@ from peralta_zmq.config.foreign_names import NAMES, RIGHT_NAMES
 from peralta_zmq.config.schema import known_fields
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "expected"),
-    [
-        ("train.max-step", "3", "train.max_step = '3'; did you mean train.max_steps?"),
-        ("log.qqq", "1", "log.qqq = '1'; the settings of [log] are level"),
-        ("ckpt.interval", "3", "ckpt.interval = '3'; did you mean checkpoint.interval?"),
-        ("train.temperature", "1",
-         "train.temperature = '1'; 'temperature' is a setting of [sampling] here"),
-        ("train.group-size", "8",
-         "train.group_size = '8'; 'group_size' is called 'num_generations' here, in "
-         "[sampling]: write sampling.num_generations"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flag", "value", "expected"), [
+    ("train.max-step", "3", "train.max_step = '3'; did you mean train.max_steps?"),
+    ("log.qqq", "1", "log.qqq = '1'; the settings of [log] are level"),
+    ("ckpt.interval", "3", "ckpt.interval = '3'; did you mean checkpoint.interval?"),
+    ("train.temperature", "1",
+     "train.temperature = '1'; 'temperature' is a setting of [sampling] here"),
+    ("train.group-size", "8",
+     "train.group_size = '8'; 'group_size' is called 'num_generations' here, in "
+     "[sampling]: write sampling.num_generations"),
+])  # fmt: skip
 def test_unknown_option_names_the_right_setting(flag: str, value: str, expected: str) -> None:
     assert refusal(f"--{flag}", value) == f"unknown setting {expected}"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("[train]\nlearning-rate = 1.0", "setting train.learning-rate = 1.0; did you mean train"),
-        ("[trian]\nbatch_size = 8", "setting trian.batch_size = 8; did you mean train.batch_size?"),
-        ("[xyz]", "section [xyz]; the sections are run, model, task, data, curriculum, "),
-        ("[[env]]\nadress = 'x'", "setting adress in [[env]]; did you mean address?"),
-        ("[[env]]\nq = 1", "setting q in [[env]]; it has train, eval, prompt_column, "),
-        ("[filter.gibberish]\nq = 1", "setting q in [filter.gibberish]; it has enforce, token_id"),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("[train]\nlearning-rate = 1.0", "setting train.learning-rate = 1.0; did you mean train"),
+    ("[trian]\nbatch_size = 8", "setting trian.batch_size = 8; did you mean train.batch_size?"),
+    ("[xyz]", "section [xyz]; the sections are run, model, task, data, curriculum, "),
+    ("[[env]]\nadress = 'x'", "setting adress in [[env]]; did you mean address?"),
+    ("[[env]]\nq = 1", "setting q in [[env]]; it has train, eval, prompt_column, "),
+    ("[filter.gibberish]\nq = 1", "setting q in [filter.gibberish]; it has enforce, token_id"),
+])  # fmt: skip
 def test_unknown_key_in_file_names_the_right_setting(
     text: str, expected: str, tmp_path: Path
 ) -> None:

@@ -105,14 +105,11 @@ def test_missing_file_names_the_nearest_file() -> None:
     assert refusal("@", f"{CONFIGS}/dmeo.toml") == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("a.yaml", b"train: {}", "a.yaml is not a TOML file"),
-        ("a.toml", b"\xff\xfe", "UTF-8"),
-        ("a.toml", b"[run]\nname =\n", "Invalid TOML in .*line 2"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "expected"), [
+    ("a.yaml", b"train: {}", "a.yaml is not a TOML file"),
+    ("a.toml", b"\xff\xfe", "UTF-8"),
+    ("a.toml", b"[run]\nname =\n", "Invalid TOML in .*line 2"),
+])  # fmt: skip
 def test_invalid_file_is_refused(name: str, content: bytes, expected: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     assert re.search(expected, refusal("@", str(tmp_path / name)))

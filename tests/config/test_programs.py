@@ -32,18 +32,15 @@ def exit_code(
     return run_program(main, "bin/x", commands=commands)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "code", "message"),
-    [
-        ([], None, 0, ""),
-        (["local", "--train.max-steps", "3"], None, 0, ""),
-        (["--train.batch-size", "50"], None, 2,
-         "train.batch_size 50 is not a multiple of sampling.num_generations 8; use 48 or 56"),
-        (["remote"], None, 2, "'remote' is not a command; write bin/x local or bin/x chaos"),
-        ([], WireError("port 5555 is taken"), 2, "port 5555 is taken"),
-        ([], KeyboardInterrupt(), 130, ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "error", "code", "message"), [
+    ([], None, 0, ""),
+    (["local", "--train.max-steps", "3"], None, 0, ""),
+    (["--train.batch-size", "50"], None, 2,
+     "train.batch_size 50 is not a multiple of sampling.num_generations 8; use 48 or 56"),
+    (["remote"], None, 2, "'remote' is not a command; write bin/x local or bin/x chaos"),
+    ([], WireError("port 5555 is taken"), 2, "port 5555 is taken"),
+    ([], KeyboardInterrupt(), 130, ""),
+])  # fmt: skip
 def test_run_program_prints_errors_and_returns_the_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *,
     arguments: list[str], error: BaseException | None, code: int, message: str,

@@ -11,15 +11,12 @@ from peralta_zmq.config import load_config
 from peralta_zmq.errors import ConfigError
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("[train]\nmax_steps = 'x'", "train.max_steps = 'x' is wrong: should be a valid integer"),
-        ("[train]\nmax_steps = true", "train.max_steps = True is wrong: should be a number or te"),
-        ("[run]\nname = 5", "run.name = 5 is wrong: should be a valid string"),
-        ("[log]\nlevel = 'loud'", "log.level = 'loud' is wrong: should be 'debug', 'info', 'warn"),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("[train]\nmax_steps = 'x'", "train.max_steps = 'x' is wrong: should be a valid integer"),
+    ("[train]\nmax_steps = true", "train.max_steps = True is wrong: should be a number or te"),
+    ("[run]\nname = 5", "run.name = 5 is wrong: should be a valid string"),
+    ("[log]\nlevel = 'loud'", "log.level = 'loud' is wrong: should be 'debug', 'info', 'warn"),
+])  # fmt: skip
 def test_value_of_another_type_is_refused(text: str, expected: str, tmp_path: Path) -> None:
     assert toml_refusal(tmp_path, text).startswith(expected)
 

@@ -20,20 +20,17 @@ def test_expression_with_every_number_once_earns_one(text: str) -> None:
     assert countdown.reward(PROBLEM, text) == float("0" not in text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "28",
-        "7 * 4",
-        "7 * 7 - 3 * 7",  # 7 three times
-        "3 + 7 + 7",  # another value
-        "7 * (7 - 3) = 28",
-        "37 - 7 - 2",
-        "7 * (7 - 3.0)",
-        "(7 // 7) * 28 ** 1",
-        "",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "28",
+    "7 * 4",
+    "7 * 7 - 3 * 7",  # 7 three times
+    "3 + 7 + 7",  # another value
+    "7 * (7 - 3) = 28",
+    "37 - 7 - 2",
+    "7 * (7 - 3.0)",
+    "(7 // 7) * 28 ** 1",
+    "",
+])  # fmt: skip
 def test_other_expressions_earn_zero(text: str) -> None:
     assert countdown.reward(PROBLEM, text) == 0.0
 

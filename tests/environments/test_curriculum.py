@@ -29,15 +29,12 @@ def test_problem_order_is_the_same_on_all_machines() -> None:
     assert problem_order(8, seed=0, epoch=0) == (5, 2, 3, 0, 7, 1, 4, 6)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ({"seed": 1, "epoch": 0}, {"seed": 1, "epoch": 1}),
-        ({"seed": 1, "epoch": 0}, {"seed": 2, "epoch": 0}),
-        ({"seed": 1, "epoch": 2}, {"seed": 2, "epoch": 1}),  # equal sums
-        ({"seed": 1, "epoch": 11}, {"seed": 11, "epoch": 1}),  # equal digits
-    ],
-)
+@pytest.mark.parametrize(("one", "other"), [
+    ({"seed": 1, "epoch": 0}, {"seed": 1, "epoch": 1}),
+    ({"seed": 1, "epoch": 0}, {"seed": 2, "epoch": 0}),
+    ({"seed": 1, "epoch": 2}, {"seed": 2, "epoch": 1}),  # equal sums
+    ({"seed": 1, "epoch": 11}, {"seed": 11, "epoch": 1}),  # equal digits
+])  # fmt: skip
 def test_problem_order_depends_on_seed_and_epoch(
     one: dict[str, int], other: dict[str, int]
 ) -> None:
@@ -92,16 +89,13 @@ def test_empty_train_set_is_refused() -> None:
 # Several environments.
 
 
-@pytest.mark.parametrize(
-    ("ratios", "expected"),
-    [
-        ((1, 1), (500, 500)),
-        ((1, 2), (333, 667)),
-        ((1, 1, 1), (334, 333, 333)),
-        ((0, 5), (0, 1000)),
-        ((1, 1e9), (1, 999)),
-    ],
-)
+@pytest.mark.parametrize(("ratios", "expected"), [
+    ((1, 1), (500, 500)),
+    ((1, 2), (333, 667)),
+    ((1, 1, 1), (334, 333, 333)),
+    ((0, 5), (0, 1000)),
+    ((1, 1e9), (1, 999)),
+])  # fmt: skip
 def test_ratios_are_exact_in_every_block(
     ratios: tuple[float, ...], expected: tuple[int, ...]
 ) -> None:

@@ -15,18 +15,15 @@ def problem(answer: str) -> Problem:
     return Problem("p", "math_answers", (), answer)
 
 
-@pytest.mark.parametrize(
-    ("target", "text", "reward"),
-    [
-        (r"\frac{1}{2}", "The answer is $0.5$.", 1.0),
-        (r"\frac{1}{2}", r"so we get \boxed{\frac{2}{4}}", 1.0),
-        (r"3\sqrt{5}", r"$\sqrt{45}$", 1.0),
-        (r"3\sqrt{5}", r"$\sqrt{46}$", 0.0),
-        ("64", "64", 1.0),
-        ("64", "63", 0.0),
-        ("64", "I do not know", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("target", "text", "reward"), [
+    (r"\frac{1}{2}", "The answer is $0.5$.", 1.0),
+    (r"\frac{1}{2}", r"so we get \boxed{\frac{2}{4}}", 1.0),
+    (r"3\sqrt{5}", r"$\sqrt{45}$", 1.0),
+    (r"3\sqrt{5}", r"$\sqrt{46}$", 0.0),
+    ("64", "64", 1.0),
+    ("64", "63", 0.0),
+    ("64", "I do not know", 0.0),
+])  # fmt: skip
 def test_equal_values_earn_one(target: str, text: str, reward: float) -> None:
     pytest.importorskip("math_verify")
     assert math_answers.reward(problem(target), text) == reward

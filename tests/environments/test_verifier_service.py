@@ -219,18 +219,15 @@ def request(port: int, method: str, path: str, body: bytes = b"") -> tuple[int, 
         return response.status, json.loads(response.read())
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status"),
-    [
-        ("/verify_answer", b"", 400),
-        ("/verify_answer", b"[]", 400),
-        ("/verify_answer", b"[" * 10_000, 400),
-        ("/verify_answer", b'{"env": "calculator"}', 400),
-        ("/verify_answer", b'{"env": 1, "problem": "x", "completion": "x"}', 400),
-        ("/verify_answer", b'{"env": "calculator", "problem": "x", "completion": "x"}', 404),
-        ("/elsewhere", b"{}", 404),
-    ],
-)
+@pytest.mark.parametrize(("path", "body", "status"), [
+    ("/verify_answer", b"", 400),
+    ("/verify_answer", b"[]", 400),
+    ("/verify_answer", b"[" * 10_000, 400),
+    ("/verify_answer", b'{"env": "calculator"}', 400),
+    ("/verify_answer", b'{"env": 1, "problem": "x", "completion": "x"}', 400),
+    ("/verify_answer", b'{"env": "calculator", "problem": "x", "completion": "x"}', 404),
+    ("/elsewhere", b"{}", 404),
+])  # fmt: skip
 def test_invalid_request_is_refused(
     verifier: Verifier, path: str, body: bytes, status: int
 ) -> None:

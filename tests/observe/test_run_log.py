@@ -24,16 +24,13 @@ def resumed(step: int) -> tuple[str, dict[str, object]]:
     return "resume", {"step": step}
 
 
-@pytest.mark.parametrize(
-    ("history", "now", "abandoned"),
-    [
-        ([published(1, "a"), published(2, "b")], 2, set()),  # an ordinary restart
-        ([published(1, "a"), published(2, "b")], 1, {"b"}),
-        ([published(1, "a"), published(2, "b"), resumed(1), published(2, "c")], 2, {"b"}),
-        ([published(1, "a"), published(2, "b"), resumed(1), published(2, "b")], 2, set()),
-        ([published(1, "a"), resumed(1), published(2, "c"), resumed(0)], 0, {"a", "c"}),
-    ],
-)
+@pytest.mark.parametrize(("history", "now", "abandoned"), [
+    ([published(1, "a"), published(2, "b")], 2, set()),  # an ordinary restart
+    ([published(1, "a"), published(2, "b")], 1, {"b"}),
+    ([published(1, "a"), published(2, "b"), resumed(1), published(2, "c")], 2, {"b"}),
+    ([published(1, "a"), published(2, "b"), resumed(1), published(2, "b")], 2, set()),
+    ([published(1, "a"), resumed(1), published(2, "c"), resumed(0)], 0, {"a", "c"}),
+])  # fmt: skip
 def test_roll_back_abandons_weights_of_later_steps(
     tmp_path: Path, history: list[tuple[str, dict[str, object]]], now: int, abandoned: set[str]
 ) -> None:

@@ -195,20 +195,17 @@ def test_full_disk_ends_the_output_without_an_error(caplog: pytest.LogCaptureFix
     assert caplog.messages == ["no more output on this terminal: No space left on device"]
 
 
-@pytest.mark.parametrize(
-    ("in_place", "num_items", "seconds", "texts"),
-    [
-        # off a terminal: one line every ten seconds
-        (False, 100, 1.0, [f"walk: {done} of 100 ({done}%), {left} left" for done, left in (
-            (2, "1m38s"), (12, "1m28s"), (22, "1m18s"), (32, "1m08s"), (42, "58s"), (52, "48s"),
-            (62, "38s"), (72, "28s"), (82, "18s"), (92, "8s"))]),
-        # on a terminal: redrawn after two seconds, and removed at the end
-        (True, 5, 1.0, [f"walk: {done} of 5 ({20 * done}%), {5 - done}s left"
-                        for done in (2, 3, 4)] + [""]),
-        (False, 3, 0.6, []),  # too short for a progress display
-        (False, 2, 3.0, ["walk: 1 of 2 (50%), 3s left"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("in_place", "num_items", "seconds", "texts"), [
+    # off a terminal: one line every ten seconds
+    (False, 100, 1.0, [f"walk: {done} of 100 ({done}%), {left} left" for done, left in (
+        (2, "1m38s"), (12, "1m28s"), (22, "1m18s"), (32, "1m08s"), (42, "58s"), (52, "48s"),
+        (62, "38s"), (72, "28s"), (82, "18s"), (92, "8s"))]),
+    # on a terminal: redrawn after two seconds, and removed at the end
+    (True, 5, 1.0, [f"walk: {done} of 5 ({20 * done}%), {5 - done}s left"
+                    for done in (2, 3, 4)] + [""]),
+    (False, 3, 0.6, []),  # too short for a progress display
+    (False, 2, 3.0, ["walk: 1 of 2 (50%), 3s left"]),
+])  # fmt: skip
 def test_progress_shows_share_and_time_left(
     monkeypatch: pytest.MonkeyPatch, *,
     in_place: bool, num_items: int, seconds: float, texts: list[str],

@@ -27,13 +27,10 @@ def test_data_files_depend_on_seed() -> None:
     assert all(first[name] != second[name] for name in first)
 
 
-@pytest.mark.parametrize(
-    ("task", "sizes"),
-    [
-        *(("calculator", (1000, 250)), ("countdown", (1000, 100))),
-        *(("reverse_text", (1000, 100)), ("math_answers", (500, 100))),
-    ],
-)
+@pytest.mark.parametrize(("task", "sizes"), [
+    *(("calculator", (1000, 250)), ("countdown", (1000, 100))),
+    *(("reverse_text", (1000, 100)), ("math_answers", (500, 100))),
+])  # fmt: skip
 def test_train_and_eval_files_share_no_problem(task: str, sizes: tuple[int, int]) -> None:
     if task == "math_answers":
         pytest.importorskip("math_verify")

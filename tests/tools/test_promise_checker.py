@@ -150,16 +150,13 @@ def test_incomplete_last_record_and_copied_file_are_not_read(tmp_path: Path) -> 
 # P1: only published versions were loaded.
 
 
-@pytest.mark.parametrize(
-    ("line", "broken"),
-    [
-        ("loaded version=0 step=0 weights_id=ff", "version=0 weights_id=ff was not published"),
-        (f"made group={B}/9 step=2 weights_id=ee", "weights_id=ee was served and never loaded"),
-        ("refused version=2 reason=shape", "version=2 refused"),
-        ("unread version=2 reason=version 2 does not verify: sha256", "version=2 refused"),
-        ("unread version=2 reason=version 2 was removed meanwhile", None),
-    ],
-)
+@pytest.mark.parametrize(("line", "broken"), [
+    ("loaded version=0 step=0 weights_id=ff", "version=0 weights_id=ff was not published"),
+    (f"made group={B}/9 step=2 weights_id=ee", "weights_id=ee was served and never loaded"),
+    ("refused version=2 reason=shape", "version=2 refused"),
+    ("unread version=2 reason=version 2 does not verify: sha256", "version=2 refused"),
+    ("unread version=2 reason=version 2 was removed meanwhile", None),
+])  # fmt: skip
 def test_p1_reports_unpublished_and_refused_versions(
     tmp_path: Path, line: str, broken: str | None
 ) -> None:
@@ -168,15 +165,12 @@ def test_p1_reports_unpublished_and_refused_versions(
     assert run.check(tmp_path) == ({"P1": (broken,)} if broken else {})
 
 
-@pytest.mark.parametrize(
-    ("resumed_at", "lines", "broken"),
-    [
-        (1, [], []),
-        (0, [], ["w1"]),
-        (2, [], ["w1"]),
-        (1, ["loaded version=1 step=1 weights_id=ee seconds=0.1"], ["w1", "ee"]),
-    ],
-)
+@pytest.mark.parametrize(("resumed_at", "lines", "broken"), [
+    (1, [], []),
+    (0, [], ["w1"]),
+    (2, [], ["w1"]),
+    (1, ["loaded version=1 step=1 weights_id=ee seconds=0.1"], ["w1", "ee"]),
+])  # fmt: skip
 def test_p1_accepts_unrecorded_publish_if_trainer_resumed_at_its_step_and_readers_agree(
     tmp_path: Path, resumed_at: int, lines: list[str], broken: list[str]
 ) -> None:
@@ -191,13 +185,10 @@ def test_p1_accepts_unrecorded_publish_if_trainer_resumed_at_its_step_and_reader
 # P2: no group is trained twice.
 
 
-@pytest.mark.parametrize(
-    ("steps", "broken"),
-    [
-        ([1, 2, 2, 3], {"P2": ("step 2 was taken twice without a resume",)}),
-        ([1, 1, 2, 3], {}),  # the resume is between the first two rows
-    ],
-)
+@pytest.mark.parametrize(("steps", "broken"), [
+    ([1, 2, 2, 3], {"P2": ("step 2 was taken twice without a resume",)}),
+    ([1, 1, 2, 3], {}),  # the resume is between the first two rows
+])  # fmt: skip
 def test_p2_reports_repeated_step_without_a_resume(
     tmp_path: Path, steps: list[int], broken: dict[str, tuple[str, ...]]
 ) -> None:
@@ -215,18 +206,15 @@ def test_p2_reports_group_recorded_or_made_twice(tmp_path: Path) -> None:
 # P3: no group of a live generator is lost.
 
 
-@pytest.mark.parametrize(
-    ("end", "is_lost"),
-    [
-        (LOG[-1:], True),
-        # made at 10:00:04, resent after a broken connection until :19
-        (["10:00:19 bin/generator run complete: groups=5"], False),
-        (["10:00:20 bin/generator run complete: groups=5"], True),
-        (["00:00:01 bin/generator run complete: groups=5"], True),  # after midnight
-        ([], False),  # killed before the end
-        (["10:00:40 bin/generator generator=ann threads=1 version=3", LOG[-1]], False),  # killed
-    ],
-)
+@pytest.mark.parametrize(("end", "is_lost"), [
+    (LOG[-1:], True),
+    # made at 10:00:04, resent after a broken connection until :19
+    (["10:00:19 bin/generator run complete: groups=5"], False),
+    (["10:00:20 bin/generator run complete: groups=5"], True),
+    (["00:00:01 bin/generator run complete: groups=5"], True),  # after midnight
+    ([], False),  # killed before the end
+    (["10:00:40 bin/generator generator=ann threads=1 version=3", LOG[-1]], False),  # killed
+])  # fmt: skip
 def test_p3_reports_missing_group_of_a_generator_alive_at_the_end(
     tmp_path: Path, end: list[str], is_lost: bool
 ) -> None:
@@ -304,15 +292,12 @@ def test_p3_accepts_evaluated_group_only_if_made_for_an_evaluation(tmp_path: Pat
     assert run.check(tmp_path / "evaluated") == {}
 
 
-@pytest.mark.parametrize(
-    ("event", "is_valid"),
-    [
-        ({}, True),
-        ({"step": 3}, False),  # flagged after the drop
-        ({"incarnation": INCARNATIONS["aa"].hex()}, False),
-        ({"dropped": False}, False),
-    ],
-)
+@pytest.mark.parametrize(("event", "is_valid"), [
+    ({}, True),
+    ({"step": 3}, False),  # flagged after the drop
+    ({"incarnation": INCARNATIONS["aa"].hex()}, False),
+    ({"dropped": False}, False),
+])  # fmt: skip
 def test_p3_accepts_mismatched_group_only_of_a_sender_flagged_before(
     tmp_path: Path, event: Row, is_valid: bool
 ) -> None:
@@ -335,16 +320,13 @@ def rolled_back(made: str = "step=3 weights_id=w9") -> RecordedRun:
     return run
 
 
-@pytest.mark.parametrize(
-    ("made", "step", "has_roll_back", "is_valid"),
-    [
-        ("step=3 weights_id=w9", 2, True, True),  # sampled with undone weights
-        ("step=3 weights_id=w9", 2, False, False),
-        ("step=1 weights_id=w1 newest=2", 2, True, True),  # last tokens of undone weights
-        ("step=1 weights_id=w1 newest=2", 3, True, False),  # step 2 was published again
-        ("step=0 weights_id=w0 newest=1", 2, True, False),
-    ],
-)
+@pytest.mark.parametrize(("made", "step", "has_roll_back", "is_valid"), [
+    ("step=3 weights_id=w9", 2, True, True),  # sampled with undone weights
+    ("step=3 weights_id=w9", 2, False, False),
+    ("step=1 weights_id=w1 newest=2", 2, True, True),  # last tokens of undone weights
+    ("step=1 weights_id=w1 newest=2", 3, True, False),  # step 2 was published again
+    ("step=0 weights_id=w0 newest=1", 2, True, False),
+])  # fmt: skip
 def test_p3_accepts_abandoned_group_only_of_undone_weights(
     tmp_path: Path, made: str, step: int, has_roll_back: bool, is_valid: bool
 ) -> None:
@@ -368,14 +350,11 @@ def test_p3_and_p4_report_trained_group_of_undone_weights(tmp_path: Path) -> Non
 # P4: no trained group exceeds the staleness limit.
 
 
-@pytest.mark.parametrize(
-    ("recorded", "logged", "broken"),
-    [
-        (0, "step=0 weights_id=w0", "2 steps old at step 3"),
-        (3, "step=3 weights_id=w2", "-1 steps old at step 3"),  # the weights after that step
-        (1, "step=0 weights_id=w0", "of step 1, and of step 0 in the log"),
-    ],
-)
+@pytest.mark.parametrize(("recorded", "logged", "broken"), [
+    (0, "step=0 weights_id=w0", "2 steps old at step 3"),
+    (3, "step=3 weights_id=w2", "-1 steps old at step 3"),  # the weights after that step
+    (1, "step=0 weights_id=w0", "of step 1, and of step 0 in the log"),
+])  # fmt: skip
 def test_p4_reports_stale_and_inconsistent_groups(
     tmp_path: Path, recorded: int, logged: str, broken: str
 ) -> None:
@@ -407,19 +386,16 @@ def test_p6_reports_group_that_no_generator_made(tmp_path: Path) -> None:
     assert f"{A}/2 was never made" in run.check(tmp_path)["P6"]
 
 
-@pytest.mark.parametrize(
-    ("stated", "broken"),
-    [
-        ({"trained": 5}, "trained is 5 in the summary, 6 in the records"),
-        ({"stale": 0}, "stale is 0 in the summary, 1 in the records"),
-        ({"no_signal": 1}, "no_signal is 1 in the summary, 0 in the records"),
-        ({"made": 8}, "lost or in flight is 0 in the summary, 1 in the records"),
-        ({"made": 10, "in_flight": 3}, "made is 10 in the summary, 7 to 9 in the records"),
-        ({"made": 6, "in_flight": -1}, "made is 6 in the summary, 7 to 9 in the records"),
-        ({"in_flight": 1}, "lost or in flight is 1 in the summary, 0 in the records"),
-        ({"lost": 1}, "lost is 1 in the summary, 0 in the logs"),
-    ],
-)
+@pytest.mark.parametrize(("stated", "broken"), [
+    ({"trained": 5}, "trained is 5 in the summary, 6 in the records"),
+    ({"stale": 0}, "stale is 0 in the summary, 1 in the records"),
+    ({"no_signal": 1}, "no_signal is 1 in the summary, 0 in the records"),
+    ({"made": 8}, "lost or in flight is 0 in the summary, 1 in the records"),
+    ({"made": 10, "in_flight": 3}, "made is 10 in the summary, 7 to 9 in the records"),
+    ({"made": 6, "in_flight": -1}, "made is 6 in the summary, 7 to 9 in the records"),
+    ({"in_flight": 1}, "lost or in flight is 1 in the summary, 0 in the records"),
+    ({"lost": 1}, "lost is 1 in the summary, 0 in the logs"),
+])  # fmt: skip
 def test_p6_reports_wrong_count_in_the_summary(
     tmp_path: Path, stated: dict[str, int], broken: str
 ) -> None:
@@ -428,17 +404,14 @@ def test_p6_reports_wrong_count_in_the_summary(
     assert broken in run.check(tmp_path)["P6"]
 
 
-@pytest.mark.parametrize(
-    ("last_reports", "made", "broken"),
-    [
-        ({B: 5}, 8, ()),  # with the late group of `bb`, without the unsent one of `aa`
-        ({B: 5}, 9, ()),  # an earlier report of `aa` may have counted its unsent group
-        ({B: 5}, 7, ("made is 7 in the summary, 8 to 9 in the records",)),
-        ({A: 4, B: 5}, 9, ()),
-        ({A: 4, B: 5}, 8, ("made is 8 in the summary, 9 in the records",)),
-        ({B: 6}, 9, (f"{B} has made 6 by its last report, 5 by the logs",)),
-    ],
-)
+@pytest.mark.parametrize(("last_reports", "made", "broken"), [
+    ({B: 5}, 8, ()),  # with the late group of `bb`, without the unsent one of `aa`
+    ({B: 5}, 9, ()),  # an earlier report of `aa` may have counted its unsent group
+    ({B: 5}, 7, ("made is 7 in the summary, 8 to 9 in the records",)),
+    ({A: 4, B: 5}, 9, ()),
+    ({A: 4, B: 5}, 8, ("made is 8 in the summary, 9 in the records",)),
+    ({B: 6}, 9, (f"{B} has made 6 by its last report, 5 by the logs",)),
+])  # fmt: skip
 def test_p6_counts_all_groups_of_a_sender_with_a_last_report(
     tmp_path: Path, last_reports: dict[str, int], made: int, broken: tuple[str, ...]
 ) -> None:

@@ -66,24 +66,21 @@ def header_of(run: RunFiles, *, later: float = 1.0) -> dict[str, object]:
     return view.state(run, now=run.newest_time + later)["header"]
 
 
-@pytest.mark.parametrize(
-    ("lock", "num_steps", "later", "event", "status"),
-    [
-        ("none", 0, 1.0, None, "empty"),
-        ("none", 3, 1.0, None, "training"),
-        ("none", 3, 40.0, None, "silent"),
-        ("none", 0, 40.0, None, "silent"),
-        ("free", 3, 1.0, None, "training"),
-        ("free", 3, 40.0, None, "crashed"),
-        ("free", 0, 40.0, None, "crashed"),
-        ("held", 3, 40.0, None, "stalled"),
-        ("held", 0, 3600.0, None, "empty"),
-        ("live", 3, 40.0, None, "stalled"),
-        ("live", 0, 3600.0, None, "empty"),
-        ("free", 3, 40.0, "stop", "stopped"),
-        ("free", 3, 40.0, "complete", "finished"),
-    ],
-)
+@pytest.mark.parametrize(("lock", "num_steps", "later", "event", "status"), [
+    ("none", 0, 1.0, None, "empty"),
+    ("none", 3, 1.0, None, "training"),
+    ("none", 3, 40.0, None, "silent"),
+    ("none", 0, 40.0, None, "silent"),
+    ("free", 3, 1.0, None, "training"),
+    ("free", 3, 40.0, None, "crashed"),
+    ("free", 0, 40.0, None, "crashed"),
+    ("held", 3, 40.0, None, "stalled"),
+    ("held", 0, 3600.0, None, "empty"),
+    ("live", 3, 40.0, None, "stalled"),
+    ("live", 0, 3600.0, None, "empty"),
+    ("free", 3, 40.0, "stop", "stopped"),
+    ("free", 3, 40.0, "complete", "finished"),
+])  # fmt: skip
 def test_header_explains_the_status_of_the_run(
     tmp_path: Path, stack: ExitStack, *,
     lock: str, num_steps: int, later: float, event: str | None, status: str,

@@ -47,14 +47,11 @@ def test_versions_of_this_python_pass() -> None:
     assert machine_checks.check_versions(*machine_checks.this_python()).ok
 
 
-@pytest.mark.parametrize(
-    ("check", "detail", "remedy"),
-    [
-        (versions(torch="2.5.1"), "torch 2.5.1 (needs >=2.6)", "run make setup"),
-        (versions(msgpack=None), "msgpack is missing (needs >=1.1)", "run make setup"),
-        (machine_checks.check_versions((3, 12), []), "peralta_zmq is not installed", "run make"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("check", "detail", "remedy"), [
+    (versions(torch="2.5.1"), "torch 2.5.1 (needs >=2.6)", "run make setup"),
+    (versions(msgpack=None), "msgpack is missing (needs >=1.1)", "run make setup"),
+    (machine_checks.check_versions((3, 12), []), "peralta_zmq is not installed", "run make"),
+])  # fmt: skip
 def test_wrong_versions_fail(check: Check, detail: str, remedy: str) -> None:
     assert not check.ok
     assert check.detail.startswith(detail) and check.remedy.startswith(remedy)
@@ -79,21 +76,18 @@ def test_unavailable_device_raises() -> None:
         machine_checks.check_device(load_config("doctor", ["--model.device", "abacus"]))
 
 
-@pytest.mark.parametrize(
-    ("system", "outputs", "on_battery", "remedy"),
-    [
-        ("Linux", {}, False, ""),
-        ("Linux", {}, True, "systemd-inhibit"),
-        ("Linux", {"systemctl_isactive": "active\n"}, False, "systemd-inhibit"),
-        ("Linux", {"systemctl_isenabled": "masked\nmasked\n"}, True, ""),
-        ("Linux", {"systemdinhibit_list": "run 0 root 1 x sleep:idle generator block\n"}, True, ""),
-        ("Linux", {"systemdinhibit_list": "NM 0 root 1 x sleep turns-off delay\n"}, True,
-         "systemd-inhibit"),
-        ("Darwin", {"pmset_g": PMSET.format(0)}, True, ""),
-        ("Darwin", {"pmset_g": PMSET.format("1 (sleep prevented by caffeinate)")}, True, ""),
-        ("Darwin", {"pmset_g": PMSET.format(15)}, True, "caffeinate -is"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("system", "outputs", "on_battery", "remedy"), [
+    ("Linux", {}, False, ""),
+    ("Linux", {}, True, "systemd-inhibit"),
+    ("Linux", {"systemctl_isactive": "active\n"}, False, "systemd-inhibit"),
+    ("Linux", {"systemctl_isenabled": "masked\nmasked\n"}, True, ""),
+    ("Linux", {"systemdinhibit_list": "run 0 root 1 x sleep:idle generator block\n"}, True, ""),
+    ("Linux", {"systemdinhibit_list": "NM 0 root 1 x sleep turns-off delay\n"}, True,
+     "systemd-inhibit"),
+    ("Darwin", {"pmset_g": PMSET.format(0)}, True, ""),
+    ("Darwin", {"pmset_g": PMSET.format("1 (sleep prevented by caffeinate)")}, True, ""),
+    ("Darwin", {"pmset_g": PMSET.format(15)}, True, "caffeinate -is"),
+])  # fmt: skip
 def test_machine_that_may_sleep_gets_a_remedy(
     system: str,
     outputs: dict[str, str],

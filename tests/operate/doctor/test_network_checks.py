@@ -97,15 +97,12 @@ def test_trainer_accepts_connections_and_answers_probes(config: Config, stack: E
     assert " MB/s to the trainer" in network_checks.check_throughput(client).detail
 
 
-@pytest.mark.parametrize(
-    ("host", "num_open", "detail", "remedy"),
-    [
-        ("127.0.0.1", 0, "127.0.0.1:{}: Connection refused",
-         "start the trainer (bin/trainer @ CONFIG)"),
-        ("127.0.0.1", 3, "", "open port {} in the firewall of 127.0.0.1"),
-        ("no-such-host.invalid", 0, "", "set wire.host to the trainer's address"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("host", "num_open", "detail", "remedy"), [
+    ("127.0.0.1", 0, "127.0.0.1:{}: Connection refused",
+     "start the trainer (bin/trainer @ CONFIG)"),
+    ("127.0.0.1", 3, "", "open port {} in the firewall of 127.0.0.1"),
+    ("no-such-host.invalid", 0, "", "set wire.host to the trainer's address"),
+])  # fmt: skip
 def test_unreachable_port_gets_a_remedy(
     settings: list[str], port: int, stack: ExitStack, *,
     host: str, num_open: int, detail: str, remedy: str,
@@ -137,16 +134,13 @@ def test_other_run_on_the_port_fails() -> None:
     assert check.remedy == "give both sides the same config, or another wire.port"
 
 
-@pytest.mark.parametrize(
-    ("sent", "ok", "detail", "has_remedy"),
-    [
-        (999.5, True, "0.000 s behind the trainer's (within 0.500 s)", False),
-        (1002.0, True, "2.500 s ahead of the trainer's (within 0.500 s)", False),
-        (1002.1, True, "2.600 s ahead of", True),
-        (0.0, True, "999.500 s behind", True),
-        (1e6, False, "999000.500 s ahead of", True),
-    ],
-)
+@pytest.mark.parametrize(("sent", "ok", "detail", "has_remedy"), [
+    (999.5, True, "0.000 s behind the trainer's (within 0.500 s)", False),
+    (1002.0, True, "2.500 s ahead of the trainer's (within 0.500 s)", False),
+    (1002.1, True, "2.600 s ahead of", True),
+    (0.0, True, "999.500 s behind", True),
+    (1e6, False, "999000.500 s ahead of", True),
+])  # fmt: skip
 def test_clock_is_compared_with_the_trainer(
     sent: float, ok: bool, detail: str, has_remedy: bool
 ) -> None:

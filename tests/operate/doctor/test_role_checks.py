@@ -111,13 +111,10 @@ def test_invalid_config_is_the_only_check(run_doctor: Run) -> None:
     assert checks["config"]["remedy"] == "use 8 or 16"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--role", "cook"], "argument --role: invalid choice: 'cook' (choose from"),
-        (["--wait", "long"], "argument --wait: invalid float value: 'long'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--role", "cook"], "argument --role: invalid choice: 'cook' (choose from"),
+    (["--wait", "long"], "argument --wait: invalid float value: 'long'"),
+])  # fmt: skip
 def test_wrong_option_is_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,15 +135,12 @@ def test_default_role_follows_wire_host() -> None:
         assert role_checks.default_role(load_config("doctor", words)) == role
 
 
-@pytest.mark.parametrize(
-    ("check", "setting", "value", "message"),
-    [
-        (machine_checks.check_model, "--model.name", "no/such-model",
-         "fetch it once with: hf download no/such-model"),
-        (machine_checks.check_reward, "--task.reward", "no_such_module:f", "no_such_module"),
-        (machine_checks.check_reward, "--data.train", "nowhere.csv", "nowhere"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("check", "setting", "value", "message"), [
+    (machine_checks.check_model, "--model.name", "no/such-model",
+     "fetch it once with: hf download no/such-model"),
+    (machine_checks.check_reward, "--task.reward", "no_such_module:f", "no_such_module"),
+    (machine_checks.check_reward, "--data.train", "nowhere.csv", "nowhere"),
+])  # fmt: skip
 def test_missing_model_reward_or_data_is_named(
     check: Callable[[Config], Check], setting: str, value: str, message: str
 ) -> None:

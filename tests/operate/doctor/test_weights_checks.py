@@ -21,17 +21,14 @@ from peralta_zmq.weights.store import WeightStore
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("folder", "role", "ok", "detail", "remedy"),
-    [
-        ("", "generator", True, "{} exists (file system ", ""),
-        ("nas", "generator", False, "{}/nas does not exist",
-         "mount it here, or set weights.dir"),
-        ("nas/weights", "trainer", True, "will be created in {}",
-         "if it is on a NAS, mount the NAS first"),
-        ("file", "trainer", False, "cannot be listed", "mount it again"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("folder", "role", "ok", "detail", "remedy"), [
+    ("", "generator", True, "{} exists (file system ", ""),
+    ("nas", "generator", False, "{}/nas does not exist",
+     "mount it here, or set weights.dir"),
+    ("nas/weights", "trainer", True, "will be created in {}",
+     "if it is on a NAS, mount the NAS first"),
+    ("file", "trainer", False, "cannot be listed", "mount it again"),
+])  # fmt: skip
 def test_folder_check_depends_on_the_role(
     tmp_path: Path, folder: str, role: str, ok: bool, detail: str, remedy: str
 ) -> None:
