@@ -11,8 +11,6 @@ from peralta_zmq.observe import event_log
 from peralta_zmq.observe.event_log import LIMITS, MINUTE, EventLog
 from peralta_zmq.observe.metrics import EVENTS, JsonLines, Row, read_rows
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:

@@ -9,8 +9,6 @@ import pytest
 
 from peralta_zmq.observe.metrics import JsonLines, number, read_rows
 
-pytestmark = pytest.mark.timeout(20)
-
 
 def test_row_is_written_immediately_with_null_for_nan(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "demo" / "metrics.jsonl"

@@ -10,7 +10,6 @@ from peralta_zmq.observe.metrics import Row
 from peralta_zmq.observe.prometheus import SECTIONS, documented_name, exposition
 
 parser = pytest.importorskip("prometheus_client.parser", reason="make setup installs it")
-pytestmark = pytest.mark.timeout(20)
 
 ROW: Row = {
     "step": 12, "reward": 0.71, "time/publish": 1e-5, "grad_norm": None, "dropped/stale": 3,

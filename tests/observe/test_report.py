@@ -14,8 +14,6 @@ from peralta_zmq.observe.metrics import EVALUATIONS, EVENTS, METRICS, Row
 from peralta_zmq.observe.report import closing_text, write_reward_plot, write_summary
 from peralta_zmq.observe.verdict import Verdict
 
-pytestmark = pytest.mark.timeout(60)
-
 REWARDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.9)
 VERDICT = Verdict("balanced", "", "ok")
 ACCOUNTING = {"made": 9, "trained": 6, "no_signal": 2, "lost": 0, "in_flight": 1, "duplicates": 3}

@@ -13,8 +13,6 @@ from peralta_zmq.observe.metrics import Row
 from peralta_zmq.observe.terminal import Progress, Terminal, progress_on_stderr, worker_info_text
 from peralta_zmq.observe.verdict import Verdict
 
-pytestmark = pytest.mark.timeout(20)
-
 ROW: Row = {
     "step": 12, "time": 1000.0, "reward": 0.71, "frac_reward_zero_std": 0.125,
     "staleness/mean": 0.9, "queue/depth": 3, "time/wait_for_batch": 0.21, "num_rollouts": 128,

@@ -30,7 +30,6 @@ from peralta_zmq.observe.trackers import (
     open_trackers,
 )
 
-pytestmark = pytest.mark.timeout(60)
 ROW: Row = {"step": 3, "time": 1000.0, "reward": 0.5, "loss": None, "note": "x", "kl": math.inf}
 
 

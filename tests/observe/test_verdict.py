@@ -10,8 +10,6 @@ from peralta_zmq.observe.metrics import Row
 from peralta_zmq.observe.run_state import format_duration, seconds_left
 from peralta_zmq.observe.verdict import verdict
 
-pytestmark = pytest.mark.timeout(20)
-
 NOW = 5000.0  # unix seconds; step n ends at 1000 + 2 n
 
 

@@ -279,7 +279,6 @@ def test_background_command_is_killed_after_its_time_limit() -> None:
         assert command.end(seconds=0.1).stderr == "no end after 0 s"
 
 
-@pytest.mark.timeout(60)
 def test_environment_of_a_doctor_is_on_no_command_line(tmp_path: Path) -> None:
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True)
@@ -295,7 +294,6 @@ def test_environment_of_a_doctor_is_on_no_command_line(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.timeout(60)
 def test_doctor_without_project_folder_ends(tmp_path: Path) -> None:
     host = Host(name="pc", dir=str(tmp_path / "missing"), role="trainer")
     with ssh.run_in_background(host_setup.doctor(host, config()), "ready") as doctor:

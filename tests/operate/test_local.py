@@ -12,8 +12,6 @@ from peralta_zmq.config.training_sections import TrainSection
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.operate.local import local_workers, run_local
 
-pytestmark = pytest.mark.timeout(60)
-
 PAUSE = "import signal; signal.pause()"
 
 

@@ -20,8 +20,6 @@ import pytest
 from peralta_zmq.operate import process_group
 from peralta_zmq.operate.process_group import Worker, supervise
 
-pytestmark = pytest.mark.timeout(60)
-
 ROOT = Path(__file__).parents[2]
 OPEN = """
 import os, signal, sys, time

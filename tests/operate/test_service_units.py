@@ -148,7 +148,6 @@ def test_systemd_run_gets_only_the_variables_that_are_set(
     assert "PYTHONPATH" not in without and " --setenv=PYTHONPATH=/my/path python x" in with_variable
 
 
-@pytest.mark.timeout(60)
 def test_worker_starts_in_its_own_session_if_systemd_run_fails(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

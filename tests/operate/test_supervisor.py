@@ -18,7 +18,6 @@ from real_programs import has_ended, until
 from peralta_zmq.operate import lan_monitor, supervisor
 from peralta_zmq.operate.supervisor import Job
 
-pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
 NAME = "pc-0"
 RUN_WITH_SHORT_DELAY = f"""

@@ -36,7 +36,6 @@ def numbered(first: int, last: int) -> str:
     return "".join(f"line {number}\n" for number in range(first, last))
 
 
-@pytest.mark.timeout(30)
 def test_supervisor_rotates_the_log_of_its_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

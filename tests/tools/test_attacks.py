@@ -19,8 +19,6 @@ from tools.attack_costs import ANYONE, Cost, measure
 from tools.attacks import Client, Target
 from tools.link_proxy import free_ports
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def client(tmp_path: Path, stack: ExitStack) -> Client:

@@ -12,8 +12,6 @@ from peralta_zmq.observe.metrics import EVENTS, METRICS, Row, read_rows
 from peralta_zmq.operate import process_group
 from tools.chaos import SEED, Kill, plan_kills, run_chaos, seconds_until_back
 
-pytestmark = pytest.mark.timeout(60)
-
 ROOT = Path(__file__).parents[2]
 TRAINER = """
 import json, os, pathlib, time

@@ -17,8 +17,6 @@ from tools import hostile_sender
 from tools.hostile_sender import HostileSender, forge, group_within_limits
 from tools.run_history import read_logs
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -27,8 +27,6 @@ from tools import promise_checker
 from tools.promise_checker import hostile_groups
 from tools.run_history import read_history, read_journal
 
-pytestmark = pytest.mark.timeout(60)
-
 INCARNATIONS = {"aa": b"\xaa" * 8, "bb": b"\xbb" * 8, "ee": b"\xee" * 8}
 A, B, HOSTILE = (f"ann/{incarnation.hex()}" for incarnation in INCARNATIONS.values())
 LOG = [

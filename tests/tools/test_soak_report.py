@@ -14,8 +14,6 @@ from tools.promise_checker import Check
 from tools.run_history import History, Load, Logs, Record
 from tools.soak_report import BEGIN, END, check_kills, figures_of, section, write_section
 
-pytestmark = pytest.mark.timeout(10)
-
 EVENTS: list[Row] = [
     {"event": "killed", "worker": "trainer", "time": 10.0},
     {"event": "resume", "time": 14.0},

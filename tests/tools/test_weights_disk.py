@@ -6,12 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from real_programs import REPO, skip_without_mounting
 
 from tools.weights_disk import MOUNTING
-
-pytestmark = pytest.mark.timeout(60)
 
 OUTAGES = """
 import errno, sys
