@@ -120,9 +120,7 @@ def test_launchd_agent_runs_the_same_command(
     assert machine.commands[-1].endswith(str(path))
 
 
-def test_rejected_unit_is_removed_and_the_reason_reported(
-    machine: Machine,
-) -> None:
+def test_rejected_unit_is_removed_and_the_reason_reported(machine: Machine) -> None:
     machine.set_exit_code(1)
     with pytest.raises(ConfigError) as refused:
         service_units.main("enable", ["pc-0"])

@@ -101,9 +101,7 @@ def test_chaos_fails_on_a_torn_version(capfd: pytest.CaptureFixture[str]) -> Non
     assert line.startswith("FAIL  P1 torn")
 
 
-def test_chaos_fails_when_the_run_ends_before_its_kills(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_chaos_fails_when_the_run_ends_before_its_kills(capfd: pytest.CaptureFixture[str]) -> None:
     assert chaos(trainer="pass") == 1
     assert "FAIL  kills made: 0 of 5: the run ended earlier" in failed_lines(capfd)
 
