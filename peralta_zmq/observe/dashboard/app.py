@@ -26,7 +26,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
 
 from peralta_zmq.atomic_files import is_loopback
 from peralta_zmq.errors import ConfigError
@@ -38,9 +37,9 @@ from peralta_zmq.observe.metrics import nan_to_null
 try:
     import uvicorn
     from starlette.applications import Starlette
-    from starlette.datastructures import Headers, MutableHeaders
+    from starlette.datastructures import MutableHeaders
     from starlette.exceptions import HTTPException
-    from starlette.requests import Request, cookie_parser
+    from starlette.requests import Request
     from starlette.responses import PlainTextResponse, RedirectResponse, Response
     from starlette.routing import Route
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -238,15 +237,14 @@ class AccessControl:
             await send(message)
 
         if scope["type"] == "http":
-            await (self._refusal(scope) or self.app)(scope, receive, send_with_headers)
+            await (self._refusal(Request(scope)) or self.app)(scope, receive, send_with_headers)
 
-    def _refusal(self, scope: Scope) -> Response | None:
-        headers = Headers(scope=scope)
-        if scope["method"] not in ("GET", "HEAD"):
+    def _refusal(self, request: Request) -> Response | None:
+        if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("the dashboard is read-only", 405, {"Allow": "GET, HEAD"})
-        if not self._is_own_name(headers.get("host", "")):
+        if not self._is_own_name(request.headers.get("host", "")):
             return PlainTextResponse("the Host header is not a name of this machine", 400)
-        return self._check_token(scope, headers) if self.token else None
+        return self._check_token(request) if self.token else None
 
     def _is_own_name(self, host: str) -> bool:
         """True if no web page can make `host`, a Host header, resolve to this machine."""
@@ -260,19 +258,17 @@ class AccessControl:
             hostname = socket.gethostname().lower()
             return name in {"localhost", self.host.lower(), hostname, f"{hostname}.local"}
 
-    def _check_token(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
+    def _check_token(self, request: Request) -> Response | None:
         """Return None if the request has the token, else a redirect or an error.
 
         A token in the URL is moved into a cookie, so that it does not stay in the address bar.
         """
-        token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        if self._is_token(token):
-            response = RedirectResponse(scope["path"], 303)
+        if self._is_token(token := request.query_params.get("token", "")):
+            response = RedirectResponse(request.url.path, 303)
             response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
             return response
-        bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
-        if self._is_token(bearer) or self._is_token(cookie):
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._is_token(bearer) or self._is_token(request.cookies.get(COOKIE, "")):
             return None
         return PlainTextResponse("open /?token=... with the password in dashboard.token_file", 401)
 
@@ -299,9 +295,8 @@ def _listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= LAST_PORT:
         raise ConfigError(f"dashboard.port {port} is invalid; choose one from 1 to {LAST_PORT}")
     last = min(port + NUM_PORTS - 1, LAST_PORT)
-    is_ipv6 = ":" in host
-    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-    dualstack = is_ipv6 and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    dualstack = ":" in host and socket.has_dualstack_ipv6()
     for candidate in range(port, last + 1) if port else [0]:
         try:
             address = (host, candidate)
