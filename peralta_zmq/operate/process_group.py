@@ -64,7 +64,7 @@ def supervise(
     """
     with catch_signals() as wait_for_signals, ProcessGroup(workers, record) as group:
         while (code := group.poll()) is None:
-            for number in wait_for_signals(group.seconds_to_next_start()):
+            for number in wait_for_signals(POLL_SECONDS):
                 if (code := group.interrupt(number)) is not None:
                     return code
             if on_tick:
@@ -110,12 +110,6 @@ class ProcessGroup:
             if process.start_at is not None and process.start_at <= time.monotonic():
                 self._start(process)
         return None
-
-    def seconds_to_next_start(self) -> float:
-        """Seconds until a process has to be started, at most POLL_SECONDS."""
-        starts = [process.start_at for process in self._processes.values()]
-        waits = [start - time.monotonic() for start in starts if start is not None]
-        return max(0.0, min([POLL_SECONDS, *waits]))
 
     def interrupt(self, number: int) -> int | None:
         """Pass the first SIGINT or SIGTERM to the leader; returns an exit code for the second one.
