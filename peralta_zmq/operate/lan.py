@@ -193,17 +193,13 @@ class Fleet:
     def _can_continue(self) -> bool:
         if not self.failed:
             return True
-        names = ", ".join(self.failed)
-        if self.hosts.trainer.name in self.failed:
-            sys.stderr.write(
-                f"nothing was started: {names} failed, which includes the trainer's host\n"
-            )
-            return False
         remaining = [host for host in self.hosts.host if host.name not in self.failed]
-        if self.partial and any(host.generators for host in remaining):
-            return True
         hint = "" if self.partial else "; --partial continues without it"
-        sys.stderr.write(f"nothing was started: {names} failed{hint}\n")
+        if self.hosts.trainer not in remaining:
+            hint = ", which includes the trainer's host"
+        elif self.partial and any(host.generators for host in remaining):
+            return True
+        sys.stderr.write(f"nothing was started: {', '.join(self.failed)} failed{hint}\n")
         return False
 
 

@@ -17,6 +17,7 @@ from typing import TypeAlias, TypeVar, cast
 
 from peralta_zmq.config.hosts import Host, Hosts
 from peralta_zmq.errors import printable
+from peralta_zmq.observe.run_state import format_duration
 from peralta_zmq.operate import host_setup, ssh
 
 FAILED_STATES = ("gave up", "bad config", "crashed", "unknown")  # unknown: host not reached
@@ -76,7 +77,7 @@ def _query(host: Host) -> list[Row]:
 def _status_text(row: Row) -> str:
     lines = cast("list[str]", row["tail"])
     since, state = row["since"], str(row["state"])
-    age = _age(time.time() - since) if isinstance(since, float) else ""
+    age = format_duration(max(0.0, time.time() - since)) if isinstance(since, float) else ""
     last_line = lines[-1] if lines else ""
     text = _line(row["name"], row["host"], state, age, row["restarts"], last_line)
     earlier_lines = lines[:-1] if state in FAILED_STATES else []
@@ -87,14 +88,6 @@ def _line(*columns: object) -> str:
     """A line of the status table, of six columns."""
     text = "{!s:<16} {!s:<10} {!s:<12} {!s:>9} {!s:>9}  {}".format(*columns)
     return f"{printable(text.rstrip())}\n"
-
-
-def _age(seconds: float) -> str:
-    """A duration in one unit: 12 s, 5 min, 3.5 h."""
-    for unit, size in (("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
 
 
 def follow_logs(

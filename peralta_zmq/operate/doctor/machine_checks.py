@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -35,18 +35,15 @@ INHIBIT = "start the worker with systemd-inhibit --what=idle:sleep:handle-lid-sw
 
 def installed_version(library: str) -> str | None:
     """The version of an installed library; None if it is not installed."""
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def this_python() -> tuple[tuple[int, ...], list[str]]:
     """Version of this Python, and requirements of the package, empty if it is not installed."""
-    try:
+    requirements: list[str] = []
+    with suppress(importlib.metadata.PackageNotFoundError):
         requirements = importlib.metadata.requires(PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        requirements = []
     return tuple(sys.version_info[:3]), requirements
 
 

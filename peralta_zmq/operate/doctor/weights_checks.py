@@ -175,13 +175,11 @@ def check_speed(
     store = _open_store(str(location), token_file)
     folder = location if isinstance(location, Path) else None
     if version := store.newest():
-        sizes = {name: num_bytes for name, (num_bytes, _) in version.manifest.files.items()}
-        largest = max(sizes, key=lambda name: sizes[name])
+        files = version.manifest.files
+        largest = max(files, key=lambda name: files[name][0])
         num_bytes, seconds = _read(store.backend, f"{version.folder.name}/{largest}", folder)
         source = "of the newest version"
-    elif folder is not None and not folder.is_dir():
-        return Check(True, f"nothing to read yet in {store.address}")
-    elif numbers := store.numbers():
+    elif (folder is None or folder.is_dir()) and (numbers := store.numbers()):
         detail = f"no version can be read in {store.address}, the newest is {numbers[-1]}"
         return Check(False, detail, "start the trainer, which publishes the newest one again")
     elif folder is not None and os.access(folder, os.W_OK):
