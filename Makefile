@@ -38,7 +38,7 @@ test: setup  ## Run the tests (under five minutes on two cores)
 test-slow: setup  ## The tests that train for minutes
 	@$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
 
-test-chaos: setup  ## The tests that kill processes (under 15 minutes)
+test-chaos: setup  ## The tests that kill processes (about half an hour)
 	@$(BIN)/python -m pytest -m chaos --timeout 900 $(ARGS)
 
 test-browser: setup  ## Tests of the dashboard in Debian's chromium-headless-shell
