@@ -143,30 +143,6 @@ def test_lock_held_for_a_moment_by_a_reader_is_retried(
     assert is_held(tmp_path / "nothing") is None
 
 
-def test_unmounted_weights_folder_is_awaited_and_not_created(
-    settings: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    nas, unmounted = tmp_path / "nas", tmp_path / "unmounted"
-    config = config_of(*settings, "--weights.dir", str(nas))
-    with ExitStack() as stack:
-        first = Trainer(config, stack).session.run_id
-    nas.rename(unmounted)
-
-    def mount(self: StopSignal, seconds: float) -> None:
-        assert not nas.exists()
-        unmounted.rename(nas)
-
-    monkeypatch.setattr(StopSignal, "pause", mount)
-    with ExitStack() as stack:
-        again = Trainer(config, stack)
-    assert again.publishing.store.run_id == first
-    (line,) = [each for each in caplog.messages if "is gone; is it mounted?" in each]
-    assert "--weights.dir" in line and "\n" not in line
-
-
 @pytest.mark.parametrize("folders", [("nas", "other"), ("", "")], ids=["other", "default"])
 def test_run_continues_with_another_or_deleted_weights_folder(
     settings: list[str], tmp_path: Path, folders: tuple[str, ...]

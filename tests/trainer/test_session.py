@@ -56,12 +56,27 @@ def foreign_lease(config: Config, patched: pytest.MonkeyPatch) -> Callable[[], N
     return lambda: os.utime(lease, (expired, expired))
 
 
+def unmounted(config: Config, patched: pytest.MonkeyPatch) -> Callable[[], None]:
+    folder, away = config.weights_folder, config.weights_folder.with_name("away")
+    folder.rename(away)
+
+    def end() -> None:
+        assert not folder.exists()  # the trainer must not create it
+        away.rename(folder)
+
+    return end
+
+
 def unusable(name: str) -> Outage:
     return lambda config, patched: replaced_by_a_folder(config.run_folder / name)
 
 
 OUTAGES: dict[str, tuple[Outage, str]] = {
     "full disk": (full_disk, " cannot be written (No space left on device); mount it"),
+    "unmounted": (
+        unmounted,
+        "is gone; is it mounted? Mount it, or choose another",
+    ),
     "lease": (foreign_lease, "another trainer (pid 7 on elsewhere) publishes to"),
     **{
         name: (unusable(name), f"{name} cannot be used: Is a directory")

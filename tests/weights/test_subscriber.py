@@ -136,18 +136,6 @@ def test_restart_reads_nothing_that_is_in_the_copy(store: WeightStore, subscribe
     assert (weights.version.weights_id, weights.bytes_read) == (versions[1].weights_id, 0)
 
 
-def test_restart_with_a_damaged_companion_reads_a_whole_version(
-    store: WeightStore, subscribe: Opener, tmp_path: Path
-) -> None:
-    version = publish(store, 0)  # and no newer one: the trainer is silent
-    with closing(subscribe()) as subscriber:
-        assert accepts(subscriber, version)
-    truncate(tmp_path / "copy" / "config.json")
-    weights = pending(subscribe())
-    assert (weights.version.weights_id, weights.bytes_read) == (version.weights_id, version.size)
-    assert (weights.folder / "config.json").read_bytes() == COMPANIONS["config.json"]
-
-
 def test_restart_without_a_store_offers_the_last_copy(
     store: WeightStore, subscribe: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
