@@ -7,6 +7,7 @@ kill the next start loses no group and trains none twice (see recovery.py).
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -33,7 +34,6 @@ from peralta_zmq.trainer.recovery import Recovery
 
 # The warning that no group has two different rewards appears at the first of these limits.
 NO_SIGNAL_STEPS, NO_SIGNAL_SECONDS = 20, 20.0
-MAX_NAMED = 4  # groups named in a note
 
 
 def run(config: Config) -> None:
@@ -268,11 +268,10 @@ class NoSignalWarning:
 
 
 def _excluded_text(step: int, excluded: Mapping[str, str]) -> str:
-    """The note about groups that a step has left out; names at most MAX_NAMED of them."""
-    listed = [f"{name} ({reason})" for name, reason in excluded.items()]
-    more = f" and {len(listed) - MAX_NAMED} more" if len(listed) > MAX_NAMED else ""
+    """The note about groups that a step has left out; events.jsonl has all their names."""
+    groups = textwrap.shorten(", ".join(f"{n} ({why})" for n, why in excluded.items()), 200)
     return (
-        f"step {step} goes on without {len(listed)} groups: {', '.join(listed[:MAX_NAMED])}{more}; "
+        f"step {step} goes on without {len(excluded)} groups: {groups}; "
         "check the generators that sent them"
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from peralta_zmq import build, models
 from peralta_zmq.atomic_files import MANIFEST
 from peralta_zmq.config import RESOLVED, Config, load_config
-from peralta_zmq.errors import ConfigError, JournalError, StoreError
+from peralta_zmq.errors import ConfigError, JournalError, StoreError, failure_text
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import METRICS, number, read_rows
@@ -28,10 +29,10 @@ from peralta_zmq.trainer import checkpoint, journal
 from peralta_zmq.trainer.collector import size_of, step_size
 from peralta_zmq.trainer.policy import group_limits, write_merged
 from peralta_zmq.trainer.session import run_id_of
-from peralta_zmq.weights.replica import export_step, load_version
+from peralta_zmq.weights.replica import STATE, load_version
 from peralta_zmq.weights.store import WeightStore, version_of_step
 from peralta_zmq.weights.tensor_set import MappedTensors
-from peralta_zmq.weights.version import RUN_FILE, WEIGHTS
+from peralta_zmq.weights.version import RUN_FILE, WEIGHTS, Version
 
 USAGE = """\
 bin/replay RUN [--from K] [--to N] [--section.name VALUE ...]
@@ -134,7 +135,8 @@ def replay(
 def export(arguments: Sequence[str]) -> int:
     """Write one published version as a folder that transformers can load.
 
-    A version of adapters is merged into its base model.
+    A version of adapters is merged into its base model. Raises StoreError if there is no version
+    of the step, it cannot be read, or the folder exists or cannot be written.
     """
     parser = argparse.ArgumentParser(prog="bin/replay export", usage=USAGE)
     parser.add_argument("run", type=Path, help="folder of the run")
@@ -142,26 +144,34 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument("folder", type=Path, help="where to write; must not exist")
     options = parser.parse_args(arguments)
     config, target = _load_config(options.run), options.folder
+    if target.exists():
+        raise StoreError(f"{target} exists; choose a new folder")
     store = WeightStore.open(config.weights_address)
     version = version_of_step(store, options.step)
-    if version.field("adapts") is None:
-        export_step(store, options.step, target)
-    elif target.exists():
-        raise StoreError(f"{target} exists; choose a new folder")
-    else:
-        base_folder = build.base_folder(config, version)
-        base = models.load_model(
-            base_folder,
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        with load_version(store, version) as local:
-            adapter, dtype = MappedTensors(local / WEIGHTS), models.DTYPES[config.weights.dtype]
-            whole = models.weights_of(base)
-            write_merged(target, whole, adapter, model_folder=base_folder, dtype=dtype)
+    with load_version(store, version) as local:
+        try:
+            if version.field("adapts") is None:
+                shutil.copytree(local, target, ignore=shutil.ignore_patterns(STATE))
+            else:
+                _export_merged(config, version, local, target)
+        except OSError as error:
+            raise StoreError(f"{target} cannot be written: {failure_text(error)}") from None
     sys.stdout.write(f"step {version.step}, version {version.number}: {target}\n")
     return 0
+
+
+def _export_merged(config: Config, version: Version, local: Path, target: Path) -> None:
+    """Write the adapter in `local` merged into its base model."""
+    base_folder = build.base_folder(config, version)
+    base = models.load_model(
+        base_folder,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    adapter, dtype = MappedTensors(local / WEIGHTS), models.DTYPES[config.weights.dtype]
+    whole = models.weights_of(base)
+    write_merged(target, whole, adapter, model_folder=base_folder, dtype=dtype)
 
 
 def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:

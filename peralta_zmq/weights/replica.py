@@ -30,7 +30,7 @@ from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import StoreError
 from peralta_zmq.weights import delta, tensor_set
-from peralta_zmq.weights.store import WeightStore, version_of_step
+from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import DELTA, WEIGHTS, Version, folder_name
 
 STATE, INCOMING = "replica.json", "incoming"  # manifests; folder of files read, not yet applied
@@ -215,19 +215,3 @@ def load_version(store: WeightStore, version: Version) -> Generator[Path, None, 
     with tempfile.TemporaryDirectory(prefix="peralta-") as folder:
         LocalReplica(Path(folder)).advance(store, version)
         yield Path(folder)
-
-
-def export_step(store: WeightStore, step: int, target: Path) -> Version:
-    """Write the newest version of `step` to the new folder `target`, for `from_pretrained`.
-
-    Raises StoreError if there is no version of the step, it cannot be read, or `target` exists.
-    """
-    version = version_of_step(store, step)
-    if target.exists():
-        raise StoreError(f"{target} exists; choose a new folder")
-    try:
-        with load_version(store, version) as folder:
-            shutil.copytree(folder, target, ignore=shutil.ignore_patterns(STATE))
-    except OSError as error:
-        raise StoreError(f"{target} cannot be written ({error.strerror})") from None
-    return version

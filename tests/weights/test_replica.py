@@ -15,9 +15,11 @@ from damage import CHANGES, flip_bit, remove
 from weight_sets import COMPANIONS, loaded, publish, publish_chain, same, weights_at
 
 from peralta_zmq import atomic_files
+from peralta_zmq.config import load_config, write_resolved
 from peralta_zmq.errors import StoreError
+from peralta_zmq.trainer import replay
 from peralta_zmq.weights.pruning import Pruner, Retention
-from peralta_zmq.weights.replica import LocalReplica, export_step, load_version
+from peralta_zmq.weights.replica import LocalReplica, load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensor_set import MappedTensors
 from peralta_zmq.weights.version import DELTA, WEIGHTS, Version
@@ -246,10 +248,19 @@ def test_weights_of_another_model_are_refused_before_reading(
 
 def test_export_writes_a_published_step_to_a_new_folder(store: WeightStore, tmp_path: Path) -> None:
     publish_chain(store, 3)
-    export_step(store, 1, tmp_path / "out")
+    config = load_config("bin/trainer", ["--weights.dir", str(store.folder)])
+    write_resolved(config, tmp_path / "run")
+
+    def export(step: int, name: str) -> None:
+        replay.main(["export", str(tmp_path / "run"), str(step), str(tmp_path / name)])
+
+    export(1, "out")
     assert same(MappedTensors(tmp_path / "out" / WEIGHTS), weights_at(1))
     assert names_in(tmp_path / "out") == {WEIGHTS, *COMPANIONS}
     with pytest.raises(StoreError, match=r"no version of step 9.*available steps: 0, 1, 2"):
-        export_step(store, 9, tmp_path / "new")
+        export(9, "new")
     with pytest.raises(StoreError, match="exists; choose a new folder"):
-        export_step(store, 0, tmp_path / "out")
+        export(0, "out")
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="file/below cannot be written: Not a directory"):
+        export(0, "file/below")
