@@ -61,11 +61,14 @@ class Table:
         # Derived numbers override metrics of the same name; MAX_COLUMNS cannot exclude them.
         derived = derived_numbers(numbers)
         for key, value in {**derived, **numbers, **derived}.items():
-            has_room = key in self.columns or len(self.columns) < MAX_COLUMNS
-            if has_room and not math.isnan(value):
-                column = self.columns.setdefault(key, array("d"))
-                column.extend([math.nan] * (num_earlier - len(column)))  # none if it is negative
-                column.append(value)
+            column = self.columns.get(key)
+            if math.isnan(value) or (column is None and len(self.columns) >= MAX_COLUMNS):
+                continue
+            if column is None:
+                column = self.columns[key] = array("d")
+            if len(column) < num_earlier:
+                column.extend([math.nan] * (num_earlier - len(column)))
+            column.append(value)
 
     def values(self, key: str, *, after: int = 0) -> Column:
         """Return a column from row `after` on: float64 [steps - after], NaN without a value."""
