@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import os
 import resource
 import socket
 import stat
 import traceback
 from collections import Counter
+from typing import Any
 
 
 class PeraltaError(Exception):
@@ -83,6 +85,16 @@ class TrainingError(PeraltaError):
 
 class RankError(PeraltaError):
     """A process of a distributed trainer (rank) cannot be reached or has exited."""
+
+
+def import_extra(library: str, *, extra: str, needed_by: str) -> Any:
+    """Import a library that `extra` of this package installs; ConfigError if it cannot be."""
+    try:
+        return importlib.import_module(library)
+    except ImportError as error:
+        raise ConfigError(
+            f"{needed_by} needs {library} ({error}); pip install 'peralta_zmq[{extra}]'"
+        ) from None
 
 
 def printable(text: str, *, keep: str = "") -> str:

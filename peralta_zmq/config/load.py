@@ -55,12 +55,9 @@ def load_config(program: str, arguments: Sequence[str]) -> Config:
         raise ConfigError(" ".join(reason_of(error, program).split())) from None
 
 
-def files_given(arguments: Sequence[str] | None = None) -> str:
-    """Return the config files of a command line in its notation, such as ' @ configs/lan.toml'.
-
-    `arguments` None means the command line of this process.
-    """
-    words = _split_arguments(sys.argv[1:] if arguments is None else arguments)
+def files_given() -> str:
+    """Return the config files of this process's command line, such as ' @ configs/lan.toml'."""
+    words = _split_arguments(sys.argv[1:])
     return "".join(f" @ {name}" for sign, name in pairwise(words) if sign == FILE_SIGN)
 
 

@@ -80,9 +80,9 @@ class HfEngine:
     ) -> None:
         """Sample from `weights` from the next batch on.
 
-        Raises ValueError, with nothing changed, if the weights belong to another model.
+        `folder` is for engines that read the weights from files. Raises ValueError, with nothing
+        changed, if the weights belong to another model.
         """
-        del folder  # needed by engines that read the weights from files
         models.apply_weights(self._model, weights)
         self.step = step
 
@@ -185,10 +185,9 @@ class HfEngine:
         That is the first end token, or the token that completes a stop string.
         """
         for position, token in enumerate(ids):
-            if token in self._end_ids:
-                return position + 1
-            if has_stop(self._tokenizer, ids[: position + 1], sampling.stop):
-                return position + 1
+            length = position + 1
+            if token in self._end_ids or has_stop(self._tokenizer, ids[:length], sampling.stop):
+                return length
         return len(ids)
 
 

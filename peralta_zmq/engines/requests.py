@@ -209,6 +209,6 @@ class LoraEngine:
 
         Raises ValueError, with nothing changed, if the adapter belongs to another model.
         """
-        del folder  # it contains the adapter, not the merged weights
-        self._engine.apply(lora.MergedWeights(self._base, weights), step=step, folder=None)
+        # Without `folder`: it contains the adapter, not the merged weights.
+        self._engine.apply(lora.MergedWeights(self._base, weights), step=step)
         self.step = step

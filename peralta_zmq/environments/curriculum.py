@@ -193,8 +193,7 @@ class DifficultyPools:
                     self._move(problem_id, pool)
 
     def _ids_in(self, pool: Pool) -> list[str]:
-        ids = (problem_id for problem_id in self._excluded if self._excluded[problem_id] == pool)
-        return sorted(ids)
+        return sorted(problem_id for problem_id, each in self._excluded.items() if each == pool)
 
     def _pool_for_reward(self, mean_reward: float) -> Pool:
         if self._easy_threshold is not None and mean_reward >= self._easy_threshold:

@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 from peralta_zmq.environments.dataset import parsed_answer, problems_from_files
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import import_extra
 from peralta_zmq.rollout import Problem
 
 MAX_LENGTH = 2000  # characters at the end of a completion that are searched for the answer
@@ -45,14 +45,7 @@ def _timeout() -> int | None:
 
 
 def _library() -> Any:
-    """The module math_verify. Raises ConfigError if it is not installed."""
-    try:
-        import math_verify  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ConfigError(
-            "task math_answers needs math-verify; pip install 'peralta_zmq[math]'"
-        ) from None
-    return math_verify
+    return import_extra("math_verify", extra="math", needed_by="task math_answers")
 
 
 problems = problems_from_files(

@@ -58,18 +58,13 @@ def compute_loss(
     `groups` and `mismatch` have one entry per rollout. The result is None if no group is usable. It
     may be not finite if the policy's logprobs are not.
     """
-    excluded = {
-        name: MISMATCH
-        for name, total in mismatch_by(groups, mismatch).items()
-        if total.mean > MAX_GROUP_KL
-    }
+    totals = mismatch_by(groups, mismatch)
+    excluded = {name: MISMATCH for name, total in totals.items() if total.mean > MAX_GROUP_KL}
     result = _without(excluded, loss, tokens, groups)
     if result is None or result.is_finite or not tokens.logprobs.isfinite().all():
         return result, excluded
-    for name in dict.fromkeys(groups):  # in order, so that a replay does the same
-        if name in excluded:
-            continue
-        alone = _without(set(groups) - {name}, loss, tokens, groups)
+    for name in [name for name in totals if name not in excluded]:
+        alone = _without(totals.keys() - {name}, loss, tokens, groups)
         if alone is not None and not alone.is_finite:
             excluded[name] = NOT_FINITE
     return _without(excluded, loss, tokens, groups), excluded

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as adamw_step
 
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import import_extra
 
 Optim: TypeAlias = Literal["adamw", "adamw_bf16", "adamw_8bit"]
 OPTIMS: tuple[str, ...] = get_args(Optim)
@@ -56,7 +56,9 @@ def make_optimizer(
     if optim == "adamw_bf16":
         return AdamWBf16(parameters.values(), options)
     if optim == "adamw_8bit":
-        return _bitsandbytes().optim.AdamW8bit(parameters.values(), **options)
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns of unused CUDA kernels
+        library = import_extra("bitsandbytes", extra="optim", needed_by="train.optim adamw_8bit")
+        return library.optim.AdamW8bit(parameters.values(), **options)
     return torch.optim.AdamW(parameters.values(), fused=True, **options)
 
 
@@ -130,15 +132,3 @@ def set_state(
             values = {**optimizer.state[parameter], **values}
         if values:
             optimizer.state[parameter] = values
-
-
-def _bitsandbytes() -> Any:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about unused CUDA kernels
-    try:
-        import bitsandbytes  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ConfigError(
-            f"train.optim adamw_8bit needs bitsandbytes ({error}): pip install "
-            "'peralta_zmq[optim]', or use adamw_bf16"
-        ) from None
-    return bitsandbytes

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from peralta_zmq.atomic_files import read_chunks
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import ConfigError, import_extra
 from peralta_zmq.models.loading import Model, weights_of
 
 ALL_LINEAR = "all-linear"
@@ -192,11 +192,4 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
 
 def _peft() -> Any:
-    try:
-        import peft  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ConfigError(
-            f"lora.rank needs peft ({error}): pip install 'peralta_zmq[lora]', "
-            "or leave it out to train all weights"
-        ) from None
-    return peft
+    return import_extra("peft", extra="lora", needed_by="lora.rank")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import os
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import About, Content, Manifest
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import import_extra
 from peralta_zmq.weights.leases import FolderLeases
 
 UNLIMITED = 1 << 62  # bytes free
@@ -32,12 +31,7 @@ class ObjectStoreBackend:
     """
 
     def __init__(self, address: str) -> None:
-        try:
-            self._obstore: Any = importlib.import_module("obstore")
-        except ImportError:
-            raise ConfigError(
-                f"weights.dir '{address}' needs obstore; pip install 'peralta_zmq[s3]'"
-            ) from None
+        self._obstore = import_extra("obstore", extra="s3", needed_by=f"weights.dir '{address}'")
         plain = os.environ.get("AWS_ENDPOINT", "").startswith("http://")
         self._bucket: Any = self._obstore.store.from_url(
             address, client_options={"allow_http": plain, "timeout": "60s"}

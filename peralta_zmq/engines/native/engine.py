@@ -89,9 +89,9 @@ class NativeEngine:
     ) -> None:
         """Sample from `weights` from the next token on.
 
-        Raises ValueError, with nothing changed, if the weights belong to another model.
+        `folder` is for engines that read the weights from files. Raises ValueError, with nothing
+        changed, if the weights belong to another model.
         """
-        del folder  # needed by engines that read the weights from files
         if self._decoder is None:
             models.apply_weights(self._model, weights)
         else:
