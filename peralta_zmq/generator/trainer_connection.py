@@ -23,7 +23,7 @@ from peralta_zmq.rollout import RolloutGroup, sender_of
 
 SLOWEST_LINK = 125_000  # bytes/s, 1 Mbit/s: a large group takes longer than SILENT_SECONDS there
 RESEND_SECONDS = 2.0  # between two resends, as the acknowledgement of the first takes some time
-IDLE_SECONDS = 5.0  # if the trainer waits and receives nothing for this time, groups were lost
+IDLE_SECONDS = 5.0  # if the trainer takes groups and none arrives for this time, they were lost
 logger = logging.getLogger(__name__)
 
 
@@ -80,7 +80,6 @@ class TrainerConnection:
         """
         self.incarnation = incarnation or os.urandom(8)
         self.outbox = Outbox(sender_of(self.name, self.incarnation), limit=self._outbox_limit)
-        self._delivery = DeliveryTimer()
 
     @property
     def announcement(self) -> wire.Announcement | None:
@@ -117,8 +116,7 @@ class TrainerConnection:
         """
         announcement = self._receive(timeout)
         if announcement is not None:
-            self._check_delivery(announcement)
-            for frame in self.outbox.frames_to_resend(announcement):
+            for frame in self.outbox.frames_to_resend():
                 if not self.is_run_complete:
                     self._send_frame(frame)
         return announcement
@@ -159,18 +157,19 @@ class TrainerConnection:
         """Send a frame, after waiting for room in the send queue; give up if the run completes."""
         started = logged = time.monotonic()
         while not self._sockets.rollouts.send(frame, timeout=0.2):
-            announcement = self._receive(0.0)
+            self._receive(0.0)
             if self.is_run_complete:
                 return
-            if announcement is not None:
-                self._check_delivery(announcement)
             if time.monotonic() - logged > LOG_SECONDS:
                 logged = time.monotonic()
                 logger.info("waiting for the trainer to take a group (%.0f s)", logged - started)
         self.throughput.queue_seconds += time.monotonic() - started
 
     def _receive(self, timeout: float) -> wire.Announcement | None:
-        """Like `exchange`, but without resending groups."""
+        """Like `exchange`, but without resending groups.
+
+        Connects again if the trainer takes groups but none arrives.
+        """
         self.report_when_due()
         latest = self._sockets.announcements.receive(timeout=timeout)
         self._check_silence()
@@ -178,16 +177,14 @@ class TrainerConnection:
             self._weights.poll_for(latest)
         announcement = self.announcement
         if announcement is not None:
+            self.outbox.acknowledge(announcement)
+            rollouts = self._sockets.rollouts.connection
+            if rollouts.reconnect_if_silent(self.outbox.undelivered_seconds):
+                self.outbox.resend_all()
             unreceived_seconds = announcement.without_status.get(self.outbox.sender, 0)
             self._sockets.statuses.unreceived_seconds = unreceived_seconds
             self.is_run_complete |= announcement.done
         return announcement
-
-    def _check_delivery(self, announcement: wire.Announcement) -> None:
-        """Connect again and resend all groups if none arrives although the trainer takes groups."""
-        seconds = self._delivery.undelivered_seconds(announcement, self.outbox)
-        if self._sockets.rollouts.connection.reconnect_if_silent(seconds):
-            self.outbox.resend_all()
 
     def _check_silence(self) -> None:
         """Log if no announcement has arrived for SILENCE_SECONDS.
@@ -209,34 +206,6 @@ class TrainerConnection:
             self.is_run_complete = True
 
 
-class DeliveryTimer:
-    """Measures for how long the trainer has received none of the groups that were sent to it.
-
-    An announcement adds the time since the one before, at most a second, if the trainer waits for
-    groups or has started a step in between: it has then read all groups that had arrived.
-    """
-
-    def __init__(self) -> None:
-        self._announcement: wire.Announcement | None = None  # the newest
-        self._announced_at = 0.0  # monotonic seconds of `_announcement`
-        self._seconds = 0.0  # since the newest acknowledgement, while the trainer took groups
-
-    def undelivered_seconds(self, announcement: wire.Announcement, outbox: Outbox) -> float:
-        """The time for which none was received, without that which the oldest takes to arrive."""
-        previous, self._announcement = self._announcement, announcement
-        received = announcement.received.get(outbox.sender, -1)
-        oldest = outbox.oldest_frame(above=received)
-        if previous is not announcement:
-            now = time.monotonic()
-            elapsed, self._announced_at = min(1.0, now - self._announced_at), now
-            before = previous.received.get(outbox.sender, -1) if previous else None
-            if previous is None or before != received or not oldest:
-                self._seconds = 0.0
-            elif announcement.waiting or announcement.started_step != previous.started_step:
-                self._seconds += elapsed
-        return self._seconds - len(oldest) / SLOWEST_LINK
-
-
 class Outbox:
     """The encoded groups (frames) of one incarnation that are not durable, at most `limit`."""
 
@@ -248,12 +217,10 @@ class Outbox:
         self._frames: dict[int, bytes] = {}  # by sequence, ascending
         self._num_consumed = 0  # groups in started training steps, or dropped by the trainer
         self._received = -1  # the trainer has received all groups up to this sequence; -1 = none
-        # Of the newest announcement: the trainer's incarnation, the announcement itself, and the
-        # values of `_received` and `next_sequence` after it.
-        self._trainer = b""
-        self._announcement: wire.Announcement | None = None
-        self._progress = 0, 0
-        self._idle_since = float("-inf")  # monotonic seconds; the trainer waits, without progress
+        self._announcement = wire.Announcement("")  # the newest
+        self._announced_at = 0.0  # monotonic seconds of `_announcement`
+        # Time in which the trainer took groups but received none of these.
+        self._unreceived_seconds = 0.0
         self._resent_at = float("-inf")  # monotonic seconds of the latest resend
         self._must_resend = False  # all frames that the trainer has not received
 
@@ -278,13 +245,18 @@ class Outbox:
         """The oldest sequence that may still be sent: all groups below are durable or lost."""
         return next(iter(self._frames), self.next_sequence)
 
+    @property
+    def undelivered_seconds(self) -> float:
+        """For how long the trainer has taken groups but received none of these.
+
+        Without the time that the oldest of them takes to arrive.
+        """
+        unreceived = (frame for number, frame in self._frames.items() if number > self._received)
+        return self._unreceived_seconds - len(next(unreceived, b"")) / SLOWEST_LINK
+
     def has_room(self, num_unfinished: int) -> bool:
         """Whether one more group fits, besides `num_unfinished` groups in the engine."""
         return len(self._frames) + num_unfinished < self._limit
-
-    def oldest_frame(self, *, above: int) -> bytes:
-        """The frame of the oldest sequence higher than `above`; empty if there is none."""
-        return next((frame for number, frame in self._frames.items() if number > above), b"")
 
     def add(self, frame: bytes) -> None:
         """Keep the frame of the next sequence; a full outbox drops its oldest frame."""
@@ -305,47 +277,47 @@ class Outbox:
         """Let `frames_to_resend` return all frames that the trainer has not received."""
         self._must_resend = True
 
-    def frames_to_resend(self, announcement: wire.Announcement) -> list[bytes]:
-        """Remove the frames that are durable; returns the frames to send again now, in order.
+    def acknowledge(self, announcement: wire.Announcement) -> None:
+        """Update what the trainer has received and consumed; remove frames that are durable.
 
-        Frames that the trainer has not received were lost in one of four cases: the trainer has
-        restarted or `resend_all` was called (all of them), it has received a later group (those
-        before that group), or it waits for groups and has received none for IDLE_SECONDS (all of
-        them).
+        The time since the announcement before, at most a second, counts as undelivered if the
+        trainer waits for groups or has started a step in between: it has then read all groups that
+        had arrived.
         """
-        restarted = self._trainer not in (b"", announcement.incarnation)
-        self._trainer = announcement.incarnation
-        self._acknowledge(announcement, restarted)
-        if self._is_idle(announcement) or restarted or self._must_resend:
-            self._must_resend = False
-            return self._resend(self.next_sequence)
-        if time.monotonic() - self._resent_at < RESEND_SECONDS:
-            return []
-        return self._resend(announcement.highest_received.get(self.sender, -1))
-
-    def _acknowledge(self, announcement: wire.Announcement, restarted: bool) -> None:
-        """Update what the trainer has received and consumed; remove frames that are durable."""
+        previous, self._announcement = self._announcement, announcement
+        if announcement is previous:
+            return
+        restarted = previous.incarnation not in (b"", announcement.incarnation)
+        self._must_resend |= restarted
         durable = announcement.durable.get(self.sender, -1)
         before = -1 if restarted else self._received  # a restart loses groups that are not durable
-        self._received = max(before, durable, announcement.received.get(self.sender, -1))
+        received = max(before, durable, announcement.received.get(self.sender, -1))
+        now = time.monotonic()
+        if received != self._received or not self.num_undelivered:
+            self._unreceived_seconds = 0.0
+        elif announcement.waiting or announcement.started_step != previous.started_step:
+            self._unreceived_seconds += min(1.0, now - self._announced_at)
+        self._received, self._announced_at = received, now
         self._frames = {number: frame for number, frame in self._frames.items() if number > durable}
         if self.sender in announcement.consumed:
             self._num_consumed = announcement.consumed[self.sender] + 1
 
-    def _is_idle(self, announcement: wire.Announcement) -> bool:
-        """Whether the trainer has waited for IDLE_SECONDS while no group was made or received.
+    def frames_to_resend(self) -> list[bytes]:
+        """Count and return the frames to send again now, in order.
 
-        True at most once for each announcement.
+        Frames that the trainer has not received were lost in one of four cases: the trainer has
+        restarted or `resend_all` was called (all of them), it takes groups but none of these have
+        arrived for IDLE_SECONDS (all of them), or it has received a later group (those before that
+        group).
         """
-        now, progress = time.monotonic(), (self._received, self.next_sequence)
-        changed, self._progress = progress != self._progress, progress
-        is_new, self._announcement = announcement is not self._announcement, announcement
-        if changed or not announcement.waiting or now - self._resent_at < IDLE_SECONDS:
-            self._idle_since = now
-        return is_new and now - self._idle_since > IDLE_SECONDS
-
-    def _resend(self, below: int) -> list[bytes]:
-        """Count and return the frames below sequence `below` that the trainer has not received."""
+        elapsed = time.monotonic() - self._resent_at
+        if self._must_resend or min(elapsed, self.undelivered_seconds) > IDLE_SECONDS:
+            below = self.next_sequence
+        elif elapsed >= RESEND_SECONDS:
+            below = self._announcement.highest_received.get(self.sender, -1)
+        else:
+            return []
+        self._must_resend = False
         frames = [
             frame for sequence, frame in self._frames.items() if self._received < sequence < below
         ]

@@ -36,6 +36,7 @@ def acknowledging(
     received: int | None = None,
     incarnation: bytes = b"1",
     waiting: bool = False,
+    started_step: int = 0,
 ) -> Announcement:
     """By default every received group is durable and no group is missing."""
     received = durable if received is None else received
@@ -44,26 +45,33 @@ def acknowledging(
         "run",
         incarnation=incarnation,
         waiting=waiting,
+        started_step=started_step,
         received={SENDER: received},
         durable={SENDER: durable},
         highest_received={SENDER: highest_received},
     )
 
 
+def resent(outbox: Outbox, announcement: Announcement) -> list[bytes]:
+    """The frames to send again after an announcement."""
+    outbox.acknowledge(announcement)
+    return outbox.frames_to_resend()
+
+
 def test_outbox_forgets_durable_frames_only() -> None:
     outbox = outbox_with(4)
-    assert outbox.frames_to_resend(acknowledging(0, received=2)) == []
+    assert resent(outbox, acknowledging(0, received=2)) == []
     assert (outbox.num_undelivered, len(outbox), outbox.min_sequence) == (1, 3, 1)
-    outbox.frames_to_resend(acknowledging(3))
+    resent(outbox, acknowledging(3))
     assert (outbox.num_undelivered, len(outbox), outbox.min_sequence) == (0, 0, 4)
 
 
 def test_outbox_keeps_received_when_the_trainer_omits_the_sender() -> None:
     outbox = outbox_with(3)
-    assert outbox.frames_to_resend(UNLISTED) == []
+    assert resent(outbox, UNLISTED) == []
     assert outbox.num_undelivered == 3
-    outbox.frames_to_resend(acknowledging(0, received=2))
-    outbox.frames_to_resend(UNLISTED)
+    resent(outbox, acknowledging(0, received=2))
+    resent(outbox, UNLISTED)
     assert (outbox.num_undelivered, len(outbox)) == (0, 2)
 
 
@@ -72,55 +80,69 @@ def test_num_pending_keeps_the_last_known_number_of_consumed_groups() -> None:
     for announcement, num_pending in (
         (UNLISTED, 10), (replace(UNLISTED, consumed={SENDER: 6}), 3), (UNLISTED, 3),
     ):  # fmt: skip
-        outbox.frames_to_resend(announcement)
+        resent(outbox, announcement)
         assert outbox.num_pending == num_pending
 
 
 def test_outbox_does_not_resend_received_frames_for_a_later_gap() -> None:
     outbox = outbox_with(5)
-    assert outbox.frames_to_resend(acknowledging(0, 4, received=1)) == [b"2", b"3"]
+    assert resent(outbox, acknowledging(0, 4, received=1)) == [b"2", b"3"]
     assert outbox.num_resent == 2
 
 
 def test_outbox_resends_groups_that_a_restarted_trainer_lost() -> None:
     outbox = outbox_with(4)
-    outbox.frames_to_resend(acknowledging(0, received=3))
-    assert outbox.frames_to_resend(acknowledging(1, incarnation=b"2")) == [b"2", b"3"]
+    resent(outbox, acknowledging(0, received=3))
+    assert resent(outbox, acknowledging(1, incarnation=b"2")) == [b"2", b"3"]
     assert outbox.num_undelivered == 2
-    assert outbox.frames_to_resend(acknowledging(1, incarnation=b"2")) == []
+    assert resent(outbox, acknowledging(1, incarnation=b"2")) == []
 
 
 def test_outbox_fills_a_gap_in_order_once_per_resend_interval(clock: list[float]) -> None:
     outbox = outbox_with(5)
-    assert outbox.frames_to_resend(acknowledging(0)) == []  # the others may be in transit
-    assert outbox.frames_to_resend(acknowledging(0, 3)) == [b"1", b"2"]
-    assert outbox.frames_to_resend(acknowledging(0, 3)) == []
+    assert resent(outbox, acknowledging(0)) == []  # the others may be in transit
+    assert resent(outbox, acknowledging(0, 3)) == [b"1", b"2"]
+    assert resent(outbox, acknowledging(0, 3)) == []
     clock[0] += trainer_connection.RESEND_SECONDS
-    assert outbox.frames_to_resend(acknowledging(0, 3)) == [b"1", b"2"]
+    assert resent(outbox, acknowledging(0, 3)) == [b"1", b"2"]
 
 
 def test_outbox_resends_the_last_frames_to_a_trainer_that_keeps_waiting(
     clock: list[float],
 ) -> None:
-    outbox, resent = outbox_with(3), []
+    outbox, batches = outbox_with(3), []
     for _ in range(40):
         clock[0] += 1.0
-        resent.append(outbox.frames_to_resend(acknowledging(0, waiting=True)))
-    seconds = [second for second, batch in enumerate(resent) if batch]
-    assert resent[seconds[0]] == [b"1", b"2"]
+        batches.append(resent(outbox, acknowledging(0, waiting=True)))
+    seconds = [second for second, batch in enumerate(batches) if batch]
+    assert batches[seconds[0]] == [b"1", b"2"]
     assert seconds[0] <= 10 and seconds[1] - seconds[0] > trainer_connection.IDLE_SECONDS
 
 
-@pytest.mark.parametrize("case", ["not waiting", "no announcement", "receiving", "sending"])
-def test_outbox_does_not_resend_frames_that_may_still_arrive(clock: list[float], case: str) -> None:
-    outbox, old = outbox_with(100, limit=200), acknowledging(0, waiting=True)
-    for number in range(1, 40):
+@pytest.mark.parametrize(
+    ("case", "seconds"),
+    [("waiting", 10), ("fast steps", 10), ("long step", 0), ("silence", 0), ("receiving", 0),
+     ("nothing sent", 0), ("large frame", 10 - 8)],
+)  # fmt: skip
+def test_undelivered_time_counts_only_while_the_trainer_takes_groups(
+    clock: list[float], case: str, seconds: float
+) -> None:
+    outbox, resends = outbox_with(0 if case in ("nothing sent", "large frame") else 20), 0
+    if case == "large frame":
+        outbox.add(bytes(8 * trainer_connection.SLOWEST_LINK))
+    first = acknowledging(-1)
+    outbox.acknowledge(first)
+    for number in range(1, 11):
         clock[0] += 1.0
-        received = number if case == "receiving" else 0
-        new = acknowledging(0, received=received, waiting=case != "not waiting")
-        if case == "sending":
-            outbox.add(b"more")
-        assert outbox.frames_to_resend(old if case == "no announcement" else new) == []
+        new = acknowledging(
+            -1,
+            received=number if case == "receiving" else -1,
+            waiting=case not in ("fast steps", "long step"),
+            started_step=number if case == "fast steps" else 0,
+        )
+        resends += bool(resent(outbox, first if case == "silence" else new))
+    assert outbox.undelivered_seconds == pytest.approx(seconds, abs=0.01)
+    assert (resends > 0) == (seconds > trainer_connection.IDLE_SECONDS)
 
 
 def test_full_outbox_drops_its_oldest_frame_and_counts_it() -> None:

@@ -12,13 +12,7 @@ from sample_data import VOCAB_SIZE, group_of
 from sockets import ANYWHERE, DEADLINE, eventually
 
 from peralta_zmq import wire
-from peralta_zmq.generator import trainer_connection
-from peralta_zmq.generator.trainer_connection import (
-    DeliveryTimer,
-    Outbox,
-    Sockets,
-    TrainerConnection,
-)
+from peralta_zmq.generator.trainer_connection import Sockets, TrainerConnection
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.wire import connection
@@ -112,39 +106,3 @@ def test_announced_lack_of_statuses_opens_the_status_connection_again(
     proxy.damage = None
     eventually(lambda: opened.exchange(timeout=0.01) and receiver.receive(timeout=0.05))
     assert statuses.connection.num_reconnects == 1
-
-
-def seconds_after(
-    announcements: list[wire.Announcement], outbox: Outbox, clock: list[float]
-) -> float:
-    """The undelivered time after announcements that are one second apart."""
-    timer, seconds = DeliveryTimer(), 0.0
-    for announcement in announcements:
-        clock[0] += 1.0
-        seconds = timer.undelivered_seconds(announcement, outbox)
-        assert timer.undelivered_seconds(announcement, outbox) == seconds  # not a new one
-    return seconds
-
-
-@pytest.mark.parametrize(
-    ("case", "expected"),
-    [("waiting", 9), ("fast steps", 9), ("long step", 0), ("receiving", 0), ("nothing sent", 0)],
-)
-def test_undelivered_time_counts_only_while_the_trainer_takes_groups(
-    case: str, expected: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, outbox = [100.0], Outbox("ann/00")
-    monkeypatch.setattr(trainer_connection.time, "monotonic", lambda: clock[0])
-    for _ in range(0 if case == "nothing sent" else 20):
-        outbox.add(b"frame")
-    numbers = range(10)
-    announcements = [
-        wire.Announcement(
-            RUN,
-            waiting=case in ("waiting", "receiving", "nothing sent"),
-            started_step=number if case == "fast steps" else 1,
-            received={"ann/00": number if case == "receiving" else -1},
-        )
-        for number in numbers
-    ]
-    assert seconds_after(announcements, outbox, clock) == pytest.approx(expected, abs=0.01)

@@ -223,7 +223,7 @@ def test_subscriber_bounds_its_queue_and_sends_no_heartbeats(stack: ExitStack) -
 def test_groups_lost_in_a_trainer_restart_are_trained_exactly_once(stack: ExitStack) -> None:
     first = receiver_at()
     sender, outbox = sender_to(first.address, stack), Outbox(GROUP.sender)
-    outbox.frames_to_resend(wire.Announcement(RUN, incarnation=b"first"))
+    outbox.acknowledge(wire.Announcement(RUN, incarnation=b"first"))
     for number in range(6):
         outbox.add(numbered(number))
         assert sender.send(numbered(number), timeout=DEADLINE)
@@ -236,7 +236,8 @@ def test_groups_lost_in_a_trainer_restart_are_trained_exactly_once(stack: ExitSt
 
     second = stack.enter_context(closing(bound_again(first.address)))
     restarted = wire.Announcement(RUN, incarnation=b"second", durable={GROUP.sender: 1})
-    for frame in outbox.frames_to_resend(restarted):
+    outbox.acknowledge(restarted)
+    for frame in outbox.frames_to_resend():
         assert sender.send(frame, timeout=DEADLINE)
     ends = monotonic() + DEADLINE
     while not {*range(6)} <= {*trained}:
@@ -252,6 +253,7 @@ def test_groups_lost_in_a_trainer_restart_are_trained_exactly_once(stack: ExitSt
             RUN, incarnation=b"second", durable={GROUP.sender: ledger.settled(GROUP.sender)},
             highest_received={GROUP.sender: ledger.highest(GROUP.sender)},
         )  # fmt: skip
-        for frame in outbox.frames_to_resend(announcement):
+        outbox.acknowledge(announcement)
+        for frame in outbox.frames_to_resend():
             sender.send(frame, timeout=DEADLINE)
     assert len(trained) == len({*trained})
