@@ -103,12 +103,12 @@ class GeneratorStatusSender:
         Raises WireError if the trainer refuses the connection.
         """
         self.connection.check()
-        is_unused = self._due == float("inf")
-        silent = time.monotonic() - self._opened if is_unused else self.unreceived_seconds
-        self.connection.reconnect_if_silent(silent)
         while cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._socket.recv()  # a subscription message
             self._due = float("-inf")
+        is_unused = self._due == float("inf")
+        silent = time.monotonic() - self._opened if is_unused else self.unreceived_seconds
+        self.connection.reconnect_if_silent(silent)
         return time.monotonic() >= self._due
 
     def send(self, status: GeneratorStatus) -> None:

@@ -18,8 +18,9 @@ from sockets import ANYWHERE, DEADLINE, bound_again, eventually, raw_socket
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire import announcements, generator_status, message_fields, probe
+from peralta_zmq.wire import announcements, connection, generator_status, message_fields, probe
 from peralta_zmq.wire.message_fields import pack_with_checksum
+from peralta_zmq.wire.sockets import ready
 
 msgpack: Any = partly_annotated_msgpack
 STATUS = wire.GeneratorStatus(
@@ -141,6 +142,14 @@ def test_status_is_due_after_a_subscription_and_every_two_seconds(
     restarted = bound_again(receiver.address, wire.GeneratorStatusReceiver, run_id=RUN)
     stack.enter_context(closing(restarted))
     eventually(lambda: restarted.receive() or sender.due)  # with the clock stopped
+
+
+def test_unread_subscription_is_no_silence(
+    receiver: wire.GeneratorStatusReceiver, sender: wire.GeneratorStatusSender
+) -> None:
+    eventually(lambda: receiver.receive() or ready(sender._socket, zmq.POLLIN, 0.1))
+    sender._opened -= 2 * connection.SILENT_SECONDS  # the generator loaded its model for so long
+    assert sender.due and sender.connection.num_reconnects == 0
 
 
 def test_sender_without_a_trainer_never_blocks_and_is_never_due(stack: ExitStack) -> None:
