@@ -56,6 +56,7 @@ class GeneratorRegistry:
         # The clock of liveness stops here while the trainer computes and receives nothing.
         self._received_until = time.monotonic()
         self._with_info: set[str] = set()  # live senders whose worker info is recorded
+        self._with_group: set[str] = set()  # live senders that have sent a group
 
     def receive_status(self, *, step: int, timeout: float = 0.0) -> None:
         """Process the statuses that have arrived; wait up to `timeout` seconds for the first."""
@@ -98,16 +99,22 @@ class GeneratorRegistry:
 
         `worker_info` describes the sender's machine. It comes with the status, which may arrive
         after the first group; a message without it is a group. Returns False for a new sender above
-        a limit, which is not registered before other senders have left.
+        a limit, which is not registered before other senders have left. But a group replaces a
+        start of the same name that has sent none: statuses under the name of a generator must not
+        keep its next start out.
         """
         name, fields = sender.rpartition("/")[0], {**_sender_fields(sender), "step": step}
         if sender not in self._last_message:
+            starts = {s: at for s, at in self._last_message.items() if s.startswith(f"{name}/")}
+            if len(starts) >= MAX_STARTS:
+                without_group = starts.keys() - self._with_group
+                if worker_info is not None or not without_group:
+                    return False
+                self._remove(min(without_group, key=starts.__getitem__))
             if len(self._last_message) >= MAX_LIVE:
                 return False
-            starts = [at for s, at in self._last_message.items() if s.startswith(f"{name}/")]
-            if len(starts) >= MAX_STARTS:
-                return False
-            is_same_name = any(self._received_until - at < SAME_NAME_SECONDS for at in starts)
+            latest = max(starts.values(), default=float("-inf"))
+            is_same_name = self._received_until - latest < SAME_NAME_SECONDS
             if self._run_log.event("join", **fields) and is_same_name:
                 self._run_log.note(
                     f"two generators are called {name}; if both run, give one --generator.name"
@@ -118,6 +125,7 @@ class GeneratorRegistry:
                 self._run_log.note(worker_info_text(name, worker_info, trainer=self._trainer_info))
         self._last_message[sender] = time.monotonic()
         if worker_info is None:
+            self._with_group.add(sender)
             self.connections.add_group(sender, step=step)
         return True
 
@@ -141,6 +149,7 @@ class GeneratorRegistry:
     def _remove(self, sender: str) -> None:
         del self._last_message[sender]
         self._with_info.discard(sender)
+        self._with_group.discard(sender)
         self.connections.forget(sender)
         self._run_log.event("leave", **_sender_fields(sender))
 

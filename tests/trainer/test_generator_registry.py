@@ -93,6 +93,21 @@ def test_starts_of_one_name_are_bounded(
     assert registry.mark_alive(f"bob/{1000:016x}", step=1)  # the others have left
 
 
+def test_start_with_a_group_replaces_one_without(
+    registry: GeneratorRegistry,
+) -> None:
+    for number in range(generator_registry.MAX_STARTS):
+        assert registry.mark_alive(f"bob/{number:016x}", step=1, worker_info={})
+    assert not registry.mark_alive(f"bob/{100:016x}", step=1, worker_info={})
+    assert registry.mark_alive(f"bob/{100:016x}", step=1)
+    ann, *starts = registry.live()
+    assert starts == [f"bob/{number:016x}" for number in [*range(1, 16), 100]]
+    for number in range(200, 300):  # the start that has sent a group stays
+        registry.mark_alive(f"bob/{number:016x}", step=1)
+    assert {ann, f"bob/{100:016x}"} < {*registry.live()}
+    assert len(registry.live()) == 1 + generator_registry.MAX_STARTS
+
+
 def test_statuses_of_unregistered_starts_are_not_kept(
     registry: GeneratorRegistry, stack: ExitStack
 ) -> None:
