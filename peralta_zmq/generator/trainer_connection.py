@@ -180,7 +180,7 @@ class TrainerConnection:
             self.outbox.acknowledge(announcement)
             rollouts = self._sockets.rollouts.connection
             if rollouts.reconnect_if_silent(self.outbox.undelivered_seconds):
-                self.outbox.resend_all()
+                self.outbox.must_resend = True
             unreceived_seconds = announcement.without_status.get(self.outbox.sender, 0)
             self._sockets.statuses.unreceived_seconds = unreceived_seconds
             self.is_run_complete |= announcement.done
@@ -214,6 +214,7 @@ class Outbox:
         self.next_sequence = 0  # of the next group; also the number of groups made
         self.num_lost = 0  # groups dropped: the outbox was full, or they could not be encoded
         self.num_resent = 0  # groups sent again
+        self.must_resend = False  # all frames that the trainer has not received
         self._frames: dict[int, bytes] = {}  # by sequence, ascending
         self._num_consumed = 0  # groups in started training steps, or dropped by the trainer
         self._received = -1  # the trainer has received all groups up to this sequence; -1 = none
@@ -222,7 +223,6 @@ class Outbox:
         # Time in which the trainer took groups but received none of these.
         self._unreceived_seconds = 0.0
         self._resent_at = float("-inf")  # monotonic seconds of the latest resend
-        self._must_resend = False  # all frames that the trainer has not received
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -273,10 +273,6 @@ class Outbox:
         self.next_sequence += 1
         self.num_lost += 1
 
-    def resend_all(self) -> None:
-        """Let `frames_to_resend` return all frames that the trainer has not received."""
-        self._must_resend = True
-
     def acknowledge(self, announcement: wire.Announcement) -> None:
         """Update what the trainer has received and consumed; remove frames that are durable.
 
@@ -288,7 +284,7 @@ class Outbox:
         if announcement is previous:
             return
         restarted = previous.incarnation not in (b"", announcement.incarnation)
-        self._must_resend |= restarted
+        self.must_resend |= restarted
         durable = announcement.durable.get(self.sender, -1)
         before = -1 if restarted else self._received  # a restart loses groups that are not durable
         received = max(before, durable, announcement.received.get(self.sender, -1))
@@ -306,18 +302,18 @@ class Outbox:
         """Count and return the frames to send again now, in order.
 
         Frames that the trainer has not received were lost in one of four cases: the trainer has
-        restarted or `resend_all` was called (all of them), it takes groups but none of these have
+        restarted or `must_resend` is set (all of them), it takes groups but none of these have
         arrived for IDLE_SECONDS (all of them), or it has received a later group (those before that
         group).
         """
         elapsed = time.monotonic() - self._resent_at
-        if self._must_resend or min(elapsed, self.undelivered_seconds) > IDLE_SECONDS:
+        if self.must_resend or min(elapsed, self.undelivered_seconds) > IDLE_SECONDS:
             below = self.next_sequence
         elif elapsed >= RESEND_SECONDS:
             below = self._announcement.highest_received.get(self.sender, -1)
         else:
             return []
-        self._must_resend = False
+        self.must_resend = False
         frames = [
             frame for sequence, frame in self._frames.items() if self._received < sequence < below
         ]

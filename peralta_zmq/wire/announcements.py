@@ -32,7 +32,6 @@ DONE_SECONDS = 0.1  # between two announcements that the run is complete; genera
 MAX_ANNOUNCEMENT = 4 << 20  # bytes; 4,096 senders with the longest names need 3.4 million
 MAX_RECEIVED = 512  # bytes of a message to the trainer; the handshake with keys needs 300
 MAX_DISCARDED = 10_000  # messages discarded after each announcement; takes about 10 ms
-MAX_BITS = 1 << 19  # length of a bit field: one bit for each problem
 logger = logging.getLogger(__name__)
 
 
@@ -80,12 +79,7 @@ def decode_announcement(frame: bytes) -> Announcement:
     """
     if len(frame) > MAX_ANNOUNCEMENT:
         raise WireError(f"announcement of {len(frame)} bytes")
-    return decode_fields(frame, Announcement, _check, max_map_len=1 << 14)
-
-
-def _check(announcement: Announcement) -> None:
-    if max(len(announcement.excluded), len(announcement.answered)) > MAX_BITS // 8:
-        raise ValueError(f"bit field of more than {MAX_BITS} bits")
+    return decode_fields(frame, Announcement, max_map_len=1 << 14)
 
 
 class AnnouncementPublisher:

@@ -22,11 +22,11 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
+from peralta_zmq.atomic_files import PLAIN_NAME
 from peralta_zmq.errors import WireError
 
 TRAINER = "trainer"  # name of the trainer's key files
 PUBLIC, SECRET = ".public", ".secret"
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85, ZeroMQ's text encoding
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH  # mode bits
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by the ZAP specification
@@ -107,7 +107,7 @@ def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
     names: dict[bytes, str] = {}
     for entry in _list_folder(folder):
         name, kind = os.path.splitext(entry)
-        if kind != PUBLIC or name == TRAINER or not NAME.fullmatch(name):
+        if kind != PUBLIC or name == TRAINER or not PLAIN_NAME.fullmatch(name):
             continue
         try:
             key = _read_public(folder / entry)
@@ -177,7 +177,7 @@ def _write_key(file: Path, key: bytes, mode: int) -> None:
 
 
 def _check_name(name: str) -> None:
-    if not NAME.fullmatch(name):
+    if not PLAIN_NAME.fullmatch(name):
         raise WireError(f"{name!a} is not a plain name; use letters, digits, . _ and -")
 
 

@@ -121,7 +121,7 @@ def encode_fields(message: Any) -> bytes:
 def decode_fields(
     frame: bytes,
     kind: type[MessageT],
-    check: Callable[[MessageT], None],
+    check: Callable[[MessageT], None] = lambda message: None,
     *,
     max_map_len: int = 64,
 ) -> MessageT:

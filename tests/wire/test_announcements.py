@@ -107,7 +107,7 @@ def test_announcement_of_a_later_version_is_read() -> None:
 
 def test_largest_announcement_is_accepted_and_a_larger_one_refused() -> None:
     senders = {f"{n:0>128}/{'0' * 16}": 2**64 - 1 for n in range(MAX_LIVE)}
-    bits = bytes(announcements.MAX_BITS // 8)
+    bits = bytes((1 << 19) // 8)  # one for each problem
     announcement = wire.Announcement(
         "x" * 1024, received=senders, durable=senders, highest_received=senders,
         consumed=senders, without_status=senders, excluded=bits, answered=bits,
