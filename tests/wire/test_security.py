@@ -271,36 +271,22 @@ def test_client_refused_at_first_is_accepted_with_a_new_key(
 
 
 @pytest.mark.usefixtures("always_reads")
-def test_accepted_client_takes_a_refusal_for_a_fault_of_the_link(
+def test_accepted_generator_takes_a_refusal_for_a_fault_of_the_link(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Both the connection that was accepted and a new one with the same keys."""
     monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.0)
-    publisher, proxy, subscriber = scene.link()
-    put_back = scene.remove_key()
+    publisher, proxy, accepted = scene.link()
+    put_back, authenticator = scene.remove_key(), scene.authenticator
     proxy.disconnect()
-    tries = scene.authenticator.refused + 2 * connection.PATIENCE_TRIES
-    eventually(lambda: subscriber.receive(timeout=0.05) and scene.authenticator.refused > tries)
+    tries = authenticator.refused + 2 * connection.PATIENCE_TRIES
+    eventually(lambda: accepted.receive(timeout=0.05) and authenticator.refused > tries)
+    new, more = scene.sender(), authenticator.refused + 2 * connection.PATIENCE_TRIES
+    eventually(lambda: new.send(numbered(6), timeout=0.05) and authenticator.refused > more)
     put_back()
     publisher.publish(wire.Announcement(RUN, step=2))
-    eventually(lambda: subscriber.receive(timeout=0.1) == wire.Announcement(RUN, step=2))
-
-
-@pytest.mark.usefixtures("always_reads")
-def test_second_connection_of_an_accepted_generator_waits_for_its_key(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.0)
-    first = scene.sender()
-    assert first.send(numbered(5), timeout=LIMIT)
-    received(scene.receiver)
-    eventually(lambda: first.connection.check() or scene.ann in connection._accepted_keys)
-    put_back = scene.remove_key()
-    second, tries = scene.sender(), 2 * connection.PATIENCE_TRIES
-    eventually(
-        lambda: second.send(numbered(6), timeout=0.05) and scene.authenticator.refused > tries
-    )
-    put_back()
-    eventually(lambda: second.send(numbered(7), timeout=0.1))
+    eventually(lambda: accepted.receive(timeout=0.1) == wire.Announcement(RUN, step=2))
+    eventually(lambda: new.send(numbered(7), timeout=0.1))
     received(scene.receiver)
 
 
