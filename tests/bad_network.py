@@ -14,21 +14,22 @@ CHUNK = 1460  # bytes, as on Ethernet
 
 
 class Proxy:
-    """Forwards a random port to 127.0.0.1:`port` in both directions.
+    """Forwards a random port to `address` on this machine in both directions.
 
     While `cut` is set, no bytes are forwarded and connections stay open, as with an unplugged
-    cable; with `half_open` only those to `port` are held back. Each chunk waits `delay` seconds,
+    cable; with `half_open` only those to `address` are held back. Each chunk waits `delay` seconds,
     its share of `bits_per_s`, and with probability `loss` 0.2 s for a retransmission. `damage`, if
     set, is called with each chunk, of either direction, and returns the bytes to forward.
     """
 
     def __init__(
-        self, port: int, *, delay: float = 0.0, bits_per_s: float = 0.0, loss: float = 0.0
+        self, address: str, *, delay: float = 0.0, bits_per_s: float = 0.0, loss: float = 0.0
     ) -> None:
         self.cut, self.half_open = threading.Event(), threading.Event()
         self.num_connections = 0
         self.damage: Callable[[bytes], bytes] | None = None
-        self._port, self._delay, self._rate, self._loss = port, delay, bits_per_s, loss
+        self._port = int(address.rpartition(":")[2])
+        self._delay, self._rate, self._loss = delay, bits_per_s, loss
         self._random = random.Random(0)
         self._ended = threading.Event()
         self._listening = socket.create_server(("127.0.0.1", 0))

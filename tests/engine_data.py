@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from sample_data import tiny_model, token_logprobs
 
+from peralta_zmq import models
 from peralta_zmq.rollout import Completion, Request, Sampling
 
 END = 2
@@ -73,3 +74,21 @@ def scored(model: Any, completion: Completion, temperature: torch.Tensor | float
     with torch.no_grad():
         logprobs = token_logprobs(model, row[None], temperature=temperature)
     return logprobs[0, len(completion.prompt_ids) :].tolist()
+
+
+def across_weights(
+    engine: Any, newer_model: Callable[[int], Any], sampling: Sampling
+) -> list[Completion]:
+    """Twenty completions in three growing rows, a common prefix and new weights in between."""
+    steps: list[int] = []
+
+    def between_steps() -> None:
+        steps.append(1)
+        if len(steps) % 30 == 0:
+            engine.apply(models.weights_of(newer_model(len(steps))), step=engine.step + 1)
+
+    batch = [
+        Request(number, np.array([*range(10, 30), 40 + number // 2], np.int32), 5 + number * 3)
+        for number in range(20)
+    ]
+    return sampled(engine, sampling, batch, between_steps=between_steps)

@@ -130,15 +130,20 @@ class RealRun:
 
     def replay(self) -> list[str]:
         """Output lines of bin/replay, which trains the run again from its journal."""
-        command = [sys.executable, str(REPO / "bin" / "replay"), str(self.folder)]
-        replayed = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert replayed.returncode == 0, replayed.stdout + replayed.stderr
-        return replayed.stdout.splitlines()
+        return ran("replay", str(self.folder)).splitlines()
 
     def close(self) -> None:
         """Kill all programs that still run."""
         for program in self._started:
             program.kill()
+
+
+def ran(program: str, *arguments: str) -> str:
+    """Run a program of bin/ to its successful end; returns what it printed to stdout."""
+    command = [sys.executable, str(REPO / "bin" / program), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=390, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
 
 
 def until(condition: Callable[[], object], *programs: Program, seconds: float = 120.0) -> None:

@@ -157,10 +157,7 @@ def tiny_learner(model: Any, **options: Any) -> Any:
         "weight_decay": 0.01,
         "max_grad_norm": 1.0,
     }
-    arguments: dict[str, Any] = {
-        "learning_rate": constant(1e-2),
-        "compute_logprobs": Scorer(model),
-    }
+    arguments: dict[str, Any] = {"learning_rate": constant(1e-2), "compute_logprobs": Scorer(model)}
     packing = {name: options.pop(name) for name in packing_names & options.keys()}
     settings["packing"] = Packing(**{"max_tokens": 1000, **packing})
     names = {field.name for field in fields(LearnerSettings)}

@@ -85,51 +85,33 @@ def test_resume_allows_new_address_but_not_new_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "arguments", "line"),
+    ("text", "argument", "line"),
     [
-        (TWO, ("--curriculum.env-ratios=0,0"), "env_ratios 0, 0 must be 0 or more and not all 0"),
-        (TWO, ("--curriculum.env-ratios=2,-1"), "env_ratios 2, -1 must be 0 or more"),
-        (TWO, ("--curriculum.env-ratios=1"), "env_ratios has 1 numbers (1) for 2 environments"),
-        (TWO, ("--task.name=countdown"), "[[env]] and the settings of [task] or [data] exclude"),
-        (TWO, ("--data.train=x.csv"), "[[env]] and the settings of [task] or [data] exclude"),
-        ('[[env]]\ntask="countdown"\n' * 2, (), "env.name 'countdown' is used by 2 environments"),
-        ('[[env]]\nadress="x"', (), "unknown setting adress in [[env]]; did you mean address?"),
-        (
-            '[[eval.env]]\ntrian="x"',
-            (),
-            "unknown setting trian in [[eval.env]]; did you mean train",
-        ),
-        (
-            '[[env]]\naddress="127.0.0.1:1"',
-            (),
-            "env.address '127.0.0.1:1' is not of the form http://HOST:PORT",
-        ),
-        (
-            '[[env]]\nname="a/b"',
-            (),
-            "env.0.name = 'a/b' is wrong: should be a plain name; use letters",
-        ),
-        (
-            "",
-            ("--curriculum.hash-keys=prompt,colour"),
-            "hash_keys.1 = 'colour' is wrong: should be 'task'",
-        ),
-        (
-            "[curriculum]\neasy_threshold = 0.2\nhard_threshold = 0.5",
-            (),
-            "hard_threshold 0.5 is not below curriculum.easy_threshold 0.2",
-        ),
-        ("", ("--curriculum.easy-threshold=1.5"), "curriculum.easy_threshold"),
-        (
-            "",
-            ("--curriculum.oversampling-factor=0.5"),
-            "oversampling_factor = '0.5' is wrong: should be greater",
-        ),
-        ("", ("--eval.num-examples=0"), "eval.num_examples 0 evaluates no problem"),
-        ("", ("--train.token-batch-size=0"), "train.token_batch_size"),
+        (TWO, "--curriculum.env-ratios=0,0", "env_ratios 0, 0 must be 0 or more and not all 0"),
+        (TWO, "--curriculum.env-ratios=2,-1", "env_ratios 2, -1 must be 0 or more"),
+        (TWO, "--curriculum.env-ratios=1", "env_ratios has 1 numbers (1) for 2 environments"),
+        (TWO, "--task.name=countdown", "[[env]] and the settings of [task] or [data] exclude"),
+        (TWO, "--data.train=x.csv", "[[env]] and the settings of [task] or [data] exclude"),
+        ('[[env]]\ntask="countdown"\n' * 2, "", "env.name 'countdown' is used by 2 environments"),
+        ('[[env]]\nadress="x"', "", "unknown setting adress in [[env]]; did you mean address?"),
+        ('[[eval.env]]\ntrian="x"', "",
+         "unknown setting trian in [[eval.env]]; did you mean train"),
+        ('[[env]]\naddress="127.0.0.1:1"', "",
+         "env.address '127.0.0.1:1' is not of the form http://HOST:PORT"),
+        ('[[env]]\nname="a/b"', "",
+         "env.0.name = 'a/b' is wrong: should be a plain name; use letters"),
+        ("", "--curriculum.hash-keys=prompt,colour",
+         "hash_keys.1 = 'colour' is wrong: should be 'task'"),
+        ("[curriculum]\neasy_threshold = 0.2\nhard_threshold = 0.5", "",
+         "hard_threshold 0.5 is not below curriculum.easy_threshold 0.2"),
+        ("", "--curriculum.easy-threshold=1.5", "curriculum.easy_threshold"),
+        ("", "--curriculum.oversampling-factor=0.5",
+         "oversampling_factor = '0.5' is wrong: should be greater"),
+        ("", "--eval.num-examples=0", "eval.num_examples 0 evaluates no problem"),
+        ("", "--train.token-batch-size=0", "train.token_batch_size"),
     ],
-)
+)  # fmt: skip
 def test_invalid_environment_settings_are_refused_on_one_line(
-    text: str, arguments: str, line: str, tmp_path: Path
+    text: str, argument: str, line: str, tmp_path: Path
 ) -> None:
-    assert line in error_of(tmp_path, text, *([arguments] if arguments else []))
+    assert line in error_of(tmp_path, text, *([argument] if argument else []))

@@ -90,9 +90,7 @@ def refused(*arguments: str) -> str:
     return str(caught.value)
 
 
-def test_teacher_with_other_vocabulary_is_refused(
-    teacher: Path,
-) -> None:
+def test_teacher_with_other_vocabulary_is_refused(teacher: Path) -> None:
     file = teacher / "tokenizer.json"
     tokenizer = json.loads(file.read_text("utf-8"))
     vocabulary = tokenizer["model"]["vocab"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from test_end_to_end import REPO, free_ports, missing_keys
+from real_programs import ran
+from test_end_to_end import free_ports, missing_keys
 
 from peralta_zmq.observe.metrics import read_rows
 
@@ -17,10 +16,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 @pytest.mark.parametrize("loss", ["reinforce", "grpo"])
 def test_embedded_run_learns_within_three_minutes(loss: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(REPO / "bin" / "lan"), "local", "--run.dir", str(tmp_path),
-               "--loss.name", loss, "--wire.port", str(free_ports())]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=390, check=False)
-    assert ended.returncode == 0, ended.stderr
+    ran("lan", "local", "--run.dir", str(tmp_path), "--loss.name", loss,
+        "--wire.port", str(free_ports()))  # fmt: skip
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
     # Of 128 answers of 16 prompts; the base's mean is near .32, one step's lies within .2 of it.
     assert 0.12 <= summary["reward_first"] <= 0.52

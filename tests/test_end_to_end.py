@@ -7,15 +7,14 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 import torch
+from real_programs import REPO, Program, until
 
 from benchmarks.throttle import Link
 from peralta_zmq import models
@@ -30,7 +29,6 @@ from peralta_zmq.trainer.loop import Trainer
 from tools.base_model import new_model
 from tools.link_proxy import free_ports
 
-REPO = Path(__file__).parent.parent
 SMALL = ("--sampling.num-generations", "4", "--train.batch-size", "16", "--eval.num-examples", "4",
          "--checkpoint.interval", "2", "--engine.slots", "8",
          "--train.num-workers", "2", "--generator.num-workers", "2")  # fmt: skip
@@ -51,24 +49,6 @@ SUMMARY_KEYS = {
 def missing_keys(row: Row) -> set[str]:
     """The keys missing in a step's row; a step without signal has no entropy."""
     return STEP_KEYS - row.keys() - ({"entropy"} if row["frac_reward_zero_std"] == 1 else set())
-
-
-class Program:
-    """A started program and its output."""
-
-    def __init__(self, command: list[str], log: Path) -> None:
-        self._log = log
-        with log.open("w") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=file, cwd=REPO)
-
-    @property
-    def printed(self) -> str:
-        """Both streams."""
-        return self._log.read_text()
-
-    def wait(self, *, timeout: float | None = None) -> int:
-        """Wait for the end of the program; returns its exit code."""
-        return self.process.wait(timeout)
 
 
 class Machine:
@@ -92,7 +72,7 @@ class Machine:
     def start_plain(self, program: str, *arguments: str) -> Program:
         """Start bin/PROGRAM with these arguments only."""
         command = [sys.executable, str(REPO / "bin" / program), *arguments]
-        self._started.append(Program(command, self._folder / f"{len(self._started)}.log"))
+        self._started.append(Program(command, self._folder / f"{len(self._started)}.log", {}))
         return self._started[-1]
 
     def rows(self) -> list[dict[str, object]]:
@@ -119,14 +99,6 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     started.close()
 
 
-def until(condition: Callable[[], bool], *programs: Program) -> None:
-    """Wait for a condition while the programs run, at most until the timeout of the test."""
-    while not condition():
-        for program in programs:
-            assert program.process.poll() is None, program.printed
-        time.sleep(0.02)
-
-
 def digest_of_weights(version: Path) -> str:
     """Digest of a version's weights, keyframe or delta."""
     return str(json.loads((version / "manifest.json").read_text())["result"])
@@ -145,18 +117,14 @@ def test_complete_run_writes_metrics_summary_and_usable_weights(
     replayed = machine.start_plain("replay", str(machine.run), "--from", "2")
     assert [row["step"] for row in machine.rows()] == [1, 2, 3]
     assert [missing_keys(row) for row in machine.rows()] == [set()] * 3
-    infos = [
-        row["worker_info"]
-        for row in read_rows(machine.run / "events.jsonl")
-        if row.get("worker_info")
-    ]
-    assert [info.keys() for info in infos] == [
+    rows = read_rows(machine.run / "events.jsonl")
+    assert [row["worker_info"].keys() for row in rows if row.get("worker_info")] == [
         {"package", "python", "torch", "transformers", "device", "dtype", "threads"}
     ]
     assert "; same versions as the trainer" in trainer.printed
-    assert not {key for row in machine.rows() for key in row if documented_name(key) is None}
-    name = f"gen/{socket.gethostname()}-0"
     known = {key for row in machine.rows() for key in row}
+    assert all(map(documented_name, known))
+    name = f"gen/{socket.gethostname()}-0"
     assert known >= {f"{name}/{kind}" for kind in GENERATOR_KEYS} | {"weights/bytes"}
     summary = json.loads((machine.run / "summary.json").read_text())
     assert summary.keys() == SUMMARY_KEYS
@@ -202,9 +170,7 @@ def test_complete_run_writes_metrics_summary_and_usable_weights(
 
 
 @pytest.mark.timeout(120)
-def test_killed_trainer_resumes_with_a_bit_identical_replay(
-    machine: Machine,
-) -> None:
+def test_killed_trainer_resumes_with_a_bit_identical_replay(machine: Machine) -> None:
     trainer = machine.start("trainer", "--train.max-steps", "7")
     generator = machine.start("generator")
     until(lambda: machine.published_step() == len(machine.rows()) >= 3, trainer, generator)

@@ -6,9 +6,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from engine_data import across_weights
 from sample_data import packed, siblings, tiny_model
 from weight_sets import COMPANIONS, reports_of, same
 
@@ -19,7 +19,7 @@ from peralta_zmq.learning.losses import reinforce
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
 from peralta_zmq.learning.packing import Packing, make_batches
 from peralta_zmq.models.scoring import Scorer
-from peralta_zmq.rollout import Request, Sampling
+from peralta_zmq.rollout import Sampling
 from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
 from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import WeightStore
@@ -44,25 +44,12 @@ def sharp_model(seed: int, device: str) -> Any:
 
 def generated(device: str) -> Sampled:
     """Greedy completions in three rows with a shared prefix, while weights are updated."""
-    engine = NativeEngine(
-        sharp_model(0, device), models.load_tokenizer(models.EMBEDDED), slots=3, max_model_len=100
-    )
-    steps: list[int] = []
-
-    def between_steps() -> None:
-        steps.append(1)
-        if len(steps) % 30 == 0:
-            newer = models.weights_of(sharp_model(len(steps), "cpu"))
-            engine.apply(newer, step=engine.step + 1)
-
-    requests = [
-        Request(number, np.array([*range(10, 30), 40 + number // 2], np.int32), 5 + number * 3)
-        for number in range(20)
-    ]
+    tokenizer = models.load_tokenizer(models.EMBEDDED)
+    engine = NativeEngine(sharp_model(0, device), tokenizer, slots=3, max_model_len=100)
     sampling = Sampling(temperature=0.0, min_tokens=70, max_completion_length=70)
     return {
         each.index: (each.token_ids.tolist(), each.logprobs.tolist())
-        for each in engine.generate(requests, sampling, between_steps)
+        for each in across_weights(engine, lambda seed: sharp_model(seed, "cpu"), sampling)
     }
 
 
@@ -74,9 +61,7 @@ def agree(one: Sampled, other: Sampled, *, within: float) -> bool:
     )
 
 
-def test_graph_decoding_matches_eager_and_cpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_graph_decoding_matches_eager_and_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = generated("cuda")
     monkeypatch.setattr(decoder, "capture_for", lambda device: None)
     assert agree(recorded, generated("cuda"), within=1e-5)
@@ -127,10 +112,7 @@ def test_training_steps_match_the_cpu(
     for one, other in zip(on_cuda, on_cpu, strict=True):
         for name in ("loss", "grad_norm"):
             assert one.metrics[name] == pytest.approx(other.metrics[name], rel=within, abs=within)
-    for (
-        name,
-        each,
-    ) in expected.items():  # after three steps of 1e-3; rounding changes the sign of some
+    for name, each in expected.items():  # of three steps of 1e-3, some with another sign
         assert (weights[name] - each).abs().mean() < weight_error, name
 
 

@@ -127,6 +127,13 @@ class Session:
         }
 
 
+def states_of(folder: Path, num_steps: int, *more: str) -> list[dict[str, Any]]:
+    """The state after each step of a session of `num_steps` steps."""
+    with ExitStack() as stack:
+        session = Session(stack, folder, *more)
+        return [session.advance() for _ in range(num_steps)]
+
+
 ADAPTERS = ("--lora.rank=4", "--lora.dropout=0.1", "--loss.name=grpo_kl", "--loss.beta=0.1",
             "--train.ref-sync-steps=3")  # fmt: skip
 
@@ -137,19 +144,11 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
 ) -> None:
     if more:
         pytest.importorskip("peft", reason="the extra lora is not installed")
-    with ExitStack() as stack:
-        uninterrupted = Session(stack, tmp_path / "uninterrupted", *more)
-        expected = [uninterrupted.advance() for _ in range(STEPS)]
+    expected = states_of(tmp_path / "uninterrupted", STEPS, *more)
     assert expected[-1]["pools"]["easy"] and expected[-1]["pools"]["hard"]
     assert expected[-1]["outcomes"]["filtered"] > 0
-    with ExitStack() as stack:
-        first = Session(stack, tmp_path / "resumed", *more)
-        for _ in range(3):  # the checkpoint is of step 2: step 3 comes from the journal
-            first.advance()
-    with ExitStack() as stack:
-        second = Session(stack, tmp_path / "resumed", *more)
-        assert second.trainer.policy.learner.step == 3
-        resumed = [second.advance() for _ in range(5)]
+    states_of(tmp_path / "resumed", 3, *more)  # checkpoint of step 2; step 3 is in the journal
+    resumed = states_of(tmp_path / "resumed", STEPS - 3, *more)
     for before, after in zip(expected[3:], resumed, strict=True):
         tensors, restored = before.pop("tensors"), after.pop("tensors")
         assert after == before
@@ -184,10 +183,8 @@ def test_resumed_step_is_evaluated_once_if_configured(
             second.trainer.evaluations.receive(answer)
         assert second.trainer.session.run_log.has_evaluation(3)
     with ExitStack() as stack:  # not again at the third start
-        assert (
-            Session(stack, tmp_path, setting).trainer.session.status.announcement.evaluation_step
-            == -1
-        )
+        third = Session(stack, tmp_path, setting).trainer
+        assert third.session.status.announcement.evaluation_step == -1
 
 
 def lose_step_3(folder: Path) -> str:
@@ -233,10 +230,8 @@ def test_roll_back_to_the_published_step_publishes_the_new_lineage(tmp_path: Pat
     for more in (("--checkpoint.resume-step=2",), ()):  # the second start rolls nothing back
         with ExitStack() as stack:
             versions = Session(stack, tmp_path, *more).trainer.publishing.store.versions()
-            assert [(version.step, version.lineage) for version in versions][-2:] == [
-                (2, 0),
-                (2, 1),
-            ]
+            steps = [(version.step, version.lineage) for version in versions]
+            assert steps[-2:] == [(2, 0), (2, 1)]
             assert versions[-1].field("result") == versions[-2].field("result")
 
 
@@ -287,13 +282,8 @@ def test_abandoned_weights_of_a_step_are_not_announced_again(
         assert third.session.status.announcement.weights_id == newest.weights_id
 
 
-def test_run_without_its_checkpoints_is_refused(
-    tmp_path: Path,
-) -> None:
-    with ExitStack() as stack:
-        session = Session(stack, tmp_path, "--checkpoint.keep-last=1")
-        for _ in range(2):
-            session.advance()
+def test_run_without_its_checkpoints_is_refused(tmp_path: Path) -> None:
+    states_of(tmp_path, 2, "--checkpoint.keep-last=1")
     assert not any((tmp_path / "demo" / "journal").iterdir())
     shutil.rmtree(tmp_path / "demo" / "checkpoints")
     with ExitStack() as stack, pytest.raises(JournalError, match=r"put .*/checkpoints back"):
@@ -400,7 +390,7 @@ def test_replay_names_damaged_versions_and_compares_the_rest(
         "--weights.keyframe-interval=2",
         "--weights.keep-last=10",
         "--train.learning-rate=0.00001",
-    )  # small deltas
+    )  # fmt: skip -- small deltas
     with ExitStack() as stack:
         continued.train(continued.open(stack, *kept, max_steps=4), until=4)
     weights = continued.folder / "weights"
@@ -531,14 +521,8 @@ def test_continued_run_waits_for_room_for_a_checkpoint(
 
 
 def test_resume_returns_the_configured_fraction_of_excluded_problems(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        first = Session(stack, tmp_path)
-        pools = [first.advance() for _ in range(4)][-1]["pools"]
+    pools = states_of(tmp_path, 4)[-1]["pools"]
     assert pools["easy"] and pools["hard"]
-    port = free_ports()
-    arguments = [*SETTINGS, "--run.dir", str(tmp_path), "--wire.port", str(port)]
     with ExitStack() as stack:
-        config = load_config("bin/trainer", [*arguments, "--curriculum.easy-fraction=1"])
-        again = Trainer(config, stack)
-        again.recover()
+        again = Session(stack, tmp_path, "--curriculum.easy-fraction=1").trainer
         assert again.collector.curriculum.pools.saved() == {"easy": [], "hard": pools["hard"]}

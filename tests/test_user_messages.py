@@ -23,39 +23,38 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command line with which the program was started."""
-    monkeypatch.setattr(sys, "argv", ["bin/x", "@", "configs/lan.toml", "--train.max-steps", "9"])
+COMMAND_LINE = ["bin/x", "@", "configs/lan.toml", "--train.max-steps", "9"]
 
 
-@pytest.mark.usefixtures("started")
-def test_generator_without_a_trainer_names_both_commands() -> None:
-    assert waiting_text("tcp://mac.local:5555", 15.2, "/nas", answers=False) == (
-        "waiting for trainer tcp://mac.local:5555 (15 s): no TCP answer. "
-        "Start it: bin/trainer @ configs/lan.toml. Diagnose: bin/doctor @ configs/lan.toml"
+@pytest.mark.parametrize(
+    ("answers", "problem"),
+    [
+        (False, "no TCP answer. Start it: bin/trainer @ configs/lan.toml."),
+        (True, "it answers, but /nas has no version. Is that its weights.dir?"),
+    ],
+)
+def test_generator_without_a_trainer_or_a_version_names_the_commands(
+    monkeypatch: pytest.MonkeyPatch, answers: bool, problem: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", COMMAND_LINE)
+    assert waiting_text("tcp://mac.local:5555", 15.2, "/nas", answers=answers) == (
+        f"waiting for trainer tcp://mac.local:5555 (15 s): {problem} "
+        "Diagnose: bin/doctor @ configs/lan.toml"
     )
 
 
-@pytest.mark.usefixtures("started")
-def test_generator_without_a_version_names_the_folder_if_the_trainer_answers() -> None:
-    assert waiting_text("tcp://mac.local:5555", 5, "/nas", answers=True) == (
-        "waiting for trainer tcp://mac.local:5555 (5 s): it answers, but /nas has no version. "
-        "Is that its weights.dir? Diagnose: bin/doctor @ configs/lan.toml"
-    )
-
-
-@pytest.mark.usefixtures("started")
-def test_trainer_without_generators_names_the_command() -> None:
-    assert no_rollouts_text(30.4, "tcp://127.0.0.1:5555", []) == (
-        "no rollouts for 30 s on tcp://127.0.0.1:5555. "
+@pytest.mark.parametrize(
+    ("dropped", "exception"),
+    [([], ""), (["ann", "bob"], ", except dropped ones of ann, bob (logprob mismatch)")],
+)
+def test_trainer_without_generators_names_the_command_and_dropped_ones(
+    monkeypatch: pytest.MonkeyPatch, dropped: list[str], exception: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", COMMAND_LINE)
+    assert no_rollouts_text(30.4, "tcp://127.0.0.1:5555", dropped) == (
+        f"no rollouts for 30 s on tcp://127.0.0.1:5555{exception}. "
         "Start a generator: bin/generator @ configs/lan.toml"
     )
-
-
-def test_trainer_that_drops_all_generators_names_them() -> None:
-    text = no_rollouts_text(30.4, "tcp://127.0.0.1:5555", ["ann", "bob"])
-    assert ", except dropped ones of ann, bob (logprob mismatch). Start a generator" in text
 
 
 def test_steps_without_signal_are_named_once_with_three_samples(
@@ -113,9 +112,7 @@ def is_printed(message: str) -> bool:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
-def test_message_of_the_troubleshooting_page_is_printed(
-    row: list[str],
-) -> None:
+def test_message_of_the_troubleshooting_page_is_printed(row: list[str]) -> None:
     messages = re.findall(r"`([^`]+)`", row[0])
     assert messages and all(map(is_printed, messages))
     assert len(row) == 3 and all(len(cell.strip(" |")) > 6 for cell in row)

@@ -47,17 +47,6 @@ def test_top_k_samples_only_the_most_probable_tokens(model: Any, tokenizer: Any)
         assert completion.token_ids[0] in most_probable.tolist()
 
 
-def test_end_token_stops_its_completion_only_and_is_kept(model: Any, tokenizer: Any) -> None:
-    free = sampled(ending_with(model, tokenizer, 63), GREEDY, requests(PROMPTS))
-    third = int(free[0].token_ids[2])
-    ended = sampled(ending_with(model, tokenizer, 63, third), GREEDY, requests(PROMPTS))
-    for before, after in zip(free, ended, strict=True):
-        ids = before.token_ids.tolist()
-        length = ids.index(third) + 1 if third in ids else len(ids)
-        assert after.token_ids.tolist() == ids[:length]
-    assert len(ended[0].token_ids) <= 3
-
-
 def test_finish_reason_at_the_token_limit(model: Any, tokenizer: Any) -> None:
     one = Sampling(temperature=0.0, max_completion_length=1)
     (cut,) = sampled(ending_with(model, tokenizer, 63), one, requests(PROMPTS[:1]))

@@ -29,10 +29,6 @@ def connection_of(
     return generator_of(engine, subscriber, sockets, version)._connection
 
 
-def proxy_to(address: str, stack: ExitStack) -> Proxy:
-    return stack.enter_context(Proxy(int(address.rpartition(":")[2])))
-
-
 class Trainer:
     """Receives groups of run RUN and announces each as received, while waiting for more."""
 
@@ -60,7 +56,7 @@ def test_groups_behind_a_damaged_length_are_delivered_after_a_reconnect(
     """The trainer's libzmq waits for a megabyte that never comes, and announcements arrive."""
     monkeypatch.setattr(connection, "SILENT_SECONDS", 0.5)
     trainer = Trainer(stack)
-    proxy = proxy_to(trainer.receiver.address, stack)
+    proxy = stack.enter_context(Proxy(trainer.receiver.address))
     rollouts = wire.RolloutSender(proxy.address)
     stack.callback(rollouts.close, linger_seconds=0)
     announcements = wire.AnnouncementSubscriber(trainer.publisher.address)
@@ -87,13 +83,10 @@ def test_groups_behind_a_damaged_length_are_delivered_after_a_reconnect(
 
 
 def test_announced_lack_of_statuses_opens_the_status_connection_again(
-    store: WeightStore,
-    subscriber: WeightSubscriber,
-    sockets: Sockets,
-    stack: ExitStack,
+    store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, stack: ExitStack
 ) -> None:
     receiver = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
-    proxy = proxy_to(receiver.address, stack)
+    proxy = stack.enter_context(Proxy(receiver.address))
     statuses = stack.enter_context(closing(wire.GeneratorStatusSender(proxy.address)))
     opened = connection_of(replace(sockets, statuses=statuses), store, subscriber)
     eventually(lambda: opened.exchange(timeout=0.01) or receiver.receive(timeout=0.05))

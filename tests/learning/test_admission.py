@@ -124,9 +124,7 @@ def test_ledger_counts_groups_missing_below_min_sequence_as_lost() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 30), st.integers(0, 30)), max_size=60)
 )
-def test_ledger_outcomes_sum_to_settled_groups(
-    messages: list[tuple[str, int, int]],
-) -> None:
+def test_ledger_outcomes_sum_to_settled_groups(messages: list[tuple[str, int, int]]) -> None:
     ledger = Ledger()
     for sender, sequence, below in messages:
         ledger.settle(sender, sequence, "trained", min_sequence=min(below, sequence))
@@ -134,9 +132,7 @@ def test_ledger_outcomes_sum_to_settled_groups(
         assert ledger.total == sum(ledger.outcomes.values())
 
 
-def test_ledger_counts_groups_of_forgotten_senders(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ledger_counts_groups_of_forgotten_senders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission_module, "MAX_SENDERS", 2)
     ledger = Ledger()
     for sender in ("a", "b", "a", "c"):

@@ -259,22 +259,17 @@ def test_restored_learner_has_the_same_random_state() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_restore_rejects_state_without_the_synced_reference() -> None:
-    state = learner_with_reference(tiny_model()).state()
-    other = learner_with_reference(tiny_model(seed=1), sync_steps=2)
-    before = {name: tensor.clone() for name, tensor in other.state().items()}
-    with pytest.raises(ValueError, match=r"no reference/\S+, as train.ref_sync_steps was not set"):
-        other.restore(0, state)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state().items())
-
-
 @pytest.mark.parametrize(
-    ("settings", "reason"),
-    [({"num_hidden_layers": 3}, r"only the model has the parameter .*layers\.2"),
-     ({"vocab_size": 65}, r"embed_tokens.* has shape \[64, 16\], not \[65, 16\]")],
+    ("settings", "options", "reason"),
+    [({"num_hidden_layers": 3}, {}, r"only the model has the parameter .*layers\.2"),
+     ({"vocab_size": 65}, {}, r"embed_tokens.* has shape \[64, 16\], not \[65, 16\]"),
+     ({}, {"sync_steps": 2}, r"no reference/\S+, as train.ref_sync_steps was not set")],
 )  # fmt: skip
-def test_restore_rejects_state_of_another_model(settings: dict[str, int], reason: str) -> None:
-    state, other = tiny_learner(tiny_model()).state(), tiny_learner(tiny_model(**settings, seed=1))
+def test_restore_rejects_state_of_another_model_or_without_its_reference(
+    settings: dict[str, int], options: dict[str, int], reason: str
+) -> None:
+    state = learner_with_reference(tiny_model()).state()
+    other = learner_with_reference(tiny_model(**settings, seed=1), **options)
     before = {name: tensor.clone() for name, tensor in other.state().items()}
     with pytest.raises(ValueError, match=reason):
         other.restore(0, state)

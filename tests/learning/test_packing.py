@@ -141,8 +141,7 @@ def test_group_above_max_tokens_is_split_with_its_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("oversize", "lengths", "counts"),
-    [("truncate", [4, 10], (1, 0)), ("drop", [4], (0, 1))],
+    ("oversize", "lengths", "counts"), [("truncate", [4, 10], (1, 0)), ("drop", [4], (0, 1))]
 )
 def test_oversize_rollout_is_truncated_or_dropped(
     oversize: Any, lengths: list[int], counts: tuple[int, int]

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -17,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from generators import apply_until
+from real_programs import ran
 from sample_data import group_of, token_logprobs
-from test_end_to_end import REPO
 
 from peralta_zmq import build, models, registry
 from peralta_zmq.build import make_engine
@@ -67,13 +65,17 @@ def published(config: Config, model: Any, store: WeightStore, step: int) -> Vers
     return store.publish(step, weights, companions=companions, about=fields)
 
 
-def open_generator(config: Config, subscriber: WeightSubscriber) -> tuple[Version, Any, Any]:
-    """Open the engine of a generator with the first version."""
+def start_generator(
+    store: WeightStore, subscriber: WeightSubscriber, *arguments: str
+) -> tuple[Config, Any, Version, Any]:
+    """A trainer's config and model, and a generator's version and engine with its adapters."""
+    config, model = trained(*arguments)
+    published(config, model, store, 0)
     staged = subscriber.poll(timeout=20)
     assert staged is not None
-    engine, tokenizer = make_engine(config, staged)
+    engine, _ = make_engine(config, staged)
     subscriber.accept()
-    return staged.version, engine, tokenizer
+    return config, model, staged.version, engine
 
 
 def sampled(engine: Any) -> RolloutGroup:
@@ -126,10 +128,9 @@ def test_new_adapter_changes_no_output() -> None:
 def test_generator_merges_versions_and_matches_trainer(
     engine: str, store: WeightStore, subscriber: WeightSubscriber
 ) -> None:
-    config, model = trained("--lora.alpha=7", "--engine.name", engine)
+    arguments = ("--lora.alpha=7", "--engine.name", engine)
+    config, model, version, sampler = start_generator(store, subscriber, *arguments)
     learner = build.make_learner(config, model)
-    published(config, model, store, 0)
-    version, sampler, _ = open_generator(config, subscriber)
     for step in (1, 2, 3):
         ratios = ratios_of(config, model, group := sampled(sampler))
         assert float((ratios - 1).abs().max()) < 1e-4
@@ -155,13 +156,10 @@ def test_engine_over_live_model_uses_its_adapters(engine: str) -> None:
 def test_merged_version_leaves_no_trace_in_the_next(
     store: WeightStore, subscriber: WeightSubscriber
 ) -> None:
-    config, model = trained()
-    learner = build.make_learner(config, model)
+    config, model, version, sampler = start_generator(store, subscriber)
     first = {name: each.clone() for name, each in lora.published_weights(model).items()}
-    published(config, model, store, 0)
-    version, sampler, _ = open_generator(config, subscriber)
     before = sampled(sampler)
-    learner.learn(some_groups(1))
+    build.make_learner(config, model).learn(some_groups(1))
     published(config, model, store, 1)
     version = apply_until(sampler, subscriber, version, 1)
     assert not np.array_equal(sampled(sampler).rollouts[0].logprobs, before.rollouts[0].logprobs)
@@ -204,9 +202,7 @@ def test_generator_start_rejects_adapter_of_another_base(
 def test_running_generator_rejects_adapter_of_another_base(
     store: WeightStore, subscriber: WeightSubscriber
 ) -> None:
-    config, model = trained()
-    published(config, model, store, 0)
-    version, sampler, _ = open_generator(config, subscriber)
+    _, model, version, sampler = start_generator(store, subscriber)
     before = sampled(sampler)
     weights = lora.published_weights(model)
     store.publish(1, weights, companions={}, about={"adapts": "0" * 16, "adapts_name": "x"})
@@ -220,9 +216,7 @@ def test_running_generator_rejects_adapter_of_another_base(
 def test_adapter_of_wrong_shape_changes_nothing(
     damage: str, store: WeightStore, subscriber: WeightSubscriber
 ) -> None:
-    config, model = trained()
-    published(config, model, store, 0)
-    _, sampler, _ = open_generator(config, subscriber)
+    _, model, _, sampler = start_generator(store, subscriber)
     before = sampled(sampler)
     weights = {name: each.clone() for name, each in lora.published_weights(model).items()}
     last = list(weights)[-1]
@@ -237,15 +231,12 @@ def test_adapter_of_wrong_shape_changes_nothing(
 
 
 def test_not_finite_adapter_is_rejected(store: WeightStore, subscriber: WeightSubscriber) -> None:
-    config, model = trained()
-    published(config, model, store, 0)
-    open_generator(config, subscriber)
-    with torch.no_grad():
-        next(each for each in model.parameters() if each.requires_grad).div_(0)
+    config, model, *_ = start_generator(store, subscriber)
+    adapter = next(each for each in model.parameters() if each.requires_grad)
+    adapter.data.div_(0)
     published(config, model, store, 1)
     assert subscriber.poll(timeout=0.5) is None
-    with torch.no_grad():
-        next(each for each in model.parameters() if each.requires_grad).fill_(0.01)
+    adapter.data.fill_(0.01)
     published(config, model, store, 2)
     staged = subscriber.poll(timeout=20)
     assert staged is not None and staged.version.number == 2
@@ -306,11 +297,9 @@ def test_adapters_are_seeded_without_global_rng() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_lora_run_of_both_programs_learns(tmp_path: Path) -> None:
-    command = [sys.executable, str(REPO / "bin" / "lan"), "local", "--run.dir", str(tmp_path),
-               "--wire.port", str(free_ports()), "--lora.rank", "16",
-               "--train.learning-rate", "1e-3", "--train.max-steps", "30"]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=390, check=False)
-    assert ended.returncode == 0, ended.stderr
+    place = f"--run.dir={tmp_path}", f"--wire.port={free_ports()}"
+    settings = "--lora.rank=16", "--train.learning-rate=1e-3", "--train.max-steps=30"
+    ran("lan", "local", *place, *settings)
     run = tmp_path / "demo"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["reward_last5"] > summary["reward_first"] + 0.3
@@ -319,16 +308,10 @@ def test_lora_run_of_both_programs_learns(tmp_path: Path) -> None:
     whole = (models.EMBEDDED / "model.safetensors").stat().st_size
     assert all(int(str(row["weights/bytes"])) < whole / 7 for row in rows if "weights/bytes" in row)
     assert max(float(str(row["mismatch_kl"])) for row in rows) < 0.01
-    exported = [sys.executable, str(REPO / "bin" / "replay"), "export", str(run), "30",
-                str(tmp_path / "again")]  # fmt: skip
-    ended = subprocess.run(exported, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 0, ended.stderr
+    ran("replay", "export", str(run), "30", str(tmp_path / "again"))
     for name in ("model.safetensors", "tokenizer.json"):
         assert (tmp_path / "again" / name).read_bytes() == (run / "merged" / name).read_bytes()
-    replayed = [sys.executable, str(REPO / "bin" / "replay"), str(run), "--from", "21"]
-    ended = subprocess.run(replayed, capture_output=True, text=True, timeout=200, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "as published" in ended.stdout
+    assert "as published" in ran("replay", str(run), "--from", "21")
 
 
 def test_lora_run_stopped_before_first_step_resumes(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from damage import flip_bit, remove, truncate
 
 from peralta_zmq.errors import JournalError
 from peralta_zmq.trainer.checkpoint import Checkpoint, newest, prune, save
@@ -45,22 +46,8 @@ def test_newest_comes_back_bit_identical_with_shape_and_type(tmp_path: Path) -> 
     assert newest(tmp_path / "nothing", run_id="run-1") is None
 
 
-def bit_flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(bytes(content))
-
-
-def truncated(file: Path) -> None:
-    os.truncate(file, file.stat().st_size - 1)
-
-
-def missing(file: Path) -> None:
-    file.unlink()
-
-
 @pytest.mark.parametrize("name", ["state.safetensors", "progress.json", "manifest.json", "STABLE"])
-@pytest.mark.parametrize("damage", [bit_flip, truncated, missing])
+@pytest.mark.parametrize("damage", [flip_bit, truncate, remove])
 def test_damaged_newest_checkpoint_falls_back_to_the_previous(
     tmp_path: Path, damage: Callable[[Path], None], name: str
 ) -> None:
@@ -71,7 +58,7 @@ def test_damaged_newest_checkpoint_falls_back_to_the_previous(
 
 def test_only_damaged_checkpoints_are_an_error(tmp_path: Path) -> None:
     saved(tmp_path, 10)
-    bit_flip(tmp_path / "step_000010" / "state.safetensors")
+    flip_bit(tmp_path / "step_000010" / "state.safetensors")
     with pytest.raises(JournalError, match=r"no checkpoint in .* verifies; put a copy back"):
         step_of(tmp_path)
     assert (tmp_path / "step_000010").exists()
@@ -79,7 +66,7 @@ def test_only_damaged_checkpoints_are_an_error(tmp_path: Path) -> None:
 
 def test_checkpoint_that_did_not_verify_is_replaced(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20)
-    truncated(tmp_path / "step_000020" / "state.safetensors")
+    truncate(tmp_path / "step_000020" / "state.safetensors")
     saved(tmp_path, 20)
     assert step_of(tmp_path) == 20
 

@@ -146,7 +146,7 @@ def test_groups_delayed_by_a_dead_link_are_stale_only_above_the_bound(
 ) -> None:
     scene = opened(stack, tmp_path, groups=4)
     bound = scene.collector.admission.max_off_policy_steps
-    proxy = stack.enter_context(Proxy(int(scene.address.rpartition(":")[2])))
+    proxy = stack.enter_context(Proxy(scene.address))
     late, near = sender_to(proxy.address, stack), sender_to(scene.address, stack)
 
     def collected(

@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -302,6 +302,51 @@ def test_checkpoints_that_cannot_be_listed_do_not_end_the_run(
     assert event["event"] == "checkpoint_failed" and "Stale file handle" in str(event["reason"])
 
 
+def checkpoint_of_another_model(trainer: Trainer) -> None:
+    saved_by(trainer, tensors={"model/model.norm.weight": torch.zeros(3)})
+
+
+def group_in_both(trainer: Trainer) -> None:
+    ledger = Ledger()
+    ledger.settle(group_of([1, 0]).sender, 0, "trained")
+    saved_by(trainer, ledger)
+    journaled_by(trainer, 0)
+
+
+def gap(trainer: Trainer, *left: int) -> None:
+    saved_by(trainer)
+    journaled_by(trainer, *left)
+    journaled_by(trainer, 1, step=2)
+    journaled_by(trainer, 2, step=3)
+
+
+GAP = r"step_000001\.msgpack is missing or .* steps 1 to 3 away to continue from step 0$"
+INCONSISTENT: dict[str, tuple[Callable[[Trainer], None], str]] = {
+    "checkpoint of another model": (
+        checkpoint_of_another_model, r"does not fit.*norm\.weight.*--run\.name",
+    ),
+    "group in checkpoint and journal": (group_in_both, r"disagree.*in both; move the newer"),
+    "step missing": (gap, GAP),
+    "step cut after its first group": (lambda trainer: gap(trainer, 0), GAP),
+    "journal of another run": (
+        lambda trainer: journaled_by(trainer, 0, run_id="other-0011aabb"),
+        r"step_000001\.msgpack holds a group of run other-.* not of demo-.*move it",
+    ),
+    "no checkpoint before the journal": (
+        lambda trainer: journaled_by(trainer, 0, step=5),
+        r"begins with step 5, and there is no checkpoint before it; put .*/checkpoints back",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("state", INCONSISTENT)
+def test_recovery_refuses_inconsistent_state(opened: Trainer, state: str) -> None:
+    prepare, match = INCONSISTENT[state]
+    prepare(opened)
+    with pytest.raises(JournalError, match=match):
+        opened.recover()
+
+
 def test_half_written_checkpoint_is_removed(opened: Trainer) -> None:
     saved_by(opened)
     folder = opened.session.folder / "checkpoints"
@@ -309,36 +354,6 @@ def test_half_written_checkpoint_is_removed(opened: Trainer) -> None:
         (folder / name).mkdir()
     opened.recover()
     assert os.listdir(folder) == ["step_000000"]
-
-
-def test_checkpoint_of_another_model_is_refused(opened: Trainer) -> None:
-    saved_by(opened, tensors={"model/model.norm.weight": torch.zeros(3)})
-    with pytest.raises(JournalError, match=r"does not fit.*norm\.weight.*--run\.name"):
-        opened.recover()
-
-
-def test_group_in_both_checkpoint_and_journal_is_refused(opened: Trainer) -> None:
-    ledger = Ledger()
-    ledger.settle(group_of([1, 0]).sender, 0, "trained")
-    saved_by(opened, ledger)
-    journaled_by(opened, 0)
-    with pytest.raises(JournalError, match=r"disagree.*in both; move the newer"):
-        opened.recover()
-
-
-@pytest.mark.parametrize("left", [(), (0,)], ids=["no file", "cut after its first group"])
-def test_journal_gap_before_the_last_step_is_refused(
-    opened: Trainer, left: tuple[int, ...]
-) -> None:
-    saved_by(opened)
-    journaled_by(opened, *left)
-    journaled_by(opened, 1, step=2)
-    journaled_by(opened, 2, step=3)
-    with pytest.raises(
-        JournalError,
-        match=r"step_000001\.msgpack is missing or .* steps 1 to 3 away to continue from step 0$",
-    ):
-        opened.recover()
 
 
 @pytest.mark.parametrize(
@@ -363,15 +378,6 @@ def test_unreadable_record_is_refused_with_its_file(
     assert "\n" not in str(caught.value)
 
 
-def test_journal_of_another_run_is_refused(opened: Trainer) -> None:
-    journaled_by(opened, 0, run_id="other-0011aabb")
-    with pytest.raises(
-        JournalError,
-        match=r"step_000001\.msgpack holds a group of run other-.* not of demo-.*move it",
-    ):
-        opened.recover()
-
-
 def test_lost_and_duplicate_groups_are_counted_after_a_restart(opened: Trainer) -> None:
     saved_by(opened, duplicates=3)
     dropped = DroppedGroup(group_of([1, 0]).sender, 7, "stale", min_sequence=5)
@@ -381,13 +387,6 @@ def test_lost_and_duplicate_groups_are_counted_after_a_restart(opened: Trainer) 
     counts = opened.collector.accounting()
     expected = {"made": 8, "stale": 1, "lost": 5, "in_flight": 2, "duplicates": 3}
     assert {name: counts[name] for name in expected} == expected
-
-
-def test_journal_start_without_a_checkpoint_before_it_is_refused(opened: Trainer) -> None:
-    journaled_by(opened, 0, step=5)
-    match = r"begins with step 5, and there is no checkpoint before it; put .*/checkpoints back"
-    with pytest.raises(JournalError, match=match):
-        opened.recover()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"run_id"'])

@@ -161,10 +161,6 @@ def assert_same(tensors: Tensors, expected: Tensors) -> None:
         torch.testing.assert_close(tensors[name], expected[name], rtol=0, atol=1e-5, msg=name)
 
 
-def test_two_ranks_give_the_weights_of_one(tmp_path: Path, single_rank: Tensors) -> None:
-    assert_same(Run(tmp_path).train(to=STEPS, num_ranks=2), single_rank)
-
-
 @pytest.mark.parametrize(
     "counts",
     [

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_end_to_end import REPO, Machine, Program, until
+from real_programs import REPO, Program, until
+from test_end_to_end import Machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
@@ -24,7 +25,7 @@ class Ranks(Machine):
         before = TORCHRUN if program == "trainer" else (sys.executable,)
         config = ("@", str(REPO / "configs" / "demo.toml"))
         command = [*before, str(REPO / "bin" / program), *config, *arguments]
-        self._started.append(Program(command, self._folder / f"{len(self._started)}.log"))
+        self._started.append(Program(command, self._folder / f"{len(self._started)}.log", {}))
         return self._started[-1]
 
     def close(self) -> None:

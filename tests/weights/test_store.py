@@ -135,12 +135,6 @@ def test_publish_never_writes_to_an_unmounted_folder(
 # Models.
 
 
-def test_tied_tensors_are_published_once(store: WeightStore) -> None:
-    version = store.publish(1, models.weights_of(tiny_model()), companions={})
-    names = loaded(store, version).keys()
-    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
-
-
 def test_keyframe_loads_with_from_pretrained(store: WeightStore, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -19,10 +19,6 @@ from peralta_zmq.wire.sockets import open_socket
 STATUS = wire.GeneratorStatus(RUN, "ann", INCARNATION)
 
 
-def proxy_to(address: str, stack: ExitStack) -> Proxy:
-    return stack.enter_context(Proxy(int(address.rpartition(":")[2])))
-
-
 def open_publisher(stack: ExitStack) -> wire.AnnouncementPublisher:
     return stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE)))
 
@@ -38,7 +34,7 @@ def test_announcements_after_a_damaged_length_arrive_on_a_new_connection(
     monkeypatch.setattr(connection, "SILENT_SECONDS", 1.5)  # announcements are a second apart
     publisher = open_publisher(stack)
     publisher.publish(wire.Announcement(RUN, step=3))
-    proxy = proxy_to(publisher.address, stack)
+    proxy = stack.enter_context(Proxy(publisher.address))
     proxy.damage = flip = BitFlip(b"\xa6run_id", -6, bit=4)  # in the length before the frame
     subscriber = subscriber_to(proxy.address, stack)
     assert eventually(lambda: subscriber.receive(timeout=0.1)) == wire.Announcement(RUN, step=3)
@@ -51,7 +47,7 @@ def test_damaged_status_subscription_is_requested_again(
 ) -> None:
     monkeypatch.setattr(connection, "SILENT_SECONDS", 0.5)
     receiver = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
-    proxy = proxy_to(receiver.address, stack)
+    proxy = stack.enter_context(Proxy(receiver.address))
     proxy.damage = flip = BitFlip(b"SUBSCRIBE")
     sender = stack.enter_context(closing(wire.GeneratorStatusSender(proxy.address)))
 
@@ -79,7 +75,7 @@ def test_silent_connection_is_opened_again_with_back_off(stack: ExitStack) -> No
 def test_subscriber_survives_a_cut_link_after_many_unread_announcements(stack: ExitStack) -> None:
     """With heartbeats libzmq aborted the process: `Assertion failed: _input_stopped`."""
     publisher = open_publisher(stack)
-    proxy = proxy_to(publisher.address, stack)
+    proxy = stack.enter_context(Proxy(publisher.address))
     subscriber = subscriber_to(proxy.address, stack)
     publisher.publish(wire.Announcement(RUN))
     eventually(lambda: subscriber.receive(timeout=0.1))

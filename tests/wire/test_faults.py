@@ -84,7 +84,7 @@ def test_subscribers_can_be_opened_and_closed_many_times() -> None:
 @pytest.mark.parametrize("fault", ["cut", "half_open"])
 def test_interrupted_link_resumes_and_loses_nothing(stack: ExitStack, fault: str) -> None:
     receiver = stack.enter_context(closing(receiver_at()))
-    proxy = stack.enter_context(Proxy(port_of(receiver.address)))
+    proxy = stack.enter_context(Proxy(receiver.address))
     sender = sender_to(proxy.address, stack)
     assert sender.send(numbered(0), timeout=DEADLINE)
     received(receiver)
@@ -107,9 +107,7 @@ def test_interrupted_link_resumes_and_loses_nothing(stack: ExitStack, fault: str
 
 def test_slow_lossy_network_keeps_the_order_and_resends_nothing(stack: ExitStack) -> None:
     receiver = stack.enter_context(closing(receiver_at()))
-    proxy = stack.enter_context(
-        Proxy(port_of(receiver.address), delay=0.05, bits_per_s=1e6, loss=0.03)
-    )
+    proxy = stack.enter_context(Proxy(receiver.address, delay=0.05, bits_per_s=1e6, loss=0.03))
     sender, outbox = sender_to(proxy.address, stack), Outbox(GROUP.sender)
     ledger, got, sent = Ledger(), [], 0
     for _ in until(4):

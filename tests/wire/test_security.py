@@ -89,7 +89,7 @@ class Scene:
     def link(self) -> tuple[wire.AnnouncementPublisher, Proxy, wire.AnnouncementSubscriber]:
         """A publisher and a subscriber that has received step 1 through a proxy."""
         publisher = self.publisher()
-        proxy = self._stack.enter_context(Proxy(int(publisher.address.rpartition(":")[2])))
+        proxy = self._stack.enter_context(Proxy(publisher.address))
         subscriber = self.subscriber(proxy.address)
         publisher.publish(wire.Announcement(RUN, step=1))
         eventually(lambda: subscriber.receive(timeout=0.1))
@@ -144,10 +144,7 @@ def refusal_of(address: str, stack: ExitStack, keys: GeneratorKeys | None) -> st
     ids=["no key", "unknown key", "wrong server key"],
 )
 def test_refused_client_delivers_nothing_and_reports_the_reason(
-    scene: Scene,
-    stack: ExitStack,
-    keys_of: Callable[[Path], GeneratorKeys | None],
-    reason: str,
+    scene: Scene, stack: ExitStack, keys_of: Callable[[Path], GeneratorKeys | None], reason: str
 ) -> None:
     receiver = scene.receiver
     assert re.search(reason, refusal_of(receiver.address, stack, keys_of(scene.folder)))

@@ -546,9 +546,7 @@ def test_live_engine_does_not_modify_the_model(tokenizer: Any) -> None:
 # Rejected requests.
 
 
-def test_prompt_longer_than_the_context_raises_with_both_lengths(
-    engine: NativeEngine,
-) -> None:
+def test_prompt_longer_than_the_context_raises_with_both_lengths(engine: NativeEngine) -> None:
     with pytest.raises(ConfigError, match=r"60 tokens .* 12 do not fit into 64 .* to 72"):
         sampled(engine, GREEDY, requests([[5] * 60]))
     assert len(sampled(engine, GREEDY, requests([[5] * 52]))) == 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from engine_data import across_weights
 from sample_data import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from peralta_zmq import models
 from peralta_zmq.engines.native import NativeEngine, decoder
 from peralta_zmq.engines.native.graphs import GraphCache
-from peralta_zmq.rollout import Request, Sampling
+from peralta_zmq.rollout import Sampling
 
 CPU = torch.device("cpu")
 READS_BACK = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
@@ -62,29 +62,12 @@ class CountingCapture:
 
 
 def generated() -> dict[int, tuple[list[int], list[float], list[int]]]:
-    """Twenty completions in three growing rows, a common prefix and new weights in between."""
-    model = tiny_model()
-    engine = NativeEngine(
-        model, models.load_tokenizer(models.EMBEDDED), slots=3, max_model_len=100, live=True
-    )
-    steps: list[int] = []
-
-    def between_steps() -> None:
-        steps.append(1)
-        if len(steps) % 30 == 0:
-            newer = tiny_model(seed=len(steps))
-            engine.apply(models.weights_of(newer), step=engine.step + 1)
-
-    batch = [
-        Request(number, np.array([*range(10, 30), 40 + number // 2], np.int32), 5 + number * 3)
-        for number in range(20)
-    ]
-    completions = engine.generate(
-        batch, Sampling(min_tokens=70, max_completion_length=70), between_steps
-    )
+    tokenizer = models.load_tokenizer(models.EMBEDDED)
+    engine = NativeEngine(tiny_model(), tokenizer, slots=3, max_model_len=100, live=True)
+    sampling = Sampling(min_tokens=70, max_completion_length=70)
     return {
         each.index: (each.token_ids.tolist(), each.logprobs.tolist(), each.policy_steps.tolist())
-        for each in completions
+        for each in across_weights(engine, lambda seed: tiny_model(seed=seed), sampling)
     }
 
 
