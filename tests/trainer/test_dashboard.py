@@ -146,8 +146,8 @@ def test_training_completes_with_a_broken_dashboard(tmp_path: Path) -> None:
                 break
         assert started[0].wait() == 0, (tmp_path / "out").read_text()
     printed = (tmp_path / "out").read_text()
-    lines = [text for text in printed.splitlines() if "dashboard: http" not in text]
-    (line,) = [text for text in lines if "dashboard" in text]
+    lines = printed.splitlines()
+    (line,) = [text for text in lines if "dashboard request" in text]
     assert r"failed at /api/runs/0 (RuntimeError('an error\nof" in line
     assert any(text.startswith("step=2/2 ") for text in lines), printed
     assert (tmp_path / "r" / "summary.json").exists()
