@@ -35,7 +35,7 @@ class EvaluationCoordinator:
         Returns False, with nothing recorded, if a stop is requested before the last answer.
         """
         config, run_log = self._session.config, self._session.run_log
-        if run_log.has_evaluation(step):
+        if self._is_recorded(step):
             return True
         problems = self._held_out.problems
         run_log.event("evaluate", step=step)
@@ -62,7 +62,7 @@ class EvaluationCoordinator:
         Ignored for step 0 and the last step, which the trainer itself evaluates.
         """
         config = self._session.config
-        if 0 < step < config.train.max_steps and not self._session.run_log.has_evaluation(step):
+        if 0 < step < config.train.max_steps and not self._is_recorded(step):
             self.abandon()
             num_rollouts, problems = config.eval.rollouts_per_example, self._held_out.problems
             self._current = Evaluation(step, problems, rollouts_per_example=num_rollouts)
@@ -92,6 +92,9 @@ class EvaluationCoordinator:
                 f"evaluation of step {current.step} incomplete: {len(current.answers())} of "
                 f"{len(self._held_out.problems)} examples were answered in time"
             )
+
+    def _is_recorded(self, step: int) -> bool:
+        return self._session.wait_out(lambda: self._session.run_log.has_evaluation(step))
 
     def _cancel_on_stop(self) -> None:
         if self._session.stop.requested:

@@ -108,7 +108,7 @@ class Recovery:
         folder = self.session.folder
         saved = self.session.wait_out(self._newest_checkpoint)
         if saved is None:
-            self._check_journal_start()
+            self.session.wait_out(self._check_journal_start)
             return
         remedy = "choose another --run.name, or the model and optimizer it was made with"
         checkpoint.restore(self.policy.learner, saved, run_folder=folder, remedy=remedy)
@@ -151,7 +151,7 @@ class Recovery:
         learner, run_log = self.policy.learner, self.session.run_log
         learning_rate = build.learning_rate_schedule(self.previous_config)
         begin = learner.step
-        end = max(self.collector.journal.steps(), default=begin)
+        end = max(self.session.wait_out(self.collector.journal.steps), default=begin)
         with run_log.progress("replaying", end - begin) as progress:
             limits = group_limits(self.previous_config, self.policy.model)
             while load_journaled_batch(self.collector, learner.step + 1, limits):
@@ -237,9 +237,10 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
     Raises JournalError if a group is in the checkpoint too, or if the batch lacks other groups
     although there are later steps.
     """
+    journal, wait_out = collector.journal, collector.session.wait_out
     groups: list[RolloutGroup] = []
     num_refused = 0
-    for record in collector.session.wait_out(lambda: collector.journal.read(step)):
+    for record in wait_out(lambda: journal.read(step)):
         group = _decode(collector, step, record, limits)
         if isinstance(group, RolloutGroup):
             groups.append(group)
@@ -258,9 +259,9 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
     collector.restore_batch(groups)
     if collector.is_full:
         return True
-    if groups and num_refused and step < max(collector.journal.steps()):
+    if groups and num_refused and step < max(wait_out(journal.steps)):
         return True
-    collector.journal.check_last(step, "is missing or lacks groups")
+    wait_out(lambda: journal.check_last(step, "is missing or lacks groups"))
     return False
 
 

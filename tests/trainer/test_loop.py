@@ -35,6 +35,7 @@ from peralta_zmq.errors import (
 from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.learning.learner import StepResult
 from peralta_zmq.observe.metrics import EVENTS, read_rows
+from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint
 from peralta_zmq.trainer import collector as collectors
@@ -286,6 +287,45 @@ def test_recovery_waits_until_the_journal_can_be_written(
     printed = capsys.readouterr().out
     assert "step_000001.msgpack: Read-only file system. Waiting" in printed
     assert "the outage is over after" in printed
+
+
+def test_recovery_waits_until_the_run_folder_can_be_listed(
+    settings: list[str], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Trainer(config_of(*settings), stack)
+    journaled_by(opened, 0)
+    list_files, pauses, is_stale = atomic_files.steps_in, list[float](), [True]
+
+    def fails_at_first(folder: Path, **options: str) -> dict[int, Path]:
+        if is_stale[0]:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        is_stale[0] = True  # the next listing fails again
+        return list_files(folder, **options)
+
+    def repair(stop: StopSignal, seconds: float) -> None:
+        pauses.append(seconds)
+        is_stale[0] = False
+
+    monkeypatch.setattr(atomic_files, "steps_in", fails_at_first)
+    monkeypatch.setattr(StopSignal, "pause", repair)
+    opened.recover()
+    assert len(opened.collector.batch) == 1 and len(pauses) > 2
+
+
+def test_evaluation_request_waits_until_its_records_can_be_read(
+    opened: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = iter([OSError(errno.EIO, os.strerror(errno.EIO)), True])
+
+    def fails_at_first(run_log: RunLog, step: int) -> object:
+        if isinstance(result := next(results), OSError):
+            raise result
+        return result
+
+    monkeypatch.setattr(RunLog, "has_evaluation", fails_at_first)
+    monkeypatch.setattr(StopSignal, "pause", lambda *_: None)
+    opened.evaluations.request(1)
+    assert not list(results)
 
 
 def test_checkpoints_that_cannot_be_listed_do_not_end_the_run(
