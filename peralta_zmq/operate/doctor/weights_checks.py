@@ -239,7 +239,7 @@ def _read(backend: StorageBackend, path: str, folder: Path | None) -> tuple[int,
     The file is dropped from the page cache first, where the system permits that.
     """
     if folder is not None and hasattr(os, "posix_fadvise"):
-        with (folder / path).open("rb") as file:
+        with os.fdopen(atomic_files.open_regular(folder / path), "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     started, num_bytes = time.monotonic(), 0
     for chunk in backend.read(path):
