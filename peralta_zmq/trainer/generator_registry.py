@@ -223,11 +223,11 @@ class SilentConnections:
             return
         reported[connection] = now
         fields = _sender_fields(sender)
-        self._run_log.event("silent", **fields, connection=connection, step=step)
-        self._run_log.note(
-            f"generator {fields['generator']}: no {connection} for {wire.SILENT_SECONDS:.0f} s "
-            "while its other connections work; it connects again"
-        )
+        if self._run_log.event("silent", **fields, connection=connection, step=step):
+            self._run_log.note(
+                f"generator {fields['generator']}: no {connection} for {wire.SILENT_SECONDS:.0f} s "
+                "while its other connections work; it connects again"
+            )
 
 
 def report_mismatches(
