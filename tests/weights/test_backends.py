@@ -123,7 +123,7 @@ def test_named_pipes_in_the_folder_block_no_process(store: WeightStore) -> None:
         os.mkfifo(path)
 
     put_pipe(store.folder / ".lease-other")
-    store.claim("run-1")
+    store.claim("run")
     put_pipe(version.folder / WEIGHTS)
     with pytest.raises(StoreError, match=f"version 1 has no file {WEIGHTS}"):
         loaded(store, version)
