@@ -291,7 +291,7 @@ def test_doctor_of_a_generator_reaches_a_running_trainer(machine: Machine) -> No
     doctor = machine.start("doctor", "--role", "generator")
     assert doctor.wait() == 0, doctor.printed
     for text in ("the trainer of run run answers in", "the same folder as the trainer's",
-                 "of the newest version; a whole model takes", "all is well"):  # fmt: skip
+                 "of the newest version; a whole model takes", "all checks passed"):  # fmt: skip
         assert text in doctor.printed
     doctor = machine.start("doctor", "--role", "trainer")
     assert doctor.wait() == 0, doctor.printed
