@@ -1,4 +1,4 @@
-"""Settings of trainer and generators, from TOML files and the command line; entry points.
+"""Settings from TOML files and the command line; entry points of the programs.
 
 A setting is written `section.leaf`, such as train.learning_rate: the key `learning_rate` in the
 table [train] of a TOML file, or the option --train.learning-rate.
@@ -9,7 +9,7 @@ table [train] of a TOML file, or the option --train.learning-rate.
     foreign_names                 error messages for unknown settings, with the right name
     resolved                      config.toml in the run folder, and what a resumed run may change
     hosts                         the hosts file of a run on several machines
-    programs                      entry points: console scripts of the wheel, files in bin/
+    programs                      entry points of the console scripts and of the files in bin/
 
 Nothing here imports torch: `--help` and configuration errors take less than half a second.
 """

@@ -1,4 +1,4 @@
-"""Error messages for unknown settings, with the setting that the user probably meant.
+"""Error messages for unknown settings, with the setting that was probably meant.
 
 A setting is written `section.leaf`, such as `train.learning_rate`. A foreign name is the name that
 another training program (TRL, prime-rl, ...) uses for a setting or section; foreign_names.toml
@@ -20,17 +20,17 @@ else:
 
 Known: TypeAlias = Mapping[str, Mapping[str, object]]  # existing settings: section -> leaf -> type
 
-# "sections" and "settings" -> name in this program -> foreign names, separated by spaces.
+# Tables "sections" and "settings": name in this program -> foreign names, separated by spaces.
 NAMES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 def _by_foreign_name(names: Mapping[str, str]) -> dict[str, str]:
-    """Return foreign name -> name in this program."""
+    """Invert one table of NAMES: return foreign name -> name in this program."""
     return {foreign: name for name, aliases in names.items() for foreign in aliases.split()}
 
 
 FOREIGN_SECTIONS = _by_foreign_name(NAMES["sections"])
-RIGHT_NAMES = _by_foreign_name(NAMES["settings"])
+RIGHT_NAMES = _by_foreign_name(NAMES["settings"])  # leaf or section.leaf -> section.leaf here
 
 
 def unknown_setting(section: str, leaf: str, value: object, known: Known) -> str:
@@ -42,7 +42,8 @@ def unknown_setting(section: str, leaf: str, value: object, known: Known) -> str
 def unknown_section(section: str, content: object, known: Known) -> str:
     """Return the error message for a top-level key that is not a section.
 
-    Its `content` is a table, or the value of a setting that was written without a section.
+    `content` is the value of the key: a table, or the value of a setting without a section. For a
+    table that is not empty, the message is about its first setting.
     """
     if not isinstance(content, Mapping):
         hint = _hint("", section, known)
@@ -53,8 +54,8 @@ def unknown_section(section: str, content: object, known: Known) -> str:
 
 
 def _hint(section: str, leaf: str, known: Known) -> str:
-    """Return the end of an error message, which names the setting that was probably meant."""
-    if section not in known:
+    """Return the remedy: the setting that was probably meant, or the choices."""
+    if section not in known:  # replace it by the section that was probably meant, "" if unclear
         matches = get_close_matches(section, known, n=1)
         section = FOREIGN_SECTIONS.get(section) or (matches[0] if matches else "")
     if leaf in known.get(section, {}):

@@ -1,4 +1,4 @@
-"""Schema of a hosts file, which lists the machines (hosts) of a run on several machines.
+"""Schema of a hosts file, which lists the machines (hosts) of a run.
 
 The program bin/lan copies the project to these hosts and starts their workers: one trainer, and
 generators. The docstring under a field explains that setting of the file. `load_hosts` reads and
@@ -20,7 +20,8 @@ from peralta_zmq.config.load import FILE_SIGN, check_files, reason_of
 from peralta_zmq.config.sections import PlainName, Section, Text
 from peralta_zmq.errors import ConfigError
 
-# Without spaces and special characters: two shells (local and remote) expand the path.
+# A path may have no spaces or special characters, because the local shell and the shell on the host
+# expand it.
 PLAIN_FOLDER = re.compile(r"(~/|/)?[A-Za-z0-9_][A-Za-z0-9._+/-]*")
 HOME_FOLDER = "~/peralta_zmq"
 
@@ -29,7 +30,7 @@ class Host(Section):
     """One machine and its workers."""
 
     name: PlainName
-    """name in logs; its workers are NAME-trainer and NAME-0, NAME-1 ..."""
+    """name of the host in logs; the workers of the host are NAME-trainer and NAME-0, NAME-1 ..."""
     ssh: Text | None = None
     """arguments for ssh, e.g. -p 2222 me@box; None = this machine, without ssh"""
     dir: Text | None = None
@@ -37,7 +38,7 @@ class Host(Section):
     python: Text = "python3"
     """Python 3.10 or later with which .venv is created on the host"""
     role: Literal["trainer", "generator"] = "generator"
-    """exactly one host has the trainer"""
+    """trainer = this host runs the trainer; exactly one host has this role"""
     count: NonNegativeInt | None = None
     """number of generators; None = 1, or 0 on the trainer's host"""
     device: Text | None = None
@@ -98,10 +99,10 @@ class Hosts(Section):
 
 def load_hosts(path: Path) -> Hosts:
     """Read a hosts file. Raises ConfigError whose message begins with the file name."""
-    words = [FILE_SIGN, str(path)]
+    arguments = [FILE_SIGN, str(path)]  # `cli` reads a file that is named on a command line
     try:
-        check_files(words)
-        return cli(Hosts, args=words)
+        check_files(arguments)
+        return cli(Hosts, args=arguments)
     except (ConfigError, ConfigFileError, OSError, UnicodeDecodeError) as error:
         text = " ".join(reason_of(error, "bin/lan", Hosts).split())
         raise ConfigError(f"{path}: {text}") from None
@@ -118,7 +119,9 @@ def _check_host(host: Host) -> None:
     try:
         words = shlex.split(host.ssh or "")
     except ValueError as error:
-        raise ConfigError(f"host {host.name}: ssh {host.ssh!r}: {error}; write -o 'A B'") from None
+        raise ConfigError(
+            f"host {host.name}: ssh {host.ssh!r}: {error}; quote arguments as in -o 'A B'"
+        ) from None
     if host.ssh and (not words or words[-1].startswith("-")):
         raise ConfigError(
             f"host {host.name}: ssh {host.ssh!r} must end with the host name, as in -p 2222 me@box"
@@ -128,13 +131,14 @@ def _check_host(host: Host) -> None:
 
 
 def _check_listed_once(hosts: tuple[Host, ...]) -> None:
-    """Raise ConfigError for equal names, and for two hosts with the same machine and folder."""
+    """Raise ConfigError for equal names, and for equal machine and folder."""
     for name, count in Counter(host.name for host in hosts).items():
         if count > 1:
             raise ConfigError(
                 f"host {name} is listed {count} times; list it once, and set count to its number "
                 "of generators"
             )
+    # Names of hosts and workers differ, because commands of bin/lan select by either of them.
     workers = {worker: host.name for host in hosts for worker in host.workers}
     for host in hosts:
         if host.name in workers:
@@ -154,7 +158,7 @@ def _check_listed_once(hosts: tuple[Host, ...]) -> None:
 
 
 def _check_roles(hosts: tuple[Host, ...]) -> None:
-    """Raise ConfigError unless exactly one host has the trainer and there is a generator."""
+    """Raise ConfigError unless there is exactly one trainer, and a generator."""
     trainers = [host.name for host in hosts if host.role == "trainer"]
     if len(trainers) > 1:
         raise ConfigError(

@@ -38,10 +38,10 @@ FLAG_WIDTH = 43  # columns before the description of a setting in --help
 
 
 def load_config(program: str, arguments: Sequence[str]) -> Config:
-    """Return the settings for the command line `arguments` (without the program's name).
+    """Return the settings for the `arguments` of a command line.
 
-    `--help` prints the help and exits. Raises ConfigError, with a message of one line, for invalid
-    arguments or files.
+    `program` is the command for the help and the errors. `--help` prints the help and exits. Raises
+    ConfigError, with a message of one line, for invalid arguments or files.
     """
     words = _split_arguments(arguments)
     if {"-h", "--help"} & set(words):
@@ -56,13 +56,13 @@ def load_config(program: str, arguments: Sequence[str]) -> Config:
 
 
 def files_given() -> str:
-    """Return the config files of this process's command line, such as ' @ configs/lan.toml'."""
+    """Return the config files of this process, such as ' @ configs/lan.toml'."""
     words = _split_arguments(sys.argv[1:])
     return "".join(f" @ {name}" for sign, name in pairwise(words) if sign == FILE_SIGN)
 
 
 def check_files(words: Sequence[str]) -> None:
-    """Raise ConfigError for a config file that does not exist or does not end in .toml."""
+    """Raise ConfigError for a config file that is missing or is not named *.toml."""
     for sign, name in pairwise(words):
         path = Path(name)
         if sign != FILE_SIGN:
@@ -76,13 +76,14 @@ def check_files(words: Sequence[str]) -> None:
 def reason_of(error: Exception, program: str, root: type[Section] = Config) -> str:
     """Explain an error of the command line or of a file, with the remedy.
 
-    `root` is the pydantic model that was loaded: `Config` or `Hosts`.
+    `program` is the command in the remedy, such as bin/trainer. `root` is the pydantic model that
+    was loaded: `Config` or `Hosts`.
     """
     if isinstance(error.__cause__, ValidationError):
         problems = error.__cause__.errors(include_url=False)
         for problem in problems:
-            # A table [env], instead of the array [[env]], is an unknown section as well: "env" is
-            # a foreign name of [task].
+            # The array [[env]] is valid. A table [env] is explained as an unknown section, because
+            # other programs call the section [task] "env".
             if problem["type"] == "extra_forbidden" or problem["loc"] == ("env",):
                 return _explain_unknown(root, problem["loc"], problem["input"])
         return "; ".join(map(_explain_wrong_value, problems))
@@ -98,7 +99,8 @@ def reason_of(error: Exception, program: str, root: type[Section] = Config) -> s
 def _explain_unknown(root: type[Section], path: Sequence[str | int], value: object) -> str:
     """Explain an unknown setting.
 
-    `path` leads to the setting: names of tables, row numbers in arrays of tables, its own name.
+    `path` has the names of the tables around the setting, row numbers in arrays of tables, and
+    last the name of the setting.
     """
     *tables, leaf = (key for key in path if isinstance(key, str))
     if root is Config and not tables:
@@ -109,30 +111,33 @@ def _explain_unknown(root: type[Section], path: Sequence[str | int], value: obje
     for table in tables:
         model = _model_of(model.model_fields.get(table)) or model
     matches = get_close_matches(leaf, model.model_fields, n=1)
-    table = f"[{'.'.join(tables)}]" if len(path) == len(tables) + 1 else f"[[{'.'.join(tables)}]]"
-    hint = f"did you mean {matches[0]}?" if matches else f"it has {', '.join(model.model_fields)}"
+    has_row_number = len(path) > len(tables) + 1
+    table = f"[[{'.'.join(tables)}]]" if has_row_number else f"[{'.'.join(tables)}]"
+    choices = f"the settings there are {', '.join(model.model_fields)}"
+    hint = f"did you mean {matches[0]}?" if matches else choices
     return f"unknown setting {leaf} in {table}; {hint}"
 
 
 def _model_of(field: FieldInfo | None) -> type[Section] | None:
-    """Return the pydantic model of a table, of an array's rows, or of a dictionary's values."""
+    """Return the model of a table, of an array's rows or of a dict's values."""
     annotation = field.annotation if field else None
     kinds = (annotation, *get_args(annotation))
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
 
 
 def _explain_wrong_value(problem: ErrorDetails) -> str:
-    """Explain a value of a wrong type or out of bounds, or a section that is given as a value."""
+    """Explain an invalid value of a setting, or a section that is used as a setting."""
     name, value = ".".join(map(str, problem["loc"])), shorten(problem["input"])
     if name in section_models():
         leaves = ", ".join(known_fields()[name])
         return f"'{name}' is a section, not a setting ({name} = {value}); its settings: {leaves}"
+    # pydantic writes "Input should be ..." or "String should have ...".
     message = problem["msg"].removeprefix("Input ").removeprefix("String ")
     return f"{name} = {value} is wrong: {message}"
 
 
 def help_text(program: str) -> str:
-    """Return the text of --help: usage, sections and settings, as wide as the terminal.
+    """Return the text of --help, as wide as the terminal.
 
     The help of pydantic_config is not used: it takes 0.8 s, because it parses pydantic's source.
     """
@@ -141,7 +146,7 @@ def help_text(program: str) -> str:
     for name, section in section_models().items():
         lines = [f"[{name}] {section.__doc__}"]
         for leaf, field in section.model_fields.items():
-            if not row_model_of(field):
+            if not row_model_of(field):  # tables such as [[eval.env]] are described at the end
                 lines.append(_setting_help(f"--{name}.{leaf}".replace("_", "-"), field, width))
         parts.append("\n".join(lines))
     rows = [_setting_help(leaf, field, width) for leaf, field in EnvSection.model_fields.items()]
@@ -163,11 +168,14 @@ def _setting_help(flag: str, field: FieldInfo, width: int) -> str:
 
 
 def _split_arguments(arguments: Sequence[str]) -> list[str]:
-    """Split `@file` and `--loss.kwargs={...}` into two words each, as pydantic_config needs."""
+    """Split `@file` and `--loss.kwargs={...}` into two words each.
+
+    The parser pydantic_config requires the two words.
+    """
     words: list[str] = []
     for argument in arguments:
         flag, equals, value = argument.partition("=")
-        is_table = value[:1] in ("{", "[") or flag.startswith("--filter.")
+        is_table = value[:1] in ("{", "[") or flag.startswith("--filter.")  # each filter is a table
         if argument.startswith(FILE_SIGN) and argument != FILE_SIGN:
             words += [FILE_SIGN, argument[1:]]
         elif flag.startswith("--") and equals and is_table:
@@ -178,7 +186,7 @@ def _split_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def _nearest_file(path: Path) -> str:
-    """Return a hint for a missing file: one with a similar name, or all TOML files there."""
+    """Return a similar file name for a missing file, or all TOML files of its folder."""
     names = sorted(file.name for file in path.parent.glob("*.toml"))
     if matches := get_close_matches(path.name, names, n=1):
         return f"did you mean {path.parent / matches[0]}?"
@@ -186,12 +194,12 @@ def _nearest_file(path: Path) -> str:
 
 
 def _check_missing_values(words: Sequence[str]) -> None:
-    """Raise ConfigError for an option that is followed by another option instead of a value."""
+    """Raise ConfigError for an option without the value that it needs."""
     known = known_fields()
-    for flag, following in pairwise([*words, "--"]):
+    for flag, following in pairwise([*words, "--"]):  # "--" follows the last word
         section, _, leaf = flag.removeprefix("--").replace("-", "_").partition(".")
         kind = known.get(section, {}).get(leaf)
-        # --filter.NAME needs no value: it adds a filter with its defaults.
+        # An unknown option (None) is reported later. --filter.NAME adds a filter with its defaults.
         may_stand_alone = kind in (None, bool) or section == "filter"
         if flag.startswith("--") and not may_stand_alone and following.startswith("--"):
             raise ConfigError(f"{flag} has no value; write {flag} VALUE (or {flag}=VALUE)")

@@ -1,8 +1,9 @@
-"""Entry points of the programs: console scripts of the wheel and the files in bin/.
+"""Entry points of the console scripts of the wheel and of the files in bin/.
 
-A group is several scored completions of one problem. Generators sample groups; the trainer trains
-the model on them and publishes its weights. `run_program` parses the settings before it imports the
-program, so that `--help` and errors in the settings do not wait for the import of torch.
+A group is several scored completions of one problem. Generators sample groups; the trainer records
+them in its journal, trains the model on them and publishes its weights. `run_program` parses the
+settings before it imports the program, so that `--help` and errors in the settings do not wait for
+the import of torch.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from peralta_zmq.config.load import load_config
 from peralta_zmq.config.schema import Config
 from peralta_zmq.errors import ConfigError, PeraltaError, printable
 
-# Limits of open files that are tried in turn; macOS permits 10,240. Every connection to a port of a
-# process is an open file.
+# Limits on the number of open files, tried in turn; macOS permits 10,240. Every connection to a
+# port of the process is an open file.
 OPEN_FILES = (65_536, 10_240)
 INTERRUPTED = 130  # exit code that a shell reports for SIGINT
 CHECKOUT_BIN = Path(__file__).resolve().parents[2] / "bin"
@@ -33,12 +34,12 @@ LAN_COMMANDS = ("up", "sync", "status", "logs", "restart", "stop", "down", "enab
 def trainer() -> int:
     """peralta-trainer: collect groups, train the model on them, publish its weights."""
     _end_process_on_interrupt()
-    raise_open_files_limit()  # generators, and strangers, may hold thousands of connections
+    raise_open_files_limit()  # generators and other clients may open thousands of connections
     return run_program("peralta_zmq.trainer.loop:run", program_name("trainer"))
 
 
 def generator() -> int:
-    """peralta-generator: sample completions from the newest weights, score and send them."""
+    """peralta-generator: sample completions with the newest weights; score, send."""
     _end_process_on_interrupt()
     return run_program("peralta_zmq.generator.loop:run", program_name("generator"))
 
@@ -50,16 +51,16 @@ def verifier() -> int:
 
 
 def lan() -> int:
-    """peralta-lan: start and manage a run on this machine (local) or on those of a hosts file."""
+    """peralta-lan: manage a run on this machine (local) or on several (hosts file)."""
     program = program_name("lan")
     if sys.argv[1:2] and sys.argv[1] in LAN_COMMANDS:
         return run_plain_program("peralta_zmq.operate.lan:main", program)
-    commands = ["local", *LAN_COMMANDS]  # only "local" gets here, but help and errors list all
+    commands = ["local", *LAN_COMMANDS]  # the help and error messages list all commands
     return run_program("peralta_zmq.operate.local:main", program, commands=commands)
 
 
 def replay() -> int:
-    """peralta-replay: repeat a run's training from its journal, or export a weight version."""
+    """peralta-replay: repeat a run's training from its journal, or export weights."""
     return run_plain_program("peralta_zmq.trainer.replay:main", program_name("replay"))
 
 
@@ -71,7 +72,7 @@ def dashboard() -> int:
 
 
 def doctor() -> int:
-    """peralta-doctor: check whether this machine is ready for a run; keygen makes keys."""
+    """peralta-doctor: check if this machine is ready for a run, or make keys (keygen)."""
     return run_plain_program("peralta_zmq.operate.doctor:main", program_name("doctor"))
 
 
@@ -92,7 +93,7 @@ def program_command(name: str) -> list[str]:
 
 
 def raise_open_files_limit() -> None:
-    """Raise the soft limit of open files, often 1,024, as far as the hard limit permits."""
+    """Raise the soft limit of open files (often 1,024) towards the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for wanted in OPEN_FILES:
         limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -105,7 +106,7 @@ def raise_open_files_limit() -> None:
 def run_program(
     main: Callable[[Config], int | None] | str, program: str, *, commands: Sequence[str] = ()
 ) -> int:
-    """Load the settings of the command line, run `main` with them, and return the exit code.
+    """Load the settings, call `main` with them, and return the exit code.
 
     `main` may be a name (module:function), which is imported after the settings are checked. If
     `commands` is not empty, the first argument must be one of them. A PeraltaError is printed in
@@ -136,7 +137,7 @@ def run_plain_program(main: Callable[[Sequence[str]], int | None] | str, program
 
 
 class _PrintableStderr:
-    """Standard error for messages with texts from other machines: escapes control characters."""
+    """Standard error that escapes control characters in texts of other machines."""
 
     def write(self, text: str) -> int:
         return sys.stderr.write(printable(text, keep="\n\t"))
@@ -146,10 +147,10 @@ class _PrintableStderr:
 
 
 def _imported(main: Callable[..., int | None] | str) -> Callable[..., int | None]:
-    """Return the function `main`; import it if it is a name.
+    """Return the function `main`; import it if `main` is a name.
 
-    The garbage collector is off during the import and ignores the imported objects afterwards:
-    torch creates many objects, and collections would take much of the start-up time.
+    The garbage collector is off during the import and ignores the imported objects afterwards.
+    Torch creates so many objects that collections would take much of the start-up time.
     """
     if not isinstance(main, str):
         return main
@@ -172,9 +173,10 @@ def _end_process_on_interrupt() -> None:
 def _without_command(
     program: str, arguments: Sequence[str], commands: Sequence[str]
 ) -> Sequence[str]:
-    """Return the arguments after the command; ConfigError unless it is one of `commands`.
+    """Return the arguments after the command.
 
-    With --help the command may be missing.
+    Raises ConfigError if the command is missing or not one of `commands`; with --help it is
+    optional. An empty `commands` means that the program has no commands.
     """
     if not commands or {"-h", "--help"} & set(arguments):
         return [word for word in arguments if word not in commands]

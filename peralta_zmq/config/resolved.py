@@ -1,8 +1,8 @@
-"""The file config.toml in a run folder, and the settings that a resumed run may change.
+"""config.toml in a run folder, and the settings that a resumed run may change.
 
-At each start the trainer compares its settings with those of the run's previous start
-(`earlier_config`), then writes all of its settings into the run folder (`write_resolved`). A run
-whose folder exists is resumed.
+A run whose folder exists is resumed. At each start the trainer compares its settings with the
+settings of the previous start of the run (`earlier_config`). Then the trainer writes all of its
+settings into the run folder (`write_resolved`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RESOLVED = "config.toml"  # name of the file in the run folder
 REMEDY = "choose another --run.name, or delete the folder to start again (FRESH=1 make run)"
 
 # Settings that a resumed run may change. Most of them do not influence the training result; the
-# others are made for a change during the run, or are limits of time and memory.
+# others are meant to be changed during a run, or limit time and memory.
 FREE_SECTIONS = {
     *("checkpoint", "dashboard", "eval", "generator", "log"),
     *("security", "verifier", "weights", "wire"),
@@ -38,18 +38,19 @@ GROWING_SETTINGS = {"train.max_steps"}  # a resumed run may only increase them
 
 
 def write_resolved(config: Config, folder: Path) -> None:
-    """Write all settings to folder/config.toml, atomically; `load_config` can read that file.
+    """Write all settings to folder/config.toml, atomically.
 
-    Raises OSError.
+    `load_config` can read the file. Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     atomic_files.replace_file(folder / RESOLVED, toml_text(config).encode())
 
 
 def earlier_config(config: Config, folder: Path) -> Config:
-    """Return the settings with which the run in `folder` was last started; of a new run `config`.
+    """Return the settings of the last start of the run in `folder`.
 
-    Raises ConfigError if `config` changes a setting that a resumed run may not change.
+    For a new run, returns `config` itself. Raises ConfigError if `config` changes a setting that
+    a resumed run may not change, or if config.toml in `folder` is not readable.
     """
     if not (folder / RESOLVED).exists():
         return config
@@ -74,15 +75,14 @@ def earlier_config(config: Config, folder: Path) -> Config:
 
 
 def toml_text(config: Config) -> str:
-    """Return all settings as TOML; None becomes "None", because TOML has no null."""
+    """Return all settings as TOML, with "None" for None: TOML has no null."""
     return tomli_w.dumps(_without_null(config.model_dump()))
 
 
 def _without_null(value: Any) -> Any:
-    """Replace None by "None" in nested tables and lists, and leave out an empty `env`."""
+    """Replace None by "None" in nested tables and lists; drop an empty `env`."""
     if isinstance(value, dict):
         table = cast("dict[str, Any]", value)
-        # Leave out an empty `env`, which is its default.
         return {k: _without_null(v) for k, v in table.items() if not (k == "env" and not v)}
     if isinstance(value, (list, tuple)):
         return [_without_null(entry) for entry in cast("list[Any]", value)]
@@ -90,7 +90,7 @@ def _without_null(value: Any) -> Any:
 
 
 def _settings(config: Config) -> Iterator[tuple[str, object]]:
-    """Yield (section.leaf, value) of all settings; [[env]] without addresses, which may change."""
+    """Yield (section.leaf, value) of all settings, without addresses of [[env]]."""
     yield "env", tuple(env.model_copy(update={"address": None}) for env in config.env)
     for name, section in config:
         if name != "env":
@@ -101,7 +101,7 @@ def _settings(config: Config) -> Iterator[tuple[str, object]]:
 def _may_change(key: str, before: Any, now: Any, config: Config) -> bool:
     """Whether a resumed run may change the setting `key` from `before` to `now`."""
     if key in GROWING_SETTINGS:
-        # Not with a temperature schedule: it ends at max_steps, and the trainer would compute
+        # A temperature schedule ends at max_steps. If max_steps changed, the trainer would compute
         # logprobs of groups in flight at other temperatures than those that sampled the groups.
         return now > before and config.sampling.temp_scheduler is None
     return key in FREE_SETTINGS or key.partition(".")[0] in FREE_SECTIONS

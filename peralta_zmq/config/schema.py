@@ -1,4 +1,4 @@
-"""`Config`: all settings of a run, and the checks of settings that depend on each other.
+"""`Config`: all settings of a run, and checks across several settings.
 
 A field of `Config` is a section: the table [section] of a TOML file. The bounds of each setting are
 in `sections` and `training_sections`; the checks here raise ConfigError for the first contradiction
@@ -21,8 +21,8 @@ from peralta_zmq.config import training_sections as training
 from peralta_zmq.config.sections import Section
 from peralta_zmq.errors import ConfigError
 
-# bfloat16 has a relative resolution of 1/256. With a larger beta, the optimizer state changes by
-# less than 1 % per update, which is mostly rounded away.
+# bfloat16 has a relative resolution of 1/256. With a beta above this limit, an update changes the
+# optimizer state by less than 1 %, and most of that change is rounded away.
 MAX_BETA_BF16 = 0.99
 
 
@@ -59,7 +59,7 @@ class Config(Section):
 
     @property
     def weights_address(self) -> str:
-        """Address of the weight store: a folder, or a URL that starts with http:// or s3://."""
+        """Address of the weight store: a folder or a URL (http:// or s3://)."""
         return self.weights.dir or str(self.run_folder / "weights")
 
     @property
@@ -101,7 +101,7 @@ class Config(Section):
 
 
 def section_models() -> dict[str, type[Section]]:
-    """Return section name -> pydantic model; without `env`, which is an array of tables."""
+    """Return section name -> pydantic model, without the array of tables [[env]]."""
     kinds = {name: field.annotation for name, field in Config.model_fields.items()}
     return {
         name: kind
@@ -119,7 +119,10 @@ def known_fields() -> dict[str, dict[str, object]]:
 
 
 def host_and_port(address: str, *, option: str) -> tuple[str, int]:
-    """Return host and port of http://HOST:PORT; `option` is the setting, for the ConfigError."""
+    """Return host and port of http://HOST:PORT.
+
+    Raises ConfigError for another form. `option` is the name of the setting, for the error message.
+    """
     parts = urlsplit(address)
     try:
         host, port = parts.hostname, parts.port
@@ -131,6 +134,7 @@ def host_and_port(address: str, *, option: str) -> tuple[str, int]:
 
 
 def _check_batch(config: Config) -> None:
+    """Check that a batch consists of whole groups."""
     batch_size, num_generations = config.train.batch_size, config.sampling.num_generations
     if batch_size % num_generations:
         below = max(1, batch_size // num_generations) * num_generations
@@ -141,6 +145,7 @@ def _check_batch(config: Config) -> None:
 
 
 def _check_temperature(sampling: training.SamplingSection) -> None:
+    """Check that the temperature is constant, or has a schedule with both ends."""
     kind = sampling.temp_scheduler
     if kind is not None and sampling.temperature is not None:
         raise ConfigError(
@@ -161,6 +166,7 @@ def _check_temperature(sampling: training.SamplingSection) -> None:
 
 
 def _check_reference(config: Config) -> None:
+    """Check the settings that update the reference model from the policy."""
     alpha = config.train.ref_mixup_alpha
     if alpha != 1 and config.train.ref_sync_steps is None:
         raise ConfigError(f"train.ref_mixup_alpha {alpha} needs train.ref_sync_steps; set both")
@@ -172,7 +178,7 @@ def _check_reference(config: Config) -> None:
 
 
 def _check_ranges(config: Config) -> None:
-    """Check bounds that depend on another setting, and ranges that are not one interval."""
+    """Check bounds that depend on another setting, and ranges with a gap."""
     train, generator = config.train, config.generator
     if config.eval.num_examples == 0 or config.eval.num_examples < -1:
         raise ConfigError(
@@ -199,6 +205,7 @@ def _check_ranges(config: Config) -> None:
 
 
 def _check_security(config: Config) -> None:
+    """Check that connections from other machines need keys or `insecure`."""
     bind, security = config.wire.bind, config.security
     if not (is_loopback(bind) or security.keys or security.insecure):
         raise ConfigError(
@@ -209,6 +216,7 @@ def _check_security(config: Config) -> None:
 
 
 def _check_environments(config: Config) -> None:
+    """Check that environments are defined in one way only, and each of them."""
     has_task = config.task.name != training.TaskSection().name
     if config.env and (has_task or config.data != training.DataSection()):
         raise ConfigError(
@@ -220,7 +228,7 @@ def _check_environments(config: Config) -> None:
 
 
 def _check_environment_rows(option: str, environments: Sequence[training.EnvSection]) -> None:
-    """Check labels and addresses; `option` is env or eval.env, for the error messages."""
+    """Check labels and addresses; `option` is env or eval.env, for errors."""
     for label, count in Counter(env.label for env in environments).items():
         if count > 1:
             raise ConfigError(
@@ -233,6 +241,7 @@ def _check_environment_rows(option: str, environments: Sequence[training.EnvSect
 
 
 def _check_curriculum(config: Config) -> None:
+    """Check the ratios of environments and the order of difficulty thresholds."""
     curriculum = config.curriculum
     if curriculum.env_ratios is not None:
         _check_ratios(curriculum.env_ratios, num_environments=len(config.environments))
@@ -245,6 +254,7 @@ def _check_curriculum(config: Config) -> None:
 
 
 def _check_ratios(ratios: Sequence[float], *, num_environments: int) -> None:
+    """Check that each environment has a ratio of 0 or more, and not all have 0."""
     listed = ", ".join(f"{ratio:g}" for ratio in ratios)
     if len(ratios) != num_environments:
         raise ConfigError(

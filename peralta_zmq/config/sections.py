@@ -35,7 +35,7 @@ from peralta_zmq.atomic_files import MAX_NAME, PLAIN_NAME
 
 
 def _split_commas(value: object) -> object:
-    """Turn `1,2` from the command line into ['1', '2']; return a list from TOML unchanged."""
+    """Split `1,2` from the command line into ['1', '2']; keep a list from TOML."""
     if not isinstance(value, str):
         return value
     return [part.strip() for part in value.split(",")] if value.strip() else []
@@ -55,7 +55,7 @@ Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 FractionOrZero: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Probability: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
-# At most 65535 - 3, because the trainer also uses the three ports after wire.port.
+# At most 65535 - 3, because the trainer also binds the three ports after wire.port.
 Port: TypeAlias = Annotated[int, Field(ge=1, le=65532)]
 CommaSeparated = BeforeValidator(_split_commas)
 Names: TypeAlias = Annotated[tuple[Text, ...], CommaSeparated]
@@ -73,8 +73,8 @@ class Section(BaseConfig):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _reject_true_as_number(cls, value: object, info: ValidationInfo) -> object:
-        """Reject true and false for a number, which pydantic would read as 1 and 0."""
+    def _reject_misplaced_bool(cls, value: object, info: ValidationInfo) -> object:
+        """Reject true and false for a setting that is no bool: pydantic reads 1 and 0."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and annotation is not bool:
             message = "should be a number or text; set a value, or leave it out for the default"
@@ -83,7 +83,7 @@ class Section(BaseConfig):
 
 
 def row_model_of(field: FieldInfo) -> type[Section] | None:
-    """Return the model of the rows of a table array such as [[env]]; None for other settings."""
+    """Return the row model of a table array such as [[env]]; None for a setting."""
     if get_origin(field.annotation) is not tuple:
         return None
     kind = get_args(field.annotation)[0]
@@ -141,7 +141,7 @@ class EngineSection(Section):
 
 
 class GeneratorSection(Section):
-    """Identity of one generator: name and index differ between the generators of a run."""
+    """Identity of one generator; name and index differ between generators."""
 
     name: PlainName | None = None
     """name in metrics and logs; None = hostname-index"""
@@ -165,11 +165,11 @@ class WireSection(Section):
     host: Text = "127.0.0.1"
     """host name or address of the trainer, as seen from the generators"""
     port: Port = 5555
-    """port for rollouts; the three following ports carry announcements, status and probes"""
+    """port for rollouts; the next three ports: announcements, generator status, bin/doctor"""
     bind: Text = "127.0.0.1"
     """address that the trainer binds; 0.0.0.0 = all network interfaces"""
     hwm: PositiveInt = 1
-    """high-water mark: groups in ZeroMQ's send queue of a generator before sending waits"""
+    """high-water mark: groups in a generator's ZeroMQ send queue; a full queue blocks sending"""
 
 
 class WeightsSection(Section):
@@ -187,7 +187,7 @@ class WeightsSection(Section):
     keep_interval: PositiveInt | None = None
     """keep every n-th version permanently; None = off"""
     keep_seconds: NonNegativeFloat = 10.0
-    """minimum age in seconds at which a version is deleted, for slow readers; 600 on a NAS"""
+    """seconds for which a version is kept at least, for slow readers; set 600 on a NAS"""
     poll_seconds: PositiveFloat = 2.0
     """seconds between two searches for a new version while the trainer announces none"""
     wait_for_weights_timeout: PositiveFloat | None = None
@@ -212,13 +212,13 @@ class CheckpointSection(Section):
     keep_interval: PositiveInt | None = None
     """also keep each checkpoint whose step is a multiple of this"""
     keep_journal: bool = False
-    """keep the journal of steps before the oldest checkpoint: bin/replay can then start at 0"""
+    """keep the journal (recorded groups) from the first step, so that bin/replay can start at 0"""
     resume_step: Annotated[int, Field(ge=-1)] = -1
     """roll back once to the checkpoint of this step; -1 = resume from the newest"""
 
 
 class VerifierSection(Section):
-    """Address of bin/verifier, the service for problems and rewards."""
+    """Address of bin/verifier, which serves problems and rewards to other machines."""
 
     host: Text = "127.0.0.1"
     """address that the verifier binds; any other than loopback needs a token_file"""

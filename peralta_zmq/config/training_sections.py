@@ -63,7 +63,7 @@ class DataSection(Section):
 
 
 class EnvSection(DataSection):
-    """One of several environments (task with data); a single one is set by [task] and [data]."""
+    """An environment: a task with data. [task] and [data] define a single one."""
 
     name: PlainName | None = None
     """name in metrics and at the verifier; None = name of the task"""
@@ -79,7 +79,7 @@ class EnvSection(DataSection):
 
     @property
     def data_options(self) -> dict[str, str]:
-        """Keyword arguments for the task's function `problems`: the data settings that are set."""
+        """The data settings that are not None, as keyword arguments for `problems`."""
         return self.model_dump(include=set(DataSection.model_fields), exclude_none=True)
 
 
@@ -163,14 +163,14 @@ class TrainSection(Section):
     oversize: Literal["truncate", "drop"] = "truncate"
     """rollouts longer than max_tokens_per_microbatch: train on their beginning, or drop them"""
     keep_zero_std: bool = False
-    """also train on groups with equal rewards: the loss terms of a reference, a teacher or entropy
-    apply to them, and advantages over the whole step (token_whitening) are not zero"""
+    """also train on groups with equal rewards: loss terms of a reference, a teacher or entropy
+    apply to such groups, and token_whitening over the whole step gives them advantages"""
     num_iterations: PositiveInt = 1
-    """optimizer updates per training step, each on another part of its groups (mini-batch)"""
+    """optimizer updates per training step, each on a different part of the batch (mini-batch)"""
     ref_sync_steps: PositiveInt | None = None
     """training steps between two updates of the reference model from the policy; None = never"""
     ref_mixup_alpha: Fraction = 1.0
-    """weight of the policy in the updated reference model; the rest is the previous one"""
+    """weight of the policy in the average of policy and previous reference model"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """number format of matrix products; weights and gradients stay float32"""
     gradient_checkpointing: bool = False
@@ -178,17 +178,17 @@ class TrainSection(Section):
     max_async_level: NonNegativeInt = 1
     """training steps for which generators sample in advance, with older weights; 0 = on-policy"""
     max_off_policy_steps: NonNegativeInt = 8
-    """drop groups sampled by weights more than this many steps old; 0 if max_async_level is 0"""
+    """drop groups sampled by weights more than this many steps old; max_async_level 0 means 0"""
     max_mismatch_kl: PositiveFloat = 0.1
     """report a generator if the KL between its logprobs and the trainer's exceeds this"""
     on_mismatch: Literal["report", "drop"] = "report"
-    """groups of a generator above max_mismatch_kl: only report it, or also drop them"""
+    """generator above max_mismatch_kl: only report it, or also drop its groups"""
     num_workers: PositiveInt = 1
     """number of workers on the trainer's machine, between which its CPU cores are divided"""
 
 
 class LossSection(Section):
-    """The loss function; an option that is None has the default of the loss (docs/losses.md)."""
+    """The loss function; None = the default of the chosen loss (docs/losses.md)."""
 
     name: Text = "reinforce"
     """a shipped loss, or the import path of a custom function (module:function)"""
@@ -237,7 +237,7 @@ class LossSection(Section):
 
 
 class AdvantageSection(Section):
-    """The advantage estimator; an option that is None has the default of the estimator."""
+    """The advantage estimator; None = the default of the chosen estimator."""
 
     name: Text = "group_mean"
     """a shipped estimator, or the import path of a custom function (module:function)"""
@@ -298,7 +298,7 @@ class CustomFilter(FilterOptions):
 
 
 class FilterSection(Section):
-    """Filters that exclude rollouts from the loss, but not from the baseline of the group."""
+    """Filters that exclude rollouts from the loss, but not from the group's baseline."""
 
     gibberish: GibberishFilter | None = None
     """rare token with a very low probability; a table of enforce (false = only count),
@@ -328,4 +328,4 @@ class EvalSection(Section):
     cancel_inflight_rollouts_on_eval: bool = False
     """cancel the groups in flight when an evaluation starts, instead of finishing them"""
     env: tuple[EnvSection, ...] = ()
-    """environments to evaluate, one table [[eval.env]] each; empty = those of the training"""
+    """environments to evaluate, one table [[eval.env]] each; empty = the training environments"""

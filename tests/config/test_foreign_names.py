@@ -30,8 +30,8 @@ def test_unknown_option_names_the_right_setting(flag: str, value: str, expected:
     ("[trian]\nbatch_size = 8", "setting trian.batch_size = 8; did you mean train.batch_size?"),
     ("[xyz]", "section [xyz]; the sections are run, model, task, data, curriculum, "),
     ("[[env]]\nadress = 'x'", "setting adress in [[env]]; did you mean address?"),
-    ("[[env]]\nq = 1", "setting q in [[env]]; it has train, eval, prompt_column, "),
-    ("[filter.gibberish]\nq = 1", "setting q in [filter.gibberish]; it has enforce, token_id"),
+    ("[[env]]\nq = 1", "setting q in [[env]]; the settings there are train, eval, "),
+    ("[filter.gibberish]\nq = 1", "setting q in [filter.gibberish]; the settings there are "),
 ])  # fmt: skip
 def test_unknown_key_in_file_names_the_right_setting(
     text: str, expected: str, tmp_path: Path
