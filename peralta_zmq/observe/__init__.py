@@ -1,1 +1,1 @@
-"""Logging, metrics and monitoring of a run: run log, terminal, verdict, trackers, dashboard."""
+"""Monitoring of a run: log files, terminal, verdict, trackers and dashboard."""

@@ -1,10 +1,12 @@
-"""events.jsonl of a run, with bounds on the events that messages from other machines cause.
+"""events.jsonl of a run, with limits on the events that other machines can cause.
 
-A client can cause such events without end: with groups that are dropped, with many starts of one
-generator, and, without keys, under any number of names. In LIMITS each of these events has a number
-of lines per minute and generator; further events of the generator are only counted, and its first
-line of the next minute has their number, `count`. All lines of one such event together take at most
-MAX_BYTES in a run. A line without `count` stands for one event.
+A generator that restarts again and again, for example, causes events without end. LIMITS lists
+these events, each with its maximum number of lines per minute and generator. Further events of the
+generator are only counted. After the minute, one line has the fields of the newest omitted event
+and, as `count`, the number of omitted events. A line without `count` stands for one event.
+
+If no keys are configured, a client can also use any number of generator names. Therefore all lines
+of one event together take at most MAX_BYTES in a run.
 """
 
 from __future__ import annotations
@@ -18,38 +20,40 @@ from dataclasses import dataclass, field
 
 from peralta_zmq.observe.metrics import JsonLines, Row
 
-# Event -> lines per minute and generator. A generator that restarts every few seconds stays below.
 FREQUENT = ("join", "leave", "worker_info", "silent", "mismatch")
+# Event -> lines per minute, generator and, for a drop, outcome. A generator may restart every 6 s
+# without omitted lines.
 LIMITS = {"drop": 1, "last_report": 100, **dict.fromkeys(FREQUENT, 10)}
 MINUTE = 60.0  # seconds
-MAX_BYTES = 4 << 20  # of the lines of one event in a run; about 30,000 joins
-MAX_COUNTS = 4096  # generators that are counted separately; all others are counted together
+MAX_BYTES = 4 << 20  # size of all lines of one event in a run; about 30,000 joins
+MAX_COUNTS = 4096  # counters in a minute; beyond, generators share one counter per event
 NUM_EVENTS = 1000  # newest events kept in memory for the verdict
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Count:
-    """Events of one kind and generator in the current minute."""
+    """Counter of one event of one generator in the current minute."""
 
-    num_lines: int = 0
+    num_lines: int = 0  # lines written
     num_omitted: int = 0  # events without a line
-    newest: Mapping[str, object] = field(default_factory=dict[str, object])  # omitted event
+    newest: Mapping[str, object] = field(default_factory=dict[str, object])  # newest omitted event
 
 
 class EventLog:
-    """Appends to events.jsonl. Use with `with`; `newest` has the newest lines, oldest first.
+    """Writer of events.jsonl. Use with `with`.
 
-    `rows` are the lines that `file` has already.
+    `rows` are the lines already in `file`. `newest` has the newest NUM_EVENTS lines, oldest first.
     """
 
     def __init__(self, file: JsonLines, rows: Sequence[Row]) -> None:
         self.newest = deque(rows, maxlen=NUM_EVENTS)
         self._file = file
-        self._num_bytes: Counter[str] = Counter()  # by event
+        self._num_bytes: Counter[str] = Counter()  # event -> size of its lines in this run
         for row in rows:
             if (event := str(row.get("event"))) in LIMITS:
                 self._num_bytes[event] += len(json.dumps(row))
+        # Key: event, generator, outcome (of a drop; otherwise None).
         self._counts: dict[tuple[str, str, object], _Count] = {}
         self._minute_end = time.monotonic() + MINUTE
 
@@ -60,15 +64,16 @@ class EventLog:
         self.flush(at_end=True)
 
     def append(self, event: str, **fields: object) -> bool:
-        """Write a line; False if a limit is reached, so that the event is only counted."""
+        """Write a line and return True; return False instead if a limit is reached."""
         if event not in LIMITS:
             self._write(event, fields)
             return True
         self.flush()
+        # A drop has the field `sender` (NAME/INCARNATION), and an outcome, instead of `generator`.
         generator = fields.get("generator") or str(fields.get("sender")).rpartition("/")[0]
         key = event, str(generator), fields.get("outcome")
         if key not in self._counts and len(self._counts) >= MAX_COUNTS:
-            key = event, "", None
+            key = event, "", None  # shared by further generators
         count = self._counts.setdefault(key, _Count())
         if count.num_lines < LIMITS[event]:
             count.num_lines += 1
@@ -77,17 +82,21 @@ class EventLog:
         return False
 
     def flush(self, *, at_end: bool = False) -> None:
-        """Write a line for the omitted events of each generator if the minute is over."""
+        """If the minute is over, write one line for the omitted events of each generator.
+
+        With `at_end`, write these lines before the minute is over.
+        """
         if time.monotonic() < self._minute_end and not at_end:
             return
         self._minute_end = time.monotonic() + MINUTE
         counts, self._counts = self._counts, {}
         for key, count in counts.items():
             if count.num_omitted:
-                self._counts[key] = _Count(num_lines=1)
+                self._counts[key] = _Count(num_lines=1)  # the line counts for the new minute
                 self._write_limited(key[0], {**count.newest, "count": count.num_omitted})
 
     def _write_limited(self, event: str, fields: Mapping[str, object]) -> bool:
+        """Write a line and return True; return False if the event's lines have MAX_BYTES."""
         if self._num_bytes[event] >= MAX_BYTES:
             return False
         self._num_bytes[event] += len(json.dumps(self._write(event, fields)))

@@ -1,11 +1,11 @@
-"""JSON-lines files of a run folder: append rows, read rows, and get numbers from a row.
+"""JSON-lines files of a run folder: append rows, read rows, get numbers of a row.
 
 metrics.jsonl   one row for each training step: metric name -> number
-events.jsonl    start, resume, a generator that joins or leaves, a publication, ...
+events.jsonl    start, resume, a generator that joins or leaves, published weights, ...
 samples.jsonl   one group (all rollouts of one problem) of each step
-eval.jsonl      one row for each held-out evaluation
+eval.jsonl      one row for each evaluation on held-out problems
 
-Also `read_toml`, for data files of this package and the settings of a run.
+`read_toml` reads the settings of a run and data files of this package.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab+", buffering=0)
-        self._is_torn = False  # a full disk accepted only the beginning of the last line
+        self._is_torn = False  # True after a short write (full disk): the last line is incomplete
         _truncate_torn_line(self._file)
 
     def append(self, row: Mapping[str, object]) -> None:
         """Write one line, unbuffered; NaN and infinities become null.
 
-        After a write error, which is logged, this row is missing; later rows are not affected.
+        A failed write (logged) or a short write (full disk, not logged) loses this row only.
         """
         line = json.dumps(nan_to_null(row)).encode() + b"\n"
         line = b"\n" + line if self._is_torn else line
@@ -75,12 +75,12 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def parse_rows(block: bytes) -> list[Row]:
-    """Parse the complete lines of `block`; lines that are not a JSON object are skipped.
+    """Parse the lines of `block`; lines that are not a JSON object are skipped.
 
-    A full disk leaves incomplete lines.
+    A short write to a full disk leaves the beginning of a row as a line of its own.
     """
     rows: list[Row] = []
-    for line in block.split(b"\n")[:-1]:  # text after the last newline is an incomplete line
+    for line in block.split(b"\n")[:-1]:  # the last part has no newline yet
         with suppress(ValueError):
             if isinstance(row := json.loads(line), dict):
                 rows.append(cast("Row", row))
@@ -93,13 +93,13 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def number(row: Mapping[str, object], key: str, default: float = math.nan) -> float:
-    """Return a field as a finite float; `default` if it is absent, not a number or not finite."""
+    """Return a field as a finite float; `default` if this is not possible."""
     value = row.get(key)
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else default
 
 
 def generator_numbers(row: Mapping[str, object], metric: str) -> dict[str, float]:
-    """Return the numbers of `gen/NAME/METRIC` in a row, by generator name; NaN for a null."""
+    """Return the values of `gen/NAME/METRIC` in a row, by NAME; NaN for a null."""
     prefix, suffix = "gen/", f"/{metric}"
     keys = [key for key in row if key.startswith(prefix) and key.endswith(suffix)]
     return {key[len(prefix) : -len(suffix)]: number(row, key) for key in keys}
@@ -112,12 +112,12 @@ def finite_mean(values: Iterable[float], *, default: float = math.nan) -> float:
 
 
 def format_number(value: float, spec: str, unit: str = "") -> str:
-    """Format a number, for example with the spec ",.2f" or ".0%"; a dash for NaN and infinity."""
+    """Format a number with a spec such as ",.2f" or ".0%"; a dash if it is not finite."""
     return f"{value:{spec}}{unit}" if math.isfinite(value) else "-"
 
 
 def nan_to_null(content: Any) -> Any:
-    """Return a copy with None for each NaN and infinity at any depth; JSON has neither."""
+    """Return a deep copy with None for each NaN and infinity, which JSON lacks."""
     return json.loads(json.dumps(content), parse_constant=lambda name: None)
 
 
@@ -125,5 +125,6 @@ def _truncate_torn_line(file: BinaryIO) -> None:
     if size := file.seek(0, os.SEEK_END):
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             end = content.rfind(b"\n") + 1
-        if end < size:  # a complete file stays untouched: another process may be appending to it
+        # Truncating a complete file to `size` could delete a row that another process just added.
+        if end < size:
             file.truncate(end)

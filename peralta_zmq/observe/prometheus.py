@@ -1,9 +1,10 @@
 """Documented metric names, and export of the newest metrics to Prometheus.
 
-metric_names.toml has the name and meaning of every metric in metrics.jsonl, as has docs/metrics.md.
-The export is the text format 0.0.4 (prometheus.io/docs/instrumenting/exposition_formats): metric
-`a/b` becomes peralta_a_b, and the name of a generator or reward becomes a label. All metrics are
-gauges except the cumulative counts, whose names end in _total.
+metric_names.toml lists the name and meaning of every metric in metrics.jsonl; docs/metrics.md has
+the same tables. The export has the text format 0.0.4, which is documented at
+prometheus.io/docs/instrumenting/exposition_formats. Metric `a/b` becomes peralta_a_b, and the name
+of a generator or reward becomes a label. Cumulative counts are counters, with names that end in
+_total; all other metrics are gauges.
 """
 
 from __future__ import annotations
@@ -24,37 +25,43 @@ COUNTER_PREFIX = "dropped/"  # cumulative since the run began
 # section of docs/metrics.md -> documented name -> meaning
 SECTIONS: Mapping[str, Mapping[str, str]] = read_toml(Path(__file__).with_name("metric_names.toml"))
 MEANINGS = {name: meaning for names in SECTIONS.values() for name, meaning in names.items()}
+# documented name -> pattern; NAME in a documented name stands for any generator, reward, ...
 PATTERNS = {
     name: re.compile(re.escape(name).replace("NAME", "(.+)"), re.DOTALL) for name in MEANINGS
 }
 
 
 def documented_name(key: str) -> str | None:
-    """Name in MEANINGS of a metric; None for a metric that a custom loss added."""
+    """Return a metric's name in MEANINGS; None for a metric that a custom loss added.
+
+    For example, the documented name of gen/a/step is gen/NAME/step.
+    """
     if key in MEANINGS:
         return key
     return next((name for name, pattern in PATTERNS.items() if pattern.fullmatch(key)), None)
 
 
 def exposition(rows: Mapping[str, Mapping[str, object]]) -> str:
-    """Format all finite numbers of `rows` (run name -> newest row), each labelled with its run.
+    """Format all finite numbers of `rows` (run name -> newest row of metrics.jsonl).
 
-    If two keys become the same name and labels, the first one counts.
+    Each number is labelled with its run. If two metrics of a row become the same name and labels,
+    the second metric is omitted.
     """
-    # Prometheus name -> labels -> sample line; "" -> HELP and TYPE lines
+    # Prometheus name -> labels -> line with the number; the key "" has the HELP and TYPE lines.
     families: dict[str, dict[str, str]] = {}
     for run, row in rows.items():
         for key in row:
             if math.isnan(value := number(row, key)):
                 continue
             name, labels = _name_and_labels(key)
-            text = ",".join(f'{k}="{_escape(v)}"' for k, v in {"run": run, **labels}.items())
-            family = families.setdefault(name, {"": _head(name, key)})
-            family.setdefault(text, f"{name}{{{text}}} {value!r}\n")
+            label_text = ",".join(f'{k}="{_escape(v)}"' for k, v in {"run": run, **labels}.items())
+            family = families.setdefault(name, {"": _help_and_type(name, key)})
+            family.setdefault(label_text, f"{name}{{{label_text}}} {value!r}\n")
     return "".join(line for family in families.values() for line in family.values())
 
 
 def _name_and_labels(key: str) -> tuple[str, dict[str, str]]:
+    """Return the Prometheus name and labels of a metric; gen/a/step has generator="a"."""
     labels: dict[str, str] = {}
     if match := LABELLED.fullmatch(key):
         prefix, label, metric = match.groups()
@@ -63,7 +70,7 @@ def _name_and_labels(key: str) -> tuple[str, dict[str, str]]:
     return "peralta_" + re.sub(r"[^a-zA-Z0-9_]", "_", key) + suffix, labels
 
 
-def _head(name: str, key: str) -> str:
+def _help_and_type(name: str, key: str) -> str:
     documented = documented_name(key)
     meaning = MEANINGS[documented] if documented else "a metric added by the loss"
     kind = "counter" if key.startswith(COUNTER_PREFIX) else "gauge"

@@ -1,7 +1,8 @@
 """Results of a run: summary.json, reward.png and the results printed at the end.
 
 A held-out evaluation is a row of eval.jsonl with its step, the accuracy (mean reward) and some
-answers; the evaluation of step 0 is of the base model. A group is all rollouts of one problem.
+answers. The evaluation of step 0 is that of the base model. A group is all rollouts of one problem;
+it has no learning signal if its rewards are equal. A session is one process of the trainer.
 """
 
 # matplotlib annotates its parameters only in part
@@ -76,12 +77,12 @@ def write_summary(
 
 
 def made_before(folder: Path) -> int:
-    """Number of groups made, from the summary of an earlier end of the run; 0 without one."""
+    """Return the number of groups made, from summary.json; 0 before it is written."""
     return _read_summary(folder).get("accounting", {}).get("made", 0)
 
 
 def write_reward_plot(folder: Path) -> Path | None:
-    """Write reward.png and return its path; return None if matplotlib is not installed."""
+    """Write reward.png and return its path; None if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -105,7 +106,7 @@ def write_reward_plot(folder: Path) -> Path | None:
             axes.axhline(value, color=color, linewidth=1.2, linestyle=":", label=label)
     resumes = [row for row in read_rows(folder / EVENTS) if row.get("event") == "resume"]
     if steps := [number(row, "step") for row in resumes]:
-        edge = axes.get_xaxis_transform()  # x in steps, y in shares of the axes
+        edge = axes.get_xaxis_transform()  # x in steps, y as a share of the height
         axes.vlines(steps, 0.0, 0.06, color="black", linewidth=1.6, transform=edge, label="resume")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, reverse=True)
     image = io.BytesIO()
@@ -115,7 +116,7 @@ def write_reward_plot(folder: Path) -> Path | None:
 
 
 def closing_text(folder: Path, summary: Summary, weights_folder: Path) -> str:
-    """Return the text printed at the end, with answers of the base and the trained model."""
+    """Return the text printed at the end, with answers before and after training."""
     base, trained = _base_and_trained_evaluation(folder)
     files = [("plot", folder / PLOT), ("report", folder / REPORT), ("metrics", folder / METRICS)]
     return "\n".join(
@@ -139,18 +140,18 @@ def closing_text(folder: Path, summary: Summary, weights_folder: Path) -> str:
 
 
 def change_text(summary: Mapping[str, object], first: str, last: str) -> str:
-    """Format two fields of a summary as '0.424 -> 1.000'; a dash for a missing one."""
+    """Format two fields of a summary as '0.424 -> 1.000'; a missing number is a dash."""
     return " -> ".join(format_number(number(summary, key), ".3f") for key in (first, last))
 
 
 def _base_and_trained_evaluation(folder: Path) -> tuple[Evaluation, Evaluation]:
-    """Return the evaluation of step 0 and the newest one; an absent one is empty."""
+    """Return the evaluation of step 0 and the newest evaluation; {} for a missing one."""
     rows: Sequence[Evaluation] = read_rows(folder / EVALUATIONS)
     return next((row for row in rows if row["step"] == 0), {}), rows[-1] if rows else {}
 
 
 def _active_seconds(rows: Sequence[Row], events: Sequence[Row]) -> float:
-    """Return the seconds from each session's start to its last row or event, added up."""
+    """Add up the seconds of each session, from its start to its last row or event."""
     times = [(number(row, "time"), row.get("event")) for row in [*rows, *events] if "time" in row]
     total, previous = 0.0, math.nan
     for time, event in sorted(times, key=lambda pair: pair[0]):
@@ -171,7 +172,7 @@ def _draw_rewards(axes: Axes, rows: Sequence[Row]) -> None:
         for key in ("step", "reward", "reward_std", "frac_reward_zero_std")
     )
     if all(0.0 <= reward <= 1.0 for reward in rewards if math.isfinite(reward)):
-        axes.set_ylim(0.0, 1.04)  # clips the band, which may exceed the range of the reward
+        axes.set_ylim(0.0, 1.04)  # reward ± std may exceed the range of the reward
     low = [reward - spread for reward, spread in zip(rewards, spreads, strict=True)]
     high = [reward + spread for reward, spread in zip(rewards, spreads, strict=True)]
     axes.fill_between(steps, low, high, color=BLUE, alpha=0.12, linewidth=0, label="reward ± std")
@@ -182,7 +183,7 @@ def _draw_rewards(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _answer_lines(base: Evaluation, trained: Evaluation) -> list[str]:
-    """Return a table of the problems that both evaluations have."""
+    """Return the lines of a table of the problems in both evaluations."""
     base_answers = {answer["problem"]: answer for answer in base.get("answers", [])}
     lines = [_columns("problem", "base answer", "trained answer", "reward")]
     for after in trained.get("answers", []):
@@ -193,16 +194,19 @@ def _answer_lines(base: Evaluation, trained: Evaluation) -> list[str]:
 
 
 def _columns(*texts: str) -> str:
+    """Join texts to a line of the table; all but the last have the widths of WIDTHS."""
     cells = [_fit(text, width) for text, width in zip(texts, WIDTHS, strict=False)]
     return "  ".join([*cells, texts[-1]])
 
 
 def _fit(text: str, width: int) -> str:
+    """Return `text` on one line, padded or truncated to `width` characters."""
     line = " ".join(text.split())
     return f"{line:<{width}}" if len(line) <= width else f"{line[: width - 3]}..."
 
 
 def _accounting_text(accounting: Mapping[str, int]) -> str:
+    """Format for example as '96 made = 90 trained + 6 stale'."""
     counts = [
         f"{count} {name.replace('no_', 'without ').replace('_', ' ')}"
         for name, count in accounting.items()

@@ -1,9 +1,10 @@
-"""Log files, terminal output, trackers and report of a run, behind one class (`RunLog`).
+"""RunLog: the log files, terminal output, trackers and report of a run.
 
-A resumed trainer replays steps from its journal (its log of received groups); a step that is in
-the files already is not written again. A roll-back lets the trainer repeat the steps after a
-checkpoint; the lineage is the number of roll-backs so far. An incarnation is one process of a
-generator. A weights_id identifies the content of one published weight version.
+A session is one process of the trainer; a resumed run has several. A resumed trainer replays steps
+from its journal (its log of received groups); a step that is already in the files is not written
+again. A roll-back returns to a checkpoint and lets the trainer repeat the later steps; the lineage
+is the number of roll-backs so far. A group is all rollouts of one problem. An incarnation is one
+process of a generator. A weights_id identifies the content of one published weight version.
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ from peralta_zmq.observe.verdict import Verdict, verdict
 from peralta_zmq.rollout import Answer
 
 NUM_ANSWERS = 6  # answers of an evaluation that are written and shown in the closing report
-STALL_CHECK_SECONDS = 30.0  # between two verdicts while no step is taken
+STALL_CHECK_SECONDS = 30.0  # between two verdicts shown while no step is taken
 
 
 class RunLog:
-    """Log files, trackers and terminal output of a run, for one session. Use with `with`.
+    """Writer of all logs and terminal output in one session. Use with `with`.
 
     Attributes: `resuming` is True if an earlier session trained. `last_reports` maps each ended
     generator process (name/incarnation) to the number of groups it made. `made_before` is the
-    number of groups in the summary of an earlier completion of the run. `lineage` is the number of
-    roll-backs. `last_step` is the newest step in metrics.jsonl that no roll-back undid.
+    number of groups made until an earlier session completed the run; 0 if none did. `lineage` is
+    the number of roll-backs. `last_step` is the newest step in metrics.jsonl that no roll-back
+    undid.
     """
 
     def __init__(
@@ -61,8 +63,9 @@ class RunLog:
         self.last_step = _last_written_step(rows, events)
         self.lineage = len(_roll_backs(events))
         self._folder = folder
-        self._is_training = False  # between the events that start and end this session
+        self._is_training = False  # True between the events that start and end this session
         self._next_stall_check = 0.0  # monotonic seconds
+        # The verdict is computed from WINDOW rows and skips replayed steps.
         self._newest_rows = deque(rows, maxlen=2 * WINDOW)
         with ExitStack() as stack:
             self._files = {
@@ -81,12 +84,12 @@ class RunLog:
         self._stack.close()
 
     def event(self, name: str, **fields: object) -> bool:
-        """Append an event to events.jsonl; False if a limit of EventLog is reached."""
+        """Append an event to events.jsonl; False if a limit of EventLog prevents this."""
         self._is_training = self._is_training or name in SESSION_STARTS
         return self._events.append(name, **fields)
 
     def end(self, name: str, *, step: int) -> None:
-        """Append the event that ends the session, once and only after the start was recorded."""
+        """Append the event that ends the session, if the session started and is not over."""
         if self._is_training:
             self._is_training = False
             self.event(name, step=step)
@@ -100,7 +103,10 @@ class RunLog:
         return self._terminal.progress(description, total)
 
     def step(self, row: Mapping[str, object], sample: Mapping[str, object]) -> bool:
-        """Write a step's metrics and one of its groups; False if the step was written already."""
+        """Write a step's metrics and one of its groups; False if already written.
+
+        False means that an earlier session wrote the step, and this session replays it.
+        """
         step = int(number(row, "step"))
         if step <= self.last_step:
             return False
@@ -115,9 +121,9 @@ class RunLog:
         return True
 
     def check_stall(self) -> None:
-        """Show the verdict if no step was taken for STALL_CHECK_SECONDS; call it often.
+        """Show the verdict if no step was taken for STALL_CHECK_SECONDS; call this often.
 
-        Also write the events that were only counted in the last minute.
+        Also write the lines for events that EventLog only counted in the last minute.
         """
         self._events.flush()
         if time.monotonic() >= self._next_stall_check:
@@ -126,7 +132,7 @@ class RunLog:
             self._terminal.stall(self.verdict(now=now), now=now)
 
     def verdict(self, *, now: float | None = None) -> Verdict:
-        """Return the verdict on the newest rows and events; with `now`, also report a stall."""
+        """Return the verdict on the newest rows and events; with `now`, it can be a stall."""
         return verdict(list(self._newest_rows), list(self._events.newest), now=now)
 
     def rewind(self, step: int) -> None:
@@ -137,10 +143,11 @@ class RunLog:
 
     def has_evaluation(self, step: int) -> bool:
         """True if `step` was evaluated and no later roll-back undid that step."""
+        # Step that each roll-back returned to.
         targets = [number(row, "step") for row in _roll_backs(read_rows(self._folder / EVENTS))]
         rows = [row for row in read_rows(self._folder / EVALUATIONS) if row["step"] == step]
         lineages = [int(number(row, "lineage", 0)) for row in rows]
-        # targets[lineage:] are the roll-backs after the evaluation.
+        # targets[lineage:] belong to the roll-backs after the evaluation.
         return any(all(target >= step for target in targets[lineage:]) for lineage in lineages)
 
     def evaluation(
@@ -154,8 +161,8 @@ class RunLog:
     ) -> None:
         """Write a held-out evaluation of `step` with the first NUM_ANSWERS answers.
 
-        `accuracy` is the mean reward; `figures` has avg@k and pass@k. `policy_steps` are the steps
-        of the oldest and the newest weights that sampled the answers.
+        `accuracy` is the mean reward; `figures` has avg@k and pass@k. `policy_steps` has the step
+        of the oldest and of the newest weights that sampled the answers.
         """
         self._files[EVALUATIONS].append(
             {
@@ -177,7 +184,7 @@ class RunLog:
     def close_run(
         self, weights_folder: Path, accounting: Mapping[str, int], last_reports: Mapping[str, int]
     ) -> None:
-        """Write summary.json, reward.png and report.html of a complete run; print the results.
+        """Write the summary, plot and report of a complete run, and print the results.
 
         See `report.write_summary` for the arguments.
         """
@@ -188,7 +195,7 @@ class RunLog:
         self._terminal.close(report.closing_text(self._folder, summary, weights_folder))
 
     def write_report(self) -> None:
-        """Write reward.png and report.html unless there is no step yet; a failure is a note."""
+        """Write reward.png and report.html if there is a step; print a note if that fails."""
         if not self._newest_rows:
             return
         try:
@@ -208,21 +215,22 @@ def published_weights(folder: Path) -> set[str]:
 
 
 def abandoned_weights(folder: Path, step: int) -> set[str]:
-    """Return the weights_id of every publication that was newer than the step of a later resume.
+    """Return the weights_id of all published weights whose step a later resume undid.
 
-    `step` is the step of the current resume, which no event records yet. A weights_id that was
-    published again afterwards is not abandoned.
+    A resume undoes the steps after the step that it continues from. `step` is that step for the
+    current resume, which events.jsonl does not have yet. A weights_id that was published again
+    after the resume is not abandoned.
     """
-    published: dict[str, float] = {}  # weights_id -> step
+    steps: dict[str, float] = {}  # weights_id -> step of the weights
     abandoned: set[str] = set()
     for row in [*read_rows(folder / EVENTS), {"event": "resume", "step": step}]:
         if row["event"] == "publish":
             weights_id = str(row["weights_id"])
-            published[weights_id] = number(row, "step")
+            steps[weights_id] = number(row, "step")
             abandoned.discard(weights_id)
         elif row["event"] == "resume":
-            resumed = number(row, "step")
-            abandoned |= {key for key, published_at in published.items() if published_at > resumed}
+            resumed_step = number(row, "step")
+            abandoned |= {key for key, published in steps.items() if published > resumed_step}
     return abandoned
 
 
@@ -231,10 +239,11 @@ def _roll_backs(events: Sequence[Row]) -> list[Row]:
 
 
 def _last_written_step(rows: Sequence[Row], events: Sequence[Row]) -> int:
-    """Return the newest step in the metrics that no roll-back undid; 0 if there is none."""
+    """Return the newest step in the metrics that no roll-back undid; 0 if none."""
     last = int(number(rows[-1], "step")) if rows else 0
     roll_backs = _roll_backs(events)
-    # No row was written since the roll-back. Times cannot tell: the clock may be set back.
+    # The event has the number of rows at the roll-back. If no row was added since, the newest rows
+    # are undone. Times are not compared, because the clock may be set back.
     if roll_backs and number(roll_backs[-1], "rows", 0) == len(rows):
         return min(last, int(number(roll_backs[-1], "step")))
     return last

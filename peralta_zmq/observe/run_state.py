@@ -1,9 +1,10 @@
 """State of a run, computed from the newest rows of metrics.jsonl and events.jsonl.
 
-The verdict and the dashboard use it. A session is one run of the trainer program: the event "start"
-or "resume" begins it, "stop" or "complete" ends it. A step that a resumed trainer replays from its
-journal (its log of received groups) has step_time 0. An incarnation is one process of a generator:
-a generator that restarts keeps its name and gets a new incarnation.
+The verdict and the dashboard are computed from this state. A session is one process of the trainer:
+it begins with the event "start" or "resume" and ends with "stop" or "complete". A step that a
+resumed trainer replays from its journal (its log of received groups) has step_time 0. An
+incarnation is one process of a generator: a generator that restarts keeps its name and gets a new
+incarnation. A group is all rollouts of one problem.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from peralta_zmq.observe.metrics import finite_mean, generator_numbers, number
 
 Rows: TypeAlias = Sequence[Mapping[str, object]]  # of metrics.jsonl or events.jsonl, oldest first
 
-WINDOW = 20  # newest rows that count
+WINDOW = 20  # number of newest rows that the state covers
 MIN_ROWS = 3  # minimum number of rows for means of waiting times and rewards
-STALL_SECONDS, STALL_STEPS = 30.0, 10.0  # limit without a step: the longer of the two
+# A run has stalled after STALL_SECONDS, or the duration of STALL_STEPS steps if that is longer.
+STALL_SECONDS, STALL_STEPS = 30.0, 10.0
 REPORTED = "tokens_per_s"  # metric in every report of a generator
 SESSION_STARTS, SESSION_ENDS = ("start", "resume"), ("stop", "complete")  # events
 EVALUATION_EVENTS = ("evaluate", "evaluated")  # begin and end of a held-out evaluation
@@ -28,24 +30,24 @@ EVALUATION_EVENTS = ("evaluate", "evaluated")  # begin and end of a held-out eva
 
 @dataclass(frozen=True, slots=True)
 class GeneratorStats:
-    """Mean values of one generator over the recent rows; 0 for a value that it never reported."""
+    """Mean values of a generator over the recent rows; 0 for values never reported."""
 
     name: str
     tokens_per_s: float
-    blocked: float  # share of its time in which it may not sample
+    blocked: float  # share of its time in which it waits for the trainer or its send queue
     queue: float  # share of its time in which its send queue is full; included in `blocked`
     reload_seconds: float  # duration of one weight update
     step: float  # training step of its weights, from the newest row; NaN if unknown
 
     @property
     def speed(self) -> float:
-        """Tokens per second of the time in which it is not blocked."""
+        """Tokens per second while the generator is not blocked."""
         return self.tokens_per_s / max(0.01, 1.0 - self.blocked)
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The trainer's newest session, as its events describe it."""
+    """The trainer's newest session, according to its events."""
 
     start: float  # unix seconds; NaN if unknown
     active_since: float  # end of the newest held-out evaluation; `start` if there was none
@@ -55,7 +57,7 @@ class Session:
     left: Mapping[str, float]  # generators that left -> unix seconds
 
     def missing_generators(self, now: float) -> str:
-        """Return why no generator is up; empty if one is up, or if it is too early to say."""
+        """Return why no generator is up; empty if one is up or may still join soon."""
         if self.up:
             return ""
         if self.left:
@@ -69,7 +71,7 @@ class Session:
 class RunState:
     """The recent rows of a run, with its generators and session."""
 
-    rows: Rows  # none before the first step
+    rows: Rows  # at most WINDOW; empty before the first step
     events: Rows
     session: Session
     generators: Sequence[GeneratorStats]  # generators in the newest row, sorted by name
@@ -83,7 +85,10 @@ class RunState:
         return seconds / total if total else math.nan
 
     def growth(self, key: str) -> float:
-        """Increase of a cumulative count; 0 if a restart of the trainer reset the count."""
+        """Increase of a cumulative count from the first to the last row; never negative.
+
+        A restart of the trainer may reset the count; the result is then 0.
+        """
         return max(0.0, number(self.rows[-1], key, 0.0) - number(self.rows[0], key, 0.0))
 
     @property
@@ -98,7 +103,7 @@ class RunState:
 
     @property
     def num_groups(self) -> float:
-        """Groups consumed after the first row, which `growth` compares with."""
+        """Groups consumed after the first row, in the steps that `growth` covers."""
         counts = [generator_numbers(row, "groups").values() for row in self.rows[1:]]
         return sum(count for row in counts for count in row if math.isfinite(count))
 
@@ -122,9 +127,9 @@ def run_state(rows: Rows, events: Rows, *, now: float | None = None) -> RunState
 
 
 def membership(events: Rows) -> tuple[dict[str, float], dict[str, float]]:
-    """Return generators that are up and generators that left, each with the time of the event.
+    """Return when each generator that is up joined, and when each of the others left.
 
-    If a process leaves after the generator joined again with a new process, the generator is up.
+    If an old process leaves after the generator's new process joined, the generator is up.
     """
     up: dict[str, float] = {}
     left: dict[str, float] = {}
@@ -141,15 +146,15 @@ def membership(events: Rows) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def stall_limit(step_seconds: float) -> float:
-    """Seconds without a step after which a run with steps of `step_seconds` has stalled."""
+    """Return the seconds without a step after which a run counts as stalled."""
     return max(STALL_SECONDS, STALL_STEPS * step_seconds)
 
 
 def seconds_left(rows: Rows, steps_left: float) -> float:
-    """Estimate the seconds for `steps_left` steps at the speed of the newest WINDOW steps.
+    """Estimate the seconds for `steps_left` steps from the newest WINDOW steps.
 
-    `rows` must be of one session, so that the pause between two sessions does not count. NaN before
-    the first step of the session.
+    All `rows` must be of one session, so that the pause between two sessions does not count. NaN
+    before the first step of the session.
     """
     trained = _without_replayed(rows)[-WINDOW - 1 :]
     if not trained:
@@ -190,8 +195,8 @@ def _newest_session(events: Rows) -> Session:
 def _recent(rows: Rows, events: Rows) -> Rows:
     """Return the newest WINDOW rows, without replayed steps.
 
-    The first step of each session is excluded too, because its time includes the start of the
-    trainer, unless fewer than MIN_ROWS rows would remain.
+    The time of a session's first step includes the start of the trainer. Such steps are excluded
+    too, unless fewer than MIN_ROWS rows would remain.
     """
     trained = _without_replayed(rows[-2 * WINDOW :])
     starts = [event for event in events if event.get("event") in SESSION_STARTS]
@@ -205,7 +210,7 @@ def _without_replayed(rows: Rows) -> Rows:
 
 
 def _stats(rows: Rows, name: str) -> GeneratorStats:
-    """Average over the rows, because a single report covers only two seconds."""
+    """Return a generator's means over the rows; one report covers only two seconds."""
 
     def mean(metric: str) -> float:
         return finite_mean((number(row, f"gen/{name}/{metric}") for row in rows), default=0.0)
@@ -221,9 +226,9 @@ def _stats(rows: Rows, name: str) -> GeneratorStats:
 
 
 def _gone(rows: Rows, events: Rows) -> list[str]:
-    """Return generators that stopped reporting and are not up, or left since the first row."""
+    """Return generators that left since the first row, or are silent and not up."""
     up, left = membership(events)
     reported = [generator_numbers(row, REPORTED).keys() for row in rows]
-    silent = set[str]().union(*reported) - reported[-1]
+    silent = set[str]().union(*reported) - reported[-1] - up.keys()
     since = number(rows[0], "time")
-    return sorted(silent - up.keys() | {name for name, time in left.items() if time >= since})
+    return sorted(silent | {name for name, time in left.items() if time >= since})

@@ -1,6 +1,6 @@
-"""Terminal output of a run: a live table on a terminal, plain lines in a file or pipe.
+"""Terminal output of a run: a live table, or plain lines in a file or pipe.
 
-Also progress displays with an ETA, and the line that describes a generator's machine.
+The module also has progress displays with an ETA, and the line that describes a generator.
 """
 
 from __future__ import annotations
@@ -30,27 +30,29 @@ from peralta_zmq.observe.verdict import Level, Verdict
 Item = TypeVar("Item")
 
 MAX_TABLE_ROWS = 12
-FRAME_LINES = 9  # title, rules, header, a verdict of up to three lines, and one spare line
-REPEAT_SECONDS = 60.0  # minimum time between two lines with the same kind of verdict
+# Lines around the rows: title, rules, header, a verdict of up to three lines, and one spare line.
+FRAME_LINES = 9
+REPEAT_SECONDS = 60.0  # minimum time before a verdict of the same kind is printed again
 PROGRESS_DELAY = 2.0  # seconds; shorter operations show no progress
-# Between two updates of a progress text, drawn in place or as lines.
+# Seconds between two updates of a progress text: redrawn in place, or printed as a new line.
 REDRAW_SECONDS, LINE_SECONDS = 0.2, 10.0
 COLORS: dict[Level, str] = {"ok": "green", "warn": "yellow", "bad": "bold red"}
-VERSIONS = ("package", "python", "torch", "transformers")  # in a generator's info
+VERSIONS = ("package", "python", "torch", "transformers")  # fields of a generator's info
 logger = logging.getLogger(__name__)
 
 
 class Terminal:
     """Display of a run on `stream` (default: standard output). Use with `with`.
 
-    If the stream is a terminal, a table is redrawn in place ("live"); otherwise every step, note
-    and change of the verdict is one line. The verdict is a sentence on the run's bottleneck or
-    fault. Control characters are escaped, because texts may be from other machines.
+    If the stream is a terminal, a table is redrawn in place ("live"). Otherwise each step, each
+    note and each new kind of verdict is printed as one line. The verdict is a sentence on the run's
+    bottleneck or fault. Control characters are escaped: texts may come from other machines.
     """
 
     def __init__(self, max_steps: int, stream: TextIO | None = None, *, run: str = "") -> None:
         self._max_steps, self._run = max_steps, run
         self._stream = stream or sys.stdout
+        # The ETA needs the time of WINDOW steps, hence one more row.
         self._rows: deque[Row] = deque(maxlen=WINDOW + 1)
         self._content: RenderableType = Text("waiting for the first step")
         self._printed: dict[str, float] = {}  # kind of verdict (see `_is_new`) -> unix seconds
@@ -82,14 +84,17 @@ class Terminal:
         return Progress(description, total, self._show_progress, in_place=bool(self._live))
 
     def step(self, row: Row, verdict: Verdict | None = None) -> None:
-        """Show one row of metrics.jsonl, and the verdict; as a line only if its kind changed."""
+        """Show one row of metrics.jsonl, and the verdict (as a line only if `_is_new`)."""
         self._rows.append(row)
         if not self._live:
             self._print(self._step_line(row))
         self._show_verdict(verdict, number(row, "time", 0.0))
 
     def stall(self, verdict: Verdict, *, now: float) -> None:
-        """Show the verdict between two steps; as a plain line only if its level is "bad"."""
+        """Show the verdict between two steps (as a line only if its level is "bad").
+
+        `now` is in unix seconds.
+        """
         if self._live or verdict.level == "bad":
             self._show_verdict(verdict, now)
 
@@ -115,9 +120,9 @@ class Terminal:
             self._print(text)
 
     def _is_new(self, verdict: Verdict, now: float) -> bool:
-        """True if its kind is not the one printed last and was not printed in the last minute.
+        """True if no verdict of its kind was printed last or in the last minute.
 
-        The kind is the sentence without its numbers.
+        The kind of a verdict is its sentence without the numbers.
         """
         kind = re.sub(r"([0-9.]+[hms]?)+", "", verdict.sentence)
         recent = {key: at for key, at in self._printed.items() if 0 <= now - at < REPEAT_SECONDS}
@@ -127,13 +132,13 @@ class Terminal:
         return True
 
     def _print(self, text: str) -> None:
-        """Print lines; after a write error, discard further output, so that the run continues."""
+        """Print lines; after a write error, discard further output and continue the run."""
         try:
             self._stream.write(printable(text, keep="\n") + "\n")
             self._stream.flush()
         except OSError as error:
             logger.warning("no more output on this terminal: %s", error.strerror)
-            # Otherwise closing the stream would flush its buffer and fail.
+            # Without this, closing the stream would flush its buffer and fail again.
             with open(os.devnull, "w") as null:
                 os.dup2(null.fileno(), self._stream.fileno())
 
@@ -151,7 +156,7 @@ class Terminal:
         share = f"{step / self._max_steps:.0%}"
         title = f"{self._run}  step {step:.0f} of {self._max_steps} ({share})  {self._eta()} left"
         table = Table(title=title.strip(), title_justify="left")
-        for name in ("step", "reward", "", *_cells({})):  # "" = the bar of the reward
+        for name in ("step", "reward", "", *_cells({})):  # "" = bar of the reward, 10 columns wide
             table.add_column(name, justify="right", no_wrap=True, width=None if name else 10)
         num_rows = max(1, min(MAX_TABLE_ROWS, live.console.height - FRAME_LINES))
         for row in list(self._rows)[-num_rows:]:
@@ -169,8 +174,8 @@ class Terminal:
 class Progress:
     """Progress with ETA for operations longer than two seconds. Use with `with`.
 
-    `show` is called with each new text. If `in_place` is True, each text replaces the previous one
-    and an empty text removes it; otherwise each text is a new line.
+    `show` is called with each new text. If `in_place` is True, each text replaces the previous text
+    and an empty text clears the display; otherwise each text is a new line.
     """
 
     def __init__(
@@ -216,7 +221,7 @@ def progress_on_stderr(description: str, total: int) -> Progress:
 
 
 def track(description: str, items: Iterator[Item]) -> Iterator[Item]:
-    """Yield the items; show a progress display if `items` has a length hint."""
+    """Yield the items; show progress if their number is known (length hint)."""
     with progress_on_stderr(description, length_hint(items)) as progress:
         for count, item in enumerate(items):
             progress.update(count)
@@ -224,10 +229,11 @@ def track(description: str, items: Iterator[Item]) -> Iterator[Item]:
 
 
 def worker_info_text(generator: str, info: Mapping[str, str], *, trainer: Mapping[str, str]) -> str:
-    """Describe a generator: device, threads, and the versions that differ from the trainer's.
+    """Describe a generator: device, threads, versions other than the trainer's.
 
     For example 'generator jetson: cuda:0 float16, threads: 6; torch 2.6.0 (trainer: 2.13.0)'.
-    `info` comes from another machine and may lack fields.
+    `trainer` has the same fields for the trainer. `info` comes from another machine and may lack
+    fields.
     """
     device = " ".join(info[key] for key in ("device", "dtype") if key in info) or "device unknown"
     threads = f", threads: {info['threads']}" if "threads" in info else ""
@@ -242,7 +248,7 @@ def worker_info_text(generator: str, info: Mapping[str, str], *, trainer: Mappin
 
 
 def _cells(row: Row) -> dict[str, str]:
-    """Format the values of one row of metrics.jsonl, by column of the table."""
+    """Return the formatted values of a row of metrics.jsonl, by column of the table."""
     seconds = number(row, "step_time")
     rollouts_per_s = number(row, "num_rollouts") / seconds if seconds > 0 else math.nan
     return {

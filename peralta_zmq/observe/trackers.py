@@ -1,11 +1,11 @@
-"""Experiment trackers: copies of the run's metrics in TensorBoard, trackio or Weights & Biases.
+"""Copies of the run's metrics in TensorBoard, trackio or Weights & Biases.
 
 Each tracker works in its own thread, so that a slow or failing tracker does not delay training. No
 data leaves this machine unless the user sets an environment variable such as WANDB_MODE or
 TRACKIO_SPACE_ID.
 """
 
-# the packages annotate their functions only in part
+# The packages annotate their functions only in part.
 # pyright: reportMissingImports=false, reportUnknownParameterType=false
 # pyright: reportUnknownLambdaType=false
 
@@ -27,14 +27,15 @@ from typing import Any, TypeAlias
 from peralta_zmq.errors import ConfigError, described
 from peralta_zmq.observe.metrics import number
 
-PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb"}  # to import
+# tracker -> imported package
+PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb"}
 PROJECT = "peralta_zmq"
-MAX_PENDING_ROWS = 1000  # in the queue of a tracker; more mean that it hangs
+MAX_PENDING_ROWS = 1000  # in the queue of a tracker; more rows mean that the tracker hangs
 CLOSE_SECONDS = 20.0  # maximum wait for a tracker at the end of a run
 Numbers: TypeAlias = dict[str, float]
-# Log the numbers of a step: called with step, numbers by name, and unix seconds (NaN: now).
+# Logs the numbers of a step: called with step, numbers by name, and unix seconds (NaN = now).
 LogNumbers: TypeAlias = Callable[[int, Numbers, float], None]
-# Open a tracker's package: called with the first step to log; leaving the context closes it.
+# Opens a tracker's package: called with the first step to log; the end of the context closes it.
 OpenTracker: TypeAlias = Callable[[int], AbstractContextManager[LogNumbers]]
 logger = logging.getLogger(__name__)
 
@@ -45,14 +46,17 @@ def check_trackers(names: Iterable[str]) -> None:
         if importlib.util.find_spec(PACKAGES[name]) is None:
             raise ConfigError(
                 f"run.report_to {name} needs {PACKAGES[name]}; "
-                f"pip install 'peralta_zmq[{name}]', or leave it out"
+                f"pip install 'peralta_zmq[{name}]', or leave out {name}"
             )
 
 
 def open_trackers(
     names: Iterable[str], *, folder: Path, run_id: str, settings: Mapping[str, Any]
 ) -> list[Tracker]:
-    """Return a tracker for each name, not started yet; `settings` are recorded with the run."""
+    """Return a tracker for each name; entering its context starts it.
+
+    `settings` are recorded with the run. Later sessions of a resumed run have the same `run_id`.
+    """
     packages: dict[str, OpenTracker] = {
         "tensorboard": lambda first_step: _tensorboard(folder, first_step),
         "trackio": lambda first_step: _trackio(run_id, settings),
@@ -62,7 +66,7 @@ def open_trackers(
 
 
 class Tracker:
-    """Thread that logs rows with one package; ends at the first failure. Use with `with`."""
+    """Thread that logs rows with one package until the first failure. Use with `with`."""
 
     def __init__(self, name: str, open_tracker: OpenTracker) -> None:
         self._name, self._open = name, open_tracker
@@ -78,6 +82,7 @@ class Tracker:
         self._put((step, numbers, number(row, "time")))
 
     def _put(self, row: tuple[int, Numbers, float] | None) -> None:
+        """Queue a row (step, numbers, time); None ends the thread."""
         try:
             if not self._failed.is_set():
                 self._rows.put_nowait(row)
@@ -113,7 +118,7 @@ class Tracker:
 
 @contextmanager
 def _tensorboard(folder: Path, first_step: int) -> Generator[LogNumbers]:
-    """Write event files in RUN/tensorboard; steps from `first_step` on replace earlier ones."""
+    """Write event files in RUN/tensorboard; replace older data from `first_step` on."""
     from tensorboardX import SummaryWriter
 
     # With the default suffix, two sessions started in the same second would share a file.
@@ -133,7 +138,7 @@ def _tensorboard(folder: Path, first_step: int) -> Generator[LogNumbers]:
 
 @contextmanager
 def _trackio(run_id: str, settings: Mapping[str, Any]) -> Generator[LogNumbers]:
-    """Write to a local project, which `trackio show` displays; it prints to standard error."""
+    """Write to a local project, which `trackio show` displays; print to stderr only."""
     import trackio
 
     if not {"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"} & os.environ.keys():
@@ -150,13 +155,13 @@ def _trackio(run_id: str, settings: Mapping[str, Any]) -> Generator[LogNumbers]:
 def _wandb(folder: Path, run_id: str, settings: Mapping[str, Any]) -> Generator[LogNumbers]:
     """Write a run of Weights & Biases in RUN/wandb, offline unless WANDB_MODE is set."""
     os.environ.setdefault("WANDB_MODE", "offline")
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # reports of wandb's errors
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # errors of wandb itself
     import wandb
 
     names = {"project": PROJECT, "id": run_id, "name": run_id, "dir": str(folder)}
     quiet = wandb.Settings(console="off", silent=True)
     run = wandb.init(**names, resume="allow", config=dict(settings), settings=quiet)
-    # An evaluation arrives after later steps, but wandb's built-in step must increase.
+    # The result of an evaluation may arrive after later steps; wandb's own step must not decrease.
     run.define_metric("*", step_metric="step")
     yield lambda step, numbers, time: run.log({**numbers, "step": step})
     run.finish()

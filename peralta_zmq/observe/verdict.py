@@ -1,12 +1,13 @@
 """The verdict: one sentence on a run's bottleneck or fault, with advice.
 
 `verdict` is a pure function of the newest rows of metrics.jsonl and events.jsonl. Each function in
-FINDINGS checks several conditions and yields a Verdict for every one that holds. `verdict` returns
-the first Verdict of level "bad"; if there is none, the first of all.
+FINDINGS checks several conditions and yields a Verdict for every condition that holds. `verdict`
+returns the first Verdict of level "bad", or the first Verdict if none is "bad".
 
 A group is all rollouts of one problem. A group is stale if the weights that sampled it are older
-than train.max_off_policy_steps; it has no learning signal if its rewards are equal. The journal is
-the trainer's log of received groups in run.dir; weights.dir is where it publishes weights.
+than train.max_off_policy_steps; it has no learning signal if its rewards are equal. A generator is
+blocked while it is too far ahead of the trainer, or while its send queue is full. The journal is
+the trainer's log of received groups in run.dir. The trainer publishes weights in weights.dir.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ Level: TypeAlias = Literal["ok", "warn", "bad"]
 
 # Thresholds of the findings.
 WAITING = 0.25  # share of time that the trainer or a generator waits
-ONE_BLOCKED = 0.5  # share of time that one generator is blocked while all others are not
+ONE_BLOCKED = 0.5  # share of time that one generator is blocked, the others less than WAITING
 BLOCKING = 0.15  # share of the trainer's time spent on publishing, or on the journal
-LOST_GROUPS = 0.10  # share of groups that were dropped as stale, or that got no reward
-FIRST_STEP_SECONDS = 120.0  # from the first join to a warning that there is no step yet
-OLD_SECONDS, OLD_STEPS = 10.0, 3  # age of a generator's weights; both must be reached
+LOST_GROUPS = 0.10  # share of groups that were dropped as stale, or whose reward failed
+FIRST_STEP_SECONDS = 120.0  # from the first join until the missing first step is reported
+OLD_SECONDS, OLD_STEPS = 10.0, 3  # a generator's weights are old if they have both ages
 SATURATED_SECONDS = 0.5  # time to publish a version; faster publishing is never a bottleneck
 RELOAD_SECONDS = 0.1  # time to load a version; faster loading is never a bottleneck
 SLOW = 0.5  # fraction of the generators' median speed; a generator below it is reported
@@ -52,7 +53,7 @@ START_GENERATOR = "start one: bin/generator @ CONFIG"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One sentence on the run, advice on what to change (may be empty), and the severity."""
+    """One sentence on the run, advice on what to change (or ""), and the severity."""
 
     sentence: str
     advice: str
@@ -65,10 +66,11 @@ class Verdict:
 
 
 def verdict(rows: Rows, events: Rows = (), *, now: float | None = None) -> Verdict:
-    """Return the verdict on a run, from rows of metrics.jsonl and events.jsonl, oldest first.
+    """Return the verdict on a run.
 
-    Only the last WINDOW rows count. Pass `now` (unix seconds) if the trainer should be running: a
-    run that takes no more steps is then reported as stalled.
+    `rows` and `events` are rows of metrics.jsonl and events.jsonl, oldest first. Only the newest
+    WINDOW (20) rows count. Pass `now` (unix seconds) if the trainer should be running: a run that
+    takes no more steps is then reported as stalled.
     """
     state = run_state(rows, events, now=now)
     if not state.rows:
@@ -100,7 +102,7 @@ def _before_first_step(state: RunState, now: float | None) -> Verdict:
 def _stalled(state: RunState) -> Iterator[Verdict]:
     session, seconds = state.session, state.idle_seconds
     has_no_step = session.start > number(state.rows[-1], "time") and not math.isnan(seconds)
-    # Without a step in this session, `seconds` counts from `active_since`.
+    # Without a step in this session, `seconds` counts from `active_since`, so the sum is "now".
     if has_no_step and (reason := session.missing_generators(session.active_since + seconds)):
         yield Verdict(f"no step since the resume: {reason}", START_GENERATOR, "bad")
     if seconds > stall_limit(state.step_seconds):
@@ -113,7 +115,7 @@ def _stalled(state: RunState) -> Iterator[Verdict]:
 
 
 def _gone(state: RunState) -> Iterator[Verdict]:
-    # `gone` covers WINDOW steps only, so this finding takes precedence for a short time.
+    # This finding hides later FINDINGS, but only while `gone` lists a generator: WINDOW steps.
     if state.gone:
         verb, pronoun = ("is", "it") if len(state.gone) == 1 else ("are", "them")
         sentence = f"{', '.join(state.gone)} {verb} gone, {len(state.generators)} still up"
@@ -154,7 +156,7 @@ def _solved(state: RunState) -> Iterator[Verdict]:
 def _equal_groups(state: RunState) -> tuple[float, float]:
     """Return the share of groups with equal rewards and the mean reward.
 
-    The share is 0 if there are fewer than MIN_ROWS rows.
+    With fewer than MIN_ROWS (3) rows, the share is 0, so that nothing is reported.
     """
     shares = [number(row, "frac_reward_zero_std", 0.0) for row in state.rows]
     reward = fmean(number(row, "reward", 0.5) for row in state.rows)
@@ -172,7 +174,8 @@ def _lost_groups(state: RunState) -> Iterator[Verdict]:
         )
     if (share := num_stale / max(1.0, num_stale + state.num_groups)) >= LOST_GROUPS:
         senders = Counter[str]()
-        since = number(state.rows[0], "time") - MINUTE  # no generator has more lines per minute
+        # A minute earlier: a generator has one line per minute, further drops are only counted.
+        since = number(state.rows[0], "time") - MINUTE
         for event in state.events:
             is_stale = (event.get("event"), event.get("outcome")) == ("drop", "stale")
             if is_stale and number(event, "time") >= since:
@@ -196,9 +199,9 @@ def _weights(state: RunState) -> Iterator[Verdict]:
             f"{steps:.0f} steps or {seconds:.0f} s old",
             "check its link to weights.dir with bin/doctor on that machine",
         )
-    if (stall := state.share("time/publish")) >= BLOCKING:
+    if (share := state.share("time/publish")) >= BLOCKING:
         yield Verdict(
-            f"publishing blocks the trainer {stall:.0%} of its time",
+            f"publishing blocks the trainer {share:.0%} of its time",
             "put weights.dir on a faster disk, or raise train.batch_size for fewer versions",
         )
     keys = ("weights/encode_seconds", "weights/write_seconds")
@@ -221,7 +224,7 @@ def _weights(state: RunState) -> Iterator[Verdict]:
 
 
 def _seconds(seconds: float) -> str:
-    """Format seconds as 2.0 s or 0.04 s, so that a short time is not rounded to 0.0."""
+    """Format seconds as 2.0 s or 0.04 s; a short time is not rounded to 0.0."""
     return f"{seconds:.1f} s" if seconds >= 0.1 else f"{seconds:.1g} s"
 
 
@@ -235,7 +238,7 @@ def _journal(state: RunState) -> Iterator[Verdict]:
 
 
 def _balance(state: RunState) -> Iterator[Verdict]:
-    """Report whether the trainer or the generators wait; yields at least one verdict."""
+    """Report whether the trainer or the generators wait; yield at least one Verdict."""
     if len(state.rows) < MIN_ROWS:
         yield Verdict("too few steps to name a bottleneck", "", "ok")
         return
@@ -277,7 +280,7 @@ def _balance(state: RunState) -> Iterator[Verdict]:
 
 
 def _one_blocked(state: RunState) -> Iterator[Verdict]:
-    """Report a single blocked generator, which the mean over all generators would hide."""
+    """Report a single blocked generator, which the mean of all would not show."""
     worst = max(state.generators, key=lambda generator: generator.blocked, default=None)
     if worst is None or len(state.generators) < 2 or worst.blocked < ONE_BLOCKED:
         return
@@ -303,11 +306,12 @@ def _slow_generator(state: RunState) -> str:
 
 
 def _is_queue_full(generator: GeneratorStats) -> bool:
-    """True if the generator is blocked by its send queue rather than by the trainer's pace."""
+    """True if the full send queue is the cause of most of the time that it is blocked."""
     return generator.queue > generator.blocked / 2
 
 
 def _cause(generator: GeneratorStats) -> str:
+    """Return the end of a sentence "... is blocked"."""
     return "by a full send queue" if _is_queue_full(generator) else "until the trainer catches up"
 
 

@@ -106,7 +106,7 @@ def test_missing_package_is_named_with_its_remedy(
         check_trackers([name])
     assert str(caught.value) == (
         f"run.report_to {name} needs {trackers.PACKAGES[name]}; "
-        f"pip install 'peralta_zmq[{name}]', or leave it out"
+        f"pip install 'peralta_zmq[{name}]', or leave out {name}"
     )
 
 

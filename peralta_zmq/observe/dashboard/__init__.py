@@ -1,4 +1,4 @@
-"""Web dashboard of runs, computed from their files; reads only, and independent of the trainer.
+"""Web dashboard of runs: only reads their files, and needs no running trainer.
 
 run_files   incremental reading of a run folder
 charts      column store of the metrics, and the points of each chart (listed in charts.toml)

@@ -1,4 +1,4 @@
-"""Program bin/dashboard: serve the dashboard of runs, or export it into one HTML file."""
+"""Program bin/dashboard: serve the dashboard of runs, or write one HTML file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = ("--export", "--host", "--port", "--token-file")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until Ctrl-C, or write one file. Raises ConfigError for invalid arguments."""
+    """Serve until Ctrl-C, or with --export write one file. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="bin/dashboard", allow_abbrev=False)
     add = parser.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     token = read_private_token(options.token_file, option="--token-file")
 
-    from peralta_zmq.observe.dashboard.app import Dashboard  # needs the optional packages
+    from peralta_zmq.observe.dashboard.app import Dashboard  # needs optional packages
 
     dashboard = Dashboard(options.runs, host=options.host, port=options.port, token=token)
     with contextlib.closing(dashboard), contextlib.suppress(KeyboardInterrupt):

@@ -61,13 +61,13 @@ SECURITY_HEADERS = {
 COOKIE = "peralta_token"
 NUM_PORTS = 20  # ports that are tried, starting with the requested one
 LAST_PORT = 65_535
-MAX_CONNECTIONS = 64  # each takes one of the files that the trainer may open
-FIRST_REQUEST_SECONDS = 5.0  # after which a connection without a request is closed
+MAX_CONNECTIONS = 64  # each needs a file descriptor; the trainer's process has a limited number
+FIRST_REQUEST_SECONDS = 5.0  # a connection without a request is closed after this time
 logger = logging.getLogger(__name__)
 
 
 class Connection(H11Protocol):
-    """A connection, closed if there are too many or if it sends no complete request in time."""
+    """Connection that is closed if there are too many or no request arrives in time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Override: limit the number of connections and the wait for the first request."""
@@ -83,12 +83,12 @@ class Connection(H11Protocol):
 
 
 class Dashboard:
-    """HTTP server of the runs in `folders`; the constructor opens its port. Use with `closing`.
+    """HTTP server of the runs in `folders`. Use with `closing`.
 
-    `port` is the first port to try; 0 means any free one. Other machines need `token`, a password.
-    `live` is True if this process is the trainer of the runs. `banner` has the lines to print: the
-    address, and a warning if other machines can connect. Raises ConfigError if no port is free, or
-    if other machines could connect without a token.
+    The constructor opens the port. `port` is the first port to try; 0 means any free port. `token`
+    is a password, required if other machines can reach `host`. `live` is True if this process is
+    the trainer of the runs. `banner` has the lines to print: the address, and a warning if other
+    machines can connect. Raises ConfigError if no port is free or the token is missing.
     """
 
     def __init__(
@@ -111,20 +111,21 @@ class Dashboard:
         app = make_app(open_runs(folders, live=live), host=host, token=token)
         config = uvicorn.Config(
             app,
-            loop="asyncio",  # without these three, uvicorn uses optional packages if installed
+            # By default, uvicorn would use other packages, if installed, for `loop` and `ws`.
+            loop="asyncio",
             http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
             log_level="critical",  # any client could fill the log with messages of lower levels
-            backlog=MAX_CONNECTIONS,  # asyncio accepts this number before it reports the first
+            backlog=MAX_CONNECTIONS,  # asyncio accepts up to this number before connection_made
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve, name="dashboard", daemon=True)
 
     def start(self) -> None:
-        """Serve in a daemon thread; an exception there is logged and ends only the thread."""
+        """Serve in a daemon thread; an exception is logged and ends only this thread."""
         self._thread.start()
 
     def run(self) -> None:
@@ -132,7 +133,7 @@ class Dashboard:
         self._server.run(sockets=[self._socket])
 
     def close(self) -> None:
-        """Stop serving, without waiting for open requests."""
+        """Stop serving; open requests are not completed."""
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join(1.0)
@@ -147,7 +148,7 @@ class Dashboard:
 
 
 def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIApp:
-    """Return the ASGI application for `runs`, with access control for a server on `host`."""
+    """Return the ASGI application, with access control for a server on `host`."""
     api = Api(runs)
     routes = [
         Route("/api/runs", api.names),
@@ -190,7 +191,7 @@ class Api:
         return PlainTextResponse(text, media_type=prometheus.CONTENT_TYPE)
 
     async def health(self, request: Request) -> Response:
-        """Return the newest step of each run, and the seconds since its newest row or event."""
+        """Return each run's newest step, and the seconds since its newest row or event."""
         now = time.time()
         newest = {
             run.name: {"step": run.last.get("step"), "age_seconds": now - run.newest_time}
@@ -199,13 +200,14 @@ class Api:
         return _json({"status": "ok", "runs": newest})
 
     async def failure(self, request: Request, error: Exception) -> Response:
-        """Log each type of exception once, because the page repeats its request every second."""
+        """Log each type of exception once only: the page repeats its request every second."""
         if (kind := type(error).__name__) not in self._logged:
             self._logged.add(kind)
             logger.warning("dashboard request failed at %s (%.300r)", request.url.path, error)
         return PlainTextResponse("internal error; see the log of the dashboard's process", 500)
 
     def _run_of(self, request: Request) -> RunFiles:
+        """Return the run whose number is in the URL, after a refresh."""
         number = int(request.path_params["number"])
         if number >= len(self._runs):
             raise HTTPException(404, "no such run")
@@ -220,10 +222,10 @@ class Api:
 
 @dataclass(frozen=True, slots=True)
 class AccessControl:
-    """ASGI middleware that refuses writes, foreign Host headers, and requests without the token.
+    """ASGI middleware: refuses writes, foreign Host headers, requests without token.
 
     Checking the Host header prevents DNS rebinding: a malicious web page in the user's browser
-    could let its own domain name resolve to this machine and then read the responses.
+    could make its own domain name resolve to this machine, and then read the responses.
     """
 
     app: ASGIApp
@@ -240,6 +242,7 @@ class AccessControl:
             await (self._refusal(Request(scope)) or self.app)(scope, receive, send_with_headers)
 
     def _refusal(self, request: Request) -> Response | None:
+        """Return the response that refuses a request; None if the request is allowed."""
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("the dashboard is read-only", 405, {"Allow": "GET, HEAD"})
         if not self._is_own_name(request.headers.get("host", "")):
@@ -247,7 +250,10 @@ class AccessControl:
         return self._check_token(request) if self.token else None
 
     def _is_own_name(self, host: str) -> bool:
-        """True if no web page can make `host`, a Host header, resolve to this machine."""
+        """True if `host`, a Host header, names this machine, not a domain of a web page.
+
+        A server for other machines accepts any IP address: DNS rebinding needs a domain name.
+        """
         name = host.partition("]")[0].strip("[") if "[" in host else host.partition(":")[0]
         name = name.lower().removesuffix(".")
         if is_loopback(self.host) or not self.token:
@@ -259,9 +265,9 @@ class AccessControl:
             return name in {"localhost", self.host.lower(), hostname, f"{hostname}.local"}
 
     def _check_token(self, request: Request) -> Response | None:
-        """Return None if the request has the token, else a redirect or an error.
+        """Return None if a cookie or header has the token, else a redirect or an error.
 
-        A token in the URL is moved into a cookie, so that it does not stay in the address bar.
+        A token in the URL is moved into a cookie by a redirect, and so leaves the address bar.
         """
         if self._is_token(token := request.query_params.get("token", "")):
             response = RedirectResponse(request.url.path, 303)
@@ -277,6 +283,7 @@ class AccessControl:
 
 
 def _banner(host: str, requested_port: int, port: int) -> list[str]:
+    """Return the address, and a warning if other machines can connect, as lines."""
     name = f"[{host}]" if ":" in host else host
     if host in ("0.0.0.0", "::"):  # all interfaces: not an address that a browser can open
         name = socket.gethostname()
@@ -291,7 +298,7 @@ def _banner(host: str, requested_port: int, port: int) -> list[str]:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket on `port`, or on the next free one."""
+    """Return a listening socket on `port`, or on the next free port."""
     if not 0 <= port <= LAST_PORT:
         raise ConfigError(f"dashboard.port {port} is invalid; choose one from 1 to {LAST_PORT}")
     last = min(port + NUM_PORTS - 1, LAST_PORT)
@@ -311,7 +318,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _static_files() -> Mapping[str, Response]:
-    """Return a response for each static file, by URL path; a Response can be sent repeatedly."""
+    """Return a (reusable) response for each static file, by URL path."""
     responses = {
         f"/{file.name}": Response(file.read_bytes(), media_type=media_type)
         for file in view.STATIC.iterdir()
@@ -321,5 +328,8 @@ def _static_files() -> Mapping[str, Response]:
 
 
 def _json(content: Mapping[str, Any]) -> Response:
-    """Return a JSON response in ASCII, since generated text may have unpaired surrogates."""
+    """Return a JSON response in ASCII.
+
+    Generated text may have unpaired surrogates, which UTF-8 cannot encode.
+    """
     return Response(json.dumps(nan_to_null(content)), media_type="application/json")

@@ -1,7 +1,7 @@
-"""Charts of the dashboard: a column store of all metrics, and the points sent to the browser.
+"""Charts of the dashboard: column store of the metrics, points for the browser.
 
-charts.toml lists the charts and their columns. A number that is missing, NaN or infinite is NaN in
-a column and null in the browser. A roll-back makes the trainer repeat steps that were undone.
+charts.toml lists the charts and their lines. A number that is missing, NaN or infinite is NaN in a
+column and null in the browser. A roll-back lets the trainer repeat the steps after a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from peralta_zmq.observe.metrics import Row, generator_numbers, read_toml
 
 Column: TypeAlias = NDArray[np.float64]
 Json: TypeAlias = dict[str, Any]
-EVAL = "eval"  # column of held-out accuracy, which has its own steps
-MAX_COLUMNS = 2000  # limits the memory if many generator names come and go
+EVAL = "eval"  # key of the line of held-out accuracy, which is not a column of Table
+MAX_COLUMNS = 2000  # limits the memory if many generators with different names join
 MAX_GENERATORS = 12  # lines in one chart
 NUM_BUCKETS = 120  # buckets of the x axis for downsampling
 
-
-# Title, unit and lines of each chart, as described in the file.
+# Title, unit and lines of each chart; the comment in charts.toml explains the fields.
 CHARTS: list[Json] = read_toml(Path(__file__).with_name("charts.toml"))["charts"]
-# Activities that the trainer measures; the rest of the step time is time/other.
+# Parts of the step time that the trainer measures; the rest is time/other.
 ACTIVITIES = ("time/forward_backward", "time/wait_for_batch", "time/journal", "time/publish")
 
 
@@ -58,7 +57,8 @@ class Table:
             self._rewind(step)
         num_earlier = len(self.steps)
         self.steps.append(step)
-        # Derived numbers override metrics of the same name; MAX_COLUMNS cannot exclude them.
+        # `derived` is first, to get its columns before MAX_COLUMNS is reached, and last, so that it
+        # overrides metrics of the same name.
         derived = derived_numbers(numbers)
         for key, value in {**derived, **numbers, **derived}.items():
             column = self.columns.get(key)
@@ -71,7 +71,7 @@ class Table:
             column.append(value)
 
     def values(self, key: str, *, after: int = 0) -> Column:
-        """Return a column from row `after` on: float64 [steps - after], NaN without a value."""
+        """Return a column from row `after` on, NaN if missing: float64 [steps - after]."""
         values = np.array(self.columns.get(key, array("d"))[after:], np.float64)
         num_missing = len(self.steps) - after - len(values)
         return np.concatenate([values, np.full(num_missing, np.nan)])
@@ -94,9 +94,10 @@ class Table:
 
 
 def derived_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Compute the rates, sums and parts of the step time that the charts show for one row.
+    """Compute rates, sums and parts of the step time of one row, for the charts.
 
-    `numbers` are the finite numbers of the row; a result is NaN if one that it needs is missing.
+    `numbers` are the finite numbers of the row. A missing activity or count of dropped groups is 0;
+    time/other is 0 without step_time. Any other result is NaN if a number that it needs is missing.
     """
 
     def get(key: str, default: float = math.nan) -> float:
@@ -123,9 +124,9 @@ def derived_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
 def points(chart: Json, table: Table, evaluations: Mapping[float, float], *, after: int) -> Json:
     """Return a chart of CHARTS with its points from row `after` of the table on.
 
-    `evaluations` maps steps to held-out accuracy. The result also has `x`, the steps, and
-    `columns`, the values of each line that the run has. Long columns are downsampled; a missing
-    value is NaN.
+    The result also has `x`, the steps, and `columns`, the values of each line that the run has, NaN
+    if missing. Long columns are downsampled. `evaluations` maps steps to held-out accuracy; a chart
+    with the line EVAL always has all evaluations, and the rows of their steps.
     """
     lines = [
         line
@@ -135,7 +136,7 @@ def points(chart: Json, table: Table, evaluations: Mapping[float, float], *, aft
     keys = [line["key"] for line in lines]
     values = [table.values(key, after=after) for key in keys if key != EVAL]
     indices = {after + int(index) for index in downsample(values, num_buckets=NUM_BUCKETS)}
-    held_out = evaluations if EVAL in keys else {}
+    held_out = evaluations if EVAL in keys else {}  # may have steps before `after`
     indices |= {index for step in held_out if (index := table.index(step)) is not None}
     index_of = {table.steps[index]: index for index in sorted(indices)}
     x = sorted(index_of.keys() | held_out.keys())
@@ -152,13 +153,14 @@ def points(chart: Json, table: Table, evaluations: Mapping[float, float], *, aft
 def downsample(columns: Sequence[Column], *, num_buckets: int) -> NDArray[np.int64]:
     """Return ascending row indices that preserve the extremes and gaps of the columns.
 
-    The result has the first row, the last row and, for each column in each bucket of adjacent rows,
-    the minimum, the maximum and the first missing value. Short columns are not downsampled.
+    The rows are divided into buckets of adjacent rows. The result has the first row, the last row
+    and, for each column in each bucket, the rows of the minimum, of the maximum and of the first
+    missing value. A few other rows may be included. Short columns are not downsampled.
     """
     size = len(columns[0]) if columns else 0
     if size <= 4 * num_buckets:
         return np.arange(size)
-    width = -(-size // num_buckets)
+    width = -(-size // num_buckets)  # rows in a bucket, rounded up
     starts = np.arange(0, size, width)
     indices = [np.array([0, size - 1])]
     for column in columns:
@@ -166,11 +168,13 @@ def downsample(columns: Sequence[Column], *, num_buckets: int) -> NDArray[np.int
         padded[:size] = column
         buckets = padded.reshape(len(starts), width)
         missing = np.isnan(buckets)
+        # argmin and argmax return 0, the first row of the bucket, if no value qualifies.
         indices += [
             starts + np.where(missing, np.inf, buckets).argmin(axis=1),
             starts + np.where(missing, -np.inf, buckets).argmax(axis=1),
             starts + missing.argmax(axis=1),
         ]
+    # An index in the padding becomes that of the last row.
     return np.unique(np.minimum(np.concatenate(indices), size - 1))
 
 

@@ -1,7 +1,8 @@
 """Incremental reading of a run folder, and the status of the run.
 
-Each refresh reads only the lines that were added since the previous one, in limited time. The files
-may be written by a trainer on another machine, and may be replaced when a run is started again.
+Each refresh reads only the lines that were added since the previous refresh, in limited time. The
+trainer that writes the files may be on another machine. The files may be replaced when a run is
+started again.
 """
 
 from __future__ import annotations
@@ -23,20 +24,24 @@ from peralta_zmq.observe.metrics import EVALUATIONS, EVENTS, METRICS, SAMPLES, R
 from peralta_zmq.observe.run_state import SESSION_ENDS, SESSION_STARTS, stall_limit
 
 CONFIG = "config.toml"
-LOCK = "lock"  # held by the trainer
+LOCK = "lock"  # file that the trainer keeps locked
 NUM_ROWS = 64  # newest rows kept for the verdict and the cards
-NUM_EVENTS, NUM_SAMPLES = 400, 200  # newest rows kept
+NUM_EVENTS, NUM_SAMPLES = 400, 200  # newest events and samples kept
 FREQUENT_EVENTS = ("publish", "drop")  # kept separately, so that they do not displace other events
 BLOCK = 4 << 20  # bytes of one read; a longer line is skipped
-# Bytes at the end of a file that are read; earlier rows of a longer file are ignored.
+# Bytes that are read from the end of a file; earlier rows of a longer file are ignored.
 MAX_BYTES = {METRICS: 512 << 20, EVALUATIONS: 512 << 20, EVENTS: 16 << 20, SAMPLES: 16 << 20}
-ENDED = {"finished", "stopped"}  # statuses
-NOT_RUNNING = {*ENDED, "crashed", "silent"}  # reports of generators are no longer received
-REFRESH_SECONDS = 0.8  # then refresh() leaves the remaining data for the next call
+# Statuses of a run whose trainer ended regularly, and of a run without a known running trainer.
+ENDED = {"finished", "stopped"}
+NOT_RUNNING = {*ENDED, "crashed", "silent"}
+REFRESH_SECONDS = 0.8  # time limit of one refresh(); the next call continues
 
 
 def open_runs(folders: Sequence[Path], *, live: bool = False) -> list[RunFiles]:
-    """Return the runs in `folders`, named by folder, or by path where folders have equal names."""
+    """Return the runs in `folders`, named after their folders.
+
+    If two folders have the same name, the names are paths relative to a common parent folder.
+    """
     paths = [folder.resolve() for folder in folders]
     names = [path.name for path in paths]
     if len(set(names)) < len(set(paths)):
@@ -48,7 +53,8 @@ def open_runs(folders: Sequence[Path], *, live: bool = False) -> list[RunFiles]:
 class RunFiles:
     """Contents of a run folder.
 
-    `live` is True if this process is the trainer of the run. `samples` are numbered from 1.
+    `live` is True if this process is the trainer of the run. A sample is one group (all rollouts of
+    one problem) of a step; `samples` are numbered from 1.
     """
 
     def __init__(self, folder: Path, name: str = "", *, live: bool = False) -> None:
@@ -65,11 +71,14 @@ class RunFiles:
         self.accuracies: dict[float, float] = {}  # of held-out evaluations, by step
         self.events: deque[Row] = deque(maxlen=NUM_EVENTS)
         self.frequent_events: deque[Row] = deque(maxlen=NUM_EVENTS)
-        self.samples: deque[tuple[int, Row]] = deque(maxlen=NUM_SAMPLES)  # with running numbers
+        self.samples: deque[tuple[int, Row]] = deque(maxlen=NUM_SAMPLES)  # (number, sample)
 
     @property
     def generation(self) -> str:
-        """Text that changes when data sent to a browser earlier is no longer valid."""
+        """Text that changes when data already sent to a browser becomes invalid.
+
+        This happens if the files were replaced, or if a roll-back undid steps (`table.rewinds`).
+        """
         first = f"{self.table.value('step', 0)}-{self.table.value('time', 0)}"
         return f"{first}-{self._num_resets}-{self.table.rewinds}"
 
@@ -91,7 +100,10 @@ class RunFiles:
         return max((time for time in times if math.isfinite(time)), default=math.nan)
 
     def refresh(self, *, seconds: float = REFRESH_SECONDS) -> None:
-        """Read added lines for about `seconds`; if a file was replaced, read all files again."""
+        """Read added lines for about `seconds`.
+
+        If a file was replaced, read all files again from the start.
+        """
         deadline = time.monotonic() + seconds
         if any(tail.is_replaced() for tail in self._tails.values()):
             self._num_resets += 1
@@ -114,7 +126,7 @@ class RunFiles:
                 break
 
     def content(self, name: str) -> Mapping[str, Any]:
-        """Return the content of CONFIG or SUMMARY; empty if the file cannot be read."""
+        """Return the content of config.toml or summary.json; {} if it cannot be read."""
         path = self.folder / name
         try:
             return _parse(path, path.stat().st_mtime_ns)
@@ -124,7 +136,7 @@ class RunFiles:
 
 @lru_cache
 def _parse(path: Path, mtime_ns: int) -> Mapping[str, Any]:
-    """Parse a JSON or TOML file; a changed file has another `mtime_ns`, so it is parsed again."""
+    """Parse a JSON or TOML file, again only after a change (another `mtime_ns`)."""
     return json.loads(path.read_bytes()) if path.suffix == ".json" else metrics.read_toml(path)
 
 
@@ -146,7 +158,8 @@ def status_of(run: RunFiles, *, now: float) -> str:
     seconds = now - run.newest_time
     if not seconds > stall_limit(number(run.last, "step_time", 0.0)):
         return "training" if run.rows else "empty"
-    is_running = run.live or is_held(run.folder / LOCK)  # None if the lock cannot be read
+    # The trainer holds the lock while it runs; None if the lock cannot be read.
+    is_running = run.live or is_held(run.folder / LOCK)
     if is_running:
         return "stalled" if run.rows else "empty"  # an evaluation before step 1 may take minutes
     return "silent" if is_running is None else "crashed"
@@ -158,32 +171,33 @@ class Tail:
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path, self._max_bytes = path, max_bytes
         self._inode, self._offset = -1, 0
-        self.pending = 0  # bytes left for the next read
+        self.pending = 0  # bytes left for the next read(); 0 once the end was reached
 
     def is_replaced(self) -> bool:
         """True if the path now names another file than before, or the file was truncated."""
         try:
-            status = self._path.stat()
-        except OSError:  # does not exist yet, or a share is unavailable
+            stat = self._path.stat()
+        except OSError:  # does not exist yet, or a network share is unavailable
             return False
-        is_same = status.st_ino == self._inode and status.st_size >= self._offset
+        is_same = stat.st_ino == self._inode and stat.st_size >= self._offset
         return self._inode >= 0 and not is_same
 
     def read(self) -> list[Row]:
         """Return the next rows, from at most BLOCK bytes."""
         try:
             with self._path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if self._inode < 0:
-                    self._inode = status.st_ino
-                    self._offset = max(0, status.st_size - self._max_bytes)
+                stat = os.fstat(file.fileno())
+                if self._inode < 0:  # first read
+                    self._inode = stat.st_ino
+                    self._offset = max(0, stat.st_size - self._max_bytes)
                 file.seek(self._offset)
                 block = file.read(BLOCK)
-        except OSError:  # does not exist yet, or a share is unavailable
+        except OSError:  # does not exist yet, or a network share is unavailable
             self.pending = 0
             return []
         is_full = len(block) == BLOCK
-        complete = block.rfind(b"\n") + 1
+        complete = block.rfind(b"\n") + 1  # size of the complete lines
+        # A full block without a newline is part of a line longer than BLOCK, which is skipped.
         self._offset += BLOCK if is_full and not complete else complete
-        self.pending = max(0, status.st_size - self._offset) if is_full else 0
+        self.pending = max(0, stat.st_size - self._offset) if is_full else 0
         return metrics.parse_rows(block[:complete])

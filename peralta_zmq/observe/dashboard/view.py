@@ -1,9 +1,10 @@
-"""Content of the dashboard: header, verdict, cards, charts, generators, events, samples.
+"""Content of the dashboard: verdict, cards, charts, generators, events, samples.
 
-`update` returns it as JSON for the page that app.py serves; `write_report` writes the page with its
-data into one HTML file. All numbers are formatted here, so that both show the same text. A NaN
-becomes null when the JSON is written. A sample is a group (all rollouts of one problem) of a step.
-Control characters in texts from other machines and from models are escaped.
+`update` returns the content as JSON for the page that app.py serves; `write_report` writes the page
+with its data into one HTML file. Numbers shown as text are formatted here, so that the page and the
+file show the same. A NaN becomes null when the JSON is written. A sample is a group (all rollouts
+of one problem) of a step. A session is one process of the trainer. Control characters in texts from
+other machines and from models are escaped.
 """
 
 from __future__ import annotations
@@ -47,14 +48,15 @@ from peralta_zmq.observe.run_state import (
 )
 from peralta_zmq.observe.verdict import verdict
 
-NUM_CHANGE = 20  # steps; the mean reward is compared with that of as many steps before
-MAX_EVENTS, MAX_MARKERS, MAX_GENERATORS = 60, 80, 200  # newest entries in one update
+NUM_CHANGE = 20  # the mean reward of the newest 20 steps is compared with that of the 20 before
+MAX_EVENTS, MAX_MARKERS = 60, 80  # newest events and markers in one update
+MAX_GENERATORS = 200  # first generators by name in one update
 MAX_SAMPLES = 12  # newest groups in one response
 MAX_ROLLOUTS, MAX_TEXT = 64, 6000  # rollouts of one group; characters of one text
 MAX_EVENT_TEXT = 300  # characters
 KEPT = "\n\t\u00a0\u3000"  # white space that is not escaped in samples
 REPORT_SECONDS = 60.0  # time limit for reading the files of one run for the HTML file
-# Events that are listed but not marked in the charts; run_files keeps publish and drop separately.
+# Events that are listed but not marked in the charts; RunFiles.events lacks "publish" and "drop".
 UNMARKED = {*EVALUATION_EVENTS, "worker_info", "last_report", "pool_refilled", "pool_returned"}
 
 STATIC = files("peralta_zmq.observe.dashboard") / "static"
@@ -64,19 +66,20 @@ ICON = re.compile(r'<link rel="icon"[^>]*>\n')
 
 
 def update(run: RunFiles, *, cursor: str = "", now: float) -> Json:
-    """Return the state of a run and the chart points added since the update with `cursor`.
+    """Return a run's state and the chart points added since the update with `cursor`.
 
-    A cursor identifies the points that the page has: RunFiles.generation, number of steps, number
-    of evaluations. If it is invalid or outdated, all points are sent and `reset` is True.
+    A cursor identifies the points that the page has: RunFiles.generation (which changes when these
+    points become invalid), number of steps, number of evaluations. If the cursor is invalid or
+    outdated, all points are sent and `reset` is True.
     """
     generation, num_steps, num_evaluations = _parse_cursor(cursor)
-    sent = (len(run.table.steps), len(run.accuracies))
-    reset = generation != run.generation or num_steps > sent[0]
-    is_new = reset or sent != (num_steps, num_evaluations)
+    available = (len(run.table.steps), len(run.accuracies))
+    reset = generation != run.generation or num_steps > available[0]
+    is_new = reset or available != (num_steps, num_evaluations)
     after = 0 if reset else num_steps
     charts = CHARTS if is_new else []
     return {
-        "cursor": f"{run.generation}:{sent[0]}:{sent[1]}",
+        "cursor": f"{run.generation}:{available[0]}:{available[1]}",
         "reset": reset,
         "loading": run.loading,
         "charts": [points(chart, run.table, run.accuracies, after=after) for chart in charts],
@@ -85,15 +88,15 @@ def update(run: RunFiles, *, cursor: str = "", now: float) -> Json:
 
 
 def write_report(folders: Sequence[Path], path: Path) -> Path:
-    """Write the dashboard of these runs, in their current state, atomically to `path`."""
+    """Write the dashboard of the runs in `folders` to one HTML file, atomically."""
     replace_file(path, report(open_runs(folders)).encode())
     return path
 
 
 def report(runs: Sequence[RunFiles]) -> str:
-    """Return the page with its data as HTML that loads nothing else.
+    """Return the page and its data as one HTML document that loads no other files.
 
-    Its content security policy allows only its own script and style.
+    Its content security policy allows only the script and the style in the document.
     """
     html = ICON.sub("", (STATIC / "index.html").read_text("utf-8"))
     style = "".join((STATIC / name).read_text("utf-8") for name in STYLE.findall(html))
@@ -114,7 +117,7 @@ def state(run: RunFiles, *, now: float) -> Json:
     status, rows = status_of(run, now=now), list(run.rows)
     events = list(merge(run.events, run.frequent_events, key=lambda row: number(row, "time", 0.0)))
     is_over = status in ENDED
-    if status in NOT_RUNNING:  # an evaluation without an end was interrupted
+    if status in NOT_RUNNING:  # an evaluation that has no end event is not running anymore
         events = [row for row in events if row.get("event") not in EVALUATION_EVENTS]
         is_over = is_over or not rows
     recent, generators = run_state(rows, events), generators_of(run, status)
@@ -135,8 +138,9 @@ def state(run: RunFiles, *, now: float) -> Json:
 def generators_of(run: RunFiles, status: str) -> list[Json]:
     """Return all generators that ever reported or joined, sorted by name.
 
-    `state` is "up"; "new" if the generator joined after the newest step; "gone" if it left or the
-    newest step has no metrics of it; "unknown" if the trainer does not run.
+    `state` is "up" if the newest step has metrics of the generator, "new" if the generator joined
+    later, and "gone" if it left or neither holds. "unknown" replaces "up" and "new" while the
+    trainer is not running.
     """
     reported = {key.split("/")[1] for key in run.table.columns if key.startswith("gen/")}
     up, left = membership(run.events)
@@ -146,14 +150,14 @@ def generators_of(run: RunFiles, status: str) -> list[Json]:
             number(run.last, f"gen/{name}/{key}")
             for key in ("step", "tokens_per_s", "blocked_frac", "reload_s", "groups")
         )
-        reports = math.isfinite(speed) or math.isfinite(groups)
+        has_metrics = math.isfinite(speed) or math.isfinite(groups)
         is_new = up.get(name, -math.inf) > number(run.last, "time", -math.inf)
-        if name in left or not (reports or is_new):
+        if name in left or not (has_metrics or is_new):
             generator_state = "gone"
         elif status in NOT_RUNNING:
             generator_state = "unknown"
         else:
-            generator_state = "up" if reports else "new"
+            generator_state = "up" if has_metrics else "new"
         generators.append(
             {
                 "name": printable(name),
@@ -170,7 +174,7 @@ def generators_of(run: RunFiles, status: str) -> list[Json]:
 
 
 def samples(run: RunFiles, *, after: int = 0) -> list[Json]:
-    """Return the newest groups with a number above `after`, oldest first; long texts are cut."""
+    """Return the newest samples with a number above `after`, oldest first."""
     newest = [entry for entry in run.samples if entry[0] > after][-MAX_SAMPLES:]
     return [_sample(index, row) for index, row in newest]
 
@@ -197,9 +201,9 @@ def _sample(index: int, row: Row) -> Json:
 
 
 def _data(runs: Sequence[RunFiles]) -> str:
-    """Return the data of all runs as JSON without `<`, so that it cannot end the script element.
+    """Return the data of all runs as JSON without `<`, for a script element.
 
-    Text that a model wrote therefore never becomes markup.
+    Text that a model wrote therefore cannot end the element and become markup.
     """
     now = time.time()
     for run in runs:
@@ -212,7 +216,7 @@ def _data(runs: Sequence[RunFiles]) -> str:
 
 
 def _hash(content: str) -> str:
-    """Return the source expression that allows an inline script or style in the policy."""
+    """Return the hash with which the security policy allows a script or style."""
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 
@@ -276,9 +280,11 @@ def _eta(run: RunFiles, session: Session, steps_left: float) -> str:
 
 def _cards(run: RunFiles, recent: RunState, generators: Sequence[Json]) -> list[Json]:
     def newest(key: str, spec: str = ",.0f") -> str:
+        """Format a metric of the newest step."""
         return format_number(number(run.last, key), spec)
 
     def derived(key: str) -> str:
+        """Format a number of the newest step that `derived_numbers` added to the table."""
         return format_number(run.table.value(key, len(run.table.steps) - 1), ",.0f")
 
     def card(id: str, label: str, value: str, note: str) -> Json:
@@ -307,7 +313,7 @@ def _cards(run: RunFiles, recent: RunState, generators: Sequence[Json]) -> list[
 
 
 def _reward_change(run: RunFiles) -> str:
-    """Return the mean reward of the newest steps minus the mean of as many steps before."""
+    """Compare the mean reward of the newest NUM_CHANGE steps with the steps before."""
     rewards = run.table.values("reward", after=max(0, len(run.table.steps) - 2 * NUM_CHANGE))
     finite = rewards[np.isfinite(rewards)]
     half = len(finite) // 2
@@ -318,6 +324,7 @@ def _reward_change(run: RunFiles) -> str:
 
 
 def _evaluation(run: RunFiles) -> tuple[str, str]:
+    """Return the newest held-out accuracy, and a note: its step, the first accuracy."""
     accuracies = run.accuracies
     if not accuracies:
         return "-", "none yet"
@@ -329,6 +336,7 @@ def _evaluation(run: RunFiles) -> tuple[str, str]:
 
 
 def _event(row: Row) -> Json:
+    """Return time, name and fields of an event, the fields as one line of text."""
     fields: Row = {}
     for key, value in row.items():  # fields of a nested object are listed like top-level fields
         if key not in ("time", "event", "incarnation"):
@@ -343,9 +351,9 @@ def _event(row: Row) -> Json:
 
 
 def _markers(run: RunFiles) -> list[Json]:
-    """Return the events to mark in the charts.
+    """Return the events to mark in the charts, each with a step as its position.
 
-    An event that has no step gets the step that was in progress at its time.
+    For an event without a step, this is the step that was in progress at the time of the event.
     """
     marked = [row for row in run.events if row.get("event") not in UNMARKED][-MAX_MARKERS:]
     times, steps = run.table.values("time"), run.table.steps
@@ -360,11 +368,12 @@ def _markers(run: RunFiles) -> list[Json]:
 
 
 def _parse_cursor(cursor: str) -> tuple[str, int, int]:
-    """Split a cursor into generation, steps and evaluations; an invalid one means the start."""
+    """Split a cursor into generation, steps, evaluations; ("", 0, 0) if invalid."""
     match = re.fullmatch(r"(.*):([0-9]{1,11}):([0-9]{1,11})", cursor)
     return (match[1], int(match[2]), int(match[3])) if match else ("", 0, 0)
 
 
 def _truncate(text: str) -> str:
+    """Escape `text`; replace all after MAX_TEXT characters by their number."""
     num_more, shown = len(text) - MAX_TEXT, printable(text[:MAX_TEXT], keep=KEPT)
     return shown if num_more <= 0 else f"{shown} ... ({num_more} more characters)"
