@@ -34,18 +34,18 @@ CHUNK = 1 << 20  # bytes read or written at a time
 # Part of temporary names: processes on two machines may share a NAS and have equal process ids.
 PROCESS_TAG = os.urandom(4).hex()
 RETRY_DELAYS = (0.05, 0.2, 0.5)  # seconds before each retry of a rename or a removal
-# Seconds before each retry during the outage of a disk or a NAS: doubled from the first to the
-# longest. A new version is promised 10 s after the outage, of which 2 s remain to write it.
+# Seconds before the first retry during the outage of a disk or a NAS; doubled at each retry up to
+# the longest delay. A new version is promised within 10 s after an outage: 8 s delay, 2 s to write.
 FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY = 1.0, 8.0
 # Fields of a manifest other than `files`, or a function that returns the fields and is called after
 # the files are written.
 About: TypeAlias = "Mapping[str, Any] | Callable[[], Mapping[str, Any]]"
 Content: TypeAlias = "bytes | Iterable[bytes | memoryview]"  # of a file, whole or in pieces
 STEP_NAME = re.compile(r"step_\d{6,8}")  # name of a folder or file, without suffix
-# What reading fields from JSON of an unknown writer may raise: OverflowError comes from int(1e999),
+# Exceptions that reading fields from untrusted JSON may raise: OverflowError comes from int(1e999),
 # RecursionError from deeply nested brackets.
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-# File names without path separators that are not hidden: a name in a manifest from another machine
+# File name that is not hidden and has no path separator: a name in a manifest from another machine
 # must not lead to another folder.
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 MAX_NAME = 128  # bytes of the name of a run or a generator, which is also a file name
@@ -67,13 +67,13 @@ class Manifest:
 
 
 def write_folder(final: Path, files: Mapping[str, Content], about: About) -> Manifest:
-    """Write the folder `final`, which becomes visible in one rename, when it is complete.
+    """Write the folder `final`; a rename makes it visible when it is complete.
 
     Raises OSError, after removing the partial folder. A failed fsync is not repeated, because the
     second call may succeed without having written the data.
     """
     temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}-{PROCESS_TAG}")
-    parent = os.open(final.parent, os.O_RDONLY)  # opened now: must not fail after the rename
+    parent = os.open(final.parent, os.O_RDONLY)  # now, so that it cannot fail after the rename
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         failpoint("atomic_files.cleared")
@@ -123,7 +123,7 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o644) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder. Raises OSError if it is incomplete, CorruptError if damaged."""
+    """The manifest of a folder. Raises OSError if a file is missing, CorruptError if damaged."""
     text = (folder / MANIFEST).read_bytes()
     return parse_manifest(text, stable=(folder / STABLE).read_bytes(), where=str(folder))
 
@@ -147,7 +147,10 @@ def parse_manifest(text: bytes, *, stable: bytes, where: str) -> Manifest:
 
 
 def read_verified(folder: Path, name: str, manifest: Manifest) -> Iterator[bytes]:
-    """A file of a folder in chunks. Raises CorruptError after the last chunk if it is damaged."""
+    """A file of a folder, in chunks.
+
+    Raises CorruptError after the last chunk if the file is damaged.
+    """
     return verified(read_chunks(folder / name), str(folder / name), manifest.files[name])
 
 
@@ -169,7 +172,10 @@ def verified(chunks: Iterable[bytes], where: str, expected: tuple[int, str]) -> 
 
 
 def read_chunks(path: Path, *names: str, start: int = 0) -> Iterator[bytes]:
-    """The bytes of a file from offset `start`, in chunks. Opens it and raises as `open_regular`."""
+    """The bytes of a file from offset `start`, in chunks.
+
+    The file is opened by `open_regular`, with its errors.
+    """
     descriptor = open_regular(path, *names)
     try:
         os.lseek(descriptor, start, os.SEEK_SET)
@@ -182,11 +188,11 @@ def read_chunks(path: Path, *names: str, start: int = 0) -> Iterator[bytes]:
 def open_regular(path: Path, *names: str) -> int:
     """Open a file for reading: `path`, or `names[-1]` in the folder `path`/`names[0]`/...
 
-    Raises OSError; FileNotFoundError also if it is not a regular file, because a named pipe would
-    block, or if one of `names` is a symbolic link: anyone with write access to the folder `path`
+    Raises OSError; FileNotFoundError also for a file that is not regular (a named pipe would block)
+    and for a symbolic link in `names`: by a link, anyone with write access to the folder `path`
     could make this process read or serve other files of this machine.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK  # a named pipe would block without the last
+    flags = os.O_RDONLY | os.O_NONBLOCK  # O_NONBLOCK: opening a named pipe would block
     descriptor = os.open(path, flags)
     for name in names:
         parent = descriptor
@@ -225,7 +231,7 @@ def remove_folder(folder: Path) -> None:
 def sweep(folder: Path) -> None:
     """Delete the temporary files and folders in `folder` that killed processes left.
 
-    Only for the process that alone may write there: the files of another writer could be in use.
+    Call it only if no other process writes to `folder`: temporary files in use are deleted too.
     """
     for path in (*folder.glob(".tmp-*"), *folder.glob(".trash-*")):
         if path.is_dir():
@@ -250,7 +256,7 @@ def is_held(lock: Path) -> bool | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server on `host`, so that it needs no password."""
+    """Whether a server on `host` is reachable from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:  # a host name, a network interface, or *
@@ -290,26 +296,27 @@ def sync_folder(folder: Path) -> None:
 def _write(path: Path, content: Content, mode: int = 0o644) -> tuple[int, str]:
     """Write a new file and fsync it; return its size and sha256.
 
-    The fsync is on the descriptor that wrote, because only that one reports write errors of a NAS.
+    The file is not reopened for the fsync: a NAS reports write errors only to the descriptor that
+    wrote.
     """
-    written, sha256 = 0, hashlib.sha256()
+    size, sha256 = 0, hashlib.sha256()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         failpoint("atomic_files.opened")
         for chunk in chunks_of(content):
             sha256.update(chunk)
-            written += len(chunk)
+            size += len(chunk)
             while chunk:  # a call may write only a part
                 chunk = chunk[os.write(descriptor, chunk) :]
             failpoint("atomic_files.chunk")
         _sync(descriptor)
     finally:
         os.close(descriptor)
-    return written, sha256.hexdigest()
+    return size, sha256.hexdigest()
 
 
 def chunks_of(content: Content) -> Iterator[memoryview]:
-    """The content in flat buffers of at most CHUNK bytes."""
+    """The content in buffers of at most CHUNK bytes."""
     for buffer in (content,) if isinstance(content, bytes) else content:
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), CHUNK):
@@ -317,7 +324,7 @@ def chunks_of(content: Content) -> Iterator[memoryview]:
 
 
 def _rename(source: Path, target: Path) -> None:
-    """Rename; retry EACCES and EBUSY: a virus scanner or a NAS may hold a new folder briefly."""
+    """Rename, with retries: a virus scanner or a NAS may hold a new folder for a moment."""
     for delay in RETRY_DELAYS:
         try:
             return os.rename(source, target)
@@ -329,7 +336,7 @@ def _rename(source: Path, target: Path) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Remove a folder; retry, because NFS briefly keeps a renamed copy of a deleted open file."""
+    """Remove a folder, with retries: NFS keeps a deleted open file for a moment, renamed."""
     for delay in RETRY_DELAYS:
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -364,7 +371,7 @@ def failpoint(name: str) -> None:
     """Kill this process (SIGKILL) if the environment variable PERALTA_FAILPOINT has this name.
 
     Only tests set the variable. `PERALTA_FAILPOINT=publish.visible:3` kills at the third call with
-    this name; commas separate several. Without the variable a call is one dictionary lookup.
+    this name; commas separate several names. Without the variable a call is one dictionary lookup.
     """
     if name not in _failpoints:
         return

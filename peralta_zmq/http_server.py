@@ -1,9 +1,9 @@
 """HTTP server base of the trainer's weight server and of the verifier.
 
-The weight server serves published weights, and the verifier problems and rewards, to generators on
-other machines. Every connection has a daemon thread, which closes it after IDLE_TIMEOUT_SECONDS. A
-server that other machines can reach must have a password, the token, which clients send in each
-request as a bearer token.
+Generators on other machines fetch published weights from the weight server, and problems and
+rewards from the verifier. Each connection has a daemon thread, which closes the connection when it
+is idle for IDLE_TIMEOUT_SECONDS. A server that other machines can reach must have a password, the
+token, which clients send in each request as a bearer token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class RequestHandler(BaseHTTPRequestHandler):
-    """Base class of request handlers; subclasses implement do_GET or do_POST."""
+    """Base class of request handlers; subclasses implement do_GET or do_POST.
+
+    Subclasses must call `is_authorized` before they answer.
+    """
 
     protocol_version = "HTTP/1.1"
     timeout = IDLE_TIMEOUT_SECONDS
@@ -54,8 +57,8 @@ class RequestHandler(BaseHTTPRequestHandler):
 class HttpServer:
     """Serves requests in background threads. Use with `contextlib.closing`.
 
-    `port_setting` is the name of the setting that `port` comes from, for error messages; its
-    section also has the setting `token_file`. `attributes` become class attributes of the handler.
+    `port_setting` is the setting of `port`, as SECTION.NAME; error messages name it and the setting
+    SECTION.token_file. `attributes` become class attributes of the handler.
     Raises ConfigError if the port is in use, or if other machines can reach it and `token` is None.
     """
 
@@ -82,7 +85,7 @@ class HttpServer:
                 f"{port_setting} {port} cannot be used ({error.strerror}); choose another"
             ) from None
         self._server.handle_error = _log_error
-        self.port = int(self._server.server_address[1])  # the assigned one if `port` is 0
+        self.port = int(self._server.server_address[1])  # the assigned port if `port` is 0
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(STOP_POLL_SECONDS,), daemon=True
         )

@@ -1,7 +1,7 @@
-"""Storage backends of the weight store: the protocol, and the backend for local or mounted folders.
+"""Storage backends of the weight store: their interface, and the backend for folders.
 
-Also events for new names in such a folder, and a probe file with which `bin/doctor` checks that two
-machines have mounted the same folder.
+Also `FolderWatcher`, which reports new names in a folder, and `ProbeFile`, with which `bin/doctor`
+checks that two machines have mounted the same folder.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from peralta_zmq.atomic_files import About, Content, CorruptError, Manifest
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.weights.leases import FolderLeases
 
-PROBE_FILE = "doctor-"  # beginning of the file name
+PROBE_PREFIX = "doctor-"  # beginning of a probe file's name
 MAX_SMALL_FILE = 64 << 20  # bytes, e.g. of a manifest
 
 
 class StorageBackend(Protocol):
     """Folders of immutable files, one level deep. Every method may raise OSError."""
 
-    address: str
-    leases: FolderLeases
+    address: str  # folder or URL
+    leases: FolderLeases  # files with which processes coordinate
 
     def names(self) -> list[str]:
         """Names of all folders and files in the store, including those of other programs."""
         ...
 
     def path(self, name: str) -> Path:
-        """Path of a folder; for a store that is not a folder, the name alone."""
+        """Path of a folder in a local or mounted store; elsewhere the name alone."""
         ...
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
@@ -46,7 +46,8 @@ class StorageBackend(Protocol):
     def write_folder(self, name: str, files: Mapping[str, Content], about: About) -> Manifest:
         """Write a folder atomically: its files, then manifest.json, then STABLE.
 
-        `about` has the fields of the manifest, or returns them after the files are written.
+        manifest.json has the sizes and hashes of the files, STABLE the hash of manifest.json.
+        `about` has the other fields of the manifest, or returns them after the files are written.
         """
         ...
 
@@ -65,9 +66,10 @@ class StorageBackend(Protocol):
 
 
 def open_backend(address: str, *, token: str | None = None) -> StorageBackend:
-    """Open a folder, http://HOST:PORT (weights.serve_port of a trainer) or s3://BUCKET/PREFIX.
+    """Open a folder, http://HOST:PORT or s3://BUCKET/PREFIX.
 
-    Raises ConfigError for another scheme, or if the library for the scheme is not installed.
+    At http://HOST:PORT a trainer serves its weights folder (weights.serve_port); `token` is the
+    password. Raises ConfigError for another scheme, or if the library for S3 is not installed.
     """
     scheme, separator, _ = address.partition("://")
     if not separator:
@@ -96,7 +98,7 @@ def read_small(backend: StorageBackend, path: str) -> bytes:
 
 
 class LocalBackend:
-    """A folder on this machine; it may be mounted from a NAS, slow, full, read-only or missing."""
+    """A local folder or a mounted NAS; it may be slow, full, read-only or missing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -112,7 +114,10 @@ class LocalBackend:
         return self.folder / name
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
-        """A regular file in chunks; not by mmap, which raises SIGBUS if a NAS removes the file."""
+        """A regular file in chunks, from offset `start`.
+
+        Not through mmap: if a NAS removes a mapped file, reading the mapping raises SIGBUS.
+        """
         return atomic_files.read_chunks(self.folder, *path.split("/"), start=start)
 
     def write_folder(self, name: str, files: Mapping[str, Content], about: About) -> Manifest:
@@ -154,7 +159,7 @@ class LocalBackend:
 class ProbeFile:
     """A file in a weights folder, to check whether another machine has mounted the same folder.
 
-    Use with `closing`. The name has no leading dot, because `FolderWatcher` ignores such names.
+    Use with `closing`. The name has no leading dot, because `FolderWatcher` ignores hidden names.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -163,14 +168,14 @@ class ProbeFile:
     def create(self) -> str:
         """Create a file with a new name, remove the previous one, and return the name."""
         self.close()
-        name = f"{PROBE_FILE}{os.urandom(4).hex()}"
+        name = f"{PROBE_PREFIX}{os.urandom(4).hex()}"
         atomic_files.replace_file(self._folder / name, b"")
         return name
 
     def close(self) -> None:
         """Remove all probe files, including those of killed processes."""
         with contextlib.suppress(OSError):
-            for file in self._folder.glob(f"{PROBE_FILE}*"):
+            for file in self._folder.glob(f"{PROBE_PREFIX}*"):
                 file.unlink(missing_ok=True)
 
 
@@ -188,26 +193,28 @@ class FolderWatcher:
         self._observer.start()
 
     def is_current(self) -> bool:
-        """False if the path now is another folder than the watched one, e.g. after a mount."""
+        """Whether the path still leads to the watched folder; a mount may replace it."""
         with contextlib.suppress(OSError):
             return os.path.samestat(self._stat, os.stat(self._folder))
         return True
 
     def close(self) -> None:
-        """Stop the thread; does not wait longer than 1 s, as an unresponsive mount may block it."""
+        """Stop the thread; waits at most 1 s: an unresponsive mount may block it."""
         self._observer.stop()
         self._observer.join(timeout=1.0)
 
 
 class _NewNames(FileSystemEventHandler):
+    """Calls `on_change` for each new name that is not hidden."""
+
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
 
     def on_moved(self, event: FileSystemEvent) -> None:
-        self._on_change()  # versions appear by a rename; other events, e.g. of reads, are ignored
+        self._on_change()  # a version gets its name by a rename
 
     def on_created(self, event: FileSystemEvent) -> None:
-        if not Path(str(event.src_path)).name.startswith("."):  # leases, marks, temporary folders
+        if not Path(str(event.src_path)).name.startswith("."):  # a lease or temporary folder
             self._on_change()
 
 

@@ -26,19 +26,23 @@ from numpy.typing import NDArray
 from peralta_zmq.weights.tensor_set import CHUNK, specs_of
 
 MAGIC, END = b"PZD1", b"\0\0"  # END: a name of length 0
-LEVEL = 1  # of zstd; higher levels are slower and hardly smaller
-CONTINUE, WIDE = 255, -128  # gap byte that continues in the next one; mark of a wide step
+LEVEL = 1  # zstd level; higher levels are slower, and the files hardly smaller
+CONTINUE = 255  # gap byte that is followed by another byte of the same gap
+WIDE = -128  # step byte that stands for a wide step
 DTYPES = {torch.bfloat16, torch.float16}
 Bits: TypeAlias = NDArray[np.int16]
 
 
-def unsuitable(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Why deltas of these tensors would not be smaller than keyframes; None if they may be."""
+def reason_against(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """The reason not to write deltas of these tensors, or None if there is none.
+
+    Without deltas, all tensors are written for each version (a keyframe).
+    """
     if others := {tensor.dtype for tensor in tensors.values()} - DTYPES:
         name = str(min(others, key=str)).removeprefix("torch.")
-        return f"all elements of {name} weights change"
+        return f"deltas need 16-bit float weights, not {name}"
     if tensors and all("lora_" in name for name in tensors):
-        return "an adapter is small and all its elements change"
+        return "an adapter is small, and all its elements change at each step"
     return None
 
 
@@ -47,12 +51,13 @@ def encode(
     tensors: Mapping[str, torch.Tensor],
     checksums: dict[str, int],
 ) -> Iterator[bytes]:
-    """The delta from `base` to `tensors` in pieces; adds the crc32 of each tensor to `checksums`.
+    """The delta file from `base` to `tensors`, in pieces.
 
-    Both sets have equal names, shapes and 16-bit dtypes.
+    Both sets have equal names, shapes and 16-bit dtypes. Adds the crc32 of each tensor of `tensors`
+    to `checksums`.
     """
     assert specs_of(base) == specs_of(tensors)
-    # Hardly search for repetitions, which are rare in gaps and steps.
+    # Spend little time on the search for repetitions: gaps and steps have few.
     settings = zstandard.ZstdCompressionParameters.from_level(
         LEVEL, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6
     )
@@ -73,9 +78,10 @@ def encode(
 
 
 def apply(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Change `tensors` from the base to the result, in place; returns the crc32 of each tensor.
+    """Apply a delta to `tensors` in place; returns the crc32 of each resulting tensor.
 
-    Raises ValueError if the delta is malformed or has another base; the tensors are then invalid.
+    Raises ValueError if the delta is malformed or was computed from other tensors. `tensors` may
+    then be partly changed.
     """
     decompressor = zstandard.ZstdDecompressor()
     remaining = dict(tensors)
@@ -84,21 +90,23 @@ def apply(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]
     while length := struct.unpack("<H", _read(file, 2))[0]:
         name = _read(file, length).decode("utf-8", errors="replace")
         _require(name in remaining, f"unknown tensor {name!r:.80}")
-        flat = bits_of(remaining.pop(name))
-        _require(struct.unpack("<Q", _read(file, 8))[0] == len(flat), f"{name} has another size")
+        bits = bits_of(remaining.pop(name))
+        elements = struct.unpack("<Q", _read(file, 8))[0]
+        _require(elements == len(bits), f"{name} has {len(bits)} elements, the delta {elements}")
         checksum = 0
-        for start in range(0, len(flat), CHUNK):
-            piece = flat[start : start + CHUNK]
+        for start in range(0, len(bits), CHUNK):
+            piece = bits[start : start + CHUNK]
             _apply_piece(file, piece, decompressor)
             checksum = crc32(memoryview(cast(Any, piece)), checksum)
         checksums[name] = checksum
-        _require(struct.unpack("<I", _read(file, 4))[0] == checksum, f"{name} has another base")
+        expected = struct.unpack("<I", _read(file, 4))[0]
+        _require(checksum == expected, f"{name} differs: the delta has another base, or is damaged")
     _require(not remaining, f"the delta lacks {next(iter(remaining), '')}")
     return checksums
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:
-    """The bit patterns of a 16-bit tensor as a flat view."""
+    """The bit patterns of a 16-bit tensor, as a one-dimensional view."""
     return cast(Bits, tensor.detach().reshape(-1).view(torch.int16).numpy())
 
 
@@ -110,9 +118,9 @@ def ordered(bits: Bits) -> Bits:
 def _encode_piece(old: Bits, new: Bits, compressor: Any) -> bytes:
     changed = np.flatnonzero(old != new)
     if len(changed) == 0:
-        return bytes(24)
+        return bytes(24)  # header: the six sizes are 0
     gaps = np.diff(changed, prepend=-1) - 1
-    steps = ordered(new[changed]) - ordered(old[changed])  # modulo 65536; int16 addition undoes it
+    steps = ordered(new[changed]) - ordered(old[changed])  # may wrap; `_apply_piece` wraps back
     narrow = steps.astype(np.int8)
     is_wide = (narrow != steps) | (narrow == WIDE)
     narrow[is_wide] = WIDE
@@ -125,42 +133,48 @@ def _encode_piece(old: Bits, new: Bits, compressor: Any) -> bytes:
     return b"".join([header, *compressed])
 
 
-def _apply_piece(file: BinaryIO, flat: Bits, decompressor: Any) -> None:
+def _apply_piece(file: BinaryIO, piece: Bits, decompressor: Any) -> None:
+    """Read one piece of a delta and change `piece`, a view of the tensor, in place."""
     sizes = struct.unpack("<6I", _read(file, 24))
     gaps, narrow, wide = (
-        np.frombuffer(_decompress(file, sizes[i], sizes[i + 1], len(flat), decompressor), dtype)
+        np.frombuffer(_decompress(file, sizes[i], sizes[i + 1], len(piece), decompressor), dtype)
         for i, dtype in ((0, np.uint8), (2, np.int8), (4, "<i2"))
     )
     changed = _positions(gaps)
     _require(len(changed) == len(narrow), "the numbers of gaps and steps differ")
     if len(changed) == 0:
         return
-    _require(int(changed[-1]) < len(flat), "a change beyond the end of the tensor")
+    _require(int(changed[-1]) < len(piece), "a change is beyond the end of its piece")
     steps = narrow.astype(np.int16)
     is_wide = narrow == WIDE
     _require(int(is_wide.sum()) == len(wide), "the number of wide steps differs")
     steps[is_wide] = wide
-    flat[changed] = ordered(ordered(flat[changed]) + steps)
+    piece[changed] = ordered(ordered(piece[changed]) + steps)
 
 
 def _decompress(
     file: BinaryIO, size: int, frame_size: int, elements: int, decompressor: Any
 ) -> bytes:
-    """Read one stream; refuses sizes that `elements` changed elements cannot have."""
+    """Read one stream of `size` bytes, compressed to `frame_size` bytes.
+
+    Raises ValueError if it is malformed, or too large for a piece of `elements` elements.
+    """
+    # Wide steps take at most 2 bytes for each element; gaps take 1 byte for each change and 1 for
+    # every 255 unchanged elements. Compression adds little to a stream that it cannot shrink.
     limit = 2 * elements + elements // CONTINUE
     _require(size <= limit and frame_size <= 2 * size + 64, "a stream exceeds its maximum size")
     if size == 0:
         return b""
     frame = _read(file, frame_size)
     try:
-        _require(zstandard.frame_content_size(frame) == size, "a stream of another size")
+        _require(zstandard.frame_content_size(frame) == size, "another size than in the header")
         return cast(bytes, decompressor.decompress(frame))
     except zstandard.ZstdError as error:
         raise ValueError(f"not zstd: {error}") from None
 
 
 def _gap_bytes(gaps: NDArray[np.int64]) -> bytes:
-    """The bytes of the gaps: one for each 255, and the remainder."""
+    """Encode each gap: a byte 255 for every 255 elements, then a byte for the remainder."""
     if not (gaps >= CONTINUE).any():
         return gaps.astype(np.uint8).tobytes()
     ends = np.cumsum(gaps // CONTINUE + 1) - 1

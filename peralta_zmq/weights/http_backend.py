@@ -1,7 +1,7 @@
 """A trainer's weights folder over HTTP, read-only, for machines without a shared folder.
 
 The trainer calls `serve_weights`, generators use `HttpBackend`. A password (token) keeps other
-clients out. Traffic is not encrypted; readers detect damage by the hashes in the manifests.
+clients out. Traffic is not encrypted; clients detect damage by the hashes in the manifests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from peralta_zmq.weights.leases import FolderLeases
 from peralta_zmq.weights.version import RUN_FILE, VERSION_NAME
 
 CLIENT_TIMEOUT_SECONDS = 20.0  # without a byte from the server
-RANGE = re.compile(r"bytes=(\d{1,18})-")  # header of a client that resumes a transfer
+RANGE = re.compile(r"bytes=(\d{1,18})-")  # value of the header Range, with which a client resumes
 VERSION_FILE = re.compile(rf"/({VERSION_NAME.pattern})/({PLAIN_NAME.pattern})")
 
 
@@ -57,7 +57,10 @@ class HttpBackend:
         return Path(name)
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
-        """A file in chunks. Raises ConnectionError if resuming may help, another OSError if not."""
+        """A file in chunks, from offset `start`.
+
+        Raises ConnectionError or TimeoutError if the caller can resume, another OSError if not.
+        """
         headers = self._headers | ({"Range": f"bytes={start}-"} if start else {})
         connection = http.client.HTTPConnection(
             self._host, self._port, timeout=CLIENT_TIMEOUT_SECONDS
@@ -69,12 +72,13 @@ class HttpBackend:
                 self._check_status(response.status, path, start)
                 while chunk := response.read(CHUNK):
                     yield chunk
-                if response.length:  # read(n) does not raise for a connection that ends early
+                if response.length:  # bytes still missing; read(n) returns b"" without an error
                     raise ConnectionError(f"{self.address}: the connection ended early")
             except http.client.HTTPException as error:
                 raise ConnectionError(f"{self.address}: {type(error).__name__}") from None
 
     def _check_status(self, status: int, path: str, start: int) -> None:
+        """Raise OSError unless the response has the file from offset `start`."""
         if status == HTTPStatus.NOT_FOUND:
             raise FileNotFoundError(path)
         if status == HTTPStatus.UNAUTHORIZED:
@@ -83,14 +87,14 @@ class HttpBackend:
             raise OSError(f"{self.address} returned HTTP status {status} for {path}")
 
     def _refuse(self, *arguments: Any, **options: Any) -> Any:
-        """Raises StoreError; stands for every method that only a trainer needs."""
+        """Raise StoreError; replaces the methods that write to a store."""
         raise StoreError(f"{self.address} is read-only; a trainer publishes to a folder")
 
     write_folder = write_file = remove = prepare = free_bytes = _refuse
 
 
 def serve_weights(folder: Path, *, host: str, port: int, token: str | None) -> HttpServer:
-    """Serve a weights folder. Raises ConfigError, as `HttpServer`."""
+    """Serve a weights folder. Raises ConfigError as `HttpServer` does."""
     return HttpServer(
         _Handler,
         host=host,
@@ -102,7 +106,10 @@ def serve_weights(folder: Path, *, host: str, port: int, token: str | None) -> H
 
 
 class _Handler(RequestHandler):
-    """GET / lists the versions, GET /RUN.json and /step_N/FILE (Range: bytes=N-) return files."""
+    """GET / lists the versions; GET /RUN.json and /step_NUMBER/FILE return files.
+
+    RUN.json names the run that owns the store. A header `Range: bytes=START-` is supported.
+    """
 
     backend: LocalBackend
 
@@ -125,6 +132,7 @@ class _Handler(RequestHandler):
             self.respond(HTTPStatus.NOT_FOUND)
 
     def _send_file(self, *path: str) -> None:
+        """Send a file of the folder, from the offset that the client requested."""
         requested = RANGE.fullmatch(self.headers.get("Range", ""))
         with os.fdopen(open_regular(self.backend.folder, *path), "rb") as file:
             size = os.fstat(file.fileno()).st_size

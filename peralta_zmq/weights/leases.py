@@ -1,9 +1,9 @@
-"""Publishing lease and read marks: files with which processes coordinate in one weights folder.
+"""Publishing lease and read marks: files that coordinate processes in a weights folder.
 
 A trainer holds the publishing lease, so that no second trainer publishes to the folder. A process
-that reads a version marks it, so that the trainer does not remove it meanwhile. Both expire,
-because a killed process leaves its files behind. Ages are differences of mtimes in the folder: the
-clocks of two machines on one NAS may differ.
+that reads a version marks it, so that the trainer does not remove it meanwhile. Leases and marks
+expire, because a killed process leaves its files behind. The age of a file is the difference of two
+mtimes in the folder, because the clocks of two machines on one NAS may differ.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from peralta_zmq.atomic_files import MALFORMED, PROCESS_TAG, read_chunks, replac
 LEASE, READ_MARK = ".lease-", ".reading-"  # beginnings of the file names
 LEASE_SECONDS = 30.0  # until a lease that is not renewed expires; trainers renew every 10 s
 READ_MARK_SECONDS = 3600.0  # until a read mark expires
-# Start times of one process may differ by this: Linux computes them from the boot time, which it
-# rounds to seconds and changes with the clock.
+# Two reads of one process's start time may differ by this: Linux computes it from the boot time,
+# which is rounded to seconds and changes when the clock is set.
 START_TOLERANCE_SECONDS = 5.0
 
 
 class FolderLeases:
     """The lease and the read marks that this process creates in a folder.
 
-    Stores that are not folders (HTTP, object stores) have none: with None as the folder a lease is
-    always granted and nothing is marked. Every method may raise OSError.
+    `folder` is None for HTTP and object stores, which have no such files: `acquire` then always
+    succeeds and `reading` marks nothing. Every method may raise OSError.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._lease: Path | None = None  # of this process, from `acquire` to `release`
+        self._lease: Path | None = None  # file of this process's lease
 
     def acquire(self) -> str | None:
-        """Acquire the publishing lease; returns the holder if another trainer has it.
+        """Acquire the publishing lease; returns None, or the trainer that has it already.
 
-        The holder alone may write versions: this removes expired leases and temporary files.
+        Only the holder may write versions. The new holder therefore also removes expired leases and
+        the temporary files of killed processes.
         """
         if self._folder is None:
             return None
@@ -50,7 +51,7 @@ class FolderLeases:
         started = psutil.Process().create_time()
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
         replace_file(self._lease, json.dumps(owner).encode())
-        if holder := self.holder(self._lease.stat().st_mtime):
+        if holder := self.holder(now=self._lease.stat().st_mtime):
             self._lease.unlink(missing_ok=True)
             return holder
         for expired in self._other_leases(self._folder):
@@ -59,10 +60,10 @@ class FolderLeases:
         return None
 
     def confirm(self) -> str | None:
-        """Renew the acquired lease; returns the holder if another trainer has taken it over.
+        """Renew the acquired lease; returns None, or the trainer that took it over.
 
-        That happens after it has expired, for example while this machine slept. Acquires the lease
-        again if its file is missing and no other trainer has one.
+        Another trainer removes this lease once it has expired, for example while this machine
+        slept. If no trainer has a lease now, this process acquires it again.
         """
         if self._lease is None:
             return None
@@ -73,21 +74,25 @@ class FolderLeases:
         return None
 
     def holder(self, now: float) -> str | None:
-        """Another process with a valid lease, as 'pid 7 on HOST'; `now` is an mtime, in seconds."""
+        """The other process that has a valid lease, as 'pid 7 on HOST', or None.
+
+        `now` is the mtime of a file in the folder that was just written, in seconds.
+        """
         for lease in self._other_leases(self._folder) if self._folder else ():
             with contextlib.suppress(FileNotFoundError, *MALFORMED):
                 owner = cast("dict[str, Any]", json.loads(b"".join(read_chunks(lease))))
-                if now - lease.stat().st_mtime < LEASE_SECONDS and _may_be_alive(owner):
+                if now - lease.stat().st_mtime < LEASE_SECONDS and _may_be_running(owner):
                     return f"pid {owner['pid']} on {owner['host']}"
         return None
 
     def _other_leases(self, folder: Path) -> list[Path]:
+        """Files of the leases of other processes, valid or expired."""
         return [file for file in sorted(folder.glob(f"{LEASE}*")) if file != self._lease]
 
     def renew(self) -> None:
-        """Renew the lease by setting its mtime, and the mtime of the folder.
+        """Renew the lease by setting its mtime.
 
-        NFS clients list a folder again when its mtime changes.
+        Also sets the mtime of the folder, because NFS clients then list the folder again.
         """
         if lease := self._lease:
             os.utime(lease)
@@ -118,9 +123,9 @@ class FolderLeases:
     def being_read(self) -> set[str]:
         """Names of the folders with a valid mark; removes expired marks.
 
-        Without the lease no mark counts as expired.
+        The mtime of this process's lease is the current time. Without the lease no mark is expired.
         """
-        marked, now = set[str](), 0.0
+        marked, now = set[str](), 0.0  # 0: no mark is expired
         if self._lease:
             with contextlib.suppress(OSError):
                 now = self._lease.stat().st_mtime
@@ -133,10 +138,11 @@ class FolderLeases:
         return marked
 
 
-def _may_be_alive(owner: Mapping[str, Any]) -> bool:
-    """False for this process and for processes of this machine that have ended.
+def _may_be_running(owner: Mapping[str, Any]) -> bool:
+    """Whether the owner of a lease is another process, which may still be running.
 
-    The start time tells a process from a later one with the same number.
+    False only for this process and for processes of this machine that have ended. The start time
+    distinguishes a process from a later process with the same pid.
     """
     if owner["host"] != socket.gethostname():
         return True

@@ -19,22 +19,22 @@ from peralta_zmq.atomic_files import About, Content, Manifest
 from peralta_zmq.errors import import_extra
 from peralta_zmq.weights.leases import FolderLeases
 
-UNLIMITED = 1 << 62  # bytes free
+UNLIMITED = 1 << 62  # free bytes
 PART = 8 << 20  # bytes of one part of a multipart upload
 
 
 class ObjectStoreBackend:
     """Store at s3://BUCKET/PREFIX.
 
-    It has no leases, so two trainers must not use the same prefix, and no read marks:
-    `weights.keep_seconds` protects slow readers.
+    It has no publishing lease: two trainers must not use the same prefix. It has no read marks:
+    `weights.keep_seconds` must be long enough for the slowest reader.
     """
 
     def __init__(self, address: str) -> None:
         self._obstore = import_extra("obstore", extra="s3", needed_by=f"weights.dir '{address}'")
-        plain = os.environ.get("AWS_ENDPOINT", "").startswith("http://")
+        is_plain_http = os.environ.get("AWS_ENDPOINT", "").startswith("http://")
         self._bucket: Any = self._obstore.store.from_url(
-            address, client_options={"allow_http": plain, "timeout": "60s"}
+            address, client_options={"allow_http": is_plain_http, "timeout": "60s"}
         )
         self.address = address
         self.leases = FolderLeases(None)
@@ -70,7 +70,7 @@ class ObjectStoreBackend:
         self._put(name, content)
 
     def remove(self, name: str) -> None:
-        """Delete the objects of a folder, STABLE first, so that no reader starts."""
+        """Delete a folder, STABLE first: readers skip a folder without it."""
         with contextlib.suppress(OSError), self._as_os_error():
             pages = self._obstore.list(self._bucket, f"{name}/")
             paths = [entry["path"] for page in pages for entry in page]

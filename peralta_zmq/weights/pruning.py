@@ -1,4 +1,7 @@
-"""Pruning: the trainer removes old weight versions after it has published a new one."""
+"""Pruning: the trainer removes old weight versions after it has published a new one.
+
+A version is a keyframe (all weights) or a delta, which needs its parent, an earlier version.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import Version, folder_name
 
-MAX_OBSOLETE_VERSIONS = 64  # kept for slow readers; more are removed however new they are
+MAX_OBSOLETE_VERSIONS = 64  # kept for slow readers; the oldest beyond these are removed at once
 KEPT_LOADS = 3.0  # an obsolete version is kept for this many times the duration of the slowest load
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which versions pruning keeps; all others are obsolete."""
+    """Which versions are not obsolete, and for how long obsolete versions are kept."""
 
-    last: int = 3  # the newest versions
-    interval: int | None = None  # also every version whose number is a multiple of this
-    seconds: float = 0.0  # for which a version is kept after it became obsolete
+    last: int = 3  # number of newest versions, which are not obsolete
+    interval: int | None = None  # multiples of this number are not obsolete either
+    seconds: float = 0.0  # an obsolete version is kept at least for this time
 
 
 KEEP_LAST_THREE = Retention()
@@ -29,28 +32,31 @@ KEEP_LAST_THREE = Retention()
 class Pruner:
     """Removes obsolete versions after slow readers had time to load them.
 
-    Keeps the versions that `retention` selects, the versions that their deltas need, and versions
-    that are being read.
+    Keeps the versions that `retention` selects, their parents back to a keyframe, and versions that
+    are being read.
     """
 
     def __init__(self, store: WeightStore, retention: Retention) -> None:
         self._store, self._retention = store, retention
-        self._parents: dict[int, int] = {}  # by version number; -1 for keyframes
+        self._parents: dict[int, int] = {}  # parent by version number; -1 for keyframes
         self._obsolete_since: dict[int, float] = {}  # monotonic seconds by version number
         self._reading_since: dict[str, float] = {}  # monotonic seconds by folder name
         self._slowest_load = 0.0  # seconds
 
     def prune(self, published: Version) -> None:
-        """Prune after a publication. Ignores OSError, because the next publication prunes again."""
+        """Remove old versions after the publication of a new one.
+
+        Ignores OSError, because the next publication prunes again.
+        """
         self._parents[published.number] = published.parent
         with contextlib.suppress(OSError):
             for number in self._removable(self._store.numbers(), time.monotonic()):
-                failpoint("prune.remove")
+                failpoint("prune.remove")  # here a test can kill the process
                 self._store.backend.remove(folder_name(number))
         failpoint("publish.pruned")
 
     def _removable(self, numbers: list[int], now: float) -> list[int]:
-        """The obsolete versions that no reader can need any more, newest first."""
+        """Numbers of the obsolete versions to remove now, newest first."""
         being_read = self._observe_readers(now)
         needed = self._needed(numbers)
         obsolete = [number for number in reversed(numbers) if number not in needed]
@@ -65,7 +71,7 @@ class Pruner:
         ]
 
     def _needed(self, numbers: list[int]) -> set[int]:
-        """The versions that the retention selects, and the chains that their deltas need."""
+        """Numbers of the versions that the retention selects, and of their ancestors."""
         interval, needed = self._retention.interval, set[int]()
         at_interval = [number for number in numbers if interval and number % interval == 0]
         for selected in [*at_interval, *numbers[-self._retention.last :]]:
@@ -74,7 +80,7 @@ class Pruner:
                 needed.add(number)
                 if number not in self._parents and (version := self._store.find(number)):
                     self._parents[number] = version.parent
-                number = self._parents.get(number, -1)  # an unreadable version has no parent
+                number = self._parents.get(number, -1)  # -1 for an unreadable version
         return needed
 
     def _observe_readers(self, now: float) -> set[str]:

@@ -1,8 +1,8 @@
-"""Publishes weights in the background: the trainer copies them, a thread writes the versions.
+"""Weight publisher of the trainer: a thread writes copies of the weights as versions.
 
-The trainer waits only for the copy (a snapshot). If the store is slow, a snapshot that was not
-written yet is replaced by a newer one, so versions are skipped and training never waits. A version
-is a keyframe (all weights) or a delta (the changes since the previous version).
+The trainer waits only until a copy (a snapshot) is made. If the store is slow, a newer snapshot
+replaces the snapshot that waits for the thread, so versions are skipped and training never waits. A
+version is a keyframe (all weights) or a delta (the changes since the previous version).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from peralta_zmq.weights.pruning import KEEP_LAST_THREE, Pruner, Retention
 from peralta_zmq.weights.store import Base, WeightStore
 from peralta_zmq.weights.version import Version
 
-LEASE_RENEWAL_SECONDS = 10.0  # between two renewals of the publishing lease
+# Between two renewals of the publishing lease, with which the trainer keeps other trainers out.
+LEASE_RENEWAL_SECONDS = 10.0
 Tensors = dict[str, torch.Tensor]
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Snapshot:
     tensors: Tensors
     wait_for_copies: Callable[[], None]  # returns when copies from the GPU are complete
     stall_seconds: float  # for which the trainer waited for the copy
-    keyframe: bool  # required for this snapshot or for one that it replaces
+    keyframe: bool  # write all weights; also true if a replaced snapshot required it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,12 @@ class WeightPublisher:
 
     def __init__(self, writer: VersionWriter, *, dtype: torch.dtype = torch.bfloat16) -> None:
         self._writer, self._dtype = writer, dtype
-        self._spare: Tensors = {}  # buffers for the next copy; {}: allocate new ones
-        self._waiting: Snapshot | None = None  # for the thread
+        self._spare: Tensors = {}  # buffers for the next copy; {} = allocate new buffers
+        self._waiting: Snapshot | None = None  # the next one for the thread
         self._reports: list[PublishReport] = []
         self._failure: BaseException | None = None
         self._publishing = self._closing = self._backing_off = False
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards the fields above
         self._threads = [
             threading.Thread(target=self._run, name="weight-publisher", daemon=True),
             threading.Thread(target=self._renew_lease, name="lease-renewal", daemon=True),
@@ -76,10 +77,10 @@ class WeightPublisher:
     def publish(
         self, step: int, tensors: Mapping[str, torch.Tensor], *, keyframe: bool = False
     ) -> float:
-        """Copy the weights of `step` for the thread; returns the seconds that the copy took.
+        """Copy the weights of `step` for the thread; returns the duration in seconds.
 
-        Replaces a snapshot that the thread has not started. `keyframe` requests a keyframe, of
-        this snapshot or of a newer one that replaces it.
+        Replaces a snapshot that the thread has not started to write. `keyframe` requests a
+        keyframe of this snapshot, or of a newer snapshot that replaces it.
         """
         started = time.monotonic()
         with self._changed:
@@ -105,7 +106,7 @@ class WeightPublisher:
         return reports
 
     def wait(self, timeout: float) -> bool:
-        """Wait until the last snapshot is published or has failed once; False after a timeout."""
+        """Wait until the last snapshot is published or failed once; False at a timeout."""
 
         def is_settled() -> bool:
             pending = self._publishing or self._waiting is not None
@@ -115,7 +116,7 @@ class WeightPublisher:
             return self._changed.wait_for(is_settled, timeout)
 
     def close(self, timeout: float = 60.0) -> None:
-        """Stop after the last snapshot, which has up to `timeout` seconds and no rate limit."""
+        """Write the last snapshot, without rate limit, for up to `timeout` s; then stop."""
         self._writer.lift_rate_limit()
         self.wait(timeout)
         with self._changed:
@@ -136,7 +137,7 @@ class WeightPublisher:
 
     def _run(self) -> None:
         try:
-            delay = FIRST_OUTAGE_DELAY
+            delay = FIRST_OUTAGE_DELAY  # seconds; doubled at each failure
             while (snapshot := self._next()) is not None:
                 if self._publish(snapshot):
                     delay = FIRST_OUTAGE_DELAY
@@ -147,7 +148,7 @@ class WeightPublisher:
             with self._changed:
                 self._failure, self._publishing = error, False
                 self._changed.notify_all()
-        self._writer.leases.release()  # here, because an unresponsive mount blocks the thread
+        self._writer.leases.release()  # not in `close`, which an unresponsive mount would block
 
     def _next(self) -> Snapshot | None:
         """Wait for the next snapshot and return it; None when closing."""
@@ -161,7 +162,10 @@ class WeightPublisher:
             return snapshot
 
     def _publish(self, snapshot: Snapshot) -> bool:
-        """Write a version; then the buffers of the previous version become the spare ones."""
+        """Write a snapshot as a version; returns False if that failed.
+
+        Afterwards the copy of the previous version serves as spare buffers.
+        """
         spare = self._writer.base_tensors
         report = self._writer.write(snapshot)
         with self._changed:
@@ -169,7 +173,8 @@ class WeightPublisher:
         if report.version is None:
             return False
         if not spare:
-            # Allocate here, so that the next copy is faster; writing zeros maps the pages.
+            # Allocate in this thread, so that the trainer's next copy is fast. Writing zeros makes
+            # the kernel provide the memory pages.
             spare = {
                 name: torch.zeros_like(tensor, pin_memory=tensor.is_pinned())
                 for name, tensor in snapshot.tensors.items()
@@ -179,7 +184,7 @@ class WeightPublisher:
         return True
 
     def _back_off(self, snapshot: Snapshot, delay: float) -> None:
-        """Wait up to `delay` seconds for a newer snapshot; then keep the newest for a retry."""
+        """Wait up to `delay` s for a newer snapshot; then queue the newest for a retry."""
         with self._changed:
             self._backing_off = True
             self._changed.notify_all()
@@ -197,8 +202,8 @@ def _copy(
 ) -> tuple[Tensors, Callable[[], None]]:
     """Copies in `dtype`, and a function that waits until copies from a GPU are complete.
 
-    Reuses `buffers` where the shapes match. The next training step runs after the copies, because
-    it is queued in the same CUDA stream.
+    Reuses `buffers` where the shapes match. The next training step cannot change the weights before
+    they are copied, because a GPU runs copies and step in order, in one CUDA stream.
     """
     copies = {
         name: _copy_tensor(tensor, buffers.get(name), dtype) for name, tensor in tensors.items()
@@ -218,7 +223,7 @@ def _copy(
 def _copy_tensor(
     tensor: torch.Tensor, buffer: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """A copy in CPU memory; pinned if the tensor is on a GPU, else the copy would block."""
+    """A copy in CPU memory, pinned for a GPU tensor so that the copy does not block."""
     tensor = tensor.detach()
     if buffer is None or buffer.shape != tensor.shape:
         buffer = torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
@@ -249,22 +254,22 @@ class VersionWriter:
         self._store, self._companions, self._about = store, companions, about
         self._keyframe_interval, self._on_published = keyframe_interval, on_published
         self._pruner = Pruner(store, retention)
-        self._base: tuple[Version, Tensors] | None = None  # of the next delta
-        self._logged_reason = ""  # why only keyframes are published
+        self._base: tuple[Version, Tensors] | None = None  # of the next delta: the last version
+        self._logged_reason = ""  # last logged reason to write keyframes only
         self._encode_seconds = 0.0  # of the current version
         self._seconds_per_byte = 8e-6 / max_mbit_per_s if max_mbit_per_s else 0.0
         self._free_at = 0.0  # when the rate limit permits the next piece, in monotonic seconds
-        self._unlimited = threading.Event()
+        self._unlimited = threading.Event()  # set: the rate limit is lifted
 
     @property
     def base_tensors(self) -> Tensors:
-        """The weights of the newest version, to which the next delta refers; {} before it."""
+        """The weights of the last version, the base of the next delta; {} if none."""
         return self._base[1] if self._base else {}
 
     def write(self, snapshot: Snapshot) -> PublishReport:
         """Write the snapshot as the next version, then prune old ones.
 
-        A StoreError is not raised: the report has its message.
+        A StoreError is not raised; the report has its message.
         """
         snapshot.wait_for_copies()
         started, self._encode_seconds = time.monotonic(), 0.0
@@ -297,14 +302,14 @@ class VersionWriter:
             return None
         if self._base[0].depth + 1 >= self._keyframe_interval:
             return None
-        reason = delta.unsuitable(snapshot.tensors)
+        reason = delta.reason_against(snapshot.tensors)
         if reason and reason != self._logged_reason:
             self._logged_reason = reason
             logger.info("publishing keyframes only reason=%s", reason)
         return None if reason else self._base
 
     def _paced(self, pieces: Iterator[Any]) -> Iterator[Any]:
-        """The pieces of a file; measures the time to encode them and keeps the rate limit."""
+        """Pass on the pieces of a file; measures the encoding time, limits the rate."""
         while True:
             started = time.monotonic()
             piece = next(pieces, None)

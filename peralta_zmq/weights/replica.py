@@ -1,14 +1,16 @@
-"""Local replica of a generator: a complete copy of one weight version, updated by deltas.
+"""Local replica: a generator's copy of one weight version, updated by deltas.
 
-The replica's folder has the files that `from_pretrained` needs, and while they are valid also
-`replica.json` with two manifests: of their version, with the digest of the weights, and of the
-keyframe before it, with the hashes of the other files. Updating to a newer version reads its chain
-from the store: the deltas since the replica's version, or the last keyframe and the deltas since
-that.
+A keyframe is a version with all weights, config and tokenizer; a delta is a version with only the
+changes of the weights. To update the replica, a generator reads a chain of versions from the store:
+the deltas since the replica's version, or the last keyframe and the deltas after that keyframe.
 
-The files of a keyframe are fsynced, so that a power cut leaves them whole. A delta is not: at every
-step that could write all weights to the disk. After a power cut the digest may then differ, and the
-next start reads the weights again.
+The replica's folder has the files that `from_pretrained` needs. While these files are valid, the
+folder also has `replica.json` with two manifests. The manifest of the replica's version has the
+digest of the weights; the manifest of the last keyframe has the hashes of the other files.
+
+The files of a keyframe are fsynced, so that they survive a power cut. The changes of a delta are
+not fsynced, because that could write all weights to the disk at every step. After a power cut the
+weights may be damaged; the next start detects this by the digest and reads the weights again.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from peralta_zmq.weights import delta, tensor_set
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import DELTA, WEIGHTS, Version, folder_name
 
-STATE, INCOMING = "replica.json", "incoming"  # manifests; folder of files read, not yet applied
+STATE, INCOMING = "replica.json", "incoming"  # two manifests; folder of downloaded files
 logger = logging.getLogger(__name__)
 
 
@@ -43,16 +45,16 @@ class LocalReplica:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.version: Version | None = None
-        self._keyframe: Version | None = None  # whose files, except the weights, are in the folder
-        self.mapped = False  # a model has mapped the weights file: do not change it in place
-        self.read_seconds = 0.0  # of the last `advance`, from the store
+        self._keyframe: Version | None = None  # the last one: all files but the weights are from it
+        self.mapped = False  # True: a model may have mapped the weights file; do not change it
+        self.read_seconds = 0.0  # duration of the reads from the store in the last `advance`
 
     def tensors(self) -> tensor_set.MappedTensors:
         """Views of the weights file; their values change when `advance` applies a delta."""
         return tensor_set.MappedTensors(self.folder / WEIGHTS)
 
     def recover(self) -> Version | None:
-        """Find the version that an earlier process left; None if one of its files is damaged."""
+        """Verify the files of an earlier process; returns their version, None if invalid."""
         if not (self.folder / STATE).exists():
             return None
         try:
@@ -80,9 +82,10 @@ class LocalReplica:
     ) -> int:
         """Update the replica to `version`; returns the number of bytes read from the store.
 
-        First reads and verifies all files of the chain, then calls `before_change`, then applies
-        them. `model` is the required fingerprint of the model; None allows any. Raises StoreError:
-        the replica is unchanged if reading failed, and no longer valid if applying failed.
+        First reads and verifies all files of the chain, then calls `before_change`, then changes
+        the replica. `model` is the required fingerprint (of tensor names and shapes); None allows
+        any. Raises StoreError: the replica is unchanged if reading failed, and invalid if changing
+        it failed.
         """
         if self.version is not None and self.version.weights_id == version.weights_id:
             return 0
@@ -104,7 +107,7 @@ class LocalReplica:
                 for member in chain:
                     _fetch(store, member, incoming / str(member.number))
             self.read_seconds = time.monotonic() - started
-            failpoint("load.fetched")
+            failpoint("load.fetched")  # here a test can kill the process
             before_change()
             self._change(store, chain, incoming)
         except OSError as error:  # of the local disk
@@ -115,7 +118,7 @@ class LocalReplica:
         return sum(member.size for member in chain)
 
     def _change(self, store: WeightStore, chain: list[Version], incoming: Path) -> None:
-        """Apply a chain. A crash leaves a replica without `replica.json`, which is not used."""
+        """Apply a chain. After a crash `replica.json` is missing: the replica is invalid."""
         self.version = None
         (self.folder / STATE).unlink(missing_ok=True)
         failpoint("load.unmarked")
@@ -130,7 +133,7 @@ class LocalReplica:
                 self._check(member, self._apply(member, incoming / str(member.number)))
             except ValueError as error:
                 store.count_mismatch(member)
-                if member is not chain[-1]:
+                if member is not chain[-1]:  # the requested version, which needs `member`
                     store.count_mismatch(chain[-1])
                 raise StoreError(f"version {member.number} does not verify: {error}") from None
             failpoint("load.changed")
@@ -166,7 +169,7 @@ def _manifest_text(version: Version) -> str:
 
 
 def _parse_manifest(text: str) -> Version:
-    """The inverse of `_manifest_text`. Raises CorruptError, or an exception of MALFORMED."""
+    """The version with this manifest.json. Raises an exception of MALFORMED."""
     content = text.encode()
     stable = hashlib.sha256(content).hexdigest().encode()
     manifest = atomic_files.parse_manifest(content, stable=stable, where=STATE)
@@ -193,7 +196,8 @@ def locked_folder(folder: Path) -> Generator[Path, None, None]:
 def _fetch(store: WeightStore, version: Version, target: Path) -> None:
     """Copy all files of a version to the new folder `target`; verifies sizes and hashes.
 
-    Fsyncs those of a keyframe, which stay; a delta is applied and removed.
+    Fsyncs the files of a keyframe, which become part of the replica. The file of a delta is only
+    read once.
     """
     target.mkdir(parents=True)
     for name in version.manifest.files:

@@ -1,12 +1,14 @@
 """The weight store: the numbered weight versions that a trainer publishes and generators read.
 
 A version is a folder step_NUMBER. A keyframe version holds all weights; a delta version holds the
-changes since its parent, so that loading it needs the chain from the last keyframe on.
+changes since an earlier version, its parent. To load a delta version, a reader therefore needs the
+chain of versions from the last keyframe on. The manifest of a version has the field `result`, the
+digest of its weights; the manifest of a delta also has `base`, the `result` of the parent.
 
-How a reader can tell that a version is complete: the writer hashes and fsyncs all files, writes
-`manifest.json` with their sizes and hashes, then `STABLE` with the hash of the manifest, and only
-then gives the folder its name. `find` accepts a folder only if STABLE and manifest match, and
-`read` verifies size and hash of each file. Announcements merely tell readers when to look.
+The writer hashes and fsyncs all files, writes `manifest.json` with their sizes and hashes, then
+`STABLE` with the hash of the manifest, and only then gives the folder its name. Readers recognize a
+complete version by these files: `find` accepts a folder only if STABLE and manifest match, and
+`read` verifies size and hash of each file.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ MIN_FREE_VERSIONS = 2  # free space needed to publish, in keyframes
 # process); a NAS may return stale pages once or twice.
 MAX_MISMATCHES = 3
 MAX_DELTA_SHARE = 0.6  # of a keyframe's size; a larger delta is published as a keyframe
-# Invalid versions that each listing checks again, because a NAS may show their files late.
+# Known invalid versions that each call of `newest` checks again: a NAS may show their files late.
 MAX_RECHECKS = 100
 Base: TypeAlias = tuple[Version, Mapping[str, torch.Tensor]]  # parent of a delta, its weights
 Stream: TypeAlias = Callable[[Iterator[Any]], Iterator[Any]]  # wraps the pieces of a file
@@ -79,12 +81,12 @@ class WeightStore:
     # Writing.
 
     def claim(self, run_id: str, *, known: bool = False, create: bool = True) -> None:
-        """Claim the store for a run and acquire the publishing lease.
+        """Claim the store for a run and acquire the lease that keeps other trainers out.
 
         `known`: the run has claimed the store before; `create`: create the store if it is missing.
-        Raises StoreError if the store belongs to another run, or cannot be written and is not
-        known. Raises OutageError, so that the caller tries again later, while a known store cannot
-        be written, a store that is not to be created is missing, or another trainer publishes.
+        Raises StoreError if the store belongs to another run, or if it cannot be written and
+        `known` is False. Raises OutageError (try again later) if it cannot be written and `known`
+        is True, if it is missing and `create` is False, or if another trainer has the lease.
         """
         try:
             owner = self.run_id
@@ -98,8 +100,9 @@ class WeightStore:
             self.backend.prepare()
             if holder := self.backend.leases.acquire():
                 raise OutageError(
-                    f"another trainer ({holder}) publishes to {self.address}; stop it, or choose "
-                    "another with --weights.dir; if it has crashed, its lease expires within 30 s"
+                    f"another trainer ({holder}) publishes to {self.address}; stop it, or "
+                    "choose another folder with --weights.dir; if it has crashed, its lease "
+                    "expires within 30 s"
                 )
             if owner is None:
                 text = json.dumps({"format": 1, "run_id": run_id}) + "\n"
@@ -123,12 +126,12 @@ class WeightStore:
         base: Base | None = None,
         stream: Stream = iter,
     ) -> Version:
-        """Write the next version: a delta to `base` if that is small enough, else a keyframe.
+        """Write the next version: a delta from `base` if it is small enough, else a keyframe.
 
         A keyframe includes its companion files (config, tokenizer). `about` has additional manifest
         fields; `stream` wraps the pieces of the weights file, e.g. to limit their rate. Raises
         StoreError if the backend is missing, full or read-only, or another trainer publishes to
-        it; nothing partial remains.
+        it; no partial version remains.
         """
         specs = tensor_set.specs_of(tensors)
         try:
@@ -139,10 +142,10 @@ class WeightStore:
             needed = MIN_FREE_VERSIONS * tensor_set.file_size(specs)
             if (free := self.backend.free_bytes()) < needed:
                 raise OSError(f"{free >> 20} MiB free, {needed >> 20} MiB needed")
-            number = max([step, *(used + 1 for used in self.numbers())])  # never a used number
+            number = max([step, *(used + 1 for used in self.numbers())])  # above all used numbers
             identity = {"format": FORMAT, "run_id": run_id, "number": number, "step": step}
             fields = {**(about or {}), **identity, "model": tensor_set.fingerprint(specs)}
-            failpoint("publish.identity")
+            failpoint("publish.identity")  # here a test can kill the process
             version = _write_version(self.backend, fields, tensors, companions, base, stream)
         except OSError as error:
             raise StoreError(
@@ -156,7 +159,7 @@ class WeightStore:
     def newest(self) -> Version | None:
         """The newest complete version of this run; None if there is none or listing fails.
 
-        Checks again only MAX_RECHECKS of the versions that were invalid at the last call.
+        Of the versions that were invalid at earlier calls, checks only MAX_RECHECKS again.
         """
         with contextlib.suppress(OSError):
             run_id, numbers, rechecks = self.run_id, self.numbers(), 0
@@ -179,8 +182,8 @@ class WeightStore:
     def find(self, number: int) -> Version | None:
         """The version with this number; None if it is missing, incomplete or quarantined.
 
-        Call it only for listed or announced numbers: a NAS client may remember for a while that a
-        file was missing.
+        `number` should be listed or announced: if a file is opened before it exists, a NAS client
+        may report the file as missing for a while.
         """
         folder = self.backend.path(folder_name(number))
         try:
@@ -201,16 +204,16 @@ class WeightStore:
         return [version for version in versions if version and version.run_id == self.run_id]
 
     def chain(self, version: Version, local: Version | None = None) -> list[Version]:
-        """The versions to read for `version`, oldest first.
+        """The versions to read in order to load `version`, oldest first.
 
-        The first one is a keyframe, or the delta to `local`, the version of a local copy. Raises
-        ChainError if a version is missing, quarantined, or has other weights than those from which
-        the next delta was computed.
+        The first version is a keyframe or, if the reader has a copy of version `local`, a delta
+        with the parent `local`. Raises ChainError if a version is missing or quarantined, or if a
+        delta was computed from other weights than those of its parent.
         """
         chain = [version]
         while (first := chain[-1]).kind == "delta":
-            base = first.field("base")
-            if local and local.number == first.parent and local.field("result") == base:
+            base_digest = first.field("base")
+            if local and local.number == first.parent and local.field("result") == base_digest:
                 break
             parent = self.find(first.parent)
             if parent is None or parent.run_id != version.run_id:
@@ -218,10 +221,11 @@ class WeightStore:
                     f"version {version.number} needs version {first.parent}, which is missing or "
                     "quarantined; a keyframe is needed"
                 )
-            if parent.field("result") != base:
-                self.quarantine(version)
+            if parent.field("result") != base_digest:
+                self.quarantine(version)  # so that `newest` returns the version before it
                 raise ChainError(
-                    f"version {first.number} has another base than version {first.parent}"
+                    f"version {first.number} was computed from other weights than those of "
+                    f"version {first.parent}"
                 )
             chain.append(parent)
         return chain[::-1]
@@ -230,7 +234,7 @@ class WeightStore:
         """A file of a version in chunks; its hash is verified at the end.
 
         Raises StoreError if the version was removed (there is a newer one), cannot be read (try
-        again) or is corrupt.
+        again) or is corrupt; its subclass ChainError if the version does not have this file.
         """
         if version.run_id != self.run_id:
             raise StoreError(f"version {version.number} belongs to another run")
@@ -276,14 +280,14 @@ def _write_version(
     base: Base | None,
     stream: Stream,
 ) -> Version:
-    """Write a delta to `base` if possible and small enough, else a keyframe."""
+    """Write a delta from `base` if it is given and the delta is small, else a keyframe."""
     checksums: dict[str, int] = {}  # crc32 of each tensor, filled while the weights are written
     specs = tensor_set.specs_of(tensors)
     name = folder_name(fields["number"])
 
-    def write(files: Mapping[str, Content], kind: Mapping[str, Any]) -> Version:
+    def write(files: Mapping[str, Content], kind_fields: Mapping[str, Any]) -> Version:
         def about() -> dict[str, Any]:  # called when all files are written
-            return {**fields, **kind, "result": tensor_set.set_digest(checksums, specs)}
+            return {**fields, **kind_fields, "result": tensor_set.set_digest(checksums, specs)}
 
         manifest = backend.write_folder(name, files, about)
         return Version.from_manifest(backend.path(name), manifest)
@@ -292,9 +296,9 @@ def _write_version(
         parent, parent_tensors = base
         limit = int(MAX_DELTA_SHARE * tensor_set.file_size(specs))
         pieces = _at_most(limit, delta.encode(parent_tensors, tensors, checksums))
-        kind = {"kind": "delta", "parent": parent.number, "depth": parent.depth + 1}
+        kind_fields = {"kind": "delta", "parent": parent.number, "depth": parent.depth + 1}
         with contextlib.suppress(_DeltaTooLargeError):
-            return write({DELTA: stream(pieces)}, {**kind, "base": parent.field("result")})
+            return write({DELTA: stream(pieces)}, {**kind_fields, "base": parent.field("result")})
     pieces = stream(tensor_set.file_of(tensors, checksums))
     return write({WEIGHTS: pieces, **companions}, {"kind": "keyframe"})
 
@@ -313,7 +317,10 @@ def _at_most(limit: int, pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _read_resuming(backend: StorageBackend, path: str) -> Iterator[bytes]:
-    """A file in chunks; resumes after connection errors while each attempt receives bytes."""
+    """A file in chunks; resumes after a connection error.
+
+    Raises the error if the last attempt received nothing.
+    """
     received, previously_received = 0, -1
     while True:
         try:
@@ -328,6 +335,7 @@ def _read_resuming(backend: StorageBackend, path: str) -> Iterator[bytes]:
 
 
 def _gone_error(address: str) -> OutageError:
+    """The error for a store without the file that names its run."""
     return OutageError(
         f"{RUN_FILE} in weights folder {address} is gone; is it mounted? "
         "Mount it, or choose another with --weights.dir"

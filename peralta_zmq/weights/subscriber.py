@@ -1,10 +1,13 @@
 """Weight subscription of a generator: a thread loads new weight versions and offers them.
 
-The generator polls an offered version, applies it to its engine and accepts it, or rejects it. One
-thread does all reads and writes, because an unresponsive mount blocks the thread that uses it.
+The thread keeps the weights in the replica, a copy in a local folder, and polls the store for newer
+versions. A version is a keyframe (all weights) or a delta (the changes since an earlier version).
+The generator polls for a loaded version, applies it to its engine, and then accepts or rejects it.
+Only the thread reads and writes files, so that an unresponsive mount blocks no other thread.
 
-A loaded version is complete and verified: STABLE matches the manifest, each file has the size and
-sha256 of the manifest, the tensors have the digest that the trainer computed, and all are finite.
+A loaded version is complete and verified: the file STABLE has the hash of the manifest, each file
+has the size and sha256 of the manifest, the tensors have the digest that the trainer computed, and
+all are finite.
 """
 
 from __future__ import annotations
@@ -30,15 +33,15 @@ from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import Version
 
 FIRST_POLL_SECONDS = 0.2  # between polls until the first version is found
-OFFLINE_SECONDS = 5.0  # without a store until the replica of an earlier process is offered
+OFFLINE_SECONDS = 5.0  # until the replica of an earlier process is offered if there is no store
 JITTER = 0.2  # fraction of the polling interval, so that generators do not all poll at once
-SLOW_VERSIONS = 2  # in a row until a warning; a single keyframe among deltas may be slow
+SLOW_VERSIONS = 2  # in a row until a warning; not 1, because a single keyframe may be slow
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingWeights:
-    """A complete, verified version in the local replica, which the generator may apply."""
+    """A complete, verified version in the replica, for the generator to apply."""
 
     version: Version
     tensors: Mapping[str, torch.Tensor]  # views of the replica, valid until accepted or rejected
@@ -51,7 +54,7 @@ class WeightSubscriber:
     """Owns the subscription thread and the local replica. Use with `closing`.
 
     `folder` keeps the replica across restarts; if another process has locked it, a temporary folder
-    is used. The thread polls every `poll_seconds`, and when the folder `watch` changes.
+    is used. The thread polls every `poll_seconds`, and when a name appears in the folder `watch`.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class WeightSubscriber:
         replica = LocalReplica(self._resources.enter_context(locked_folder(folder)))
         self._loader = VersionLoader(store, replica)
         self._watcher: FolderWatcher | None = None
-        self._offered: PendingWeights | None = None  # not yet polled
+        self._offered: PendingWeights | None = None  # loaded, not yet polled
         self._polled: PendingWeights | None = None  # not yet accepted or rejected
         self._accepted: Version | None = None
         self._failure: BaseException | None = None
@@ -73,11 +76,11 @@ class WeightSubscriber:
 
     @property
     def wants_keyframe(self) -> bool:
-        """Whether the newest version needs a delta that is missing, so only a keyframe helps."""
+        """Whether a needed delta is missing, so that only a new keyframe helps."""
         return self._loader.wants_keyframe
 
     def notify(self, number: int, weights_id: str = "") -> None:
-        """Look for an announced version now, even if the store does not list it yet."""
+        """Load an announced version now, even if the store does not list it yet."""
         if self._loader.announce(number, weights_id):
             self._wake.set()
 
@@ -96,7 +99,7 @@ class WeightSubscriber:
             return self._polled
 
     def accept(self) -> None:
-        """Report that the version polled last is applied."""
+        """Report that the engine has applied the version polled last."""
         with self._changed:
             assert self._polled is not None
             self._accepted, self._polled = self._polled.version, None
@@ -104,9 +107,10 @@ class WeightSubscriber:
         self._wake.set()  # a newer version may have waited for this
 
     def reject(self, version: Version) -> None:
-        """Quarantine the polled or the accepted version, so that the newest other one is offered.
+        """Quarantine a version, so that the newest other version is offered.
 
-        An accepted version is rejected when it fails in use.
+        This process then treats `version` as missing. `version` is the polled version, or the
+        accepted version if it fails in use.
         """
         self._store.quarantine(version)
         with self._changed:
@@ -118,7 +122,7 @@ class WeightSubscriber:
         self._wake.set()
 
     def close(self) -> None:
-        """Stop the thread; does not wait longer than 2 s, as an unresponsive mount may block it."""
+        """Stop the thread; waits at most 2 s: an unresponsive mount may block it."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -138,7 +142,7 @@ class WeightSubscriber:
                 self._wake.clear()
                 self._watch_folder()
                 if weights := self._load(offline=time.monotonic() - started > OFFLINE_SECONDS):
-                    self._offer(weights)  # and look at once whether there is a newer version
+                    self._offer(weights)  # then check at once for a newer version
                 else:
                     self._wake.wait(self._poll_interval())
         except BaseException as error:  # noqa: BLE001  (poll raises it)
@@ -157,8 +161,11 @@ class WeightSubscriber:
             self._watcher = FolderWatcher(self._watched, self._wake.set)
 
     def _load(self, *, offline: bool) -> PendingWeights | None:
-        """The newest version; if `offline`, without a store the replica of an earlier process."""
-        accepted = self._accepted  # the generator's thread may change it
+        """Load the newest version, if it is new.
+
+        If `offline` and there is no store, load the replica of an earlier process instead.
+        """
+        accepted = self._accepted  # read once, because the generator's thread may change it
         model = accepted.field("model") if accepted else None
         known = self._known_versions()
         weights = self._loader.load_newest(known, model, self._wait_until_unused)
@@ -167,8 +174,10 @@ class WeightSubscriber:
         return weights
 
     def _offer(self, weights: PendingWeights) -> None:
+        """Offer loaded weights to the generator."""
         with self._changed:
-            # The engine opens the first version with transformers, which memory-maps the file.
+            # The engine opens the first version with transformers, which memory-maps the file: the
+            # replica must then not change it in place.
             self._loader.replica.mapped = self._accepted is None
             self._offered = weights
             self._changed.notify_all()
@@ -180,9 +189,10 @@ class WeightSubscriber:
             return [*pending, self._accepted] if self._accepted else pending
 
     def _wait_until_unused(self) -> None:
-        """Wait until the polled version is accepted or rejected; withdraw an unpolled offer.
+        """Wait until the generator no longer reads the replica; withdraw an unpolled offer.
 
-        Until then the generator may read the tensors of the replica. Raises StoreError on `close`.
+        The generator may read a polled version until it accepts or rejects that version. Raises
+        StoreError on `close`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._polled is None or self._closing)
@@ -191,8 +201,9 @@ class WeightSubscriber:
             self._offered = None
 
     def _poll_interval(self) -> float:
+        """Seconds until the next poll, with jitter."""
         longest = self._poll_seconds if self._known_versions() else FIRST_POLL_SECONDS
-        # Not the shared generator of `random`, which the run's seed may have set.
+        # SystemRandom, because the run's seed may make `random` equal in all generators.
         jitter = random.SystemRandom().uniform(1 - JITTER, 1 + JITTER)
         return min(threading.TIMEOUT_MAX, jitter * min(longest, self._poll_seconds))
 
@@ -210,9 +221,10 @@ class VersionLoader:
         self._last_warning = ""
 
     def announce(self, number: int, weights_id: str) -> bool:
-        """Look for this version even before the store lists it; returns False if nothing is new.
+        """Record an announced version; returns False if it was announced before.
 
-        A version with another weights_id than the announced one is refused; '' allows any.
+        The next `load_newest` tries to load it, even if the store does not list it yet. A version
+        of this number with another weights_id is refused; '' allows any weights_id.
         """
         if number < 0 or (number, weights_id) == self._announced:
             return False
@@ -222,9 +234,10 @@ class VersionLoader:
     def load_newest(
         self, known: Sequence[Version], model: str | None, before_change: Callable[[], None]
     ) -> PendingWeights | None:
-        """Load the newest version, if it is newer than the `known` ones and can be loaded.
+        """Load the newest version; returns None if it is not new or cannot be loaded.
 
-        `model` and `before_change` are passed to `LocalReplica.advance`.
+        A version is new if it is newer than each `known` version of its run. `model` and
+        `before_change` are passed to `LocalReplica.advance`.
         """
         while True:
             target = self._find_announced(known) or self._store.newest()
@@ -242,7 +255,7 @@ class VersionLoader:
                 self._log_once(f"unread version={target.number} reason={error}")
                 if self._store.find(target.number) is not None:
                     return None  # the error may be transient: try again at the next poll
-                # The version was quarantined or removed: try the one before it.
+                # The version was quarantined or removed: try the version before it.
 
     def load_offline(self) -> PendingWeights | None:
         """The replica of an earlier process, if the store is unreachable."""
@@ -269,7 +282,10 @@ class VersionLoader:
         return version if version is not None and self._is_new(version, known) else None
 
     def _is_new(self, version: Version, known: Sequence[Version]) -> bool:
-        """Whether `version` is newer than all known versions of the same run."""
+        """Whether `version` is newer than the known versions of its run.
+
+        False if it has the announced number, but not the announced weights_id.
+        """
         number, weights_id = self._announced
         if version.number == number and weights_id not in ("", version.weights_id):
             self._log_once(
@@ -283,12 +299,12 @@ class VersionLoader:
     def _load(
         self, target: Version, model: str | None, before_change: Callable[[], None]
     ) -> PendingWeights:
-        """Update the replica to `target` and check it. Raises StoreError."""
+        """Update the replica to `target` and check the weights. Raises StoreError."""
         bytes_read = self.replica.advance(
             self._store, target, model=model, before_change=before_change
         )
         pending = self._pending(target, bytes_read)
-        failpoint("load.checked")
+        failpoint("load.checked")  # here a test can kill the process
         if bytes_read:
             bytes_per_second = bytes_read / max(1e-6, self.replica.read_seconds)
             self._speed_check.add(*self._discovered, target.size, bytes_per_second)
@@ -296,7 +312,10 @@ class VersionLoader:
         return pending
 
     def _pending(self, version: Version, bytes_read: int) -> PendingWeights:
-        """The version in the replica; StoreError and a quarantine if a weight is not finite."""
+        """Check the weights in the replica, which has `version`, and return them.
+
+        Quarantines the version and raises StoreError if a weight is not finite.
+        """
         tensors = self.replica.tensors()
         try:
             tensor_set.check_finite(tensors)
@@ -317,7 +336,7 @@ class ReadSpeedCheck:
     """Warns once if versions take longer to read than the trainer takes to publish new ones."""
 
     def __init__(self) -> None:
-        self._previous: tuple[int, float] | None = None  # version: number, seen_at
+        self._previous: tuple[int, float] | None = None  # number and seen_at of a version
         self._num_slow = 0  # slow versions in a row
 
     def add(self, number: int, seen_at: float, size: int, bytes_per_second: float) -> None:

@@ -1,7 +1,7 @@
-"""Sets of named tensors: safetensors files of them, digests, copies, the check for NaN.
+"""Sets of named tensors: safetensors files, digests, copies, a check for NaN.
 
-Files are written as a stream and read, or updated in place, through a memory mapping. The digest of
-a set identifies its names, dtypes, shapes and bytes; the fingerprint only names and shapes.
+A file is written as a stream. It is read, or updated in place, through a memory mapping. The digest
+of a set identifies names, dtypes, shapes and bytes; the fingerprint identifies names and shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHUNK = 1 << 20  # elements (or bytes) processed at a time
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Dtype and shape of a tensor, in a set or a file."""
+    """Dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -72,7 +72,10 @@ def file_size(specs: Mapping[str, Spec]) -> int:
 def file_of(
     tensors: Mapping[str, torch.Tensor], checksums: dict[str, int]
 ) -> Iterator[bytes | memoryview]:
-    """The safetensors file of a set in pieces; adds the crc32 of each tensor to `checksums`."""
+    """The safetensors file of a set, in pieces.
+
+    Adds the crc32 of each tensor to `checksums`.
+    """
     specs = specs_of(tensors)
     yield _header(specs)
     for name in specs:
@@ -116,7 +119,8 @@ def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError with the name of the first tensor that has a NaN or an infinity."""
     for name, tensor in tensors.items():
         for piece in tensor.reshape(-1).split(CHUNK):
-            # The sum is ten times as fast as isfinite on all elements; it may overflow, hence `or`.
+            # A finite sum proves that all elements are finite, ten times as fast as isfinite on
+            # each. A sum that is not finite proves nothing: finite elements can overflow it.
             if not (piece.sum(dtype=torch.float32).isfinite() or piece.isfinite().all()):
                 raise ValueError(f"{name} is not finite")
 
@@ -152,8 +156,8 @@ class MappedTensors(Mapping[str, torch.Tensor]):
         if count == 0:
             return torch.empty(spec.shape, dtype=spec.dtype)
         start = self._starts[name]
-        flat = torch.frombuffer(self._map, dtype=spec.dtype, count=count, offset=start)
-        return flat.reshape(spec.shape)
+        view = torch.frombuffer(self._map, dtype=spec.dtype, count=count, offset=start)
+        return view.reshape(spec.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)

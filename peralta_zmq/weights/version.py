@@ -1,7 +1,8 @@
-"""Weight versions: the names and manifest fields of a published version, and their validation.
+"""Weight versions: names and manifest fields of a version, and their validation.
 
-A version holds the weights after one training step, in a folder step_NUMBER: all of them (a
-keyframe), or the change since an earlier version, its parent (a delta).
+A version holds the weights after one training step: a keyframe holds all weights, a delta the
+changes since an earlier version, its parent. The folder step_NUMBER has the number of the version,
+which can be higher than the training step after the run was rolled back to an earlier step.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ from peralta_zmq.atomic_files import CorruptError, Manifest
 WEIGHTS, DELTA = "model.safetensors", "delta.bin"
 RUN_FILE = "RUN.json"  # names the run that owns a weight store
 VERSION_NAME = re.compile(r"step_\d{8}")
-FORMAT = 2  # of the manifest
+FORMAT = 2  # number of the manifest's format
 # Integer fields of the manifest with their defaults; None: the field is required.
-NUMBERS = {"number": None, "step": None, "parent": -1, "depth": 0, "lineage": 0}
-# Optional text fields: run; fingerprint of the model; digests of the parent's and of this version's
-# weights; for a LoRA adapter, digest and name of the base model.
-TEXTS = ("run_id", "model", "base", "result", "adapts", "adapts_name")
+INTEGER_FIELDS = {"number": None, "step": None, "parent": -1, "depth": 0, "lineage": 0}
+# Optional text fields. model: fingerprint of the tensor names and shapes. result: digest of this
+# version's weights. base: `result` of the parent. adapts, adapts_name: digest and name of the model
+# that a LoRA adapter belongs to.
+TEXT_FIELDS = ("run_id", "model", "base", "result", "adapts", "adapts_name")
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
     """A published weight version."""
 
-    number: int  # in the store; not reused if the run is rolled back to an earlier step
+    number: int  # increases with each version in the store, also after a roll-back
     step: int  # training step
-    folder: Path  # only the name if the store is not a folder
+    folder: Path  # full path in a local or mounted folder; only the name for HTTP and S3
     manifest: Manifest
     run_id: str
     kind: Literal["keyframe", "delta"]  # all weights, or the change since the parent
@@ -40,11 +42,16 @@ class Version:
 
     @classmethod
     def from_manifest(cls, folder: Path, manifest: Manifest) -> Version:
-        """Raises CorruptError if the manifest is inconsistent or of another folder."""
+        """Check the fields of a manifest and return its version.
+
+        Raises CorruptError if a field is invalid or does not match the name of the folder.
+        """
         about = manifest.about
-        values = [about.get(name, default) for name, default in NUMBERS.items()]
+        values = [about.get(name, default) for name, default in INTEGER_FIELDS.items()]
         if not all(type(value) is int for value in values):
-            raise CorruptError(f"{folder.name}: one of {', '.join(NUMBERS)} is not an integer")
+            raise CorruptError(
+                f"{folder.name}: one of {', '.join(INTEGER_FIELDS)} is not an integer"
+            )
         number, step, parent, depth, lineage = cast("list[int]", values)
         if folder_name(number) != folder.name or step < 0:
             raise CorruptError(f"{folder.name}: its manifest has number {number}, step {step}")
@@ -53,14 +60,14 @@ class Version:
             raise CorruptError(f"{folder.name}: kind {kind!r:.80} with parent {parent}")
         if (WEIGHTS if kind == "keyframe" else DELTA) not in manifest.files:
             raise CorruptError(f"{folder.name}: a {kind} without its weights file")
-        if not all(isinstance(about.get(name), str | None) for name in TEXTS):
-            raise CorruptError(f"{folder.name}: one of {', '.join(TEXTS)} is not a string")
-        run_id = str(about.get("run_id"))
+        if not all(isinstance(about.get(name), str | None) for name in TEXT_FIELDS):
+            raise CorruptError(f"{folder.name}: one of {', '.join(TEXT_FIELDS)} is not a string")
+        run_id = str(about.get("run_id"))  # 'None' if it is missing: not the id of any run
         return cls(number, step, folder, manifest, run_id, kind, parent, depth, lineage)
 
     @property
     def weights_id(self) -> str:
-        """Identifies a version across runs: 16 hexadecimal digits of the manifest's sha256."""
+        """First 16 hexadecimal digits of the manifest's sha256; unique across runs."""
         return self.manifest.digest[:16]
 
     @property
@@ -69,7 +76,7 @@ class Version:
         return sum(size for size, _ in self.manifest.files.values())
 
     def field(self, name: str) -> str | None:
-        """A text field of the manifest (one of TEXTS), or None if absent."""
+        """A text field of the manifest (one of TEXT_FIELDS), or None if absent."""
         return cast("str | None", self.manifest.about.get(name))
 
 

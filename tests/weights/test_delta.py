@@ -114,9 +114,9 @@ def test_delta_of_small_steps_is_close_to_its_entropy() -> None:
 @pytest.mark.parametrize(
     "tensors, reason",
     [
-        ({"w": torch.full((9,), 5.0).bfloat16()}, "w has another base"),
+        ({"w": torch.full((9,), 5.0).bfloat16()}, "w differs: the delta has another base"),
         ({}, "unknown tensor 'w'"),
-        ({"w": torch.zeros(8).bfloat16()}, "w has another size"),
+        ({"w": torch.zeros(8).bfloat16()}, "w has 8 elements, the delta 9"),
         ({"w": torch.zeros(9).bfloat16(), "x": torch.zeros(1).bfloat16()}, "the delta lacks x"),
     ],
 )

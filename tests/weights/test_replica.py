@@ -172,7 +172,7 @@ def test_missing_or_wrong_base_is_named_and_the_copy_stays(
     versions = publish_chain(store, 4)
     replica.advance(store, versions[0])
     wrong = rewritten(store, versions[2], base="0" * 32)
-    refuses(replica, store, wrong, "version 2 has another base than version 1")
+    refuses(replica, store, wrong, "version 2 was computed from other weights than .* version 1")
     shutil.rmtree(versions[2].folder)
     refuses(replica, store, versions[3], "version 3 needs version 2, which is missing")
     assert same(replica.tensors(), weights_at(0)) and replica.version is not None
