@@ -164,7 +164,7 @@ def test_run_over_ssh_survives_faults_and_leaves_no_process(home: Home) -> None:
         step = home.step
         step_after(step + 2)
         line = home.lan("status").stdout.splitlines()[1].split()
-        assert line[:3] == ["alpha-trainer", "alpha", "running"] and line[5] == "1", line
+        assert line[:3] == ["alpha-trainer", "alpha", "running"] and line[4] == "1", line
 
         assert home.lan("stop", "beta").returncode == 0
         assert home.states()["beta-0"][2] == "stopped"
