@@ -121,8 +121,7 @@ def closing_text(folder: Path, summary: Summary, weights_folder: Path) -> str:
     files = [("plot", folder / PLOT), ("report", folder / REPORT), ("metrics", folder / METRICS)]
     return "\n".join(
         [
-            *_answer_lines(base or trained, trained),
-            "",
+            *([*_answer_lines(base, trained), ""] if base else []),
             f"held-out accuracy  {change_text(summary, 'eval_before', 'eval_after')}",
             f"reward             {change_text(summary, 'reward_first', 'reward_last5')}",
             f"steps              {summary['steps']} in {summary['seconds']:.0f} s, "
