@@ -30,7 +30,7 @@ COMMAND_LINE = ["bin/x", "@", "configs/lan.toml", "--train.max-steps", "9"]
     ("answers", "problem"),
     [
         (False, "no TCP answer. Start it: bin/trainer @ configs/lan.toml."),
-        (True, "it answers, but /nas has no version. Is that its weights.dir?"),
+        (True, "it answers, but /nas has no weights. Is that the trainer's weights.dir?"),
     ],
 )
 def test_generator_without_a_trainer_or_a_version_names_the_commands(

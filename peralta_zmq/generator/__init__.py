@@ -1,1 +1,1 @@
-"""The generator process: sample, score and send groups of rollouts; apply new weights in place."""
+"""The generator process: samples, scores and sends groups; applies new weights."""

@@ -1,10 +1,10 @@
-"""The generator loop: sample completions, score them and send the groups to the trainer.
+"""The generator loop: sample completions, score them, send them to the trainer.
 
-A group is all rollouts (scored completions) of one problem, sent as one message; it is in flight
-while the engine samples it. The policy step of weights is the number of training steps that
-produced them. The outbox keeps groups that the trainer has not stored yet. A weight version is one
-published set of weights. A generator keeps no state that a restart needs: the weights and the
-trainer's announcements define the progress of the run.
+A group is all rollouts (scored completions) of one problem, sent as one message; a group is in
+flight while the engine samples it. A weight version is one published set of weights; its policy
+step is the number of training steps that produced it. The outbox keeps groups that the trainer has
+not stored yet. The trainer announces its progress to all generators about once per second. A
+restarted generator continues from the weights and these announcements alone.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: Config) -> None:
-    """Sample, score and send groups until the trainer announces that the run is complete.
+    """Sample, score and send groups until the trainer announces the end of the run.
 
     Waits for the first weights, and for an absent trainer. Raises ConfigError, StoreError (no
     weights in time), TaskError (unusable problems) and WireError (the trainer refuses the keys).
     """
-    models.keep_memory()
+    models.keep_memory()  # freed memory stays in the process, for the next step
     threads = models.use_threads(config.generator.num_workers)
     device = models.choose_device(config.model.device)
     worker_info = models.worker_info(device, models.choose_dtype(device, config.model.dtype)[0])
     name = config.generator.full_name
     address, keys_folder = f"tcp://{config.wire.host}:{config.wire.port}", config.keys_folder
     keys = wire.generator_keys(keys_folder, name) if keys_folder else None
-    incarnation = os.urandom(8)
+    incarnation = os.urandom(8)  # identifies this start of the generator
     with ExitStack() as stack:
         environments = stack.enter_context(closing(build.open_environments(config, "train")))
+        # Rollouts go to wire.port; announcements and statuses use the next two ports.
         announcements = wire.AnnouncementSubscriber(wire.next_port(address), keys=keys)
         stack.enter_context(closing(announcements))
         subscriber = stack.enter_context(closing(open_subscriber(config, name)))
@@ -62,6 +63,7 @@ def run(config: Config) -> None:
         stack.enter_context(closing(statuses))
 
         def request_keyframe(run_id: str) -> None:
+            """Request a version with all weights from the trainer, in a status message."""
             if statuses.due:
                 status = wire.GeneratorStatus(
                     run_id, name, incarnation, wants_keyframe=True, worker_info=worker_info
@@ -91,12 +93,12 @@ def run(config: Config) -> None:
 
 
 def sampling_seed(run_seed: int, sender: str, purpose: str) -> int:
-    """A sampling seed that differs between generators, runs and restarts (the sender)."""
+    """A seed that differs between runs, purposes and senders (starts of a generator)."""
     return zlib.crc32(f"{run_seed}/{sender}/{purpose}".encode())
 
 
 class Generator:
-    """Makes groups: problem -> sample -> score -> RolloutGroup -> send, until the run ends."""
+    """Samples, scores and sends groups for the problems of a run, until the run ends."""
 
     def __init__(
         self,
@@ -122,7 +124,7 @@ class Generator:
         self._num_failures = 0  # consecutive groups that could not be scored
 
     def run(self) -> None:
-        """Make training groups, interrupted by evaluations only, until the run is complete."""
+        """Make training groups and announced evaluations until the run is complete."""
         while not self._connection.is_run_complete:
             try:
                 self._make_training_groups()
@@ -161,8 +163,8 @@ class Generator:
         """Sample completions for each problem, score them and send them as a group.
 
         `problems` yields None while no group may be started. The engine calls `between_steps`
-        between two decode steps (tokens). `evaluation_step` marks groups for the evaluation of that
-        policy step; -1 = groups for training.
+        between two decode steps (tokens). `evaluation_step` is the policy step that the groups
+        evaluate; -1 = groups for training.
         """
         self._num_in_flight = 0  # no group of an earlier call is in flight any more
         for problem, completions in generate_groups(
@@ -185,9 +187,10 @@ class Generator:
     def _score(
         self, problem: Problem, completions: Sequence[Completion], environments: Environments
     ) -> tuple[Rollout, ...]:
-        """The completions with their rewards; empty if a reward failed, which drops the group.
+        """The completions with their rewards; empty if one reward failed.
 
-        Raises RewardError at MAX_REWARD_FAILURES consecutive groups that cannot be scored.
+        A group without rollouts is dropped. Raises RewardError at MAX_REWARD_FAILURES consecutive
+        groups that cannot be scored.
         """
         try:
             rollouts = tuple(
@@ -207,7 +210,7 @@ class Generator:
     # Which problem is sampled next, and when.
 
     def _training_problems(self) -> Iterator[Problem | None]:
-        """The next problem if a group may be started now, else None; ends for an evaluation."""
+        """Yield a problem, or None while no group may start; ends for an evaluation."""
         while not self._connection.is_run_complete:
             if self._may_start_group():
                 self._num_in_flight += 1
@@ -225,12 +228,13 @@ class Generator:
         """This generator's endless sequence of training problems in one run.
 
         A sample index is a position in the shuffled order of problems that all generators share.
-        The start is determined when the first problem is requested: the first sample index that the
-        trainer has not received, or before an announcement an estimate from the policy step.
+        When the first problem is requested, the sequence starts at the sample index that follows
+        all groups received by the trainer; before an announcement it starts at an estimate.
         """
         config, environments, connection = self._config, self._environments, self._connection
 
         def excluded(position: int) -> bool:
+            """Whether the trainer excludes this problem of the same train set from sampling."""
             announcement = connection.announcement
             return (
                 announcement is not None
@@ -250,7 +254,7 @@ class Generator:
             yield replace(environments.problems[position], sample_index=sample_index)
 
     def _may_start_group(self) -> bool:
-        """Apply newer weights and return whether one more training group may be started now."""
+        """Apply newer weights; return whether a training group may be started now."""
         self._refresh_weights()
         announcement = self._connection.exchange()
         if self._connection.is_run_complete or self._weights.is_draining or self._must_evaluate():
@@ -280,8 +284,8 @@ class Generator:
     def _refresh_weights(self) -> None:
         """Apply newer weights if there are any.
 
-        Raises ObsoleteGroupsError if they belong to another run, or follow a roll-back of the run:
-        the trainer would drop the groups in flight.
+        Raises ObsoleteGroupsError if the new weights belong to another run, or follow a roll-back
+        of the run. The trainer would then drop the groups in flight.
         """
         previous = self._weights.version
         try:
@@ -292,11 +296,12 @@ class Generator:
                 self._connection.start_run()
                 self._samples = self._sample_problems()
             if version.run_id != previous.run_id or version.number > previous.number:
-                self._evaluated_step = -1  # a roll-back repeats evaluations, a rejection does not
+                # Repeat evaluations after a roll-back (higher number), not a rejection (lower).
+                self._evaluated_step = -1
             raise
 
     def _reject_weights(self, error: EngineError) -> None:
-        """Replace weights with non-finite logits by another version; wait until there is one."""
+        """Quarantine weights with non-finite logits and wait for another version."""
         number = self._weights.version.number
         logger.warning("dropped groups in flight: version=%d reason=%s", number, error)
         self._num_in_flight = 0
@@ -306,10 +311,10 @@ class Generator:
             with suppress(ObsoleteGroupsError):  # no group is in flight any more
                 self._refresh_weights()
 
-    # Evaluation: the generators answer the held-out problems with the weights of one policy step.
+    # Evaluation: the generators answer held-out problems with the weights of one policy step.
 
     def _must_evaluate(self) -> bool:
-        """Whether an evaluation is announced that this generator can do and has not done yet."""
+        """Whether this generator has to take part in an announced evaluation now."""
         announcement = self._connection.announcement
         return (
             announcement is not None
@@ -317,7 +322,7 @@ class Generator:
         )
 
     def _make_evaluation_groups(self) -> None:
-        """Make groups for the announced evaluation, without applying newer weights meanwhile."""
+        """Make groups for the announced evaluation; newer weights wait for its end."""
         config, announcement = self._config, self._connection.announcement
         assert announcement is not None  # because `_must_evaluate` was true
         self._evaluated_step = step = announcement.evaluation_step
@@ -341,9 +346,9 @@ class Generator:
     def _held_out_problems(
         self, step: int, problems: Sequence[Problem]
     ) -> Iterator[Problem | None]:
-        """The held-out problems without answers, first those assigned to this generator.
+        """Yield the unanswered held-out problems, first the share of this generator.
 
-        Ends when the trainer ends the evaluation. Yields None while the outbox is full.
+        Yields None while the outbox is full. Ends when the trainer ends the evaluation.
         """
         generator, connection = self._config.generator, self._connection
 
@@ -375,7 +380,7 @@ def make_group(
     connection: TrainerConnection,
     evaluation_step: int,
 ) -> RolloutGroup:
-    """The next group; its policy step is that of the oldest weights that sampled a token."""
+    """The next group; its policy step is the oldest that sampled a token (loss mask)."""
     policy_step = min(int(rollout.policy_steps[rollout.loss_mask].min()) for rollout in rollouts)
     return RolloutGroup(
         run_id=weights.version.run_id,

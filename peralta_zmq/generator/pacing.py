@@ -1,9 +1,9 @@
 """Sampling pace: limits how far a generator samples ahead of the trainer.
 
-A group is all rollouts of one problem. It is pending from its start until a training step that
-consumes it begins or the trainer drops it. The policy step of weights is the number of training
-steps that produced them. The staleness of a group is the number of training steps that begin after
-the one that produced its weights and before the one that consumes it.
+A group is all rollouts of one problem. A group is pending from its start until the trainer drops
+the group or begins the training step that consumes it. The policy step of weights is the number of
+training steps that produced the weights. The staleness of a group is the number of training steps
+between the step that produced its weights and the step that consumes the group.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from peralta_zmq import wire
 from peralta_zmq.config import Config
 
-# A generator at its limit starts one more group after this time since it last started one:
-STARVED_SECONDS = 0.25  # if the trainer waits for groups and has received all of this generator's
+# Seconds since the last start of a group after which a generator at its limit starts another:
+STARVED_SECONDS = 0.25  # if the trainer waits for groups and has received all from this generator
 SILENCE_SECONDS = 30.0  # in any other case, because announcements may be lost
 
 
@@ -26,11 +26,12 @@ class SamplingPacer:
     training step. From its number of pending groups a generator computes which training step will
     consume its next group, and so the staleness of that group.
 
-    A crashed generator or a lost announcement must not block the others for long. Therefore a
+    A crashed generator or a lost announcement must not block other generators for long. Therefore a
     generator at its limit starts one more group after `STARVED_SECONDS` or `SILENCE_SECONDS`.
 
-    `oversampling_factor` scales the expected number of groups. With `follow_step_size` (for batches
-    of a number of tokens) the groups in the newest training step replace `groups_per_step`.
+    `oversampling_factor` scales the expected number of groups. `follow_step_size` is for batches
+    with a fixed number of tokens: the number of groups in the newest training step then replaces
+    `groups_per_step`.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class SamplingPacer:
     ) -> bool:
         """Whether a group sampled from the weights of policy step `step` may be started.
 
-        `num_pending` counts this generator's pending groups; `num_undelivered` counts its groups
-        that the trainer has not received. `announcement` is the newest one, None before the first.
+        `num_pending` is the number of pending groups of this generator, and `num_undelivered` the
+        number of its groups that the trainer has not received. `announcement` is the newest
+        announcement of the trainer's progress; None before the first.
         """
         announcement = announcement or wire.Announcement("")  # default values: nothing has started
         starved = announcement.waiting and not num_undelivered
@@ -67,10 +69,10 @@ class SamplingPacer:
         groups_per_step = self._groups_per_step
         if self._follow_step_size and announcement.groups_in_step:
             groups_per_step = announcement.groups_in_step
-        num_generators = max(1, len(announcement.received))
+        num_generators = max(1, len(announcement.received))  # one entry per active generator
         share = math.ceil(math.ceil(groups_per_step * self._oversampling_factor) / num_generators)
-        begun = max(announcement.started_step, step)  # the announcement may be old
-        staleness = begun + num_pending // share - step  # pending groups are consumed first
+        started_step = max(announcement.started_step, step)  # the announcement may be old
+        staleness = started_step + num_pending // share - step  # pending groups are consumed first
         return staleness <= self._max_async_level
 
     def record_start(self) -> None:

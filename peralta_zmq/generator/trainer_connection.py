@@ -1,10 +1,13 @@
-"""The generator's connection to the trainer: sends groups and statuses, receives announcements.
+"""Connection of a generator to the trainer: groups, statuses, announcements.
 
-A group is all rollouts of one problem, sent as one message (frame). An incarnation is the 8 random
-bytes that a generator draws at its start and for each new run; `sequence` numbers the groups of one
-incarnation from 0. Announcements of the trainer acknowledge each group twice: as received, in the
-trainer's memory, and later as durable, in the journal on the trainer's disk or dropped. The outbox
-keeps a group until it is durable, so that it can be sent again after a crash of the trainer.
+A group is all rollouts of one problem, sent as one message (frame). A status is a message with the
+counters of the generator. An incarnation is the 8 random bytes that a generator draws at its start
+and for each new run; `sequence` numbers the groups of one incarnation from 0.
+
+Announcements are the trainer's messages about its progress, about one per second. They acknowledge
+each group twice. A group is received when it is in the trainer's memory. It is durable when it is
+in the journal on the trainer's disk, or the trainer has dropped it. The outbox keeps a group until
+it is durable, so that the generator can send it again after a crash of the trainer.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ from peralta_zmq.generator.pacing import SILENCE_SECONDS
 from peralta_zmq.generator.weight_sync import LOG_SECONDS, ServedWeights
 from peralta_zmq.rollout import RolloutGroup, sender_of
 
-SLOWEST_LINK = 125_000  # bytes/s, 1 Mbit/s: a large group takes longer than SILENT_SECONDS there
-RESEND_SECONDS = 2.0  # between two resends, as the acknowledgement of the first takes some time
-IDLE_SECONDS = 5.0  # if the trainer takes groups and none arrives for this time, they were lost
+SLOWEST_LINK = 125_000  # bytes/s (1 Mbit/s) of the slowest link; a large group takes seconds
+RESEND_SECONDS = 2.0  # between two resends, so that the first can be acknowledged
+LOST_SECONDS = 5.0  # sent groups that a receiving trainer has not received after this are lost
 logger = logging.getLogger(__name__)
 
 
@@ -40,8 +43,8 @@ class Sockets:
 class Throughput:
     """Counts since the previous status."""
 
-    num_tokens: int = 0  # generated tokens of the groups made
-    idle_seconds: float = 0.0  # with an empty engine, because no group might be started
+    num_tokens: int = 0  # generated tokens in finished groups
+    idle_seconds: float = 0.0  # in which the engine was empty, because no group could be started
     queue_seconds: float = 0.0  # spent waiting for room in the send queue
     started: float = field(default_factory=time.monotonic)  # time of the previous status
 
@@ -49,8 +52,8 @@ class Throughput:
 class TrainerConnection:
     """Exchanges messages with the trainer and keeps groups until they are durable.
 
-    Announcements of a run other than that of the weights in use have one effect only: they trigger
-    a poll for newer weights.
+    If an announcement and the weights in use belong to different runs, the announcement only
+    triggers a poll for newer weights.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class TrainerConnection:
         self.throughput = Throughput()
         self.num_unscored = 0  # groups dropped because a reward failed; counted by the caller
         self.is_run_complete = False
-        self._silence_logged = time.monotonic()  # when the silence was logged, or the start
+        self._silence_logged = time.monotonic()  # time of the latest log line, or of the start
         self.start_run(incarnation)
 
     def start_run(self, incarnation: bytes | None = None) -> None:
@@ -83,21 +86,21 @@ class TrainerConnection:
 
     @property
     def announcement(self) -> wire.Announcement | None:
-        """The newest announcement; None if there is none, or if it is of another run."""
+        """The newest announcement; None before the first, or if it is of another run."""
         latest = self._sockets.announcements.latest
         return latest if latest and latest.run_id == self._weights.version.run_id else None
 
     def send(self, group: RolloutGroup) -> None:
         """Send a group and keep it in the outbox until it is durable.
 
-        A group that cannot be encoded is dropped; from the field `min_sequence` of the next group
-        the trainer concludes that this one will not come.
+        A group that cannot be encoded is dropped. The next group reports the drop to the trainer
+        by its field `min_sequence`.
         """
         newest = f" newest={group.newest_step}" if group.newest_step > group.policy_step else ""
         evaluated = f" evaluation_step={step}" if (step := group.evaluation_step) >= 0 else ""
         facts = f"step={group.policy_step} weights_id={group.weights_id}{newest}{evaluated}"
         logger.debug("made group=%s %s", group.name, facts)
-        failpoint("generator.made")
+        failpoint("generator.made")  # tests can crash the process here
         try:
             frame = wire.encode_group(group)
         except WireError as error:
@@ -110,7 +113,7 @@ class TrainerConnection:
         failpoint("generator.sent")
 
     def exchange(self, *, timeout: float = 0.0) -> wire.Announcement | None:
-        """Send a status if one is due, receive announcements, and resend groups that were lost.
+        """Send a due status, receive announcements, and resend lost groups.
 
         Waits up to `timeout` seconds for a new announcement. Returns the property `announcement`.
         """
@@ -154,7 +157,7 @@ class TrainerConnection:
         )
 
     def _send_frame(self, frame: bytes) -> None:
-        """Send a frame, after waiting for room in the send queue; give up if the run completes."""
+        """Wait for room in the send queue and send a frame, unless the run completes."""
         started = logged = time.monotonic()
         while not self._sockets.rollouts.send(frame, timeout=0.2):
             self._receive(0.0)
@@ -168,7 +171,7 @@ class TrainerConnection:
     def _receive(self, timeout: float) -> wire.Announcement | None:
         """Like `exchange`, but without resending groups.
 
-        Connects again if the trainer takes groups but none arrives.
+        Connects again if the trainer receives groups, but none of this generator for some time.
         """
         self.report_when_due()
         latest = self._sockets.announcements.receive(timeout=timeout)
@@ -181,6 +184,7 @@ class TrainerConnection:
             rollouts = self._sockets.rollouts.connection
             if rollouts.reconnect_if_silent(self.outbox.undelivered_seconds):
                 self.outbox.must_resend = True
+            # Seconds in which the trainer has received groups of this generator, but no status.
             unreceived_seconds = announcement.without_status.get(self.outbox.sender, 0)
             self._sockets.statuses.unreceived_seconds = unreceived_seconds
             self.is_run_complete |= announcement.done
@@ -189,9 +193,9 @@ class TrainerConnection:
     def _check_silence(self) -> None:
         """Log if no announcement has arrived for SILENCE_SECONDS.
 
-        The run then counts as complete if the last announcement said so, or the weights are those
-        of the last training step: the trainer exits soon after its final announcements, so a
-        generator may receive one or none of them.
+        The run then counts as complete if the last announcement reported its end, or if the
+        weights come from the last training step. The trainer reports the end only shortly before it
+        exits, so a generator may miss these reports.
         """
         announcements, version = self._sockets.announcements, self._weights.version
         now, received = time.monotonic(), announcements.received_at
@@ -207,21 +211,20 @@ class TrainerConnection:
 
 
 class Outbox:
-    """The encoded groups (frames) of one incarnation that are not durable, at most `limit`."""
+    """Up to `limit` encoded groups (frames) of one incarnation that are not durable."""
 
     def __init__(self, sender: str, *, limit: int = 64) -> None:
         self.sender, self._limit = sender, limit  # sender: 'NAME/INCARNATION', as in announcements
-        self.next_sequence = 0  # of the next group; also the number of groups made
-        self.num_lost = 0  # groups dropped: the outbox was full, or they could not be encoded
+        self.next_sequence = 0  # of the next group; also the number of finished groups
+        self.num_lost = 0  # groups dropped because the outbox was full or encoding failed
         self.num_resent = 0  # groups sent again
-        self.must_resend = False  # all frames that the trainer has not received
+        self.must_resend = False  # send all frames again that the trainer has not received
         self._frames: dict[int, bytes] = {}  # by sequence, ascending
         self._num_consumed = 0  # groups in started training steps, or dropped by the trainer
         self._received = -1  # the trainer has received all groups up to this sequence; -1 = none
         self._announcement = wire.Announcement("")  # the newest
         self._announced_at = 0.0  # monotonic seconds of `_announcement`
-        # Time in which the trainer took groups but received none of these.
-        self._unreceived_seconds = 0.0
+        self._unreceived_seconds = 0.0  # see `acknowledge`
         self._resent_at = float("-inf")  # monotonic seconds of the latest resend
 
     def __len__(self) -> int:
@@ -234,22 +237,22 @@ class Outbox:
 
     @property
     def num_pending(self) -> int:
-        """Number of groups made that are neither in a started training step nor dropped.
+        """Number of finished groups that the trainer has neither consumed nor dropped.
 
-        While announcements do not list this sender, new groups only increase the number.
+        An announcement without this sender leaves the number of consumed groups unchanged.
         """
         return self.next_sequence - self._num_consumed
 
     @property
     def min_sequence(self) -> int:
-        """The oldest sequence that may still be sent: all groups below are durable or lost."""
+        """Oldest sequence that may still be sent: lower ones are durable or lost."""
         return next(iter(self._frames), self.next_sequence)
 
     @property
     def undelivered_seconds(self) -> float:
-        """For how long the trainer has taken groups but received none of these.
+        """Seconds in which the trainer could have received a frame, but did not.
 
-        Without the time that the oldest of them takes to arrive.
+        The transfer time of the oldest unreceived frame, over the slowest link, is subtracted.
         """
         unreceived = (frame for number, frame in self._frames.items() if number > self._received)
         return self._unreceived_seconds - len(next(unreceived, b"")) / SLOWEST_LINK
@@ -274,11 +277,11 @@ class Outbox:
         self.num_lost += 1
 
     def acknowledge(self, announcement: wire.Announcement) -> None:
-        """Update what the trainer has received and consumed; remove frames that are durable.
+        """Apply the acknowledgements of an announcement; remove durable frames.
 
-        The time since the announcement before, at most a second, counts as undelivered if the
-        trainer waits for groups or has started a step in between: it has then read all groups that
-        had arrived.
+        If the trainer waits for groups, or has started a step since the previous announcement, it
+        has read all groups that had arrived. If none of these frames was among them, the time since
+        the previous announcement, at most a second, is added to `_unreceived_seconds`.
         """
         previous, self._announcement = self._announcement, announcement
         if announcement is previous:
@@ -286,8 +289,9 @@ class Outbox:
         restarted = previous.incarnation not in (b"", announcement.incarnation)
         self.must_resend |= restarted
         durable = announcement.durable.get(self.sender, -1)
-        before = -1 if restarted else self._received  # a restart loses groups that are not durable
-        received = max(before, durable, announcement.received.get(self.sender, -1))
+        # A restart of the trainer loses groups that are not durable.
+        known = -1 if restarted else self._received
+        received = max(known, durable, announcement.received.get(self.sender, -1))
         now = time.monotonic()
         if received != self._received or not self.num_undelivered:
             self._unreceived_seconds = 0.0
@@ -296,18 +300,18 @@ class Outbox:
         self._received, self._announced_at = received, now
         self._frames = {number: frame for number, frame in self._frames.items() if number > durable}
         if self.sender in announcement.consumed:
-            self._num_consumed = announcement.consumed[self.sender] + 1
+            self._num_consumed = announcement.consumed[self.sender] + 1  # announced minus 1
 
     def frames_to_resend(self) -> list[bytes]:
         """Count and return the frames to send again now, in order.
 
-        Frames that the trainer has not received were lost in one of four cases: the trainer has
-        restarted or `must_resend` is set (all of them), it takes groups but none of these have
-        arrived for IDLE_SECONDS (all of them), or it has received a later group (those before that
-        group).
+        All frames that the trainer has not received are sent again if `must_resend` is set (the
+        trainer has restarted, or the connection was opened again), or if the trainer could have
+        received a frame for LOST_SECONDS, but did not. If the trainer has received a later group,
+        only the missing frames before that group are sent again.
         """
         elapsed = time.monotonic() - self._resent_at
-        if self.must_resend or min(elapsed, self.undelivered_seconds) > IDLE_SECONDS:
+        if self.must_resend or min(elapsed, self.undelivered_seconds) > LOST_SECONDS:
             below = self.next_sequence
         elif elapsed >= RESEND_SECONDS:
             below = self._announcement.highest_received.get(self.sender, -1)

@@ -1,10 +1,11 @@
-"""Weights of a generator: opens the engine on the first version and applies newer ones to it.
+"""Weights of a generator: open the engine on a version, apply newer versions.
 
 The engine samples completions. A weight version is one published set of weights with a manifest:
 number, policy step (training steps that produced it), weights_id (hash of the manifest), run and
-lineage (number of roll-backs to an older checkpoint). WeightSubscriber offers a version only when
-all its files are present and have the hashes of the manifest. A group (all rollouts of one problem)
-is in flight while the engine samples it. Quarantine marks a version as bad: no generator loads it.
+lineage (number of roll-backs to an older checkpoint). A version is complete when all its files are
+present and have the hashes of the manifest; WeightSubscriber offers only complete versions.
+Quarantine marks a version as bad: no generator loads it. A group (all rollouts of one problem) is
+in flight while the engine samples it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 
 class ObsoleteGroupsError(Exception):
-    """The weights now belong to another run or lineage; the trainer would drop groups in flight."""
+    """The new weights are of another run or lineage, so groups in flight are useless."""
 
 
 class ServedWeights:
-    """The weight version that the engine samples from, and its replacement by newer versions.
+    """The weight version that the engine uses, and its replacement by newer versions.
 
     With `between_groups` a newer version waits until no group is in flight; while it waits,
     `is_draining` is True and the generator must start no group.
@@ -47,18 +48,18 @@ class ServedWeights:
 
     @property
     def needs_keyframe(self) -> bool:
-        """Whether a delta (change between versions) that the newest version needs is missing.
+        """Whether the newest version needs a delta (change of weights) that is missing.
 
         A generator reports this in its status; the trainer then publishes a keyframe (all weights).
         """
         return self._subscriber.wants_keyframe
 
     def weights_id_of(self, step: int) -> str:
-        """The weights_id of the version with policy step `step`, which the engine has used."""
+        """The weights_id of the version of policy step `step`; the engine has used it."""
         return self._weights_ids[step]
 
     def poll_for(self, announcement: wire.Announcement) -> None:
-        """Look for the announced version now instead of at the next regular poll of the store."""
+        """Poll the store for the announced version now, not at the next regular time."""
         self._subscriber.notify(announcement.version, announcement.weights_id)
 
     def reject(self) -> None:
@@ -66,7 +67,7 @@ class ServedWeights:
         self._subscriber.reject(self.version)
 
     def refresh(self, engine: registry.Engine, *, num_in_flight: int) -> None:
-        """Apply the newest complete version in place if it may be applied now; else do nothing.
+        """Apply the newest complete version in place, if it may be applied now.
 
         Raises ObsoleteGroupsError if the new version belongs to another run or lineage, after
         applying it.
@@ -86,6 +87,7 @@ class ServedWeights:
         self._weights_ids[version.step] = version.weights_id
         if is_new_run:
             raise ObsoleteGroupsError(f"the weights now belong to run {version.run_id}")
+        # "result" is the hash of the weights.
         if version.step == previous.step and version.field("result") == previous.field("result"):
             return  # equal weights, published again with another number
         if version.lineage != previous.lineage or version.step <= previous.step:
@@ -98,15 +100,16 @@ def apply_newest(
 ) -> Version:
     """Apply the newest complete version in place; returns the version now in use.
 
-    If the engine rejects the new version, it is quarantined and `current` stays in use.
+    If the engine rejects the newest version, that version is quarantined and `current` stays.
     """
     pending = subscriber.poll()
     if pending is None:
         return current
     started = time.monotonic()
     try:
+        # "adapts" is the hash of the base model of a LoRA adapter; None for full weights.
         if pending.version.field("adapts") != current.field("adapts"):
-            raise ValueError("it is an adapter for another base model than the one in use")
+            raise ValueError("the version has another base model than the version in use")
         engine.apply(pending.tensors, step=pending.version.step, folder=pending.folder)
     except ValueError as error:
         subscriber.reject(pending.version)
@@ -116,7 +119,7 @@ def apply_newest(
 
 
 def _accept(subscriber: WeightSubscriber, pending: PendingWeights, started: float) -> Version:
-    """Accept and log a version that was applied from `started` (monotonic seconds) until now."""
+    """Accept and log an applied version; `started` = monotonic start of its applying."""
     subscriber.accept()
     version, seconds = pending.version, time.monotonic() - started
     identity = f"version={version.number} step={version.step} weights_id={version.weights_id}"
@@ -128,7 +131,7 @@ def _accept(subscriber: WeightSubscriber, pending: PendingWeights, started: floa
 
 
 def open_subscriber(config: Config, name: str) -> WeightSubscriber:
-    """Subscribe to the run's weight store, with a local copy that the next start reuses."""
+    """Subscribe to the weight store; a local copy of the weights serves later starts."""
     address = config.weights_address
     return WeightSubscriber(
         WeightStore.open(address, token=read_private_token(config.weights.token_file)),
@@ -145,11 +148,11 @@ def open_engine(
     address: str,
     request_keyframe: Callable[[str], None],
 ) -> tuple[Version, registry.Engine, models.Tokenizer]:
-    """Wait for the first complete version and open an engine on it, with its tokenizer.
+    """Wait for a complete version; return it with an engine and its tokenizer.
 
-    `address` is that of the trainer. While waiting, logs every LOG_SECONDS, and repeatedly calls
-    `request_keyframe(run_id)` if the store has only deltas. Raises StoreError after
-    weights.wait_for_weights_timeout.
+    `address` is the address of the trainer. While waiting, logs every LOG_SECONDS, and
+    calls `request_keyframe(run_id)` at each announcement if the store has only deltas. Raises
+    StoreError after weights.wait_for_weights_timeout seconds.
     """
     started = logged = time.monotonic()
     timeout = config.weights.wait_for_weights_timeout or float("inf")
@@ -176,11 +179,12 @@ def open_engine(
 def waiting_text(address: str, seconds: float, weights: str, *, answers: bool) -> str:
     """The log message of a generator without weights: what is missing, and the remedy.
 
-    `weights` is the address of the store; `answers`: the trainer's address accepts TCP connections.
+    `weights` is the address of the store. `answers` is True if the trainer's address accepts TCP
+    connections.
     """
     files, start = files_given(), f"waiting for trainer {address} ({seconds:.0f} s)"
     diagnose = f"Diagnose: bin/doctor{files}"
     if answers:
-        reason = f"it answers, but {weights} has no version. Is that its weights.dir?"
+        reason = f"it answers, but {weights} has no weights. Is that the trainer's weights.dir?"
         return f"{start}: {reason} {diagnose}"
     return f"{start}: no TCP answer. Start it: bin/trainer{files}. {diagnose}"

@@ -116,7 +116,7 @@ def test_outbox_resends_the_last_frames_to_a_trainer_that_keeps_waiting(
         batches.append(resent(outbox, acknowledging(0, waiting=True)))
     seconds = [second for second, batch in enumerate(batches) if batch]
     assert batches[seconds[0]] == [b"1", b"2"]
-    assert seconds[0] <= 10 and seconds[1] - seconds[0] > trainer_connection.IDLE_SECONDS
+    assert seconds[0] <= 10 and seconds[1] - seconds[0] > trainer_connection.LOST_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_undelivered_time_counts_only_while_the_trainer_takes_groups(
         )
         resends += bool(resent(outbox, first if case == "silence" else new))
     assert outbox.undelivered_seconds == pytest.approx(seconds, abs=0.01)
-    assert (resends > 0) == (seconds > trainer_connection.IDLE_SECONDS)
+    assert (resends > 0) == (seconds > trainer_connection.LOST_SECONDS)
 
 
 def test_full_outbox_drops_its_oldest_frame_and_counts_it() -> None:
