@@ -124,7 +124,7 @@ def test_message_of_the_troubleshooting_page_is_printed(row: list[str]) -> None:
     "macOS keeps this program from the local network", "is in use by", "was made with other",
     "giving up", "is not a multiple of", "the same command resumes it", "cannot keep up",
     # problems of a machine
-    "cannot be reached; is it on", "its key is not accepted there", "there is no ...; install it",
+    "cannot be reached; is it on", "does not accept your ssh key", "there is no ...; install it",
     "does not run Python 3.10", "is full:", "is listed", "are both the trainer",
     "it is another folder", "another trainer works in", "another trainer (...) publishes to",
     "copying stopped halfway", "is half copied", "disagrees with the trainer about logprobs",

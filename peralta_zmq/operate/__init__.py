@@ -1,1 +1,1 @@
-"""Running on the machines of a home: local workers now."""
+"""Operation of a run: bin/lan controls its workers, bin/doctor checks machines."""

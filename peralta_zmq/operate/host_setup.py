@@ -1,8 +1,11 @@
-"""Steps that prepare a host of a hosts file: probe, copy, install, settings, doctor, workers.
+"""Steps that prepare a host: probe, copy, install, settings, doctor, workers.
 
-Each function returns the commands of one step for one host; a command knows how to find the
-problem and its remedy in its own result (`Command.find_problem`). A job is the command line of one
-worker (the trainer or one generator), which the worker's supervisor on the host runs.
+Each step is a function that returns its commands for one host. `Command.find_problem` turns the
+result of a failed command into a message with the problem and its remedy. A job is the command line
+of one worker (the trainer or one generator); the worker's supervisor on the host runs it.
+
+`Host.folder` is the project folder on the host, with a copy of the code. It is None on this machine
+if the host uses this checkout (REPO); nothing is then copied or installed.
 """
 
 from __future__ import annotations
@@ -23,18 +26,21 @@ from peralta_zmq.operate.ssh import Command, Result, on_host
 from peralta_zmq.operate.supervisor import COPY_MARKER, FOLDER, Job, job_text
 
 REPO = Path(__file__).resolve().parents[2]
-# Neither copied to the host nor deleted there: files of one machine, and keys.
+# rsync patterns of files that are neither copied to the host nor deleted there.
 EXCLUDED = (
     *("/.git", "/.venv", "/.venv-other", "/.lan", "/runs", "/keys", "*.secret", "*.public"),
     *("*.egg-info", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"),
 )
 INSTALL_MB, CODE_MB = 3000, 200  # free space for an environment with torch, and for the code alone
-KEYS, TOKEN = FOLDER / "keys", FOLDER / "weights-token"
+KEYS, TOKEN = FOLDER / "keys", FOLDER / "weights-token"  # relative to the project folder
 PYTHON, OLDEST_PYTHON = ".venv/bin/python", (3, 10)
-# --wait of bin/doctor in seconds: the trainer's answers the others, a generator's tries to connect.
+# Seconds for --wait of bin/doctor: how long the trainer's doctor answers the doctors of generators,
+# and how long a generator's doctor tries to connect.
 DOCTOR_WAIT = {"trainer": "900", "generator": "20"}
-DOCTOR_SECONDS = 1800.0
+DOCTOR_SECONDS = 1800.0  # time limit of bin/doctor
 
+# Shell script that prints facts about a host as NAME=VALUE. p is the project folder or its nearest
+# existing parent; ours: bin/lan made the folder; full: it has files; ready: make setup succeeded.
 PROBE = """
 p={folder}; while [ ! -e "$p" ]; do p=$(dirname "$p"); done
 echo python=$({python} -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>&1 | tail -n 1)
@@ -55,12 +61,12 @@ def in_project(host: Host, script: str) -> str:
 
 
 def supervisor_script(host: Host, *words: str) -> str:
-    """A line of shell that sends a command to the supervisors of the host."""
+    """A line of shell that runs a command of operate/supervisor.py on the host."""
     return in_project(host, f"{PYTHON} -m peralta_zmq.operate.supervisor {' '.join(words)}")
 
 
 def probe(host: Host) -> list[Command]:
-    """Read the version of Python, rsync, make, free space and the state of the project folder."""
+    """Read the version of Python, free space, and the state of the project folder."""
     folder = host.folder or shlex.quote(str(REPO))
     script = PROBE.format(folder=folder, python=shlex.quote(host.python))
     # Sent to the standard input of sh, because the user's login shell may be csh or fish.
@@ -68,9 +74,9 @@ def probe(host: Host) -> list[Command]:
 
 
 def sync(host: Host, config: Config) -> list[Command]:
-    """Copy the code; the marker file COPY_MARKER exists while the copy is incomplete.
+    """Copy the code; the file COPY_MARKER exists while the copy is incomplete.
 
-    Deletes stale files only within the copied folders, and never runs or weights.
+    Files that no longer exist here are deleted on the host, but never runs or weights.
     """
     if host.folder is None:
         return []
@@ -79,14 +85,14 @@ def sync(host: Host, config: Config) -> list[Command]:
     make_marker = f"mkdir -p {host.folder}/{FOLDER} && touch {marker}"
     sources = sorted(str(path) for path in REPO.iterdir())
     return [
-        on_host(host, make_marker, remedy="its folder cannot be made; choose another dir"),
+        on_host(host, make_marker, remedy="its folder cannot be created; choose another dir"),
         ssh.rsync_to(host, sources, f"{host.folder}/", "--delete", *excluded),
         on_host(host, f"rm -f {marker}", remedy="run bin/lan sync again"),
     ]
 
 
 def run_patterns(host: Host, config: Config) -> list[str]:
-    """rsync patterns for runs and weights inside the project folder of the host."""
+    """rsync patterns that exclude runs and weights inside the host's project folder."""
     runs = os.path.normpath(config.run.dir)
     paths = [str(config.run_folder) if runs == "." else runs]
     paths += [path for path in (host.weights_dir, config.weights.dir) if path and "://" not in path]
@@ -96,7 +102,10 @@ def run_patterns(host: Host, config: Config) -> list[str]:
 
 
 def _path_in(folder: str, path: str) -> str | None:
-    """Return a path of the host relative to its project folder; None if it is not inside."""
+    """Return a path on the host relative to the project folder; None if it is outside.
+
+    The host's home folder is not known here: an absolute path is inside if it contains `folder`.
+    """
     if not path.startswith(("/", "~")):
         return None if path.split("/")[0] in (".", "..") else path
     _, separator, inner = path.removeprefix("~").partition(f"/{folder.strip('~/')}/")
@@ -113,7 +122,7 @@ def install(host: Host) -> list[Command]:
 
 
 def send_settings(host: Host, config: Config) -> list[Command]:
-    """Send the settings, the token of the weight store, and only the keys that this host needs.
+    """Send the settings, the weight store's password, and the keys the host needs.
 
     Other users of the host can neither read the new files nor add a key.
     """
@@ -131,13 +140,16 @@ def send_settings(host: Host, config: Config) -> list[Command]:
 
 
 def settings_file(config: Config) -> Path:
-    """Path of the settings on every host, with their hash: new settings make another job."""
+    """Path of the settings file in the project folder of a host.
+
+    Its name has a hash of the settings, so that the jobs of other settings differ in their command.
+    """
     digest = hashlib.sha256(toml_text(config).encode()).hexdigest()
     return FOLDER / f"config-{digest[:12]}.toml"
 
 
 def token_file(config: Config) -> Path | None:
-    """The token file of the weight store, if it exists on this machine."""
+    """The file with the password of the weight store, if it exists on this machine."""
     path = Path(config.weights.token_file or "").expanduser()
     return path if path.is_file() else None
 
@@ -145,8 +157,8 @@ def token_file(config: Config) -> Path | None:
 def key_files(host: Host, keys: Path) -> list[str]:
     """Key files that a host needs.
 
-    The trainer's host gets all public keys, and the secret keys of the trainer and of its own
-    generators; another host gets the trainer's public key and the secrets of its generators.
+    The trainer's host gets all public keys, and the secret keys of the trainer and of the host's
+    generators. Another host gets the trainer's public key and the secret keys of its generators.
     """
     if host.role == "trainer":
         public = sorted(str(path) for path in keys.glob("*.public"))
@@ -165,23 +177,26 @@ def doctor(host: Host, config: Config) -> Command:
     words += settings_options(host, config)
     if host.role == "generator":
         words += ["--generator.name", host.generators[0]]
-    # On standard input: other users can read command lines, and the variables may hold passwords.
+    # The script goes to standard input: other users can read command lines, and the environment
+    # variables may hold passwords.
     exports = [f"export {shlex.quote(f'{name}={value}')}" for name, value in host.env.items()]
-    start = in_project(host, f"exec {shlex.join(words)} || exit")  # else sh would read on
+    # `|| exit`: if cd fails, sh must not wait for more lines.
+    start = in_project(host, f"exec {shlex.join(words)} || exit")
     script = "".join(f"{line}\n" for line in [*exports, start])
     return on_host(host, "sh -s", script, seconds=DOCTOR_SECONDS, find_problem=_doctor_problem)
 
 
 def supervisor_steps(host: Host, command: str, hosts: Hosts, config: Config) -> list[Command]:
-    """`check` that the jobs of a host can be started, or `start` them."""
+    """Run the supervisor's command `check` or `start` with the jobs of the host."""
     lines = "".join(f"{job_text(job)}\n" for job in jobs_of(host, hosts, config))
     return [on_host(host, supervisor_script(host, command), lines)]
 
 
 def jobs_of(host: Host, hosts: Hosts, config: Config) -> list[Job]:
-    """The jobs of a host: its trainer first, if it has one, then its generators."""
+    """The jobs of a host: the trainer, if the host runs it, then its generators."""
     env = {"HF_HUB_OFFLINE": "1", **host.env}
     options = settings_options(host, config)
+    # The workers of the host share its cores; all generators of the run share the problems.
     num_workers, count = str(len(host.workers)), str(len(hosts.generators))
     jobs: list[Job] = []
     if host.role == "trainer":
@@ -197,7 +212,7 @@ def jobs_of(host: Host, hosts: Hosts, config: Config) -> list[Job]:
 
 
 def settings_options(host: Host, config: Config) -> list[str]:
-    """Options that load the settings on a host, and change those in which the host differs."""
+    """Options that load the settings file on a host and set the host's own values."""
     options = {
         "--weights.dir": host.weights_dir,
         "--model.device": host.device,
@@ -209,6 +224,7 @@ def settings_options(host: Host, config: Config) -> list[str]:
 
 
 def _probe_problem(host: Host, result: Result) -> str | None:
+    """Why the host cannot run workers, from the output of PROBE; None if it can."""
     facts = dict(line.split("=", 1) for line in result.stdout.splitlines() if "=" in line)
     if result.returncode or "python" not in facts:
         return f"the probe failed: {ssh.last_line(result)}"
@@ -217,7 +233,7 @@ def _probe_problem(host: Host, result: Result) -> str | None:
     if not is_version or tuple(map(int, version.split("."))) < OLDEST_PYTHON:
         return (
             f"{host.python} does not run Python 3.10 or later ({version}); "
-            "set python = to one that does, or install it"
+            "set python = to a newer Python, or install one"
         )
     if host.folder is None:
         return None
@@ -231,7 +247,8 @@ def _probe_problem(host: Host, result: Result) -> str | None:
         )
     if not facts.get("writable"):
         return f"{host.folder} cannot be written; choose another dir"
-    needed, free = CODE_MB if facts.get("ready") else INSTALL_MB, int(facts["free"] or 0) // 1024
+    needed = CODE_MB if facts.get("ready") else INSTALL_MB
+    free = int(facts["free"] or 0) // 1024  # df prints KiB
     if free < needed:
         return (
             f"the disk of {host.folder} is full: {free} MB free, {needed} MB needed; "

@@ -1,7 +1,7 @@
-"""`bin/lan`: start and control one run on the machines (hosts) of a hosts file, over ssh.
+"""`bin/lan`: start and control a run over ssh on the machines of a hosts file.
 
 A worker is the trainer or one generator. Each worker has a supervisor on its host, which restarts
-it after a crash (operate/supervisor.py); the run continues when bin/lan ends. Commands:
+the worker after a crash (operate/supervisor.py). The run continues when bin/lan ends. Commands:
 
 up       probe every host, copy the code, install, send settings, check, start; then show the logs
 sync     only probe, copy and install
@@ -30,7 +30,8 @@ from peralta_zmq.operate.lan_monitor import in_parallel
 PROGRAM = "bin/lan"
 STARTING = ("up", "sync")  # commands that need the code and the settings
 HOSTS_FILE, EXAMPLE = Path("configs/hosts.toml"), Path("configs/hosts.example.toml")
-DOCTOR_READY = "answering the doctors"  # start of the line after which the trainer's doctor serves
+# Start of the line that bin/doctor prints when it begins to answer the doctors of other machines.
+DOCTOR_READY = "answering the doctors"
 LOOPBACK = ("127.0.0.1", "localhost")  # not 127.0.0.2, which tests use for another machine
 StepsOf: TypeAlias = Callable[[Host], list[ssh.Command]]  # commands of one phase for a host
 
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def select_workers(hosts: Hosts, names: Sequence[str]) -> list[tuple[Host, list[str]]]:
-    """Return the workers with these names, by host.
+    """Return the hosts of the workers with these names, with their selected workers.
 
     The name of a host selects all of its workers; without names, all workers are selected. Raises
     ConfigError for an unknown name.
@@ -87,11 +88,11 @@ def select_workers(hosts: Hosts, names: Sequence[str]) -> list[tuple[Host, list[
 
 @dataclass
 class Fleet:
-    """The hosts of a run, and the phases that bring them up; all hosts pass a phase in parallel."""
+    """The hosts of a run, and the phases that start it, each on all hosts in parallel."""
 
     hosts: Hosts
     config: Config
-    hosts_option: str = ""  # `--hosts FILE` of this command, quoted in messages
+    hosts_option: str = ""  # `--hosts FILE`, for commands that messages suggest
     partial: bool = False  # True: continue without a generator host that fails a phase
     dry_run: bool = False  # True: print the commands instead of running them
     failed: dict[str, str] = field(default_factory=dict[str, str])  # problem by host name
@@ -126,7 +127,8 @@ class Fleet:
         """Run bin/doctor on all hosts; returns True if the next phase may follow.
 
         The trainer's doctor answers the network probes of the generators' doctors, so it starts
-        first and ends last. It does not answer if the trainer runs already; the trainer does.
+        first and ends last. If the trainer already runs, the trainer answers them, and its doctor
+        ends without the ready line.
         """
         trainer = self.hosts.trainer
         others = [host for host in self.hosts.host if host is not trainer]
@@ -148,6 +150,7 @@ class Fleet:
         return self._can_continue()
 
     def _start(self) -> bool:
+        """Start all workers; if that fails, prints which workers run and returns False."""
         self._run_steps("start", self._supervisor_steps("start"), self.hosts.host)
         if not self.failed or (self.partial and self.hosts.trainer.name not in self.failed):
             return True
@@ -162,24 +165,24 @@ class Fleet:
         return lambda host: host_setup.supervisor_steps(host, command, self.hosts, self.config)
 
     def _phase(self, title: str, steps_of: StepsOf) -> bool:
-        """Run one phase on all hosts; returns True if the next one may follow."""
+        """Run one phase on all hosts; returns True if the next phase may follow."""
         self._run_steps(title, steps_of, self.hosts.host)
         return self._can_continue()
 
     def _run_steps(self, title: str, steps_of: StepsOf, hosts: Sequence[Host]) -> None:
-        """Run or print the steps of all hosts that have not failed."""
+        """Run, or print in a dry run, the steps of those `hosts` that have not failed."""
         active = [host for host in hosts if host.name not in self.failed]
-        if self.dry_run:  # environment variables may hold passwords
+        if self.dry_run:  # print no values of environment variables, which may be passwords
             active = [
                 host.model_copy(update={"env": dict.fromkeys(host.env, "...")}) for host in active
             ]
-        work = {host.name: steps for host in active if (steps := steps_of(host))}
+        steps_by_host = {host.name: steps for host in active if (steps := steps_of(host))}
         if self.dry_run:
-            for name, steps in work.items():
+            for name, steps in steps_by_host.items():
                 lines = [f"# {name}: {title}", *(step.shown for step in steps)]
                 sys.stdout.writelines(f"{line}\n" for line in lines)
             return
-        for name, problem in in_parallel(_first_problem, work).items():
+        for name, problem in in_parallel(_first_problem, steps_by_host).items():
             self._report(name, title, problem)
 
     def _report(self, name: str, title: str, problem: str | None) -> None:
@@ -191,6 +194,7 @@ class Fleet:
         sys.stdout.flush()
 
     def _can_continue(self) -> bool:
+        """True if the next phase may follow; otherwise says which hosts failed."""
         if not self.failed:
             return True
         remaining = [host for host in self.hosts.host if host.name not in self.failed]
@@ -204,7 +208,7 @@ class Fleet:
 
 
 def _first_problem(steps: list[ssh.Command]) -> str | None:
-    """Run the steps of a host until one fails; returns its problem, None if all succeed."""
+    """Run the steps of a host until one fails; returns the problem, or None."""
     for step in steps:
         if problem := step.find_problem(ssh.run(step)):
             return problem
@@ -234,6 +238,7 @@ def _command_supervisors(command: str, selected: Sequence[tuple[Host, list[str]]
 
 
 def _make_keys(folder: Path, generators: Sequence[str]) -> None:
+    """Make the missing CURVE key pairs of the trainer and the generators."""
     from peralta_zmq.wire import auth
 
     for name in (auth.TRAINER, *generators):
@@ -244,7 +249,7 @@ def _make_keys(folder: Path, generators: Sequence[str]) -> None:
 def check_addresses(hosts: Hosts, config: Config) -> None:
     """Raise ConfigError for hosts that cannot find the weights folder or the trainer."""
     others = [host for host in hosts.host if host is not hosts.trainer]
-    # If all others load weights from a URL, the trainer may publish to its own run folder.
+    # If all other hosts load the weights from a URL, the trainer may publish to its run folder.
     have_urls = all("://" in (host.weights_dir or "") for host in others)
     for host in others if have_urls else hosts.host:
         if others and not (host.weights_dir or config.weights.dir):

@@ -1,7 +1,7 @@
 """Status table and merged logs of the workers on all hosts of a run.
 
-A worker is the trainer or one generator; its supervisor on the host keeps its state and its log
-(operate/supervisor.py), which this module queries over ssh.
+A worker is the trainer or one generator. Its supervisor on the host writes its state and its log
+(operate/supervisor.py); this module reads state and log over ssh.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from peralta_zmq.errors import printable
 from peralta_zmq.observe.run_state import format_duration
 from peralta_zmq.operate import host_setup, ssh
 
-FAILED_STATES = ("gave up", "bad config", "crashed", "unknown")  # unknown: host not reached
-DEFAULT_LINES = 20  # of each log, for `bin/lan logs`
+FAILED_STATES = ("gave up", "bad config", "crashed", "unknown")  # unknown: the query failed
+DEFAULT_LINES = 20  # earlier lines of each log that `bin/lan logs` prints
 RECONNECT_SECONDS = 5.0
-Row: TypeAlias = dict[str, object]  # a worker: what `supervisor.print_status` prints, and host
+# Status of one worker: the JSON object of `supervisor.print_status` (name, state, since, restarts,
+# code: exit code, tail: last lines of the log), plus the host's name.
+Row: TypeAlias = dict[str, object]
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 def print_status(hosts: Hosts) -> int:
-    """Print a line for each worker, and the end of its log if it failed; returns an exit code.
+    """Print a line for each worker, and the end of a failed worker's log.
 
-    The exit code is 1 if a worker failed or a host cannot be reached.
+    Returns an exit code: 1 if a worker failed or a host cannot be reached, else 0.
     """
     sys.stdout.write(_line("worker", "host", "state", "since", "restarts", "last line"))
     rows = _query_all(hosts)
@@ -46,12 +48,12 @@ def running_workers(hosts: Hosts) -> list[str]:
 
 def trainer_exit_code(hosts: Hosts) -> int:
     """The exit code of the trainer; 1 if it still runs or its host cannot be reached."""
-    code = _query(hosts.trainer)[0]["code"]
+    code = _query(hosts.trainer)[0]["code"]  # the trainer is the first worker of its host
     return code if isinstance(code, int) else 1
 
 
 def in_parallel(function: Callable[[T], R], arguments: Mapping[str, T]) -> dict[str, R]:
-    """Call a function with each argument in a thread; returns its results by the same keys."""
+    """Call a function with each argument in a thread; returns the results by key."""
     with ThreadPoolExecutor(max_workers=max(1, len(arguments))) as pool:
         return dict(zip(arguments, pool.map(function, arguments.values()), strict=True))
 
@@ -62,7 +64,10 @@ def _query_all(hosts: Hosts) -> list[Row]:
 
 
 def _query(host: Host) -> list[Row]:
-    """Return a row for each worker of a host; if the host fails, the problem as the last line."""
+    """Return a row for each worker of a host.
+
+    If the query fails, the rows have the state "unknown", and the problem instead of a log.
+    """
     script = host_setup.supervisor_script(host, "status", *host.workers)
     step = ssh.on_host(host, script, remedy="run bin/lan up")
     result = ssh.run(step)
@@ -75,6 +80,7 @@ def _query(host: Host) -> list[Row]:
 
 
 def _status_text(row: Row) -> str:
+    """The line of the status table for a worker; more lines of its log if it failed."""
     lines = cast("list[str]", row["tail"])
     since, state = row["since"], str(row["state"])
     age = format_duration(max(0.0, time.time() - since)) if isinstance(since, float) else ""
@@ -93,10 +99,10 @@ def _line(*columns: object) -> str:
 def follow_logs(
     selected: Sequence[tuple[Host, list[str]]], hosts_option: str, *, lines: int
 ) -> bool:
-    """Print the logs until the selected workers have ended; returns False if Ctrl-C came first.
+    """Print the logs until the workers end; returns False if Ctrl-C came first.
 
     `lines` is the number of earlier lines of each log to print. `hosts_option` is `--hosts FILE`,
-    for the commands that are named after Ctrl-C.
+    which the commands suggested after Ctrl-C contain.
     """
     stopped = threading.Event()
     readers = [LogReader(host, names, lines, stopped) for host, names in selected]
@@ -121,13 +127,15 @@ def follow_logs(
 class LogReader:
     """Prints the logs of one host's workers; reconnects when the connection is lost.
 
-    It begins with the last `lines` lines of each log, and ends when `stopped` is set.
+    It begins with the last `lines` lines of each log, and ends when the workers have ended. Once
+    `stopped` is set, it neither prints nor reconnects.
     """
 
     def __init__(
         self, host: Host, names: Sequence[str], lines: int, stopped: threading.Event
     ) -> None:
-        self._host, self._names, self._lines, self._stopped = host, names, lines, stopped
+        self._host, self._names, self._stopped = host, names, stopped
+        self._num_earlier_lines = lines
         self._process: subprocess.Popen[str] | None = None
 
     def run(self) -> None:
@@ -139,7 +147,8 @@ class LogReader:
             )
             if self._stopped.wait(RECONNECT_SECONDS):
                 return
-            self._lines = 0
+            # Do not print them again; lines written in the meantime are not printed.
+            self._num_earlier_lines = 0
 
     def close(self) -> None:
         """End the connection; the workers continue."""
@@ -149,7 +158,8 @@ class LogReader:
 
     def _read(self) -> int:
         """Print the logs until the connection ends; returns the exit code of ssh."""
-        script = host_setup.supervisor_script(self._host, "follow", str(self._lines), *self._names)
+        words = ("follow", str(self._num_earlier_lines), *self._names)
+        script = host_setup.supervisor_script(self._host, *words)
         with ssh.start(ssh.on_host(self._host, script)) as process:
             self._process = process
             assert process.stdout
@@ -158,6 +168,7 @@ class LogReader:
             return process.wait()
 
     def _print(self, line: str) -> None:
+        """Print a line, unless Ctrl-C has stopped the output."""
         if not self._stopped.is_set():
             sys.stdout.write(f"{printable(line)}\n")
             sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`bin/lan local`: a whole run on this machine, with one trainer and its generators."""
+"""`bin/lan local`: a whole run on this machine, one trainer and its generators."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from peralta_zmq.operate.process_group import BAD_CONFIG, ProcessGroup, Worker, 
 
 
 def main(config: Config) -> int:
-    """Run `bin/lan local ARGUMENTS`; every worker gets the same arguments."""
-    return run_local(config, sys.argv[2:])
+    """Run `bin/lan local ARGUMENTS`; `config` are the settings in the same arguments."""
+    return run_local(config, sys.argv[2:])  # the arguments after `local`
 
 
 def run_local(
@@ -26,25 +26,28 @@ def run_local(
     *,
     on_tick: Callable[[ProcessGroup], None] | None = None,
 ) -> int:
-    """Run the trainer and the generators with these command-line arguments; returns an exit code.
+    """Run the trainer and the generators with these arguments; returns an exit code.
 
-    `on_tick` is called 5 times a second, for tools that inject faults. If rejected settings end
-    the run before the trainer has written any file, the run folder is removed. Raises ConfigError
-    if a new run folder cannot be written, or an existing one holds a run with other settings.
+    `on_tick` is called 5 times a second, for tools that inject faults. If a worker rejects its
+    settings before the trainer has written any file, a new run folder is removed. Raises
+    ConfigError if a new run folder cannot be written, or an existing one has other settings.
     """
     folder, is_new = config.run_folder, False
     try:
-        earlier_config(config, folder)
+        earlier_config(config, folder)  # raises ConfigError for other settings
         is_new = not folder.exists()
         (folder / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        if is_new:  # the trainer of an existing run waits; its workers print to the terminal
+        # An existing run starts anyway: its trainer waits for the folder, and the generators print
+        # to the terminal.
+        if is_new:
             raise ConfigError(
                 f"run folder {folder} cannot be written ({error.strerror}); "
                 "choose another --run.dir"
             ) from None
     workers = local_workers(folder, arguments, num_generators=config.run.num_local_generators)
     code = supervise(workers, record=recorder(folder), on_tick=on_tick)
+    # A trainer that has accepted its settings writes them to the file RESOLVED.
     if code == BAD_CONFIG and is_new and not (folder / RESOLVED).exists():
         shutil.rmtree(folder / "logs")
         (folder / EVENTS).unlink(missing_ok=True)
@@ -54,7 +57,10 @@ def run_local(
 
 
 def local_workers(folder: Path, arguments: Sequence[str], *, num_generators: int) -> list[Worker]:
-    """Commands of the trainer, which is first, and of the generators; they share the cores."""
+    """The trainer, which is first, and the generators.
+
+    Each worker gets the number of workers that share the cores of this machine.
+    """
     count, num_workers = str(num_generators), str(num_generators + 1)
     share = ("--train.num-workers", num_workers)
     workers = [Worker("trainer", (*program_command("trainer"), *arguments, *share))]

@@ -1,8 +1,9 @@
-"""Run a group of worker processes: restart them with back-off, stop them together, orphan none.
+"""Run a group of worker processes: restart with back-off, stop all, no orphans.
 
 A worker is a command, such as the trainer or one generator. The first worker is the leader: when it
-ends, the group ends and the other workers are stopped. The group gives up a worker that cannot run,
-and ends when no other worker than the leader is left.
+ends, the group ends and the other workers are stopped. A worker that rejects its settings or
+crashes too often is given up: it is not restarted. The group ends when the leader, or every other
+worker, is given up.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0  # seconds before a restart; doubles with
 # restarted after FIRST_DELAY again.
 MAX_CRASHES, CALM_SECONDS = 5, 60.0
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
-POLL_SECONDS = 0.2  # between two calls of `on_tick` when nothing happens
-NUM_LOG_LINES = 20  # of the end of a log that are printed after a failure
+POLL_SECONDS = 0.2  # longest wait for a signal, and so between two calls of `on_tick`
+NUM_LOG_LINES = 20  # last lines of a log that are printed after a failure
 BAD_CONFIG = 2  # exit code of a program that rejects its settings
 SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 
-# Shell script that starts a worker and a guard process. The guard reads from a pipe of which only
-# this process holds the writing end: when this process ends, even by SIGKILL, the read returns and
-# the guard kills its own process group, which is that of the worker.
+# Shell script that starts a guard process and then becomes the worker (exec). The guard waits for
+# the end of a pipe. Only this process holds the pipe's writing end, so the pipe ends when this
+# process ends, even by SIGKILL. The guard then kills its own process group, which has the worker.
 GUARD = 'exec 3<&0; { read -r line <&3; kill -KILL 0; } >/dev/null 2>&1 & exec "$@" </dev/null 3<&-'
 
-Record: TypeAlias = Callable[..., None]  # (event, **fields), like Events.record
+Record: TypeAlias = Callable[..., None]  # called as record(event, **fields)
 WaitForSignals: TypeAlias = Callable[[float], list[int]]  # see `catch_signals`
 
 
@@ -56,11 +57,12 @@ def supervise(
     record: Record,
     on_tick: Callable[[ProcessGroup], None] | None = None,
 ) -> int:
-    """Run until the leader ends; returns an exit code. `on_tick` is called 5 times a second.
+    """Run the workers until the leader ends; returns the exit code of the group.
 
-    A worker that fails is restarted, but not after exit code 2 or 5 crashes in 60 s; that ends the
-    group only if the worker is the leader or the last of the others. The first SIGINT or SIGTERM is
-    passed to the leader only, the second one kills all workers.
+    A worker that fails is restarted; after exit code 2 or 5 crashes in 60 s it is given up. The
+    group ends early if the leader, or every other worker, is given up. The first SIGINT or SIGTERM
+    is passed to the leader only, the second one kills all workers. `record` gets the events
+    restart, killed and given_up. `on_tick` is called 5 times a second.
     """
     with catch_signals() as wait_for_signals, ProcessGroup(workers, record) as group:
         while (code := group.poll()) is None:
@@ -74,7 +76,7 @@ def supervise(
 
 
 class ProcessGroup:
-    """The processes of all workers, by name; leaving the `with` block kills all of them."""
+    """The processes of all workers, by name; leaving the `with` block kills them."""
 
     def __init__(self, workers: Sequence[Worker], record: Record) -> None:
         self._processes = {worker.name: ManagedProcess(worker, record) for worker in workers}
@@ -82,7 +84,7 @@ class ProcessGroup:
         self._record = record
         self._guard_pipe = os.pipe()
         self._interrupted = False
-        self._notices: list[str] = []  # printed when the leader no longer draws on the terminal
+        self._notices: list[str] = []  # messages not yet printed, see `_print`
 
     def __enter__(self) -> ProcessGroup:
         return self
@@ -98,9 +100,9 @@ class ProcessGroup:
         return self._processes[name]
 
     def poll(self) -> int | None:
-        """Handle ended processes, start those that are due; returns the exit code of the group.
+        """Handle ended processes, start due ones; returns an exit code if the group ends.
 
-        None while the group continues.
+        Returns None while the group continues.
         """
         for process in self._processes.values():
             code = process.poll()
@@ -112,9 +114,10 @@ class ProcessGroup:
         return None
 
     def interrupt(self, number: int) -> int | None:
-        """Pass the first SIGINT or SIGTERM to the leader; returns an exit code for the second one.
+        """Handle a SIGINT or SIGTERM; returns the exit code if the group ends now.
 
-        None if the group continues.
+        The first signal is passed to the leader, and the group continues (None). The second signal
+        ends the group, and so does the first if the leader does not run.
         """
         if self._interrupted or not self._leader.send_signal(number):
             return 128 + number
@@ -124,20 +127,21 @@ class ProcessGroup:
     def stop_all(self, wait_for_signals: WaitForSignals) -> None:
         """Send SIGTERM to all processes and wait until they end.
 
-        Returns after GRACE_SECONDS, or when the user sends a signal; the rest is killed then.
+        Returns after GRACE_SECONDS, or when the user sends a signal. Leaving the `with` block of
+        the group then kills the processes that still run.
         """
         processes = self._processes.values()
         for process in processes:
             process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < deadline and any(process.runs for process in processes):
+        while time.monotonic() < deadline and any(process.is_running for process in processes):
             if wait_for_signals(POLL_SECONDS):
                 return
             for process in processes:
                 process.poll()
 
     def _start(self, process: ManagedProcess) -> None:
-        if process.reason:
+        if process.reason:  # a restart after a crash
             name, reason, delay = process.worker.name, process.reason, process.delay
             self._print(f"restarted {name} ({reason}) after {delay:g} s")
             self._record(
@@ -151,7 +155,7 @@ class ProcessGroup:
         if process is self._leader:
             self._print_notices()
             if code == 0 or self._interrupted:
-                return code if code >= 0 else 128 - code
+                return code if code >= 0 else 128 - code  # of a signal: 128 + number, as a shell
         if code == 0 or self._interrupted or process.is_stopped:
             return None
         if code == BAD_CONFIG:
@@ -165,21 +169,22 @@ class ProcessGroup:
         return self._give_up(process, f"{crashes}; giving up", 1)
 
     def _give_up(self, process: ManagedProcess, text: str, code: int) -> int | None:
-        """Report a worker that is not restarted; returns `code` if that ends the group."""
+        """Give up a worker and report it; returns `code` if that ends the group."""
         process.start_at, process.is_given_up = None, True
         others = [each for each in self._processes.values() if each is not self._leader]
-        ends = process is self._leader or all(each.is_given_up for each in others)
-        if not ends:
+        ends_group = process is self._leader or all(each.is_given_up for each in others)
+        if not ends_group:
             self._record("given_up", worker=process.worker.name, reason=text)
             text += "; the run continues without it"
-        # Without a log, the message of refused settings is on the terminal already.
+        # A worker without a log has itself printed on the terminal why it refused its settings.
         if process.worker.log or code != BAD_CONFIG:
             self._print(f"{text}{_log_tail(process.worker)}")
-        return code if ends else None
+        return code if ends_group else None
 
     def _print(self, text: str) -> None:
+        """Print a message, after the end of a leader that draws on this terminal."""
         self._notices.append(text)
-        if not self._leader.runs or not sys.stdout.isatty():
+        if not self._leader.is_running or not sys.stdout.isatty():
             self._print_notices()
 
     def _print_notices(self) -> None:
@@ -197,22 +202,22 @@ class ManagedProcess:
     worker: Worker
     record: Record
     process: subprocess.Popen[bytes] | None = None
-    started: float = 0.0  # monotonic seconds, like `start_at` and `crashes`
-    start_at: float | None = 0.0  # None while it runs and after it is done
-    delay: float = FIRST_DELAY
-    reason: str = ""  # of the last crash
-    was_killed: bool = False  # by `kill`, which does not count as a crash
-    is_stopped: bool = False  # by `stop`, until `resume`
-    is_given_up: bool = False  # it is not restarted any more
+    started: float = 0.0  # time of the last start; monotonic seconds, like `start_at` and `crashes`
+    start_at: float | None = 0.0  # time of the next start; None = no start is due
+    delay: float = FIRST_DELAY  # seconds from the last crash to the restart
+    reason: str = ""  # cause of the last crash, such as "exit code 1"; empty = not a restart
+    was_killed: bool = False  # True after `kill`, which does not count as a crash
+    is_stopped: bool = False  # True from `stop` until `resume`
+    is_given_up: bool = False  # True if it is never restarted again
     crashes: deque[float] = field(default_factory=lambda: deque[float](maxlen=MAX_CRASHES))
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """True from the start of the process until `poll` returns its exit code."""
         return self.process is not None
 
     def start(self, guard_pipe: int) -> None:
-        """Start the worker and its guard in a session of their own."""
+        """Start the worker and its guard, which reads `guard_pipe`, in a new session."""
         with _open_log(self.worker) as output:
             self.process = subprocess.Popen(
                 ["/bin/sh", "-c", GUARD, "sh", *self.worker.command],
@@ -227,7 +232,8 @@ class ManagedProcess:
     def poll(self) -> int | None:
         """Return the exit code (negative for a signal) once after the process has ended.
 
-        Kills the children that it left, and its guard. None while it runs.
+        Returns None while the process runs, and in later calls. Kills the guard and the children
+        that an ended process has left.
         """
         code = self.process.poll() if self.process else None
         if code is not None:
@@ -235,7 +241,7 @@ class ManagedProcess:
         return code
 
     def kill_and_wait(self) -> None:
-        """Send SIGKILL to the whole process group and reap the process."""
+        """Send SIGKILL to the process, its children and its guard; reap the process."""
         if self.process:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -243,7 +249,7 @@ class ManagedProcess:
             self.process = None
 
     def schedule_restart(self, reason: str) -> bool:
-        """Set the time of the next start after a crash; returns False after too many crashes."""
+        """Schedule a restart after a crash or `kill`; returns False if there are too many."""
         now = time.monotonic()
         is_repeated = bool(self.crashes) and now - self.started < CALM_SECONDS
         delay = min(LONGEST_DELAY, 2 * self.delay)
@@ -255,13 +261,13 @@ class ManagedProcess:
         return len(self.crashes) < MAX_CRASHES or now - self.crashes[0] > CALM_SECONDS
 
     def send_signal(self, number: int) -> bool:
-        """Send a signal to the process, not to its children; returns False if it does not run."""
+        """Send a signal to the process, not to its children; False if it does not run."""
         if self.process:
             self.process.send_signal(number)
-        return self.runs
+        return self.is_running
 
     def kill(self) -> bool:
-        """Kill the process with SIGKILL, as a fault injection; returns False if it does not run.
+        """Send SIGKILL, as a fault injection; returns False if the process does not run.
 
         The process is restarted, and the kill does not count as a crash.
         """
@@ -281,7 +287,7 @@ class ManagedProcess:
         """Start the process again after `stop`; returns False while it is still ending."""
         if not self.is_stopped:
             return True
-        if self.runs:
+        if self.is_running:
             return False
         self.is_stopped, self.start_at, self.reason = False, time.monotonic(), ""
         return True
@@ -289,9 +295,10 @@ class ManagedProcess:
 
 @contextlib.contextmanager
 def catch_signals() -> Generator[WaitForSignals, None, None]:
-    """Yield a function that waits up to the given seconds for a SIGINT, SIGTERM or SIGCHLD.
+    """Yield a function `wait(seconds)` that waits for SIGINT, SIGTERM or SIGCHLD.
 
-    It returns the received signals except SIGCHLD (a child has ended), which only ends the wait.
+    That function returns the received signals except SIGCHLD (a child has ended), which only ends
+    the wait.
     """
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
@@ -317,7 +324,7 @@ def catch_signals() -> Generator[WaitForSignals, None, None]:
 
 
 def recorder(folder: Path) -> Record:
-    """Return a function that appends the group's events to events.jsonl of a run folder."""
+    """Return a function that appends events (restart, ...) to a run's events.jsonl."""
 
     def record(event: str, **fields: object) -> None:
         try:
@@ -330,7 +337,7 @@ def recorder(folder: Path) -> Record:
 
 
 def _open_log(worker: Worker) -> contextlib.AbstractContextManager[BinaryIO | None]:
-    """The log of a worker; None (the terminal) if it has none or its disk cannot be used now."""
+    """Open the log of a worker; None (the terminal) if it has none or that fails."""
     try:
         return worker.log.open("ab") if worker.log else contextlib.nullcontext()
     except OSError as error:
@@ -342,9 +349,9 @@ def _open_log(worker: Worker) -> contextlib.AbstractContextManager[BinaryIO | No
 
 
 def _log_tail(worker: Worker) -> str:
-    """The end of a message about a failed worker: the last lines of its log."""
+    """Text that ends the message about a failed worker: the last lines of its log."""
     if worker.log:
-        with contextlib.suppress(OSError):  # its disk cannot be used now
+        with contextlib.suppress(OSError):  # for example, a disk that is gone
             lines = worker.log.read_text(encoding="utf-8", errors="replace").splitlines()
             return "\n".join([f"; the end of {worker.log}:", *lines[-NUM_LOG_LINES:]])
     return "; its output is above"

@@ -1,7 +1,7 @@
-"""systemd and launchd: transient services for supervisors, and units that start them at boot.
+"""systemd and launchd: services of supervisors, and units that start them at boot.
 
-A supervisor restarts one worker (the trainer or a generator) of this machine; see supervisor.py. A
-user's systemd services end with the last login unless lingering is enabled for the user.
+A supervisor restarts one worker (the trainer or a generator) of this machine; see supervisor.py.
+systemd ends a user's services at the user's last logout, unless lingering is enabled for the user.
 """
 
 from __future__ import annotations
@@ -16,43 +16,49 @@ from pathlib import Path
 
 from peralta_zmq.errors import ConfigError
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"  # has the templates of the unit files
 LINGER_FOLDER = Path("/var/lib/systemd/linger")  # has a file for each user with lingering
-COMMAND_SECONDS = 10.0
+COMMAND_SECONDS = 10.0  # time limit of a command of systemd or launchd
 PASSED_ENV = ("PATH", "PYTHONPATH")  # variables that a supervisor started by systemd needs
 
 
 def main(command: str, names: Sequence[str]) -> None:
     """Enable or disable the start of workers at boot. Raises ConfigError."""
-    is_enable = command == "enable"
+    enables = command == "enable"
     for name in names:
         path, text, commands = _unit(name, command)
-        if is_enable:
+        if enables:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, "utf-8")
         for words in commands:
             if problem := _run(words):
-                if is_enable:
+                if enables:
                     path.unlink()
-                raise ConfigError(f"{' '.join(words)} failed: {problem}; is it on this machine?")
-        if not is_enable:
+                raise ConfigError(
+                    f"{' '.join(words)} failed: {problem}; "
+                    "does systemd (macOS: launchd) run for this user?"
+                )
+        if not enables:
             path.unlink(missing_ok=True)
         sys.stdout.write(f"{name}: {command}d, {path}\n")
-    if is_enable and platform.system() == "Linux" and not _lingers():
+    if enables and platform.system() == "Linux" and not _lingers():
         sys.stdout.write("to start before you log in: sudo loginctl enable-linger $USER\n")
 
 
 def systemd_is_usable() -> bool:
-    """True if systemd runs for this user, with lingering."""
+    """True if systemd runs for this user and lingering is enabled."""
     if not shutil.which("systemd-run") or not _lingers():
         return False
     return _run(["systemctl", "--user", "show-environment"]) is None
 
 
 def start_in_systemd(name: str, words: Sequence[str], log: Path) -> bool:
-    """Start a supervisor as a transient service; prints the reason and returns False on failure."""
+    """Start a supervisor (command `words`) as a transient service, output to `log`.
+
+    If systemd-run fails, prints the reason and returns False.
+    """
     options = [f"--unit={_label(name)}", f"--working-directory={Path.cwd()}"]
-    options += ["--property=KillMode=mixed"]  # stop only the supervisor, which stops its worker
+    options += ["--property=KillMode=mixed"]  # SIGTERM to the supervisor only; it stops its worker
     options += [f"--property=Standard{to}=append:{log.absolute()}" for to in ("Output", "Error")]
     options += [f"--setenv={key}={os.environ[key]}" for key in PASSED_ENV if key in os.environ]
     command = ["systemd-run", "--user", "--quiet", "--collect"]
@@ -63,7 +69,7 @@ def start_in_systemd(name: str, words: Sequence[str], log: Path) -> bool:
 
 
 def _unit(name: str, command: str) -> tuple[Path, str, list[list[str]]]:
-    """Path and text of a unit file, and the commands of the system that enable or disable it."""
+    """Path and text of a worker's unit file, and the commands to enable or disable it."""
     label = _label(name)
     if platform.system() == "Darwin":
         path = Path.home() / "Library/LaunchAgents" / f"{label}.plist"
@@ -78,6 +84,7 @@ def _unit(name: str, command: str) -> tuple[Path, str, list[list[str]]]:
 
 
 def _unit_text(template: str, name: str) -> str:
+    """The text of a template in docs/ with the values of worker `name` filled in."""
     path = DOCS / template
     try:
         text = path.read_text("utf-8")
@@ -90,8 +97,8 @@ def _unit_text(template: str, name: str) -> str:
 
 
 def _run(words: Sequence[str]) -> str | None:
-    """Run a command of systemd or launchd; returns an error message, None if it succeeds."""
-    # An ssh session often lacks this variable, with which systemctl finds the user's systemd.
+    """Run a command of systemd or launchd; returns the problem, None if it succeeds."""
+    # systemctl finds the user's systemd by this variable, which an ssh session often lacks.
     environment = {"XDG_RUNTIME_DIR": f"/run/user/{os.getuid()}", **os.environ}
     try:
         done = subprocess.run(
@@ -107,8 +114,10 @@ def _run(words: Sequence[str]) -> str | None:
 
 
 def _lingers() -> bool:
+    """True if lingering is enabled for this user."""
     return (LINGER_FOLDER / os.environ.get("USER", str(os.getuid()))).exists()
 
 
 def _label(name: str) -> str:
+    """Name of a worker's unit, with the project folder: a machine may have several."""
     return f"peralta-{Path.cwd().name}-{name}"

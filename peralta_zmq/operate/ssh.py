@@ -1,4 +1,4 @@
-"""Commands on the hosts of a hosts file: build, print, run, and explain their failures.
+"""Commands on the hosts of a hosts file: build, print, run, explain failures.
 
 Uses the system's ssh and rsync, so that ~/.ssh/config, agents and jump hosts take effect. A host
 without `ssh` is this machine: its commands run in a local shell.
@@ -21,25 +21,25 @@ from peralta_zmq.config.hosts import Host
 
 SSH = (
     *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),  # BatchMode: never prompt
-    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),  # a dead link ends in 20 s
+    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),  # a dead link ends ssh in 20 s
 )
-SSH_FAILED, TIMED_OUT, NOT_FOUND = 255, 124, 127  # exit codes of ssh, timeout and a shell
-SHORT_SECONDS, LONG_SECONDS = 60.0, 3600.0  # time limits of commands
-SHOWN_LINES = 12  # longest standard input that a dry run prints
-
+# Exit codes: ssh could not connect; time limit (as of `timeout`); missing program (as of a shell).
+SSH_FAILED, TIMED_OUT, NOT_FOUND = 255, 124, 127
+SHORT_SECONDS, LONG_SECONDS = 60.0, 3600.0  # time limits of commands; long: copy, install
+SHOWN_LINES = 12  # longest standard input that a dry run prints in full
 
 Result: TypeAlias = subprocess.CompletedProcess[str]
-FindProblem: TypeAlias = Callable[[Result], "str | None"]  # result -> problem and remedy, or None
+FindProblem: TypeAlias = Callable[[Result], "str | None"]  # result -> "problem; remedy" or None
 
 
 def last_line(result: Result) -> str:
-    """The last line of the errors of a command, else of its output, else its exit code."""
+    """The last line of a command's error output, or of its output, or its exit code."""
     lines = [line.strip() for line in (result.stderr or result.stdout).splitlines() if line.strip()]
     return lines[-1] if lines else f"exit code {result.returncode}"
 
 
 def failure(result: Result, remedy: str = "") -> str | None:
-    """Return the last line of a command that failed and the remedy; None if it succeeded."""
+    """Return the last line of a failed command and the remedy; None after a success."""
     if result.returncode == 0:
         return None
     return f"{last_line(result)}; {remedy}" if remedy else last_line(result)
@@ -47,7 +47,7 @@ def failure(result: Result, remedy: str = "") -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command to run on this machine, and a function that finds the problem in its result."""
+    """A command to run on this machine, and a function that explains its failure."""
 
     words: tuple[str, ...]
     stdin: str = ""
@@ -56,7 +56,7 @@ class Command:
 
     @property
     def shown(self) -> str:
-        """The command in the notation of a shell."""
+        """The command in shell notation, for a dry run."""
         text = shlex.join(self.words)
         if not self.stdin:
             return text
@@ -75,10 +75,11 @@ def on_host(
     remedy: str = "",
     find_problem: FindProblem | None = None,
 ) -> Command:
-    """Return the command that runs one line of shell in the home folder of a host.
+    """Return the command that runs one line of shell on a host.
 
-    If the ssh connection fails, that is its problem. Otherwise `find_problem` finds the problem;
-    None = the last line of a command that failed, with `remedy`.
+    The line runs in the home folder over ssh, and in the current folder if the host is this
+    machine. A failed ssh connection is reported as the problem; any other result is passed to
+    `find_problem`, by default `failure` with `remedy`.
     """
     words = (*SSH, *shlex.split(host.ssh), script) if host.ssh else ("/bin/sh", "-c", script)
     find_problem = find_problem or partial(failure, remedy=remedy)
@@ -86,7 +87,7 @@ def on_host(
 
 
 def rsync_to(host: Host, sources: Sequence[str], target: str, *options: str) -> Command:
-    """Return the command that copies files or folders to a host; `target` may begin with ~/."""
+    """Return the command that copies files to a host; `target` may begin with ~/."""
     words = ["rsync", "-a", *options]
     if host.ssh:
         *ssh_options, machine = shlex.split(host.ssh)
@@ -99,7 +100,9 @@ def rsync_to(host: Host, sources: Sequence[str], target: str, *options: str) -> 
 
 
 def _copy_problem(result: Result) -> str | None:
-    if result.returncode == NOT_FOUND:  # rsync of this machine: the probe found the one of the host
+    """Return the problem and remedy of a failed rsync; None if it succeeded."""
+    # Only this machine can lack rsync: bin/lan has checked the host before it copies.
+    if result.returncode == NOT_FOUND:
         return f"there is no rsync on this machine; install it ({package_hint('rsync')})"
     if result.returncode == 0:
         return None
@@ -110,13 +113,13 @@ def _copy_problem(result: Result) -> str | None:
 
 
 def package_hint(program: str) -> str:
-    """Return the commands that install rsync or make."""
+    """Return the commands that install rsync or make on Linux and macOS."""
     mac_command = "xcode-select --install" if program == "make" else f"brew install {program}"
     return f"apt install {program}, or {mac_command}"
 
 
 def run(command: Command) -> Result:
-    """Run a command to its end, or to its time limit."""
+    """Run a command to its end or time limit; a failure is an exit code."""
     try:
         return subprocess.run(
             command.words,
@@ -134,6 +137,7 @@ def run(command: Command) -> Result:
 
 
 def _timed_out(words: Any, seconds: float) -> Result:
+    """The result of a command that reached its time limit."""
     return Result(words, TIMED_OUT, "", f"no end after {seconds:.0f} s")
 
 
@@ -141,10 +145,11 @@ def _timed_out(words: Any, seconds: float) -> Result:
 def run_in_background(
     command: Command, ready_line: str
 ) -> Generator[BackgroundCommand, None, None]:
-    """Start a command and wait until it prints a line that begins with `ready_line`, or ends.
+    """Start a command and wait for an output line that begins with `ready_line`.
 
-    Its standard input stays open after `command.stdin` was written. Leaving the `with` block kills
-    the command if it still runs, as does its time limit.
+    The wait also ends when the command ends. The command must end when its standard input is
+    closed, which `BackgroundCommand.end` does. A command that still runs at its time limit, or when
+    the `with` block is left, is killed.
     """
     process = start(command, stderr=subprocess.PIPE)
     timer = threading.Timer(command.seconds, _kill, [process])
@@ -153,7 +158,7 @@ def run_in_background(
     background = BackgroundCommand(process)
     try:
         assert process.stdin and process.stdout
-        with suppress(BrokenPipeError):  # it has ended already, and its result is the problem
+        with suppress(BrokenPipeError):  # the command has already ended; its result tells why
             process.stdin.write(command.stdin)
             process.stdin.flush()
         for line in process.stdout:
@@ -170,9 +175,10 @@ def run_in_background(
 
 
 def start(command: Command, *, stderr: int | None = None) -> subprocess.Popen[str]:
-    """Start a command with pipes; its error output goes to `stderr`, or to the terminal (None).
+    """Start a command with pipes at its standard input and output.
 
-    It gets its own session, so that Ctrl-C in the terminal does not reach it.
+    Its error output goes to `stderr`, or to the terminal (None). The command gets a new session,
+    so that Ctrl-C in the terminal does not end it.
     """
     return subprocess.Popen(
         command.words,
@@ -186,20 +192,21 @@ def start(command: Command, *, stderr: int | None = None) -> subprocess.Popen[st
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a process from `start` and its children."""
     with suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)  # the shell and its children
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 @dataclass(slots=True)
 class BackgroundCommand:
-    """A running command that ends when its standard input is closed."""
+    """A command that `run_in_background` has started."""
 
     process: subprocess.Popen[str]
-    lines: list[str] = field(default_factory=list[str])  # of its output, up to the ready line
+    lines: list[str] = field(default_factory=list[str])  # output up to the ready line
     is_ready: bool = False  # stays False if the command ends before its ready line
 
     def end(self, seconds: float = SHORT_SECONDS) -> Result:
-        """Close its standard input and wait for its result."""
+        """Close the command's standard input and wait up to `seconds` for its result."""
         try:
             out, err = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -209,17 +216,17 @@ class BackgroundCommand:
 
 
 def _problem_on_host(host: Host, find_problem: FindProblem, result: Result) -> str | None:
-    """Return why ssh could not connect, with the remedy, else the problem of the command."""
+    """Return the problem and remedy of a failed ssh connection, else of the command."""
     if not host.ssh or result.returncode != SSH_FAILED:
         return find_problem(result)
     error, by_hand = " ".join(result.stderr.split()), f"ssh {host.ssh}"
     remedies = {
-        "Permission denied": f"its key is not accepted there; ssh-copy-id {host.ssh}",
+        "Permission denied": f"the host does not accept your ssh key; run ssh-copy-id {host.ssh}",
         "HOST IDENTIFICATION HAS CHANGED": f"the host key has changed; run {by_hand} by hand",
         "Host key verification failed": f"accept its host key once by hand: {by_hand}",
         "Could not resolve": "the name cannot be resolved; correct ssh = in the hosts file",
         "Connection refused": "no sshd listens there; start it (macOS: Sharing, Remote Login)",
     }
     default = f"cannot be reached; is it on, and does {by_hand} work?"
-    remedy = next((text for sign, text in remedies.items() if sign in error), default)
+    remedy = next((text for pattern, text in remedies.items() if pattern in error), default)
     return f"ssh: {last_line(result).rstrip('.')}: {remedy}"

@@ -1,4 +1,4 @@
-"""Detached supervisors of the workers on one machine, with their state files and logs.
+"""Detached supervisors of the workers on one machine, their state files and logs.
 
 A worker is the trainer or one generator of a run. Each worker has its own supervisor process, which
 outlives the ssh session that started it and restarts the worker after a crash. bin/lan runs
@@ -35,39 +35,39 @@ from peralta_zmq.operate.process_group import BAD_CONFIG, NUM_LOG_LINES, Worker,
 
 FOLDER = Path(".lan")
 COPY_MARKER = FOLDER / "copying"  # exists while the code is being copied
-LOCK_SECONDS = 2.0  # longer than `supervisor_pid` locks a worker to test its lock
-START_SECONDS = 20.0  # until a supervisor takes its lock
-STOP_SECONDS = 60.0  # until a trainer has finished its step and saved
-KILL_SECONDS = 10.0  # until a supervisor has ended after the second SIGTERM or SIGKILL
-STOPPED_SECONDS = 1.0  # until `stop` marks the state of a supervisor that has ended as stopped
-RESTART_SECONDS = 10.0  # from the end of a supervisor to its restart, also by systemd
-POLL_SECONDS = 0.02  # between two looks at a lock
+LOCK_SECONDS = 2.0  # to take the lock of a worker, which `supervisor_pid` takes briefly to test it
+START_SECONDS = 20.0  # for a started supervisor to take its lock
+STOP_SECONDS = 60.0  # for a trainer to finish its step and save, after SIGTERM
+KILL_SECONDS = 10.0  # for a supervisor to end after the second SIGTERM, or after SIGKILL
+STOPPED_SECONDS = 1.0  # for `stop` to write State.stopped after the supervisor has ended
+RESTART_SECONDS = 10.0  # for `restart` or systemd to start an ended supervisor again
+POLL_SECONDS = 0.02  # between two tests of a condition
 FOLLOW_SECONDS = 0.2  # between two reads of a log
 MAX_LOG_BYTES = 8 << 20  # longer logs are rotated
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The command of a worker, relative to the project folder, and its environment variables."""
+    """Command (relative to the project folder) and environment variables of a worker."""
 
     name: str
     command: tuple[str, ...]
     env: Mapping[str, str]
-    run: str | None = None  # run folder whose events.jsonl records the restarts of a trainer
+    run: str | None = None  # run folder in which a trainer's restarts are recorded (events.jsonl)
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """State of a worker, as its supervisor writes it; the defaults mean that it never started."""
+    """State of a worker, written by its supervisor; the defaults mean: never started."""
 
-    since: float | None = None  # unix seconds of the start
+    since: float | None = None  # unix seconds at which the supervisor started
     restarts: int = 0
-    code: int | None = None  # exit code, set once it has ended
-    stopped: bool = False  # True if the command `stop` ended it
+    code: int | None = None  # exit code of the supervisor; None until it ends
+    stopped: bool = False  # True if the command `stop` ended the supervisor
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command; returns an exit code. `check` and `start` read jobs from standard input."""
+    """Run a command; returns an exit code. `check` and `start` read jobs from stdin."""
     command, *names = arguments
     commands: dict[str, Callable[[], int | None]] = {
         "check": lambda: check(parse_jobs(sys.stdin.read())),
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         "run": lambda: run(read_job(names[0])),
         "stop": lambda: max(map(stop, names)),
         "status": lambda: print_status(names),
-        "follow": lambda: follow(names[1:], lines=int(names[0])),
+        "follow": lambda: follow(names[1:], lines=int(names[0])),  # follow LINES NAME ...
         "enable": lambda: service_units.main(command, names),
         "disable": lambda: service_units.main(command, names),
     }
@@ -95,7 +95,7 @@ def job_text(job: Job) -> str:
 
 
 def check(jobs: Sequence[Job]) -> None:
-    """Raise ConfigError if a worker cannot be started or runs with other settings."""
+    """Raise ConfigError if code is missing or a worker runs with other settings."""
     _check_copied()
     for job in jobs:
         if supervisor_pid(job.name) and read_job(job.name) != job:
@@ -120,9 +120,9 @@ def start(jobs: Sequence[Job]) -> None:
 
 
 def restart(names: Sequence[str]) -> int | None:
-    """Stop workers, then start the same jobs; returns 1 if one does not end.
+    """Stop workers, then start their jobs again; returns 1 if a worker does not end.
 
-    Raises ConfigError before it stops any.
+    Raises ConfigError, before it stops any worker, if the code or a job is missing.
     """
     _check_copied()
     jobs = [read_job(name) for name in names]
@@ -130,7 +130,7 @@ def restart(names: Sequence[str]) -> int | None:
 
 
 def run(job: Job) -> int:
-    """Supervise a worker until it is done, stopped, or crashes too often; returns its exit code."""
+    """Supervise a worker until it ends or crashes too often; returns an exit code."""
     _lock(job.name)
     os.environ.update(job.env)
     state = State(since=time.time())
@@ -153,7 +153,7 @@ def run(job: Job) -> int:
 def stop(name: str) -> int:
     """Send SIGTERM to a supervisor, again after STOP_SECONDS, then SIGKILL.
 
-    Returns 0 once it has ended, 1 if it does not end.
+    Returns 0 once the supervisor has ended, 1 if it does not end.
     """
     pid = supervisor_pid(name)
     if pid is None:
@@ -161,7 +161,7 @@ def stop(name: str) -> int:
         return 0
     for number, seconds in (
         (signal.SIGTERM, STOP_SECONDS),
-        (signal.SIGTERM, KILL_SECONDS),  # the supervisor kills its worker on the second one
+        (signal.SIGTERM, KILL_SECONDS),  # after two SIGTERM a supervisor kills its worker
         (signal.SIGKILL, KILL_SECONDS),
     ):
         with suppress(ProcessLookupError):
@@ -175,7 +175,7 @@ def stop(name: str) -> int:
 
 
 def print_status(names: Sequence[str]) -> None:
-    """Print one JSON object per worker: the fields of its `State`, name, state and log tail."""
+    """Print one JSON object per worker: fields of State, name, state and log tail."""
     for name in names:
         state = _read_state(name)
         state_name = "running" if supervisor_pid(name) else _state_name(state)
@@ -184,9 +184,9 @@ def print_status(names: Sequence[str]) -> None:
 
 
 def follow(names: Sequence[str], *, lines: int) -> None:
-    """Print the last `lines` lines of each log and all new ones.
+    """Print the last `lines` lines of each log, then all new lines.
 
-    Ends when no worker runs or standard input is closed, as by a lost ssh connection.
+    Ends when no worker runs, or when standard input is closed, which a lost ssh connection does.
     """
     for name in names:
         _file(name, "log").touch()
@@ -209,15 +209,20 @@ def follow(names: Sequence[str], *, lines: int) -> None:
 
 
 def _restart_grace(names: Sequence[str]) -> float:
-    """Seconds after which workers that do not run count as ended, and not as being restarted."""
+    """Seconds without a running worker after which `follow` ends.
+
+    Longer if a restart may follow: after a stop, which is the first half of the command `restart`,
+    and after a supervisor was killed (no exit code), because systemd may start it again.
+    """
     states = [_read_state(name) for name in names]
     have_ended = all(state.code is not None and not state.stopped for state in states)
     return STOPPED_SECONDS if have_ended else RESTART_SECONDS
 
 
 def supervisor_pid(name: str) -> int | None:
-    """The process id of a worker's supervisor; None if its lock is free, so that none runs."""
+    """The process id of a worker's supervisor; None if no supervisor holds the lock."""
     lock = _file(name, "lock")
+    # The file is empty between the lock and the writing of the process id.
     return int(lock.read_text() or 0) or None if is_held(lock) else None
 
 
@@ -231,28 +236,29 @@ def read_job(name: str) -> Job:
 
 
 def _check_copied() -> None:
+    """Raise ConfigError while the copy of the code is incomplete."""
     if COPY_MARKER.exists():
         raise ConfigError("the code is half copied: a sync was interrupted; run bin/lan sync")
 
 
 def _lock(name: str) -> None:
-    """Lock a worker until this process ends. Raises ConfigError if another supervisor has it."""
+    """Lock a worker until this process ends. Raises ConfigError if it runs already."""
     lock = os.open(_file(name, "lock"), os.O_RDWR | os.O_CREAT, 0o644)  # never closed
 
-    def is_locked() -> bool:
+    def take_lock() -> bool:
         with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         return False
 
-    if not _wait_until(is_locked, LOCK_SECONDS):
+    if not _wait_until(take_lock, LOCK_SECONDS):
         raise ConfigError(f"{name} runs already; bin/lan stop {name} first")
     os.ftruncate(lock, 0)
     os.write(lock, str(os.getpid()).encode())
 
 
 def _start_detached(name: str) -> None:
-    """Start the command `run` so that it outlives this process; its output goes to the log."""
+    """Start the command `run` so that it outlives this process and prints to the log."""
     words = [sys.executable, "-m", "peralta_zmq.operate.supervisor", "run", name]
     log = _file(name, "log")
     log.touch()
@@ -265,7 +271,10 @@ def _start_detached(name: str) -> None:
 
 
 def _wait_for_start(name: str) -> int:
-    """Wait until a supervisor runs; returns its process id. Raises ConfigError if it ends."""
+    """Wait until a supervisor runs; returns its process id.
+
+    Raises ConfigError if the supervisor ends, or has not taken its lock after START_SECONDS.
+    """
 
     def has_started() -> bool:
         state = _read_state(name)
@@ -278,7 +287,7 @@ def _wait_for_start(name: str) -> int:
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Return True as soon as the condition holds, False if it does not within the time."""
+    """Return True as soon as the condition holds, False after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -288,7 +297,7 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def _state_name(state: State) -> str:
-    """The state of a worker whose supervisor does not run, as `bin/lan status` shows it."""
+    """State, as in `bin/lan status`, of a worker whose supervisor does not run."""
     if state.since is None:
         return "not started"
     if state.stopped:
@@ -299,7 +308,7 @@ def _state_name(state: State) -> str:
 
 
 def _tail(name: str) -> list[str]:
-    """The last NUM_LOG_LINES lines of a log and one more, which the supervisor may have written."""
+    """The last NUM_LOG_LINES lines of a log, and one for a message of the supervisor."""
     log = _file(name, "log")
     lines: list[str] = []
     for file in (log, _rotated(log)):
@@ -309,19 +318,19 @@ def _tail(name: str) -> list[str]:
 
 
 def rotate_log(log: Path) -> None:
-    """Move the content of a log longer than MAX_LOG_BYTES to NAME.log.1, replacing that file.
+    """Move the content of a log longer than MAX_LOG_BYTES to NAME.log.1.
 
-    The log is truncated in place because its writers keep it open in append mode; a line written
-    between the copy and the truncation is lost.
+    Replaces an earlier NAME.log.1. The log is truncated in place because its writers keep it open
+    in append mode; a line written between the copy and the truncation is lost.
     """
-    # A supervisor that a user started by hand writes to the terminal, and has no log.
+    # There is no log if a user started the supervisor in a terminal.
     if not log.exists() or log.stat().st_size <= MAX_LOG_BYTES:
         return
     problem, copy = "", log.with_name(f"{log.name}.tmp")
     try:
         shutil.copyfile(log, copy)
         os.replace(copy, _rotated(log))
-    except OSError as error:  # usually a full disk, which the log must not fill further
+    except OSError as error:  # usually a full disk; truncate the log anyway, to free space
         problem = f"{log} was truncated without a copy: {error}\n"
         copy.unlink(missing_ok=True)
     os.truncate(log, 0)
@@ -348,6 +357,7 @@ def read_new_lines(log: Path, offset: int) -> tuple[list[str], int]:
 
 
 def _read_lines(log: Path, offset: int) -> tuple[list[str], int]:
+    """Return the complete lines of a file after a byte offset, and the next offset."""
     if not log.exists():
         return [], offset
     with log.open("rb") as file:
@@ -376,6 +386,7 @@ def _write_state(name: str, state: State) -> None:
 
 
 def _file(name: str, kind: str) -> Path:
+    """Path of a worker's file; `kind` is json, lock, state or log."""
     return FOLDER / f"{name}.{kind}"
 
 

@@ -234,7 +234,8 @@ def test_bad_host_is_reported_with_a_remedy(changes: dict[str, str], expected: s
 @pytest.mark.parametrize(("err", "expected"), [
     ("ssh: connect to host pc port 22: Connection refused",
      "no sshd listens there; start it (macOS: Sharing, Remote Login)"),
-    ("me@pc: Permission denied (publickey).", "its key is not accepted there; ssh-copy-id -p 2222"),
+    ("me@pc: Permission denied (publickey).",
+     "the host does not accept your ssh key; run ssh-copy-id -p 2222"),
     ("HOST IDENTIFICATION HAS CHANGED! Host key verification failed.", "the host key has changed"),
     ("Host key verification failed.", "accept its host key once by hand: ssh -p 2222 me@pc"),
     ("ssh: Could not resolve hostname pc", "the name cannot be resolved; correct ssh = in the ho"),

@@ -76,7 +76,7 @@ def test_unreachable_host_and_rejected_key(tmp_path: Path) -> None:
         assert failed.stderr.endswith(NOTHING)
         stranger = server.client("stranger", key="stranger_key")
         failed = up(tmp_path, {"ssh": f"-F {stranger} beta"})
-        assert f"its key is not accepted there; ssh-copy-id -F {stranger} beta" in failed.stderr
+        assert f"does not accept your ssh key; run ssh-copy-id -F {stranger} beta" in failed.stderr
         assert failed.stderr.endswith(NOTHING)
     assert not (tmp_path / "alpha/bin").exists()  # not copied either
     assert started(tmp_path) == []
@@ -112,7 +112,7 @@ def test_interrupted_copy_starts_nothing(tmp_path: Path, tools: Path) -> None:
 def test_old_python(tmp_path: Path) -> None:
     failed = up(tmp_path, {"python": str(OLD_PYTHON)})
     assert f"beta: probe: {OLD_PYTHON} does not run Python 3.10 or later (3." in failed.stderr
-    assert "; set python = to one that does, or install it" in failed.stderr
+    assert "; set python = to a newer Python, or install one" in failed.stderr
     assert failed.stderr.endswith(NOTHING)
 
 

@@ -125,7 +125,8 @@ def test_rejected_unit_is_removed_and_the_reason_reported(machine: Machine) -> N
     with pytest.raises(ConfigError) as refused:
         service_units.main("enable", ["pc-0"])
     assert str(refused.value) == (
-        "systemctl --user daemon-reload failed: no bus; is it on this machine?"
+        "systemctl --user daemon-reload failed: no bus; "
+        "does systemd (macOS: launchd) run for this user?"
     )
     assert files(machine.home) == []
 

@@ -1,11 +1,11 @@
-"""`bin/doctor`: check a machine for a run, one line per check.
+"""`bin/doctor`: check whether a machine is ready for a run, one line per check.
 
-command          the command line, and keygen
-role_checks      which checks belong to which role; the model and the reward
-machine_checks   versions, device, sleep, the local network of a Mac
+command          the command line, and `keygen`, which makes encryption keys
+role_checks      the checks of each role (trainer, generator), in order
+machine_checks   versions, device, model, reward, sleep, the local network permission of a Mac
 network_checks   ports, connection to the trainer, clocks, keys
-weights_checks   the weights folder
-checks           the result of a check, and the report
+weights_checks   the folder or URL of the published weights
+checks           the result of a check, and the report that prints the results
 """
 
 from peralta_zmq.operate.doctor.command import main

@@ -1,4 +1,4 @@
-"""Result of one check of bin/doctor, and the report that runs checks and prints their results.
+"""Checks of bin/doctor: result of a check, and the report that prints the results.
 
 A check is a function that returns a `Check`: whether it passed, what it found (detail), and what
 the user should do (remedy).
@@ -17,9 +17,10 @@ from typing import ParamSpec
 
 from peralta_zmq.errors import PeraltaError, described, printable
 
+# Remedies of a check that raised an unexpected exception, and of a check that did not return.
 CRASHED = "this is a bug of bin/doctor, or of the code that it called; the other checks still ran"
-MOUNT_SECONDS = 120.0  # time limit of a check of a folder that may be on a dead mount
 HANGS = "a mount hangs: is the NAS on? Unmount it (umount -l) and mount it again"
+MOUNT_SECONDS = 120.0  # time limit of a check of a folder that may be on a dead mount
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,10 @@ class Report:
     def add(self, name: str, check: Check) -> bool:
         """Print a result; returns True if the check passed."""
         self.checks[name] = check
+        # A check that passed may have a remedy as advice; its line is then a note.
         level = "FAIL" if not check.ok else "note" if check.remedy else "ok"
         remedy = f". {check.remedy[0].upper()}{check.remedy[1:]}" if check.remedy else ""
-        text = printable(f"{check.detail}{remedy}", keep="\n")  # may be from the trainer's machine
+        text = printable(f"{check.detail}{remedy}", keep="\n")  # may be text of another machine
         sys.stdout.write(f"{level:<5} {name:<9} {text}\n")
         sys.stdout.flush()
         return check.ok
@@ -53,14 +55,14 @@ class Report:
     def run(
         self, name: str, check: Callable[P, Check | None], *args: P.args, **kwargs: P.kwargs
     ) -> bool:
-        """Run a check and print its result; returns True if it passed or does not apply (None)."""
+        """Run a check, print its result; True if it passed or does not apply (None)."""
         result = run_check(partial(check, *args, **kwargs))
         return result is None or self.add(name, result)
 
-    def run_on_mount(
+    def run_with_timeout(
         self, name: str, check: Callable[P, Check], *args: P.args, **kwargs: P.kwargs
     ) -> bool:
-        """Like `run`, for a check that may hang: fails it after MOUNT_SECONDS.
+        """Like `run`, for a check that may hang; it fails after MOUNT_SECONDS.
 
         The check runs in a thread, because a system call on a dead mount cannot be interrupted.
         """
@@ -74,7 +76,7 @@ class Report:
         return result is None or self.add(name, result)
 
     def close(self, *, as_json: bool) -> int:
-        """Print the summary; returns the exit code."""
+        """Print the summary, and all results as JSON if `as_json`; returns the exit code."""
         num_failed = sum(not check.ok for check in self.checks.values())
         summary = f"{num_failed} of {len(self.checks)} checks failed"
         sys.stdout.write(f"{summary if num_failed else 'all checks passed'}\n")
@@ -96,6 +98,9 @@ def run_check(check: Callable[[], Check | None]) -> Check | None:
 
 
 def failed_check(error: PeraltaError, remedy: str = "see docs/troubleshooting.md") -> Check:
-    """Return the failed check for an error; its remedy is the message after the semicolon."""
+    """Return the failed check for an error.
+
+    The error's message is "detail; remedy"; without a semicolon, the check gets `remedy`.
+    """
     detail, _, own_remedy = str(error).partition("; ")
     return Check(False, detail, own_remedy or remedy)

@@ -35,7 +35,10 @@ Checks this machine with the settings of a run; exit code 1 if a check fails.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `bin/doctor ARGUMENTS`; returns the exit code. Raises ConfigError for keygen."""
+    """Run `bin/doctor ARGUMENTS`; returns the exit code.
+
+    Invalid settings are a failed check, except for keygen, which raises ConfigError.
+    """
     if arguments[:1] == ["keygen"]:
         keygen(load_config(f"{PROGRAM} keygen", arguments[1:]))
         return 0
@@ -59,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of bin/doctor itself, and the other arguments, which are settings."""
+    """Return the options of bin/doctor, and the other arguments, which are settings."""
     if {"-h", "--help"} & set(arguments):
         sys.stdout.write(USAGE)
     parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
@@ -70,9 +73,9 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _serve(seconds: float) -> None:
-    """Wait while a thread answers the doctors of other machines.
+    """Wait while a thread (of check_trainer) answers the doctors of generators.
 
-    Ends early when standard input is a pipe and its writer closes it, as bin/lan does.
+    Returns early if standard input is a pipe and its writer (bin/lan) closes it.
     """
     sys.stdout.write(f"answering the doctors of generators for {seconds:g} s\n")
     sys.stdout.flush()
@@ -86,9 +89,9 @@ def _serve(seconds: float) -> None:
 
 
 def keygen(config: Config) -> None:
-    """Make the missing keys of the trainer and of `generator.name`; print which files to copy.
+    """Make missing keys of trainer and `generator.name`; print which files to copy.
 
-    Raises ConfigError for the settings, WireError for a key file that cannot be used.
+    Raises ConfigError for invalid settings, WireError for a key file that cannot be used.
     """
     from peralta_zmq.wire import auth
 

@@ -1,4 +1,4 @@
-"""Checks of this machine: versions, device, model, reward, sleep, and macOS's network permission.
+"""Checks of this machine: versions, device, model, reward, sleep, local network.
 
 Most functions take the state of the system as arguments, so that tests can pass another one.
 """
@@ -26,6 +26,7 @@ PACKAGE = "peralta_zmq"
 # The first version that leaks interned strings and the first fixed one (cpython issue 113993).
 LEAKY_PYTHON = ((3, 12, 0), (3, 12, 6))
 SHOWN = ("torch", "transformers", "pyzmq")  # libraries whose versions are always shown
+# Remedies: a Mac without the Local Network permission, a Linux machine that may fall asleep.
 LOCAL_NETWORK = (
     "allow your terminal (or Python) in System Settings > Privacy & Security > Local Network, "
     "and start it again"
@@ -40,7 +41,7 @@ def installed_version(library: str) -> str | None:
 
 
 def this_python() -> tuple[tuple[int, ...], list[str]]:
-    """Version of this Python, and requirements of the package, empty if it is not installed."""
+    """Version of this Python, and requirements of PACKAGE (none if not installed)."""
     requirements: list[str] = []
     with suppress(importlib.metadata.PackageNotFoundError):
         requirements = importlib.metadata.requires(PACKAGE) or []
@@ -52,9 +53,13 @@ def check_versions(
     requirements: Iterable[str],
     version_of: Callable[[str], str | None] = installed_version,
 ) -> Check:
-    """Check the version of Python and of every required library."""
+    """Check the version of Python and of every required library.
+
+    `requirements` are lines such as "torch>=2.4"; `version_of` returns the installed version of a
+    library, or None.
+    """
     shown_python = ".".join(map(str, python[:3]))
-    # Libraries with a marker belong to an extra, or to another version of Python.
+    # Libraries with a marker are not checked: they belong to an extra, or to another Python.
     required = [library for library in map(Requirement, requirements) if not library.marker]
     if not required:
         detail = f"{PACKAGE} is not installed in {sys.executable}"
@@ -75,12 +80,12 @@ def check_versions(
 
 
 def _is_satisfied(library: Requirement, version: str | None) -> bool:
-    # A Jetson has pre-releases of torch (2.6.0a0+nv25.01), which count as the release.
+    # NVIDIA's torch for Jetson is a pre-release (2.6.0a0+nv25.01); it counts as the release.
     return version is not None and Version(version).base_version in library.specifier
 
 
 def check_device(config: Config) -> Check:
-    """Report the device, and the dtype with its reason. Raises ConfigError for the device."""
+    """Report device, dtype and cores. Raises ConfigError if the device is missing."""
     from peralta_zmq import models
 
     device = models.choose_device(config.model.device)
@@ -94,7 +99,7 @@ def check_device(config: Config) -> Check:
 
 
 def check_model(config: Config) -> Check:
-    """Check that the trainer's model loads without a network. Raises ConfigError."""
+    """Check that the model loads without a network. Raises ConfigError if not."""
     from peralta_zmq import models
 
     started, folder = time.monotonic(), models.model_folder(config.model.name)
@@ -108,14 +113,15 @@ def check_model(config: Config) -> Check:
 
 
 def check_reward(config: Config) -> Check:
-    """Open every environment and score one correct answer. Raises ConfigError or TaskError."""
+    """Score one correct answer per environment. Raises ConfigError or TaskError."""
     from peralta_zmq.build import open_environments
 
     details: list[str] = []
     with closing(open_environments(config, "train")) as environments:
         for name, size in environments.sizes.items():
             problem = next(each for each in environments.problems if each.task == name)
-            environments.reward(problem, problem.answer)  # starts the reward processes
+            # Not timed: the first call starts the reward processes.
+            environments.reward(problem, problem.answer)
             started = time.monotonic()
             reward = environments.reward(problem, problem.answer)
             seconds = time.monotonic() - started
@@ -125,8 +131,11 @@ def check_reward(config: Config) -> Check:
     return Check(True, "; ".join(details))
 
 
-def check_sleep(system: str, on_battery: bool) -> Check:
-    """Check whether the machine may fall asleep during a run."""
+def check_sleep(system: str, has_battery: bool) -> Check:
+    """Check whether the machine may fall asleep during a run.
+
+    `system` is a value of platform.system(), `has_battery` True for a machine with a battery.
+    """
     if system == "Darwin":
         settings = output_of(["pmset", "-g"])
         minutes = re.search(r"^\s*sleep\s+(\d+)(.*)$", settings, re.MULTILINE)
@@ -138,16 +147,17 @@ def check_sleep(system: str, on_battery: bool) -> Check:
     inhibitors = output_of(["systemd-inhibit", "--list", "--no-legend"])
     is_inhibited = re.search(r"\bsleep\b.*\bblock\b", inhibitors) is not None
     is_desktop = output_of(["systemctl", "is-active", "graphical.target"]).strip() == "active"
-    if "masked" in targets or is_inhibited or not (on_battery or is_desktop):
+    if "masked" in targets or is_inhibited or not (has_battery or is_desktop):
         return Check(True, "this machine does not fall asleep by itself")
-    kind = "laptop" if on_battery else "desktop"
+    kind = "laptop" if has_battery else "desktop"
     return Check(True, f"a {kind} may fall asleep, which pauses its workers", INHIBIT)
 
 
 def check_local_network(system: str, host: str) -> Check | None:
-    """Check the Local Network permission of a Mac by sending to a host; None on other systems.
+    """Check the Local Network permission of a Mac by sending to a host.
 
-    macOS refuses with EHOSTUNREACH, and shows no dialog to programs without a window.
+    Returns None on other systems. Without the permission the send fails with
+    EHOSTUNREACH; macOS asks for this permission only in programs with a window.
     """
     if system != "Darwin":
         return None
@@ -158,7 +168,7 @@ def check_local_network(system: str, host: str) -> Check | None:
 
 
 def send_packet(host: str) -> int:
-    """Send an empty packet to the discard port of a host; returns the error number, 0 for none."""
+    """Send an empty packet to the discard port of a host; returns errno or 0."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
             opened.sendto(b"", (host, 9))

@@ -1,8 +1,9 @@
-"""Checks of the network: ports, connection to the trainer, probe, throughput, clocks and keys.
+"""Checks of the network: ports, connection, probe, throughput, clocks and keys.
 
-The trainer has NUM_PORTS consecutive ports from wire.port on. The last one answers probes: small
-messages with which the doctor of a generator measures the connection. Keys are CURVE keys, with
-which ZeroMQ encrypts connections and the trainer recognizes generators.
+The trainer listens on NUM_PORTS consecutive ports, the first of them wire.port. The last port
+answers probes: small messages with which the doctor of a generator measures the connection. Keys
+are CURVE keys: ZeroMQ encrypts connections with them, and the trainer identifies generators by
+their keys.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from peralta_zmq.operate.doctor.checks import Check, failed_check
 from peralta_zmq.operate.doctor.machine_checks import LOCAL_NETWORK
 
 NUM_PORTS = 4  # rollouts, announcements, generator status, probe
-PROBE_SECONDS = 10.0  # timeout; longer than the 3 s after which a refused handshake is reported
+# Timeout of a probe; longer than the 3 s after which ZeroMQ reports a refused handshake.
+PROBE_SECONDS = 10.0
 NUM_PROBES = 5
-CONNECT_SECONDS, RETRY_SECONDS = 3.0, 0.5
-THROUGHPUT_SECONDS, THROUGHPUT_TIMEOUT = 1.0, 60.0
-CLOCK_NOTE_SECONDS, CLOCK_FAIL_SECONDS = 2.0, 3600.0  # difference between two clocks
+CONNECT_SECONDS, RETRY_SECONDS = 3.0, 0.5  # timeout of a TCP connection; pause before a retry
+THROUGHPUT_SECONDS, THROUGHPUT_TIMEOUT = 1.0, 60.0  # duration of the measurement; its time limit
+# Difference between two clocks: larger ones are a note with a remedy, or a failed check.
+CLOCK_NOTE_SECONDS, CLOCK_FAIL_SECONDS = 2.0, 3600.0
 
 
 def is_this_machine(host: str) -> bool:
@@ -37,6 +40,7 @@ def is_this_machine(host: str) -> bool:
     except OSError:
         return False
     for family, kind, number, _, address in addresses:
+        # A socket can only be bound to an address of this machine.
         with suppress(OSError), socket.socket(family, kind, number) as opened:
             opened.bind((address[0], 0))
             return True
@@ -44,10 +48,10 @@ def is_this_machine(host: str) -> bool:
 
 
 def check_ports(config: Config, stack: ExitStack) -> Check:
-    """Check that the trainer's ports are free, and hold them until the stack is closed.
+    """Check that the trainer's ports are free; listen on them until `stack` is closed.
 
-    The port of probes is left free for `serve_probes`. Ports in use by a running trainer of this
-    run are no failure.
+    Other machines can then check the connection. The last port is closed again: `serve_probes`
+    uses it. Ports in use by a running trainer of this run are no failure.
     """
     bind, number = config.wire.bind, config.wire.port
     ports = range(number, number + NUM_PORTS)
@@ -62,19 +66,19 @@ def check_ports(config: Config, stack: ExitStack) -> Check:
         if error.errno != errno.EADDRINUSE:
             remedy = "set wire.bind to an address of this machine, or 0.0.0.0 for all"
             return Check(False, f"cannot listen on {bind} ({error.strerror})", remedy)
-        if trainer_runs(config.run_folder):
-            return Check(True, f"the trainer of run {config.run.name} has {ports[0]} already")
+        if is_trainer_running(config.run_folder):
+            return Check(True, f"the running trainer of run {config.run.name} uses the ports")
         return failed_check(WireError(wire.port_in_use_message(number)))
     return Check(True, f"{ports[0]} to {ports[-1]} are free on {bind}")
 
 
-def trainer_runs(folder: Path) -> bool:
+def is_trainer_running(folder: Path) -> bool:
     """True if a trainer on this machine holds the lock of a run folder."""
     return is_held(folder / "lock") is True
 
 
 def check_reach(config: Config, *, wait_seconds: float = 0.0) -> Check:
-    """Check that all ports of the trainer accept TCP connections; retries for `wait_seconds`."""
+    """Check that the trainer's ports accept connections; retries for `wait_seconds`."""
     deadline = time.monotonic() + wait_seconds
     while True:
         check = _connect_all(config.wire.host, config.wire.port)
@@ -84,6 +88,7 @@ def check_reach(config: Config, *, wait_seconds: float = 0.0) -> Check:
 
 
 def _connect_all(host: str, first: int) -> Check:
+    """Check that a host accepts connections on NUM_PORTS ports from `first` on."""
     started = time.monotonic()
     for port in range(first, first + NUM_PORTS):
         try:
@@ -97,6 +102,7 @@ def _connect_all(host: str, first: int) -> Check:
 
 
 def _connect_remedy(error: OSError, host: str, port: int, *, is_first: bool) -> str:
+    """What to do after a failed connection; `is_first`: it was the first of the ports."""
     if isinstance(error, socket.gaierror):
         return "set wire.host to the trainer's address, or add its name to /etc/hosts"
     if error.errno == errno.EHOSTUNREACH and sys.platform == "darwin":
@@ -104,13 +110,13 @@ def _connect_remedy(error: OSError, host: str, port: int, *, is_first: bool) -> 
     if error.errno == errno.ECONNREFUSED and is_first:
         return "start the trainer (bin/trainer @ CONFIG), with wire.bind = 0.0.0.0"
     if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-        return "is that machine on, and in the same network or VPN? Try ping"
+        return f"is {host} on, and in the same network or VPN? Try ping {host}"
     return f"open port {port} in the firewall of {host}"
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """A reply to a probe, the time at which the probe was sent, and the round-trip time."""
+    """A reply to a probe, with the probe's sending time and round-trip time."""
 
     reply: wire.ProbeReply
     sent: float  # unix seconds by the clock of this machine
@@ -118,7 +124,10 @@ class ProbeResult:
 
 
 def open_probe_client(config: Config, name: str) -> wire.ProbeClient:
-    """Connect to the trainer's probe port. Raises WireError for a key file."""
+    """Connect to the trainer's probe port as generator `name`.
+
+    Raises WireError if a key file cannot be used.
+    """
     folder = config.keys_folder
     keys = wire.generator_keys(folder, name) if folder else None
     address = f"tcp://{config.wire.host}:{config.wire.port}"
@@ -126,7 +135,7 @@ def open_probe_client(config: Config, name: str) -> wire.ProbeClient:
 
 
 def send_probes(client: wire.ProbeClient) -> ProbeResult:
-    """Return the fastest of NUM_PROBES round trips. Raises WireError without a reply."""
+    """Send NUM_PROBES probes; returns the fastest. Raises WireError without a reply."""
     results: list[ProbeResult] = []
     for _ in range(NUM_PROBES):
         sent = time.time()
@@ -136,7 +145,7 @@ def send_probes(client: wire.ProbeClient) -> ProbeResult:
 
 
 def check_probe(result: ProbeResult, run: str) -> Check:
-    """Check that the reply names the configured `run`; reports round-trip time and worker info."""
+    """Check that the reply is of run `run`; reports round-trip time and versions."""
     reply = result.reply
     if reply.run != run:
         detail = f"run {reply.run} listens at wire.host, not {run}"
@@ -148,15 +157,15 @@ def check_probe(result: ProbeResult, run: str) -> Check:
 
 
 def check_throughput(client: wire.ProbeClient) -> Check:
-    """Measure the throughput to the trainer's machine."""
+    """Measure the throughput to the trainer's machine; a low one is no failure."""
     speed = client.measure_throughput(seconds=THROUGHPUT_SECONDS, timeout=THROUGHPUT_TIMEOUT)
     return Check(True, f"{speed / 1e6:.2f} MB/s to the trainer")
 
 
 def check_clock(result: ProbeResult) -> Check:
-    """Compare the clocks of both machines; only logs, events and certificates depend on them."""
+    """Compare the clocks of both machines, used by logs, events and certificates."""
     uncertainty = result.seconds / 2
-    ahead = result.sent + uncertainty - result.reply.time  # the reply is made in the middle
+    ahead = result.sent + uncertainty - result.reply.time  # if the reply was sent half-way
     side = "ahead of" if ahead > 0 else "behind"
     detail = f"{abs(ahead):.3f} s {side} the trainer's (within {uncertainty:.3f} s)"
     remedy = "set the clock: sudo timedatectl set-ntp true (macOS: sudo sntp -sS time.apple.com)"
@@ -166,14 +175,17 @@ def check_clock(result: ProbeResult) -> Check:
 
 
 def check_keys(config: Config, role: str, name: str) -> Check:
-    """Check the key files of a role. Raises WireError if one is missing or readable by everyone."""
+    """Check the key files of a role; `name` is the generator's name.
+
+    Raises WireError if a key file is missing or other users can read a secret key.
+    """
     from peralta_zmq.wire import auth
 
     folder, bind = config.keys_folder, config.wire.bind
     if folder is None:
         remedy = "make keys with bin/doctor keygen --security.keys DIR"
-        is_open = role == "trainer" and not is_loopback(bind)
-        return Check(True, "no keys, and so no encryption", remedy if is_open else "")
+        is_exposed = role == "trainer" and not is_loopback(bind)
+        return Check(True, "no keys, and so no encryption", remedy if is_exposed else "")
     if role == "generator":
         auth.generator_keys(folder, name)
         return Check(True, f"{folder} has the keys of {name} and of the trainer")
@@ -188,16 +200,16 @@ def check_keys(config: Config, role: str, name: str) -> Check:
 def serve_probes(
     config: Config, stack: ExitStack, folder: Path | None, worker_info: dict[str, str]
 ) -> Check:
-    """Answer the doctors of generators in place of a trainer until the stack is closed.
+    """Answer the doctors of generators, instead of a trainer, until `stack` is closed.
 
-    Creates files in the weights folder on request. Raises WireError if the port is in use, or for
-    a key file.
+    Creates files in the weights folder on request (None = a weight store without a folder). Raises
+    WireError if the port is in use or a key file cannot be used.
     """
     from peralta_zmq.weights.backends import ProbeFile
 
     keys = config.keys_folder
     authenticator = stack.enter_context(closing(wire.CurveAuthenticator(keys))) if keys else None
-    create_file = None
+    create_file = None  # the server then refuses requests to create a file
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         create_file = stack.enter_context(closing(ProbeFile(folder))).create
@@ -205,4 +217,4 @@ def serve_probes(
     address = wire.next_port(f"tcp://{config.wire.bind}:{config.wire.port}", NUM_PORTS - 1)
     server = wire.ProbeServer(address, reply, create_file=create_file, authenticator=authenticator)
     stack.enter_context(closing(server))
-    return Check(True, f"other doctors are answered on {server.address}")
+    return Check(True, f"probes are answered on {server.address}")

@@ -1,7 +1,8 @@
-"""The checks of each role (trainer, generator), in the order in which they are printed.
+"""The checks of each role (trainer, generator), in the order of the output.
 
-The machine of a generator is checked together with its connection: the doctor on the trainer's
-machine, or a running trainer, answers the probes of the generator's doctor.
+The doctor (bin/doctor) of a generator's machine also checks the connection to the trainer, with
+probes: small messages to the trainer's machine. A running trainer answers these messages; before
+the run starts, the doctor of the trainer's machine answers them.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ def check_trainer(config: Config, report: Report, stack: ExitStack, *, serve: bo
     """Run the checks of the trainer's machine.
 
     With `serve`, a thread answers the doctors of generators until `stack` is closed. Returns True
-    if it does; it does not while a trainer of this run is running, which answers them itself.
+    if the thread was requested and is possible: the ports are free, and no trainer of this run is
+    running. A running trainer answers the doctors itself.
     """
     folder, run = _weights_folder(config), config.run_folder
     model_bytes = weights_checks.model_bytes_of(config)
     report.run("keys", network_checks.check_keys, config, "trainer", "trainer")
     has_ports = report.run("ports", network_checks.check_ports, config, stack)
-    trainer_runs = network_checks.trainer_runs(run)
-    serve = serve and has_ports and not trainer_runs
+    is_running = network_checks.is_trainer_running(run)
+    serve = serve and has_ports and not is_running
     if serve:
         worker_info = _worker_info(config)
         report.run("answers", network_checks.serve_probes, config, stack, folder, worker_info)
@@ -47,10 +49,10 @@ def check_trainer(config: Config, report: Report, stack: ExitStack, *, serve: bo
     if folder is None:
         _check_address(config, report, model_bytes, reply=None)
         return serve
-    check = report.run_on_mount
+    check = report.run_with_timeout  # a check of a folder on a dead NAS never returns
     if check("weights", weights_checks.check_folder, folder, role="trainer"):
         if check("writing", weights_checks.check_writing, folder) and folder.is_dir():
-            check("owner", weights_checks.check_owner, folder, run, trainer_runs=trainer_runs)
+            check("owner", weights_checks.check_owner, folder, run, is_running=is_running)
         check("space", weights_checks.check_space, folder, model_bytes)
         check("speed", weights_checks.check_speed, folder, model_bytes)
     return serve
@@ -59,7 +61,10 @@ def check_trainer(config: Config, report: Report, stack: ExitStack, *, serve: bo
 def check_generator(
     config: Config, report: Report, stack: ExitStack, *, wait_seconds: float
 ) -> None:
-    """Run the checks of a generator's machine and of its connection to the trainer."""
+    """Run the checks of a generator's machine and of the connection to the trainer.
+
+    Retries for `wait_seconds` to connect to the trainer's machine.
+    """
     name = config.generator.full_name
     _check_machine(config, report)
     system, host = platform.system(), config.wire.host
@@ -75,14 +80,14 @@ def check_generator(
     if folder is None:
         _check_address(config, report, model_bytes, reply=reply)
         return
-    check = report.run_on_mount
+    check = report.run_with_timeout
     if not check("weights", weights_checks.check_folder, folder, role="generator"):
         return
     if client and reply:
         check("visible", weights_checks.check_visible, folder, partial(_create_file, client))
     check("speed", weights_checks.check_speed, folder, model_bytes)
-    copies, num_models = config.run_folder / "copies", weights_checks.NUM_REPLICAS
-    check("space", weights_checks.check_space, copies, model_bytes, num_models)
+    replicas = config.run_folder / "copies"  # the generator's local replica of the weights
+    check("space", weights_checks.check_space, replicas, model_bytes, weights_checks.NUM_REPLICAS)
 
 
 def _check_machine(config: Config, report: Report) -> None:
@@ -93,16 +98,22 @@ def _check_machine(config: Config, report: Report) -> None:
 
 
 def _check_run(config: Config) -> Check | None:
-    """Check that an existing run can be resumed. Raises ConfigError if its settings differ."""
+    """Check that an existing run can be resumed; returns None for a new run.
+
+    Raises ConfigError if the settings of the existing run differ.
+    """
     folder = config.run_folder
-    is_resumed = earlier_config(config, folder) is not config
+    is_resumed = earlier_config(config, folder) is not config  # for a new run it returns config
     return Check(True, f"resumes in {folder}") if is_resumed else None
 
 
 def _probe_trainer(
     config: Config, report: Report, client: wire.ProbeClient
 ) -> wire.ProbeReply | None:
-    """Check the answers of the trainer's machine; returns its reply, None for another run."""
+    """Check the connection to the trainer's machine; returns the reply to a probe.
+
+    Returns None if the probes failed or were answered for another run.
+    """
     try:
         result = network_checks.send_probes(client)
     except WireError as error:
@@ -116,9 +127,9 @@ def _probe_trainer(
 
 
 def _create_file(client: wire.ProbeClient) -> str:
-    """Let the trainer's machine create a file in its weights folder; returns the file's name.
+    """Make the trainer's machine create a file for `check_visible`; returns its name.
 
-    Raises WireError if no file was created.
+    The file is in the weights folder. Raises WireError if no file was created.
     """
     reply, _ = client.request("create_file", timeout=network_checks.PROBE_SECONDS)
     if reply.error:
@@ -129,15 +140,18 @@ def _create_file(client: wire.ProbeClient) -> str:
 def _check_address(
     config: Config, report: Report, model_bytes: int | None, *, reply: wire.ProbeReply | None
 ) -> None:
-    """Run the checks of a weight store with a URL; `reply` is the answer of the trainer, if any."""
+    """Run the checks of a weight store with a URL.
+
+    `reply` is the reply of the trainer's machine to a probe; None if there is none.
+    """
     address, token = config.weights_address, config.weights.token_file
     port, run_id = config.weights.serve_port, reply.run_id if reply else ""
+    # If a doctor replied, the trainer that will serve this URL does not run yet.
     if reply and reply.role == "doctor" and port and address.startswith("http://"):
         report.run("weights", weights_checks.check_future_address, address, token, port)
         return
-    check = report.run_on_mount
-    if check("weights", weights_checks.check_address, address, token, run_id):
-        check("speed", weights_checks.check_speed, address, model_bytes, token)
+    if report.run_with_timeout("weights", weights_checks.check_address, address, token, run_id):
+        report.run_with_timeout("speed", weights_checks.check_speed, address, model_bytes, token)
 
 
 def _weights_folder(config: Config) -> Path | None:
@@ -146,7 +160,7 @@ def _weights_folder(config: Config) -> Path | None:
 
 
 def _worker_info(config: Config) -> dict[str, str]:
-    """Versions and device of this machine, for the reply to probes; empty without the device."""
+    """Versions and device, for replies to probes; empty if the device is missing."""
     from peralta_zmq import models
 
     with suppress(ConfigError):

@@ -1,7 +1,7 @@
-"""Checks of the weights folder: the same on both machines, safe to write, fast enough.
+"""Checks of the weights folder: same on all machines, writable, large, fast.
 
-The trainer publishes weight versions (step_00000042/) into this folder, which is usually on a NAS,
-and generators load them from there, or from a URL.
+The trainer publishes weight versions (step_00000042/) into this folder, which is usually on a NAS.
+Generators load the versions from the folder, or from a URL where they are served.
 """
 
 from __future__ import annotations
@@ -26,18 +26,23 @@ if TYPE_CHECKING:
     from peralta_zmq.weights.backends import StorageBackend
     from peralta_zmq.weights.store import WeightStore
 
-NUM_VERSIONS, NUM_REPLICAS = 3, 2  # models that must fit into the weights folder and a local copy
-SAMPLE_BYTES = 32 << 20  # written and read for a measurement
-MAX_READ_BYTES = 256 << 20  # of a published version
+NUM_VERSIONS = 3  # the weights folder must have room for this many models
+NUM_REPLICAS = 2  # the folder of a generator's local replica must have room for this many models
+SAMPLE_BYTES = 32 << 20  # size of a file that is written and read for a measurement
+MAX_READ_BYTES = 256 << 20  # read at most from a published version for a measurement
 VISIBLE_SECONDS = 30.0  # time limit for a file of the trainer's machine to appear here
 EVENT_SECONDS = 2.0  # time limit for the file system event of that file after it appeared
 LIST_SECONDS = 0.02  # between two listings of the folder
+# Remedies.
 NOT_WRITABLE = "give this user write permission, free some space, or choose another weights.dir"
 OTHER_FOLDER = "it is another folder: mount the same one, and set weights.dir to it"
 
 
 def check_folder(folder: Path, *, role: str) -> Check:
-    """Check that the folder can be listed; the trainer creates a missing one later."""
+    """Check that the folder can be listed.
+
+    It may be missing on the trainer's machine, where the trainer creates it later.
+    """
     from peralta_zmq.weights.backends import filesystem_of
 
     filesystem = filesystem_of(folder) or "unknown"
@@ -58,7 +63,10 @@ def check_folder(folder: Path, *, role: str) -> Check:
 
 
 def check_writing(folder: Path, *, num_bytes: int = SAMPLE_BYTES) -> Check:
-    """Check that the folder, or its nearest parent, lets this user write, fsync and rename."""
+    """Check that this user can write, fsync and rename in the folder.
+
+    If the folder is missing, checks its nearest parent. Reports the speed for `num_bytes`.
+    """
     parent = nearest_folder(folder)
     content, started = os.urandom(num_bytes), time.monotonic()
     try:
@@ -74,11 +82,11 @@ def check_writing(folder: Path, *, num_bytes: int = SAMPLE_BYTES) -> Check:
     return Check(True, f"write, fsync and rename work, {speed:.0f} MB/s")
 
 
-def check_owner(folder: Path, run: Path, *, trainer_runs: bool) -> Check:
-    """Check that the weights belong to the run in folder `run`, and no other trainer publishes.
+def check_owner(folder: Path, run: Path, *, is_running: bool) -> Check:
+    """Check that the weights belong to the run in folder `run`, not to another.
 
-    A trainer that publishes holds the lease of the weights folder; with `trainer_runs` that is the
-    trainer of this run. Raises OSError.
+    Also fails if another trainer publishes there: a publishing trainer holds a lease of the folder.
+    If this run's trainer is running (`is_running`), the lease is that trainer's. Raises OSError.
     """
     store = _open_store(str(folder))
     # The run folder has a file RUN.json with the run's id, like a weights folder.
@@ -86,7 +94,7 @@ def check_owner(folder: Path, run: Path, *, trainer_runs: bool) -> Check:
     if owner and owner != run_id:
         detail = f"{folder} belongs to run {owner}, not to {run_id or run}"
         return Check(False, detail, "choose another folder with weights.dir, or delete this one")
-    holder = None if trainer_runs else store.backend.leases.holder(_folder_time(folder))
+    holder = None if is_running else store.backend.leases.holder(_folder_time(folder))
     if holder:
         detail = f"another trainer ({holder}) publishes to {folder}"
         remedy = "stop it; if it has already ended, wait 30 s, or choose another weights.dir"
@@ -95,7 +103,7 @@ def check_owner(folder: Path, run: Path, *, trainer_runs: bool) -> Check:
 
 
 def check_space(folder: Path, model_bytes: int | None, num_models: int = NUM_VERSIONS) -> Check:
-    """Check the free space for `num_models` models of `model_bytes` (None = size not known)."""
+    """Check the free space for `num_models` models; `model_bytes` None = not known."""
     parent = nearest_folder(folder)
     free = shutil.disk_usage(parent).free
     detail = f"{free >> 20} MiB free in {parent}"
@@ -108,8 +116,9 @@ def check_space(folder: Path, model_bytes: int | None, num_models: int = NUM_VER
 
 
 def check_visible(folder: Path, create_file: Callable[[], str]) -> Check:
-    """Check that a file created by the trainer's machine appears here, by polling and by event.
+    """Check that a file created on the trainer's machine appears here.
 
+    Measures when it appears by polling, and when a file system event reports it.
     `create_file` makes the trainer's machine create a file in the folder, and returns its name.
     """
     from peralta_zmq.weights.backends import FolderWatcher
@@ -137,9 +146,9 @@ def check_visible(folder: Path, create_file: Callable[[], str]) -> Check:
 
 
 def check_address(address: str, token_file: str | None, run_id: str) -> Check:
-    """Check that weights behind a URL can be listed and belong to the trainer's run, if known.
+    """Check that weights at a URL can be listed and belong to `run_id` (empty = any).
 
-    Raises ConfigError for a token file or an address.
+    Raises ConfigError if the token file or the address is invalid.
     """
     store = _open_store(address, token_file)
     try:
@@ -150,38 +159,39 @@ def check_address(address: str, token_file: str | None, run_id: str) -> Check:
     if run_id and owner and owner != run_id:
         detail = f"{address} has the weights of run {owner}, not {run_id}"
         return Check(False, detail, "set weights.dir to where this trainer publishes")
-    return Check(True, f"{address} answers, {len(names)} names")
+    return Check(True, f"{address} answers and lists {len(names)} entries")
 
 
 def check_future_address(address: str, token_file: str | None, port: int) -> Check:
-    """Check the URL of weights that the trainer will serve once it runs.
+    """Check the URL at which the trainer will serve weights, before the trainer runs.
 
-    Raises ConfigError for a token file or an address.
+    Raises ConfigError if the token file or the address is invalid.
     """
-    _open_store(address, token_file)
+    _open_store(address, token_file)  # only for these errors; it does not connect
     detail = f"{address} cannot be checked before the trainer runs"
-    served = f"it will serve them on its port {port} (weights.serve_port)"
-    return Check(True, detail, f"{served}: is that port open in its firewall?")
+    served = f"the trainer will serve the weights on port {port} (weights.serve_port)"
+    return Check(True, detail, f"{served}: is that port open in the firewall of its machine?")
 
 
 def check_speed(
     location: Path | str, model_bytes: int | None, token_file: str | None = None
 ) -> Check:
-    """Measure how fast the newest version is read, and so how long a generator takes to load it.
+    """Measure how fast the newest version is read; estimate a generator's load time.
 
-    In a folder without a version a sample file is written and read, if that is permitted. Raises
-    OSError for a folder that cannot be listed.
+    In a writable folder without versions a sample file is written and read instead. Raises OSError
+    if the folder cannot be listed.
     """
     store = _open_store(str(location), token_file)
     folder = location if isinstance(location, Path) else None
     if version := store.newest():
         files = version.manifest.files
-        largest = max(files, key=lambda name: files[name][0])
+        largest = max(files, key=lambda name: files[name][0])  # by size
         num_bytes, seconds = _read(store.backend, f"{version.folder.name}/{largest}", folder)
         source = "of the newest version"
-    elif (folder is None or folder.is_dir()) and (numbers := store.numbers()):
-        detail = f"no version can be read in {store.address}, the newest is {numbers[-1]}"
-        return Check(False, detail, "start the trainer, which publishes the newest one again")
+    elif (folder is None or folder.is_dir()) and (version_numbers := store.numbers()):
+        # Versions exist, but none is complete and of this run.
+        detail = f"no version can be read in {store.address}, the newest is {version_numbers[-1]}"
+        return Check(False, detail, "start the trainer, which publishes the newest version again")
     elif folder is not None and os.access(folder, os.W_OK):
         sample = folder / f"doctor-read-{atomic_files.PROCESS_TAG}"
         try:
@@ -205,14 +215,14 @@ def model_bytes_of(config: Config) -> int | None:
     from peralta_zmq import models
     from peralta_zmq.weights.tensor_set import MappedTensors
 
-    num_numbers = 0
+    num_parameters = 0
     try:
         for path in models.model_folder(config.model.name).glob("*.safetensors"):
             specs = MappedTensors(path).specs.values()
-            num_numbers += sum(math.prod(spec.shape) for spec in specs)
+            num_parameters += sum(math.prod(spec.shape) for spec in specs)
     except (ConfigError, OSError, ValueError):
         return None
-    return num_numbers * (4 if config.weights.dtype == "float32" else 2)
+    return num_parameters * (4 if config.weights.dtype == "float32" else 2)
 
 
 def nearest_folder(folder: Path) -> Path:
@@ -222,21 +232,23 @@ def nearest_folder(folder: Path) -> Path:
 
 
 def _open_store(address: str, token_file: str | None = None) -> WeightStore:
+    """Open a weight store: a folder, or a URL with the password in `token_file`."""
     from peralta_zmq.weights.store import WeightStore
 
     return WeightStore.open(address, token=atomic_files.read_private_token(token_file))
 
 
 def _folder_time(folder: Path) -> float:
-    """Unix seconds by the clock of the folder's file system, which a NAS has of its own."""
+    """Unix seconds by the clock of the folder's file system, such as that of a NAS."""
     with tempfile.TemporaryFile(dir=folder) as file:
         return os.fstat(file.fileno()).st_mtime
 
 
 def _read(backend: StorageBackend, path: str, folder: Path | None) -> tuple[int, float]:
-    """Read up to MAX_READ_BYTES of a file; returns the number of bytes and seconds.
+    """Read a file of the store, up to about MAX_READ_BYTES; returns bytes and seconds.
 
-    The file is dropped from the page cache first, where the system permits that.
+    If the store is `folder`, the file is first dropped from the page cache, on systems that can do
+    that, because a cached file would be read too fast.
     """
     if folder is not None and hasattr(os, "posix_fadvise"):
         with os.fdopen(atomic_files.open_regular(folder / path), "rb") as file:

@@ -56,6 +56,6 @@ def test_check_that_hangs_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "MOUNT_SECONDS", 0.05)
     never = threading.Event()
     report = Report()
-    assert not report.run_on_mount("weights", lambda: Check(never.wait(), ""))
+    assert not report.run_with_timeout("weights", lambda: Check(never.wait(), ""))
     assert report.checks == {"weights": Check(False, "no answer within 0.05 s", HANGS)}
     never.set()

@@ -76,7 +76,7 @@ def test_unavailable_device_raises() -> None:
         machine_checks.check_device(load_config("doctor", ["--model.device", "abacus"]))
 
 
-@pytest.mark.parametrize(("system", "outputs", "on_battery", "remedy"), [
+@pytest.mark.parametrize(("system", "outputs", "has_battery", "remedy"), [
     ("Linux", {}, False, ""),
     ("Linux", {}, True, "systemd-inhibit"),
     ("Linux", {"systemctl_isactive": "active\n"}, False, "systemd-inhibit"),
@@ -91,7 +91,7 @@ def test_unavailable_device_raises() -> None:
 def test_machine_that_may_sleep_gets_a_remedy(
     system: str,
     outputs: dict[str, str],
-    on_battery: bool,
+    has_battery: bool,
     remedy: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -99,7 +99,7 @@ def test_machine_that_may_sleep_gets_a_remedy(
         return outputs.get(f"{command[0]}_{command[1]}".replace("-", ""), "")
 
     monkeypatch.setattr(machine_checks, "output_of", output_of)
-    check = machine_checks.check_sleep(system, on_battery=on_battery)
+    check = machine_checks.check_sleep(system, has_battery=has_battery)
     assert check.ok
     assert remedy in check.remedy and bool(remedy) == bool(check.remedy)
 

@@ -93,7 +93,7 @@ def test_weights_url_is_a_note_before_the_trainer_runs(
     noted = checks["weights"]
     assert code == 0
     assert noted["detail"] == f"{address} cannot be checked before the trainer runs"
-    assert noted["remedy"].startswith(f"it will serve them on its port {port}")
+    assert noted["remedy"].startswith(f"the trainer will serve the weights on port {port}")
     code, checks = run_doctor(*words)  # without a port, the trainer will not serve weights
     assert code == 1 and failed(checks) == ["weights"]
     assert checks["weights"]["remedy"].startswith("start the trainer with weights.serve_")

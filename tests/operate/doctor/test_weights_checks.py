@@ -138,13 +138,13 @@ def write_lease(folder: Path, *, age: float, pid: int = 7, host: str = "elsewher
 def test_lease_of_another_trainer_fails_and_is_kept(tmp_path: Path) -> None:
     run = tmp_path / "run"
     write_lease(tmp_path, age=5)
-    check = weights_checks.check_owner(tmp_path, run, trainer_runs=False)
+    check = weights_checks.check_owner(tmp_path, run, is_running=False)
     assert not check.ok
     assert check.detail == f"another trainer (pid 7 on elsewhere) publishes to {tmp_path}"
     assert check.remedy.startswith("stop it; if it has already ended, wait 30 s")
-    assert weights_checks.check_owner(tmp_path, run, trainer_runs=True).ok  # its own lease
+    assert weights_checks.check_owner(tmp_path, run, is_running=True).ok  # its own lease
     write_lease(tmp_path, age=60)
-    assert weights_checks.check_owner(tmp_path, run, trainer_runs=False).ok  # expired
+    assert weights_checks.check_owner(tmp_path, run, is_running=False).ok  # expired
     assert os.listdir(tmp_path) == [".lease-other"]
 
 
@@ -152,15 +152,15 @@ def test_weights_of_another_run_fail(tmp_path: Path) -> None:
     folder, run = tmp_path / "weights", tmp_path / "run"
     run.mkdir()
     claim(folder)
-    check = weights_checks.check_owner(folder, run, trainer_runs=False)
+    check = weights_checks.check_owner(folder, run, is_running=False)
     assert not check.ok and check.detail == f"{folder} belongs to run demo-1, not to {run}"
     assert check.remedy == "choose another folder with weights.dir, or delete this one"
     (run / "RUN.json").write_text('{"run_id": "demo-2", "weights": null}')
-    assert weights_checks.check_owner(folder, run, trainer_runs=False).detail.endswith(
+    assert weights_checks.check_owner(folder, run, is_running=False).detail.endswith(
         "not to demo-2"
     )
     (run / "RUN.json").write_text('{"run_id": "demo-1", "weights": null}')
-    check = weights_checks.check_owner(folder, run, trainer_runs=False)
+    check = weights_checks.check_owner(folder, run, is_running=False)
     assert check.ok and check.detail == "belongs to run demo-1"
     assert os.listdir(folder) == ["RUN.json"]
 
