@@ -1,6 +1,6 @@
-"""Language models: loading, device and dtype, chat prompts, token logprobs, LoRA adapters.
+"""Language models: loading, device and dtype, chat prompts, logprobs, LoRA.
 
-`scoring` (the trainer's forward pass over packed rows) and `lora` are imported by their own names.
+Import `scoring` (the trainer's forward pass) and `lora` (adapters) as modules.
 """
 
 # Imports that other packages use as attributes of this package:

@@ -9,20 +9,20 @@ import platform
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch allocates large tensors in huge pages
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch uses huge pages for large tensors
 
 import torch
 
 from peralta_zmq.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MIN_BF16_WIDTH = 128  # hidden size from which bfloat16 is faster on a CPU: 2x at 192
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of glibc's mallopt
-MAX_INFO = 100  # characters of a value of worker_info; the wire rejects longer ones
+MIN_BF16_WIDTH = 128  # hidden size from which a CPU trains faster in bfloat16; at 192 by 2x
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # numbers of options of glibc's mallopt
+MAX_INFO = 100  # characters of a value of worker_info; receivers reject longer values
 
 
 def worker_info(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """Versions, device, dtype and threads of this process in ASCII, for its status messages."""
+    """Versions, device, dtype and threads of this process, in ASCII, for a status."""
     info = {
         "package": _version("peralta_zmq"),
         "python": platform.python_version(),
@@ -45,10 +45,10 @@ def _version(package: str) -> str:
 
 
 def use_threads(num_workers: int = 1) -> int:
-    """Limit torch to this process's share of the available cores; returns the number of threads.
+    """Limit torch to 1 / num_workers of the available cores; returns the threads.
 
-    Two torch processes of two threads on two cores slow each other down tenfold: at each barrier
-    they wait for a thread without a core. Call before the first torch operation.
+    Two torch processes of two threads each on two cores slow each other down tenfold: at each
+    barrier a process waits for a thread that has no core. Call before the first torch operation.
     """
     threads = max(1, available_cores() // max(1, num_workers))
     torch.set_num_threads(threads)
@@ -67,14 +67,14 @@ def available_cores() -> int:
 
 
 def keep_memory() -> None:
-    """Make glibc's malloc keep freed memory for later steps instead of returning it to the system.
+    """Make glibc's malloc keep freed memory instead of returning it to the system.
 
     Otherwise the page faults of new memory take up to a third of the computing time of a step.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, -1)
+        libc.mallopt(M_MMAP_MAX, 0)  # no blocks by mmap, which free() always returns
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # no trimming of the heap
 
 
 def choose_device(device: str = "auto") -> torch.device:
@@ -101,7 +101,7 @@ def device_name(device: torch.device) -> str:
 
 
 def choose_dtype(device: torch.device, name: str = "auto") -> tuple[torch.dtype, str]:
-    """Dtype for sampling, and the reason; `auto` is the narrowest that the hardware multiplies."""
+    """Dtype for sampling, and the reason; `auto` is the result of `native_dtype`."""
     if name != "auto":
         return DTYPES[name], "set by model.dtype"
     if device.type == "cuda":
@@ -114,7 +114,10 @@ def choose_dtype(device: torch.device, name: str = "auto") -> tuple[torch.dtype,
 
 
 def native_dtype(kind: str, *, has_bf16: bool) -> tuple[torch.dtype, str]:
-    """Narrowest dtype that a device of this kind multiplies in hardware, and the reason."""
+    """Narrowest dtype that the hardware of a device type multiplies; the reason.
+
+    `kind` is the device type: cuda, mps or cpu.
+    """
     if kind == "mps":
         return torch.float16, "auto: half the memory of float32 on mps"
     name = "GPU" if kind == "cuda" else "CPU"
@@ -126,15 +129,15 @@ def native_dtype(kind: str, *, has_bf16: bool) -> tuple[torch.dtype, str]:
 
 
 def multiplies_bf16(cpuinfo: str) -> bool:
-    """Whether the flags (x86) or features (ARM) in /proc/cpuinfo list a bfloat16 product."""
+    """Whether the CPU flags in /proc/cpuinfo (x86 or ARM) include bfloat16 products."""
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpuinfo.split())
 
 
 def training_dtype(model: Any, name: str = "auto") -> tuple[torch.dtype, str]:
     """Dtype of the trainer's matrix products for a transformers model, and the reason.
 
-    `auto` depends on the machine and the model only, so a replay chooses the same. On a CPU,
-    narrow models lose more by the casts to bfloat16 than they gain.
+    `auto` depends only on the machine and the model, so a restarted trainer chooses the same dtype.
+    On a CPU, a model with a small hidden size loses more time by casts to bfloat16 than it gains.
     """
     if name != "auto":
         return DTYPES[name], "set by train.dtype"

@@ -1,4 +1,4 @@
-"""Models and tokenizers in Hugging Face folders: loading, weights by name, chat prompts.
+"""Models and tokenizers of Hugging Face folders: loading, weights, chat prompts.
 
 The companion files of a model are its config and tokenizer files, which `from_pretrained` needs in
 addition to the weights.
@@ -30,14 +30,15 @@ from peralta_zmq.rollout import Message
 
 transformers_logging.disable_progress_bar()
 
-EMBEDDED = Path(__file__).parent / "embedded"
+EMBEDDED = Path(__file__).parent / "embedded"  # a small model that is part of this package
 COMPANION_SUFFIXES = (".json", ".txt", ".jinja", ".py")
-CONFIG_FILES = ("config.json", "tokenizer_config.json")  # that may refer to custom code
+CONFIG_FILES = ("config.json", "tokenizer_config.json")  # files that may name custom code
 
 
 def model_folder(name: str) -> Path:
-    """Folder of a model: 'embedded', a path, or a name in the local Hugging Face cache.
+    """Folder of a model.
 
+    `name` is 'embedded', a path, or a name in the local Hugging Face cache.
     Raises ConfigError if there is no such model; nothing is downloaded.
     """
     folder = EMBEDDED if name == "embedded" else Path(name).expanduser()
@@ -66,8 +67,8 @@ def load_model(
 ) -> Model:
     """Load the causal language model in `folder`, in evaluation mode.
 
-    Raises ConfigError if transformers cannot load it, tensors are missing, or the folder has custom
-    code that is not trusted.
+    Raises ConfigError if transformers cannot load the model, if tensors are missing, or if the
+    folder has custom Python code and `trust_remote_code` is False.
     """
     _check_code(folder, trust_remote_code)
     with _loading_errors(f"model folder {folder} cannot be loaded"):
@@ -83,7 +84,7 @@ def load_model(
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:
     """Load the tokenizer in `folder`.
 
-    Raises ConfigError if it has no chat template, or custom code as in `load_model`.
+    Raises ConfigError if the tokenizer has no chat template, or for custom code as in `load_model`.
     """
     tokenizer = _load_any_tokenizer(folder, trust_remote_code)
     if not tokenizer.chat_template:
@@ -94,9 +95,10 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
 def load_teacher(
     name: str, *, policy: Model, policy_name: str, trust_remote_code: bool = False
 ) -> Model:
-    """Load the model `name` in fp32, as a teacher of the model `policy` with name `policy_name`.
+    """Load the model `name` in fp32, as a teacher of `policy`.
 
-    Raises ConfigError unless it has the same token ids, and logits for all of them.
+    `policy_name` is the policy's model name. Raises ConfigError unless the teacher has the same
+    token ids, and logits for all of them.
     """
     folder = model_folder(name)
     teacher_ids, policy_ids = (
@@ -130,13 +132,13 @@ def _load_any_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
 
 
 def _check_code(folder: Path, trust_remote_code: bool) -> None:
-    """Raise ConfigError if a model or tokenizer has custom code and code is not trusted.
+    """Raise ConfigError if the folder has custom code that is not trusted.
 
-    transformers refuses such a config only if it has no class of its own for the model.
+    transformers does not refuse custom code if transformers itself has a class for the model.
     """
     for file in CONFIG_FILES:
         settings: object = None
-        with suppress(OSError, *MALFORMED):  # the file is missing or damaged: loading reports it
+        with suppress(OSError, *MALFORMED):  # missing or damaged: loading reports it
             settings = json.loads((folder / file).read_bytes())
         if isinstance(settings, dict) and "auto_map" in settings and not trust_remote_code:
             raise ConfigError(
@@ -147,7 +149,7 @@ def _check_code(folder: Path, trust_remote_code: bool) -> None:
 
 @contextmanager
 def _loading_errors(message: str) -> Generator[None]:
-    """Raise ConfigError with `message` for the errors that transformers raises on bad files."""
+    """Turn errors of transformers about bad files into ConfigError with `message`."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -155,7 +157,10 @@ def _loading_errors(message: str) -> Generator[None]:
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's own tensors, not copies, by their `save_pretrained` names; tied ones once."""
+    """The model's own tensors, not copies, by their `save_pretrained` names.
+
+    Tied tensors are included once.
+    """
     named: dict[str, torch.Tensor] = {}
     addresses: set[int] = set()
     for name, tensor in model.state_dict().items():
@@ -166,9 +171,10 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def apply_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy `weights` into the model. Raises ValueError, with nothing changed, if they do not fit.
+    """Copy `weights` into the model.
 
-    Reads one tensor at a time from `weights`, so a lazy mapping needs no second copy of the model.
+    Raises ValueError, with nothing changed, if they do not fit. Reads one tensor at a time from
+    `weights`, so a lazy mapping needs no memory for a second copy of the model.
     """
     live = weights_of(model)
     check_weights({name: tensor.shape for name, tensor in live.items()}, weights)
@@ -178,10 +184,10 @@ def apply_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -
 
 
 def check_weights(shapes: Mapping[str, torch.Size], weights: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError unless `weights` are floating-point tensors of these names and shapes.
+    """Raise ValueError unless `weights` are floats of these names and shapes.
 
-    Finite values are checked when weights are downloaded: here, where a generator has paused
-    sampling, the check would take too long.
+    Whether the values are finite is checked earlier, during the download: here a generator has
+    paused sampling, and this check would take too long.
     """
     if different := sorted(shapes.keys() ^ weights.keys()):
         raise ValueError(f"tensor names differ, first {different[0]}")
@@ -192,19 +198,19 @@ def check_weights(shapes: Mapping[str, torch.Size], weights: Mapping[str, torch.
 
 
 def companion_files(folder: Path) -> dict[str, bytes]:
-    """Config and tokenizer files by name, which `from_pretrained` needs besides the weights."""
+    """Contents of the config and tokenizer files of a model folder, by file name."""
     return {
         file.name: file.read_bytes()
         for file in sorted(folder.iterdir())
         if file.suffix in COMPANION_SUFFIXES
         and file.is_file()
-        and "index" not in file.name
+        and "index" not in file.name  # the index of sharded weight files
         and PLAIN_NAME.fullmatch(file.name)
     }
 
 
 def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a chat up to the start of the assistant's turn, with thinking disabled."""
+    """Token ids of a chat up to the assistant's turn, with thinking disabled."""
     chat = [{"role": message.role, "content": message.content} for message in messages]
     text = tokenizer.apply_chat_template(
         chat, tokenize=False, add_generation_prompt=True, enable_thinking=False

@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of tokens from logits, at a temperature.
 
-A logprob is the natural logarithm of a probability. The logits at token t predict token t + 1: the
-callers pass the logits of the token before.
+A logprob is the natural logarithm of a probability. The logits at token t predict token t + 1. This
+module does not shift them: for a token, the caller must pass the logits at the token before it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-# Numbers of logits converted to fp32 at a time. On a CPU 8 MiB, which malloc reuses without
-# requesting new memory pages.
+# Number of logits to convert to fp32 at a time, by device type. On a CPU they take 8 MiB, which
+# malloc reuses without requesting new memory pages.
 CHUNK_LOGITS = {"cpu": 1 << 21}
 DEFAULT_CHUNK_LOGITS = 1 << 26
 
@@ -23,7 +23,10 @@ def selected_logprobs(
     *,
     temperature: Tensor | float = 1.0,  # a scalar, or [...]
 ) -> Tensor:
-    """log softmax(logits / temperature) at `token_ids`, [...]; fp32, or float64 from float64."""
+    """Return log softmax(logits / temperature) at `token_ids`, with their shape.
+
+    The result is fp32, or float64 for float64 logits.
+    """
     return cast(Tensor, _SelectedLogprobs.apply(logits, token_ids, temperature))
 
 
@@ -32,7 +35,7 @@ def entropies(
     *,
     temperature: Tensor | float = 1.0,  # a scalar, or [...]
 ) -> Tensor:
-    """Entropies -sum(p log p) of p = softmax(logits / temperature), in nats, [...]."""
+    """Return -sum(p log p) of p = softmax(logits / temperature), in nats, [...]."""
     if isinstance(temperature, Tensor):
         temperature = temperature.unsqueeze(-1)
     logprobs = (logits.to(_compute_dtype(logits)) / temperature).log_softmax(-1)
@@ -40,7 +43,7 @@ def entropies(
 
 
 class _SelectedLogprobs(torch.autograd.Function):
-    """`selected_logprobs` with few rows at a time in fp32, in both passes, to save memory."""
+    """`selected_logprobs` in both passes; saves memory: few rows at a time in fp32."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, token_ids: Tensor, temperature: Tensor | float) -> Tensor:
@@ -64,9 +67,10 @@ class _SelectedLogprobs(torch.autograd.Function):
         upstream = grads[0].reshape(-1, 1) / temperatures
         gradient = torch.empty_like(rows)
         for chunk in _chunks(rows):
-            softmax = (rows[chunk].to(temperatures.dtype) / temperatures[chunk]).softmax(1)
-            softmax.mul_(-upstream[chunk]).scatter_add_(1, ids[chunk], upstream[chunk])
-            gradient[chunk] = softmax
+            part = (rows[chunk].to(temperatures.dtype) / temperatures[chunk]).softmax(1)
+            # in place: upstream * (one_hot - softmax)
+            part.mul_(-upstream[chunk]).scatter_add_(1, ids[chunk], upstream[chunk])
+            gradient[chunk] = part
         return gradient.view(ctx.shape), None, None
 
 
@@ -75,6 +79,7 @@ def _compute_dtype(logits: Tensor) -> torch.dtype:
 
 
 def _chunks(rows: Tensor) -> list[slice]:
+    """Slices of consecutive rows; each has at most the device's number of logits."""
     limit = CHUNK_LOGITS.get(rows.device.type, DEFAULT_CHUNK_LOGITS)
     size = max(1, limit // rows.shape[1])
     return [slice(start, start + size) for start in range(0, len(rows), size)]

@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA): add them to a model, publish them, merge them into the base model.
+"""Low-rank adapters (LoRA): adding, publishing, merging into the base model.
 
-An adapter of a linear layer has two matrices, A [rank, in] and B [out, rank]. Published adapters
-have the scale alpha / rank multiplied into B, so a merged weight is W = base + B A. Only a trainer
-needs the package peft.
+An adapter of a linear layer has two matrices, A [rank, in] and B [out, rank]. The trainer publishes
+adapters with B multiplied by the scale alpha / rank, so generators merge them as W = base + B A.
+Only a trainer needs the package peft.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from peralta_zmq.models.loading import Model, weights_of
 
 ALL_LINEAR = "all-linear"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"  # as peft names them
-ADAPTER = "default"  # name of the adapter in peft
+ADAPTER = "default"  # peft can hold several adapters by name; this one is used
 PEFT_OPTIONS = {"bias": "none", "task_type": "CAUSAL_LM"}
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-WEIGHT_FILES = (".safetensors", ".bin")
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
 class DropoutInTraining(nn.Module):
-    """Dropout that is active only where gradients are enabled, so not in reference logprobs."""
+    """Dropout only where gradients are enabled, so not in logprobs of references."""
 
     def __init__(self, probability: float) -> None:
         super().__init__()
@@ -49,10 +49,10 @@ def add_adapters(
     target_modules: Sequence[str] = (ALL_LINEAR,),
     seed: int = 0,
 ) -> None:
-    """Add adapters to the named linear layers, in place, and freeze all other parameters.
+    """Add adapters to linear layers, in place, and freeze all other parameters.
 
     A is random and B is 0, so the outputs do not change. Raises ConfigError without peft, and for
-    layers that are missing or not linear.
+    `target_modules` that are missing or not linear.
     """
     peft = _peft()
     config = peft.LoraConfig(
@@ -71,7 +71,7 @@ def add_adapters(
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether the model has adapters from `add_adapters`."""
+    """Whether `add_adapters` has added adapters to the model."""
     return bool(_layers(model))
 
 
@@ -82,7 +82,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def published_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Weights that a version holds: the scaled adapters if the model has any, else all."""
+    """Weights to publish: the scaled adapters if the model has any, else all."""
     adapters: dict[str, Tensor] = {}
     for name, layer in _layers(model).items():
         scale = layer.scaling[ADAPTER]
@@ -92,7 +92,7 @@ def published_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Weights of the base under the adapters, with the names of a model without adapters."""
+    """Weights of the base model without its adapters, under their original names."""
     return {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in weights_of(model).items()
@@ -101,9 +101,10 @@ def base_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def config_file(model: Model, *, base: str) -> bytes:
-    """The adapter_config.json of peft for `published_weights`; `base` is path or name of the base.
+    """Content of peft's adapter_config.json for `published_weights`.
 
-    lora_alpha equals r, so that peft scales by 1: B has the scale already.
+    `base` is the path or name of the base model. lora_alpha equals r, so that peft scales by 1:
+    the published B is already scaled.
     """
     trained = cast(Any, model).peft_config[ADAPTER]
     config = _peft().LoraConfig(
@@ -122,16 +123,16 @@ def config_file(model: Model, *, base: str) -> bytes:
 def weights_digest(folder: Path) -> str:
     """First 16 hexadecimal digits of the sha256 of the weight files in a model folder."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_FILES):
+    for path in sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES):
         for chunk in read_chunks(path):
             digest.update(chunk)
     return digest.hexdigest()[:16]
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """Weights of `base` with the adapter added; each tensor is computed when it is read.
+    """Weights of `base` with the adapter added; a tensor is computed when read.
 
-    `adapter` has the tensors of `published_weights`. Raises ValueError if it does not fit the base.
+    `adapter` has the tensors of `published_weights`. Raises ValueError if they do not fit `base`.
     """
 
     def __init__(self, base: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> None:
@@ -151,7 +152,7 @@ class MergedWeights(Mapping[str, Tensor]):
         if stem + A not in self._adapter:
             return weight
         a, b = (self._adapter[stem + suffix].to(weight.device).float() for suffix in (A, B))
-        return torch.addmm(weight.float(), b, a)  # fp32; the caller converts it
+        return torch.addmm(weight.float(), b, a)  # fp32; the caller converts the dtype
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._base)
@@ -161,10 +162,13 @@ class MergedWeights(Mapping[str, Tensor]):
 
 
 def _targets(model: Model, names: Sequence[str]) -> str | list[str]:
-    """Check the layer names. Raises ConfigError for layers that peft cannot add adapters to."""
+    """Return the layer names for peft. Raises ConfigError for names of other layers.
+
+    Every module that a name matches must be a linear layer with a weight of its own.
+    """
     if tuple(names) == (ALL_LINEAR,):
         return ALL_LINEAR
-    weights = weights_of(model)  # without a head that is tied to the embedding
+    weights = weights_of(model)  # an output head tied to the embedding is not in it
     modules = dict(model.named_modules())
     linear = {
         name
@@ -192,4 +196,5 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
 
 def _peft() -> Any:
+    """Import peft. Raises ConfigError if it is not installed."""
     return import_extra("peft", extra="lora", needed_by="lora.rank")

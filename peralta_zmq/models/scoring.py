@@ -1,12 +1,14 @@
 """Differentiable logprobs of packed token sequences: the trainer's forward pass.
 
 Completions of one problem share their prompt. A `PrefixTree` (rollout.py) stores a shared prefix
-once; a packed row is several trees, one after the other. Attention runs per tree, with a mask that
-lets a token attend only to itself and its ancestors in the tree. For a model with which this is
-impossible or wrong, every sequence becomes a row of its own, padded to the longest.
+once. Its tokens form spans; a span continues after its parent, which is an earlier token of the
+tree, or starts a sequence (parent -1). A packed row is several trees, one after the other.
+Attention runs per tree, with a mask that lets a token attend only to itself and its ancestors in
+the tree. If a model cannot compute packed rows correctly, each sequence becomes a row of its own,
+padded to the longest sequence.
 
-The logits that predict a token are those of its predecessor in the sequence: tokens and logits are
-shifted against each other in this module only.
+The logits at a token predict the next token of the sequence. Only this module accounts for this
+shift: it takes the logits at the predecessor of each token.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from peralta_zmq.models.logprobs import entropies, selected_logprobs
 from peralta_zmq.rollout import Int64Array, PrefixTree, TreeSpan
 
 TREE_ATTENTION = "peralta_zmq_trees"  # name under which transformers finds `_attention`
-BASE_ATTENTION = "sdpa"  # the attention of transformers that it replaces
+BASE_ATTENTION = "sdpa"  # the attention of transformers that `_attention` replaces
 TOLERANCE = 1e-3  # largest difference between packed and padded logprobs in fp32
-MATMUL_LENGTHS = range(128, 513)  # tokens of a tree for which matmuls beat SDPA on a CPU
-# The row on which a model's packed logprobs are compared with the padded ones, and the indices of
-# the tokens compared. Its first tree branches inside a completion.
+MATMUL_LENGTHS = range(128, 513)  # sizes of a tree, in tokens, for which matmuls beat SDPA on a CPU
+# A row for the comparison of packed with padded logprobs; its first tree branches inside a
+# completion. TRIAL_SCORED has the indices of the tokens to compare.
 TRIAL_TREES = (
     PrefixTree((TreeSpan(-1, 5), TreeSpan(4, 3), TreeSpan(5, 4))),
     PrefixTree((TreeSpan(-1, 2), TreeSpan(1, 6))),
@@ -43,9 +45,9 @@ TRIAL_SCORED = (*range(5, 12), *range(14, 20))
 class Scorer:
     """Computes the logprobs of tokens in packed rows under one model.
 
-    `dtype` float32 is exact; any other dtype computes under autocast over the fp32 weights.
-    `padding_reason` is empty if the model computes packed rows; otherwise it says why the rows are
-    padded instead.
+    With `dtype` float32 the model computes in fp32; any other dtype is used by autocast, with fp32
+    weights. `padding_reason` is empty if the model computes packed rows correctly; otherwise the
+    text says why sequences are padded instead.
     """
 
     def __init__(
@@ -69,16 +71,16 @@ class Scorer:
     def __call__(
         self,
         token_ids: Tensor,  # [M]
-        trees: Sequence[PrefixTree],  # in the order of the row, M tokens in total
-        scored: Tensor,  # [N], indices in the row; not of the first token of a sequence
+        trees: Sequence[PrefixTree],  # in the order of the row; M tokens in total
+        scored: Tensor,  # [N], indices in the row; no first token of a sequence
         *,
         temperature: Tensor | float = 1.0,  # a scalar, or one per scored token [N]
     ) -> Tensor:
-        """Logprobs [N] of the tokens at `scored`, given their prefixes in their sequences."""
+        """Logprobs [N] of the tokens at `scored`, given the tokens before them."""
         if isinstance(temperature, Tensor):
             logits = self._logits(token_ids, trees, scored)
             return selected_logprobs(logits, token_ids[scored], temperature=temperature)
-        # Completions that begin alike share tokens, whose logits are computed once.
+        # `scored` repeats the index of a token that completions share; compute its logits once.
         unique, inverse = scored.unique(return_inverse=True)
         logits = self._logits(token_ids, trees, unique)
         return selected_logprobs(logits, token_ids[unique], temperature=temperature)[inverse]
@@ -91,7 +93,10 @@ class Scorer:
         *,
         temperature: Tensor | float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs [N] as above, and the entropies [N], in nats, of the predicted distributions."""
+        """Logprobs [N] as in `__call__`, and entropies [N] in nats.
+
+        An entropy is that of the predicted distribution.
+        """
         logits = self._logits(token_ids, trees, scored)
         logprobs = selected_logprobs(logits, token_ids[scored], temperature=temperature)
         return logprobs, entropies(logits, temperature=temperature)
@@ -102,18 +107,20 @@ class Scorer:
         return forward(token_ids, trees, scored)
 
     def _packed(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> Tensor:
+        """Logits [N, V] that predict the scored tokens, computed on the packed row."""
         layout = _PackedLayout.of(trees, token_ids.device)
         logits = self._forward(
             token_ids[None],
-            # transformers makes a mask of its own unless it gets one of 4 dimensions
+            # transformers builds its own mask unless it gets a mask of 4 dimensions
             torch.ones(1, 1, 1, 1, dtype=torch.bool, device=token_ids.device),
             position_ids=layout.positions[None],
             logits_to_keep=layout.previous[scored],
-            packed_layout=layout,  # transformers passes it on to `_attention`
+            packed_layout=layout,  # transformers passes this option to `_attention`
         )
         return logits[0]
 
     def _padded(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> Tensor:
+        """Logits [N, V] that predict the scored tokens, computed on padded rows."""
         indices, attention, cells = _padded_layout(trees, token_ids.device)
         row, column = cells[scored].unbind(1)
         width = indices.shape[1]
@@ -121,7 +128,8 @@ class Scorer:
         if self._has_logits_to_keep:
             options["logits_to_keep"] = width - int(column.min()) + 1
         logits = self._forward(token_ids[indices] * attention, attention, **options)
-        return logits[row, column - 1 - (width - logits.shape[1])]
+        first_column = width - logits.shape[1]  # of `logits`, if the model kept only the last ones
+        return logits[row, column - 1 - first_column]
 
     def _forward(self, token_ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
         """Logits [B, T, V] of the model for token ids [B, T]."""
@@ -132,7 +140,10 @@ class Scorer:
 
     @torch.no_grad()
     def _find_padding_reason(self) -> str:
-        """Compare packed with padded logprobs of random tokens; returns '' if they agree."""
+        """Return why rows must be padded, or '' if packed and padded logprobs agree.
+
+        The logprobs are those of random tokens.
+        """
         if not self._has_logits_to_keep:
             return "padded rows: the model has no logits_to_keep"
         layer_types = set(getattr(self._model.config, "layer_types", None) or ["full_attention"])
@@ -161,12 +172,12 @@ class Scorer:
 
 
 class _TreeLayout:
-    """Positions and attention mask of one tree; index t is its token t."""
+    """Positions and attention mask of one tree; index t of an array is for token t."""
 
     def __init__(self, tree: PrefixTree) -> None:
         length, self.num_spans = tree.num_tokens, len(tree.spans)
         self.position = np.zeros(length, np.int64)  # of the token in its sequence
-        self.previous = np.zeros(length, np.int64)  # predecessor's index; its own at the start
+        self.previous = np.zeros(length, np.int64)  # predecessor's index; own index at the start
         self.span = np.zeros(length, np.int64)  # index of the token's span
         self.mask = np.zeros((length, length), np.bool_)  # True where row attends to column
         start = 0
@@ -182,14 +193,14 @@ class _TreeLayout:
             start = end
 
     def path(self, span: int) -> Int64Array:
-        """Indices of the tokens of the sequence that ends with the last token of a span."""
+        """Indices of the sequence that ends with the last token of a span."""
         return np.flatnonzero(self.mask[np.flatnonzero(self.span == span)[-1]])
 
 
 class _PackedLayout(NamedTuple):
-    """Positions, predecessors and masks of a packed row, for the model and each attention layer."""
+    """Positions, predecessors and attention masks of a packed row."""
 
-    positions: Tensor  # int64 [M]
+    positions: Tensor  # int64 [M], of each token in its sequence
     previous: Tensor  # int64 [M], index in the row of each token's predecessor
     sizes: list[int]  # tokens of each tree
     masks: list[Tensor]  # bool [T, T] of each tree, True where row attends to column
@@ -212,11 +223,11 @@ class _PackedLayout(NamedTuple):
 def _padded_layout(
     trees: Sequence[PrefixTree], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Unpack a row into one padded row per span, which ends with the last token of the span.
+    """Layout of padded rows: one row per span, from its sequence's start to its end.
 
-    Returns, for S spans whose sequences have at most T tokens: each token's index in the packed
-    row, int64 [S, T]; the attention mask, int64 [S, T], 1 on tokens and 0 on padding; and, for each
-    token of the packed row, its padded row and column, int64 [M, 2].
+    Returns, for S spans whose sequences have at most T tokens: the index in the packed row of each
+    padded token, int64 [S, T]; the attention mask, int64 [S, T], 1 on tokens and 0 on padding; and
+    the padded row and column of each token of the packed row, int64 [M, 2].
     """
     paths, cells, start = list[Int64Array](), list[Int64Array](), 0
     for tree in trees:
@@ -246,9 +257,10 @@ def _attention(
     packed_layout: _PackedLayout | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention per tree of a packed row; the attention of transformers for a row without trees.
+    """Attention per tree of a packed row, as a function for transformers.
 
-    An engine that samples from the same model object runs it without trees.
+    Without `packed_layout` it is the original attention: an engine may sample from the same model
+    object, without trees.
     """
     if packed_layout is None:
         return AttentionInterface()[BASE_ATTENTION](module, query, key, value, mask, **options)
@@ -266,7 +278,10 @@ def _attention(
 def _tree_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float
 ) -> Tensor:
-    """Attention of one tree; avoids SDPA in bfloat16 on a CPU, whose backward pass is slow."""
+    """Attention of one tree, by SDPA or `_matmul_attention`.
+
+    SDPA in bfloat16 on a CPU is not used, because its backward pass is slow.
+    """
     if query.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
         is_grouped = query.shape[1] != key.shape[1]
         return scaled_dot_product_attention(
@@ -299,11 +314,12 @@ def _matmul_attention(
 
 @contextlib.contextmanager
 def _sparse_embedding_gradient(model: Any) -> Generator[None, None, None]:
-    """Within the block, save memory in the gradient of an embedding that is tied to the head.
+    """Save memory in the gradient of an input embedding that is tied to the head.
 
-    On a CPU only. autograd would allocate a second gradient of the whole vocabulary for the input
-    embedding and add the two: 0.6 GiB for Qwen3-0.6B. Instead a hook adds the rows of the tokens to
-    the head's gradient. `torch.autograd.grad` does not run the hook; use `backward()`.
+    On a CPU only, for forward passes in the block. autograd would allocate two gradients [V, H] of
+    the tied weight and add them: 0.6 GiB more for Qwen3-0.6B. Instead a hook adds the gradients of
+    the batch's tokens to the head's gradient. The gradient must be computed with `backward()`,
+    because `torch.autograd.grad` would return an incomplete one.
     """
     embedding = model.get_input_embeddings()
     weight: Any = getattr(embedding, "weight", None)
@@ -328,7 +344,7 @@ def _sparse_embedding_gradient(model: Any) -> Generator[None, None, None]:
 
 
 def _add_row_gradient(embedding: torch.nn.Embedding, token_ids: Tensor, gradient: Tensor) -> None:
-    """Add the gradient [.., H] of the embeddings of `token_ids` [M] to `weight.grad` [V, H]."""
+    """Add the gradient [..., H] for `token_ids` [M] to `weight.grad` [V, H]."""
     weight = embedding.weight
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
@@ -341,8 +357,8 @@ def _add_row_gradient(embedding: torch.nn.Embedding, token_ids: Tensor, gradient
 def _checkpoint_layers(model: Model) -> None:
     """Store only each layer's input and recompute the layer in the backward pass.
 
-    transformers does so for modules in training mode only, so the layers are put in it; their
-    submodules stay in evaluation mode, without dropout.
+    transformers does this only for layers in training mode, so the layers are set to training mode.
+    Their submodules stay in evaluation mode, without dropout.
     """
     cast(Any, model).activation_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():
