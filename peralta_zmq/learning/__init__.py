@@ -1,1 +1,1 @@
-"""Training: from rollout groups to a training step. Start reading at `learner.Learner.learn`."""
+"""Training on rollout groups. Start reading at `learner.Learner.learn`."""

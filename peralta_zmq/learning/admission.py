@@ -1,7 +1,8 @@
-"""Admission of rollout groups to training: decides on each group and records its outcome.
+"""Decides which rollout groups are trained, and records the outcome of each group.
 
-A group is all rollouts of one problem, sent as one message. `Admission.admit` decides on it for a
-training step; the first row that applies is the decision:
+A group is all rollouts of one problem, sent as one message. A sender is one start of one generator;
+it numbers its groups 0, 1, ...: the sequence. `Admission.admit` decides on a group for a training
+step. The first row that applies is the group's outcome:
 
     invalid     the group has no rollouts, because the decoder rejected them
     abandoned   sampled from weights that a roll-back of the run has undone
@@ -12,10 +13,9 @@ training step; the first row that applies is the decision:
     no_signal   in the batch, but all rewards are equal, so every advantage is 0
     trained     in the batch
 
-A group that was settled before is a duplicate: it is dropped and counted. A lost group never
-arrived, and its sender will not send it again. A sender is one start of one generator; it numbers
-its groups 0, 1, ...: the sequence. A group is settled when it has one of these outcomes; `Ledger`
-records them. `max_off_policy_steps` is the setting of train, but 0 if train.max_async_level is 0.
+One more outcome is `lost`: the group never arrived, and its sender will not send it again. A group
+with an outcome is settled; `Ledger` records the outcomes. A group that arrives after it was settled
+is a duplicate: it is dropped and counted.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ Outcome: TypeAlias = Admitted | Dropped
 AdmissionDecision: TypeAlias = Outcome | Literal["duplicate"]
 ADMITTED: tuple[str, ...] = get_args(Admitted)
 OUTCOMES: tuple[str, ...] = (*ADMITTED, *get_args(Dropped))
+# A gap is a range of sequences that have not arrived while larger sequences of the sender have.
 MAX_ABOVE = 1024  # settled sequences above a gap, per sender; bounds memory if sequences jump
 MAX_ABOVE_ALL = 1 << 17  # settled sequences above a gap, all senders; about 100 bytes each
 MAX_SENDERS = 1 << 16  # senders in memory; the least recently active is dropped first
-# The groups of a sender that a roll-back of the run, or a full outbox, can leave out at once are
-# fewer; a larger jump is no count of groups, and would make the number of lost ones meaningless.
+# A sender skips sequences after a roll-back of the run or when its queue of unsent groups is full,
+# but always fewer than this. A larger jump is an error and would distort the count of lost groups.
 MAX_JUMP = 1 << 20
 
 
@@ -47,18 +48,18 @@ MAX_JUMP = 1 << 20
 class Admission:
     """Decides which groups are trained, and records every decision in the ledger."""
 
-    max_off_policy_steps: int
+    max_off_policy_steps: int  # the setting of [train]; 0 if train.max_async_level is 0
     online_difficulty_filtering: bool = False
     """Drop groups whose mean reward is exactly 0 or 1."""
     ledger: Ledger = field(default_factory=lambda: Ledger())
     abandoned: set[str] = field(default_factory=set[str])
-    """weights_ids of the weights that a roll-back has undone."""
+    """The `weights_id` of each weight version that a roll-back of the run has undone."""
     flagged: set[str] = field(default_factory=set[str])
-    """Senders whose logprob mismatch exceeds the configured bound."""
+    """Senders whose mean logprob mismatch with the trainer exceeds the configured bound."""
     duplicates: int = 0  # groups received again
 
     def admit(self, group: RolloutGroup, *, step: int) -> AdmissionDecision:
-        """Decide on the group for training step `step`, and settle it in the ledger."""
+        """Decide on the group for training step `step`, and record the outcome."""
         decision = self._decide(group, step)
         sequence, min_sequence = group.sequence, group.min_sequence
         if self.ledger.settle(group.sender, sequence, decision, min_sequence=min_sequence):
@@ -67,9 +68,9 @@ class Admission:
         return "duplicate"
 
     def _decide(self, group: RolloutGroup, step: int) -> Outcome:
-        """The first outcome whose condition holds."""
-        # The newest weights now are those of `step` - 1. A group from later ones was sampled before
-        # a roll-back to an earlier step.
+        """Return the first outcome, in the order of the module's table, that applies."""
+        # The newest weights now are those of `step` - 1. A group sampled from later weights was
+        # sampled before the run was rolled back.
         is_abandoned = group.newest_step >= step or group.weights_id in self.abandoned
         conditions: dict[Outcome, bool] = {
             "invalid": not group.rollouts,
@@ -85,9 +86,9 @@ class Admission:
 
 
 def staleness(group: RolloutGroup, *, step: int) -> int:
-    """Age in steps of the oldest weights in the group when training step `step` trains it.
+    """Age, at training step `step`, of the oldest weights that sampled the group.
 
-    0 if they are the newest weights, those of `step` - 1.
+    In steps; the newest weights, those of `step` - 1, have age 0.
     """
     return max(0, step - 1 - group.policy_step)
 
@@ -95,25 +96,27 @@ def staleness(group: RolloutGroup, *, step: int) -> int:
 class Ledger:
     """The settled groups of each sender, and the number of groups with each outcome.
 
-    Groups can arrive out of order: of each sender, all sequences up to `settled(sender)` are
-    settled, and possibly some larger ones above a gap. Every settled group has exactly one outcome,
-    so the outcomes sum to `total`.
+    Groups can arrive out of order. All sequences of a sender up to `settled(sender)` are settled.
+    Above the gap that follows, some larger sequences may be settled too. Every settled group has
+    exactly one outcome, so the outcomes sum to `total`.
     """
 
     def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
         saved = saved or {"senders": {}, "outcomes": {}, "forgotten": 0}
         senders: Mapping[str, tuple[int, list[int]]] = saved["senders"]
         self.outcomes: Counter[str] = Counter(saved["outcomes"])
-        self._forgotten = int(saved["forgotten"])  # settled groups of senders that were dropped
-        # By sender, the least recently active one first: the sequence up to which all groups are
-        # settled, and the settled sequences above the gap (only of senders with a gap).
+        self._forgotten = int(saved["forgotten"])  # settled groups of senders dropped from memory
+        # Two dicts by sender, the least recently active sender first: the sequence up to which all
+        # groups are settled, and the settled sequences above a gap (only for senders with a gap).
         self._settled = {sender: settled for sender, (settled, _) in senders.items()}
         self._above = {sender: set(above) for sender, (_, above) in senders.items() if above}
 
     def settle(self, sender: str, sequence: int, outcome: str, *, min_sequence: int = 0) -> bool:
-        """Settle a group with this outcome; False, with nothing changed, for a settled group.
+        """Record the outcome of a group; returns True.
 
-        The sender sends no group below `min_sequence` any more, so missing ones become lost.
+        For a duplicate, returns False and changes nothing.
+        The sender will send no group below `min_sequence` any more, so each group below it that has
+        not arrived becomes lost.
         """
         settled, above = self.settled(sender), self._above.get(sender, set())
         if sequence <= settled or sequence in above:
@@ -138,20 +141,20 @@ class Ledger:
         return True
 
     def is_plausible(self, sender: str, sequence: int) -> bool:
-        """True unless the sequence is more than MAX_JUMP above all others of the sender."""
+        """False if the sequence is more than MAX_JUMP above the sender's highest."""
         return sequence - self.highest(sender) <= MAX_JUMP
 
     @property
     def made(self) -> int:
-        """Groups that the senders have produced: up to the highest sequence settled of each."""
+        """Number of groups produced by all senders, by their highest sequences."""
         return self._forgotten + sum(self.highest(sender) + 1 for sender in self._settled)
 
     def settled(self, sender: str) -> int:
-        """The sequence up to which all groups are settled; -1 if none is."""
+        """The sequence up to which all of the sender's groups are settled, or -1."""
         return self._settled.get(sender, -1)
 
     def highest(self, sender: str) -> int:
-        """The highest settled sequence; greater than `settled` if there is a gap."""
+        """The sender's highest settled sequence; greater than `settled` if there is a gap."""
         return max(self._above.get(sender, ()), default=self.settled(sender))
 
     @property
@@ -161,7 +164,7 @@ class Ledger:
 
     @property
     def total(self) -> int:
-        """Settled groups of all senders."""
+        """Number of settled groups of all senders."""
         settled = sum(sequence + 1 for sequence in self._settled.values())
         return self._forgotten + settled + self._num_above()
 
@@ -177,10 +180,14 @@ class Ledger:
         }
 
     def _num_above(self) -> int:
+        """Number of settled sequences above a gap, of all senders."""
         return sum(map(len, self._above.values()))
 
     def _limit_memory(self) -> None:
-        """Above a limit, close the gap of the least recently active sender, or drop the sender."""
+        """Close one gap or drop one sender if MAX_ABOVE_ALL or MAX_SENDERS is exceeded.
+
+        The sender is the least recently active one. The missing groups of a closed gap become lost.
+        """
         if self._num_above() > MAX_ABOVE_ALL:
             oldest = next(iter(self._above))
             above = self._above.pop(oldest)

@@ -1,19 +1,19 @@
-"""What each rollout contributes to the loss: advantages from rewards, and rollout filters.
+"""Advantages of rollouts from their rewards, and filters that remove rollouts.
 
 A rollout is one completion of a problem; a group is all rollouts of one problem. To add a function,
-write it here and add its line to the table in `registry.py`. Its keywords become options in
-[advantage] or [filter].
+write it here and add its line to the table in `registry.py`. The function's keywords become options
+in [advantage] or [filter].
 
     def advantage(rewards, lengths, *, option=...) -> list[float]
 
 turns the rewards of K rollouts into K advantages; `lengths` are the numbers of generated tokens.
 The K rollouts are one group, or all rollouts of the step if the function has a keyword
-`group_adv_norm` and it is False.
+`group_adv_norm` and its value is False.
 
     def filter(rollout, *, option=...) -> bool
 
-returns True for a rollout that it detects. An enforced filter removes the tokens of detected
-rollouts from the loss; their rewards still count in the metrics and in the advantages of their
+returns True if it detects the rollout. An enforced filter removes the tokens of detected rollouts
+from the loss; the rewards of these rollouts still count in the metrics and in the advantages of the
 group. The keywords `vocab_size` and `max_completion_length` get their values from the run.
 """
 
@@ -41,12 +41,13 @@ def advantages_of(
 ) -> list[list[float]]:
     """Compute the advantages of each group's rollouts.
 
-    A group without signal, in which all rewards are equal, has none: its list is empty, and its
-    rewards do not count in the step. With `keep_zero_std` it is treated as the other groups.
+    If all rewards of a group are equal, its list of advantages is empty, and its rewards do not
+    count in a mean over the whole step. `keep_zero_std` turns off this exception.
     """
     trained = [group for group in groups if keep_zero_std or group.has_signal]
     rewards = [group.rewards for group in trained]
     lengths = [[rollout.num_generated for rollout in group.rollouts] for group in trained]
+    # `advantage` has its options bound (functools.partial), so the default is the configured value.
     option = inspect.signature(advantage).parameters.get("group_adv_norm")
     if option is None or option.default:
         by_group = map(advantage, rewards, lengths)
@@ -57,7 +58,7 @@ def advantages_of(
 
 
 def group_mean(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """R - mean(R), the baseline of REINFORCE in Peralta."""
+    """R - mean(R): REINFORCE with the mean reward of the group as baseline."""
     mean = fmean(rewards)
     return [reward - mean for reward in rewards]
 
@@ -65,7 +66,7 @@ def group_mean(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
 def group_zscore(
     rewards: Sequence[float], lengths: Sequence[int], *, eps: float = 1e-8, ddof: int = 0
 ) -> list[float]:
-    """(R - mean) / (std + eps) (GRPO); std is the population's unless ddof is 1."""
+    """(R - mean) / (std + eps) (GRPO); std divides by K - ddof for K rollouts."""
     mean = fmean(rewards)
     variance = sum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - ddof)
     return _standardized(rewards, mean, variance, eps)
@@ -90,10 +91,10 @@ def token_whitening(
     eps: float = 1e-5,
     group_adv_norm: bool = False,
 ) -> list[float]:
-    """(R - mean) / (std + eps), each rollout weighted by its generated tokens (AReaL).
+    """(R - mean) / (std + eps), weighted by generated tokens (AReaL).
 
-    Mean and std (of the population) are over all rollouts of the step, or over each group with
-    `group_adv_norm`.
+    The weighted mean and the weighted std (of the population) are over all rollouts of the step, or
+    over each group with `group_adv_norm`.
     """
     mean = _token_mean(rewards, lengths)
     variance = _token_mean([(reward - mean) ** 2 for reward in rewards], lengths)
@@ -103,12 +104,13 @@ def token_whitening(
 def _standardized(
     rewards: Sequence[float], mean: float, variance: float, eps: float
 ) -> list[float]:
-    """(R - mean) / (std + eps), but 0 if the divisor is 0: equal rewards, without eps."""
+    """(R - mean) / (std + eps); 0 if the divisor is 0 (equal rewards and eps 0)."""
     divisor = math.sqrt(variance) + eps
     return [(reward - mean) / divisor if divisor else 0.0 for reward in rewards]
 
 
 def _token_mean(values: Sequence[float], lengths: Sequence[int]) -> float:
+    """Mean of the values, each weighted by its length in tokens."""
     weighted = (value * length for value, length in zip(values, lengths, strict=True))
     return math.fsum(weighted) / sum(lengths)
 
@@ -128,10 +130,10 @@ class Filter:
 def apply_filters(
     groups: Sequence[RolloutGroup], filters: Sequence[Filter]
 ) -> tuple[list[list[bool]], dict[str, float]]:
-    """Return a flag per group and rollout, False if removed from the loss, and the metrics.
+    """Return one flag per rollout for each group, and the metrics.
 
-    The metric `filter/NAME` is the share of rollouts that a filter detected, `filter/taken_out` the
-    share removed from the loss.
+    A flag is False for a rollout removed from the loss. The metric `filter/NAME` is the share of
+    rollouts that filter NAME detected; `filter/taken_out` is the share removed from the loss.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     included, metrics = [True] * len(rollouts), dict[str, float]()
@@ -139,7 +141,7 @@ def apply_filters(
         detected = [rule.detects(rollout) for rollout in rollouts]
         metrics[f"filter/{rule.name}"] = fmean(detected)
         if rule.enforce:
-            included = [keep and not found for keep, found in zip(included, detected, strict=True)]
+            included = [flag and not hit for flag, hit in zip(included, detected, strict=True)]
     if filters:
         metrics["filter/taken_out"] = fmean(not flag for flag in included)
     flags = iter(included)
@@ -153,13 +155,13 @@ def gibberish(
     token_id_threshold: int = 100_000,
     logprob_offset: float = 2.0,
 ) -> bool:
-    """Detect a token with an id above the threshold and a very low probability (Surogate).
+    """Detect a token with a large id and a very low probability (Surogate).
 
-    Very low: logprob < -ln(vocab_size) - logprob_offset.
+    The id is above token_id_threshold, and logprob < -ln(vocab_size) - logprob_offset.
     """
-    unlikely = rollout.logprobs < -math.log(vocab_size) - logprob_offset
-    rare = rollout.token_ids > token_id_threshold
-    return bool((rollout.loss_mask & rare & unlikely).any())
+    is_unlikely = rollout.logprobs < -math.log(vocab_size) - logprob_offset
+    has_large_id = rollout.token_ids > token_id_threshold
+    return bool((rollout.loss_mask & has_large_id & is_unlikely).any())
 
 
 def repetition(
@@ -169,17 +171,18 @@ def repetition(
     window: int = 3000,
     prob_threshold: float = 0.99,
 ) -> bool:
-    """Detect `window` consecutive tokens with a probability above the threshold (Surogate).
+    """Detect `window` consecutive tokens that were almost certain (Surogate).
 
-    The window is at most half of max_completion_length, so that it can occur in short completions.
+    Almost certain: a probability above prob_threshold. The window is at most half of
+    max_completion_length, so that short completions can be detected too.
     """
     window = max(1, min(window, max_completion_length // 2))
-    certain = rollout.logprobs[rollout.loss_mask] > math.log(prob_threshold)
-    breaks = np.flatnonzero(~certain)
-    ends = np.concatenate([[-1], breaks, [len(certain)]])
-    return bool((np.diff(ends) - 1).max() >= window)
+    is_certain = rollout.logprobs[rollout.loss_mask] > math.log(prob_threshold)
+    # Runs of certain tokens lie between the uncertain tokens.
+    boundaries = np.concatenate([[-1], np.flatnonzero(~is_certain), [len(is_certain)]])
+    return bool((np.diff(boundaries) - 1).max() >= window)
 
 
 def overlong(rollout: Rollout) -> bool:
-    """Detect a completion that reached the maximum length before its end token."""
+    """Detect a completion that was cut off at the maximum length."""
     return rollout.finish_reason == "length"

@@ -1,9 +1,9 @@
-"""Ranks of a data-parallel trainer: gloo on CPUs, NCCL with sharded parameters (FSDP2) on CUDA.
+"""Ranks of a data-parallel trainer: gloo on CPUs, NCCL and FSDP2 on CUDA.
 
-A rank is one process of the trainer; each computes its share of the micro-batches of a step. Rank 0
-sends commands to the other ranks, as JSON and raw bytes, never as pickle. Parts of
-torch.distributed are imported in the functions that use them: a torch build without them can still
-train on one rank.
+A rank is one process of the trainer; each rank computes its share of the micro-batches of a step.
+FSDP2 divides each parameter into shards, one per rank. Rank 0 sends commands to the other ranks, as
+JSON and raw bytes, never as pickle. Some modules of torch.distributed are imported in the functions
+that use them, so that one rank can train with a torch build that lacks these modules.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from peralta_zmq.errors import RankError
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
-COMMAND_TIMEOUT = timedelta(days=365)  # the next command may follow after any time
+COMMAND_TIMEOUT = timedelta(days=365)  # longer than any time between two commands
 
 
 class SingleRank:
-    """The only rank of a trainer of one process; its methods do nothing.
+    """The only rank of a trainer of one process; its methods change nothing.
 
-    `lockstep` is True if every rank must make the same number of forward and backward passes.
+    The methods are those that a trainer calls on DistributedRanks. `lockstep` is True if every rank
+    must make the same number of forward and backward passes.
     """
 
     rank, world_size, lockstep = 0, 1, False
@@ -63,9 +64,9 @@ def join(device: torch.device) -> DistributedRanks:
 class DistributedRanks:
     """The ranks of torch's default process group, which must be initialized.
 
-    Every rank makes the same calls in the same order; a method raises RankError when another rank
-    is gone. With `shards` each rank holds a part of every parameter (FSDP2), else a full copy.
-    `lockstep` is True with shards: each forward and backward pass gathers the parts of all ranks.
+    Every rank must make the same calls in the same order. A method raises RankError when another
+    rank is gone. With `shards` each rank holds a shard of every parameter, else a full copy.
+    `lockstep` is True with shards, because each forward and backward pass gathers all shards.
     """
 
     def __init__(self, device: torch.device, *, shards: bool) -> None:
@@ -82,7 +83,7 @@ class DistributedRanks:
             dist.all_reduce(tensor)
 
     def sum_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Sum over all ranks, in rank order, of each named number; names may differ by rank."""
+        """Sum each named number over all ranks; a rank without the name adds nothing."""
         content, total = json.dumps(sums).encode(), dict[str, float]()
         for rank in range(self.world_size):
             for name, value in json.loads(self._broadcast_bytes(content, source=rank)).items():
@@ -94,7 +95,7 @@ class DistributedRanks:
 
         A rank without a gradient adds zero.
         """
-        if self.lockstep:  # FSDP has summed them in the backward pass
+        if self.lockstep:  # FSDP has summed the gradients in the backward pass
             return
         counts = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
         self.all_reduce(counts)
@@ -109,22 +110,26 @@ class DistributedRanks:
     # Parameters
 
     def prepare(self, model: Module) -> Module:
-        """Copy rank 0's weights to all ranks; return `model`, or its sharded copy to train."""
+        """Copy rank 0's weights to all ranks; return the model to train.
+
+        That is `model` itself, or with shards a sharded copy of it.
+        """
         with _rank_errors():
             for tensor in model.state_dict().values():
                 dist.broadcast(tensor, 0)
         return self._sharded(copy.deepcopy(model)) if self.lockstep else model
 
     def _sharded(self, model: Module) -> Module:
+        """Shard each layer of `model`, then all its other parameters, in place."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(self._device.type, (self.world_size,))
-        layers = {str(name) for name in getattr(model, "_no_split_modules", None) or ()}
-        modules = [module for module in model.modules() if module.__class__.__name__ in layers]
-        for module in (*modules, model):
+        layer_types = {str(name) for name in getattr(model, "_no_split_modules", None) or ()}
+        layers = [module for module in model.modules() if type(module).__name__ in layer_types]
+        for module in (*layers, model):
             sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
-            sharded.set_gradient_divide_factor(1.0)  # the loss divides by the totals of the step
+            sharded.set_gradient_divide_factor(1.0)  # the loss divides by totals of all ranks
             sharded.set_force_sum_reduction_for_comms(True)  # gloo has no averaging
         return model
 
@@ -133,20 +138,20 @@ class DistributedRanks:
     def send_command(self, fields: Mapping[str, Any], payloads: Sequence[bytes] = ()) -> None:
         """Send a command to all other ranks. Only rank 0 calls it."""
         sizes = [len(payload) for payload in payloads]
-        header = json.dumps({**fields, "sizes": sizes}).encode()  # contains no line break
+        header = json.dumps({**fields, "sizes": sizes}).encode()  # JSON without line breaks
         self._broadcast_bytes(b"".join([header, b"\n", *payloads]), group=self._commands)
 
     def receive_command(self) -> dict[str, Any]:
-        """Wait for the next command; return its fields, with a list of bytes as "payloads".
+        """Wait for the next command; return its fields, with its payloads as "payloads".
 
-        All ranks but 0 call it.
+        All ranks except 0 call it.
         """
         header, _, content = self._broadcast_bytes(b"", group=self._commands).partition(b"\n")
         fields, stream = json.loads(header), io.BytesIO(content)
         return {**fields, "payloads": [stream.read(size) for size in fields["sizes"]]}
 
     def _broadcast_bytes(self, content: bytes, *, source: int = 0, group: Any = None) -> bytes:
-        """Return the content that rank `source` passed; the other ranks' content is not used."""
+        """Return rank `source`'s content on every rank; other ranks' content is unused."""
         size = torch.tensor([len(content)])
         with _rank_errors():
             dist.broadcast(size, source, group=group)
@@ -157,7 +162,7 @@ class DistributedRanks:
         return received.numpy().tobytes()
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite these CPU tensors on all ranks with those of rank 0."""
+        """Overwrite these CPU tensors on all other ranks with the tensors of rank 0."""
         with _rank_errors():
             for tensor in tensors:
                 dist.broadcast(tensor.reshape(-1).view(torch.uint8), 0)
@@ -177,14 +182,15 @@ def _rank_errors() -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
+        # The first sentence, without the position in the source code of torch.
         reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
         raise RankError(
             f"another rank of this trainer is gone ({reason}); the same command resumes the run"
         ) from None
 
 
-# Sharded tensors (DTensor). Each function is called on every rank, and returns an unsharded tensor
-# unchanged.
+# Sharded tensors (DTensor). Every rank must call each of these functions; the functions return an
+# unsharded tensor unchanged.
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -193,9 +199,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def gather_tensor(tensor: Tensor, *, rank: int) -> Tensor:
-    """Return a tensor in full on rank 0; a sharded one is moved to the CPU.
+    """Return the full tensor of a sharded tensor: on rank 0, on the CPU.
 
-    The other ranks get an empty tensor instead of a sharded one. `rank` is that of this process.
+    The other ranks get an empty tensor. `rank` is the rank of this process.
     """
     if not _is_sharded(tensor):
         return tensor
@@ -204,7 +210,11 @@ def gather_tensor(tensor: Tensor, *, rank: int) -> Tensor:
 
 
 def shard_tensor(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a full tensor, with the device and sharding of `like`."""
+    """Return this rank's shard of a full tensor, on the device of `like`.
+
+    The tensor stays whole if `like` is unsharded or has another shape, as for the step count of a
+    parameter's optimizer state.
+    """
     tensor = tensor.to(like.device)
     if not _is_sharded(like) or tensor.shape != like.shape:
         return tensor

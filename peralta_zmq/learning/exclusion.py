@@ -1,14 +1,16 @@
-"""Groups that an update leaves out, so that one broken generator does not stop the training of all.
+"""Excludes unusable groups from an update, so one broken generator does no harm.
 
-A group is all rollouts of one problem; generators report the logprobs of its tokens. Left out is
+A group is all rollouts of one problem; its generator reports the logprobs of the tokens. An update
+excludes
 
-- a group with a very large logprob mismatch, whatever the loss. It is checked before the loss;
-- a group whose loss, or the gradient of its loss, is not finite although the policy's logprobs are.
+- a group with a very large logprob mismatch: the trainer's logprobs differ from the reported ones.
+  This is checked before the loss is computed;
+- a group whose loss, or the loss's gradient, is not finite although the policy's logprobs are.
 
-The decision depends on the group, its micro-batch and the policy only: a replay from the journal
-leaves out the same groups. Of a group that is split over several micro-batches, the part in another
-micro-batch may stay. The tokens left out still count in the means of the update, whose divisor must
-be known before its first backward pass.
+The decision depends only on the group, its micro-batch and the policy, so a replay from the journal
+excludes the same groups. A group can be split over several micro-batches and be excluded in only
+one of them. Excluded tokens still count in the means of the update: the divisor of the means must
+be known before the first backward pass.
 """
 
 from __future__ import annotations
@@ -22,23 +24,24 @@ from torch import Tensor
 from peralta_zmq.learning.losses import Metrics, TokenLoss, Tokens, of_rollouts
 from peralta_zmq.learning.step_metrics import Mismatch, mismatch_by
 
-# Mean k3 per token; older weights or another dtype cause less than 1. A token that the policy finds
-# less probable than its sampler adds at most 9. For the others, the mean of the ratio is at most 1
-# in expectation for any two policies, so that 100 is reached in less than 2 % of cases by chance.
+# Mean of k3 = e^x - x - 1 per token, where x is the policy's logprob minus the generator's, clamped
+# to +-10. Older weights or another dtype cause less than 1. A token with x < 0 adds at most 9, and
+# a token with x > 0 less than e^x. For any two policies the expected mean of e^x is at most 1, so
+# the mean exceeds 91 (= 100 - 9) with a probability of at most 1 / 91 (Markov's inequality).
 MAX_GROUP_KL = 100.0
-MISMATCH, NOT_FINITE = "logprob mismatch", "loss not finite"  # the reasons
-EXCLUDED = "excluded/"  # sums that do not become metrics: EXCLUDED, reason, "/", name of the group
+MISMATCH, NOT_FINITE = "logprob mismatch", "loss not finite"  # reasons for an exclusion
+EXCLUDED = "excluded/"  # a sum is named excluded/REASON/GROUP; `pop_excluded` removes it
 
 
 @dataclass(frozen=True, slots=True)
 class LossResult:
-    """A loss of some tokens, with its gradients with respect to their logprobs and entropy."""
+    """A loss, and its gradients with respect to the logprobs and the entropy."""
 
     tokens: Tokens
     value: Tensor
-    metrics: Metrics  # detached, like the value
-    inputs: list[Tensor]  # logprobs, and entropy if there is one
-    gradients: tuple[Tensor, ...]
+    metrics: Metrics  # without gradient, like `value`
+    inputs: list[Tensor]  # the logprobs; also the entropy if it was computed
+    gradients: tuple[Tensor, ...]  # of `value`, one per input
 
     @property
     def is_finite(self) -> bool:
@@ -46,17 +49,18 @@ class LossResult:
         return bool(torch.stack([t.isfinite().all() for t in (self.value, *self.gradients)]).all())
 
     def backward(self) -> None:
-        """Accumulate the gradients of the parameters."""
+        """Accumulate the gradients of the policy's parameters."""
         torch.autograd.backward(self.inputs, self.gradients)
 
 
 def compute_loss(
     loss: TokenLoss, tokens: Tokens, groups: Sequence[str], mismatch: Sequence[Mismatch]
 ) -> tuple[LossResult | None, dict[str, str]]:
-    """The loss of the usable groups of a micro-batch, and the reason of each group left out.
+    """The loss of a micro-batch's usable groups, and the excluded groups' reasons.
 
-    `groups` and `mismatch` have one entry per rollout. The result is None if no group is usable. It
-    may be not finite if the policy's logprobs are not.
+    The reasons are by group name. `groups` has the name of each rollout's group, and `mismatch` the
+    mismatch of each rollout. The loss is None if no group is usable. It can be not finite only if a
+    logprob of the policy is not finite.
     """
     totals = mismatch_by(groups, mismatch)
     excluded = {name: MISMATCH for name, total in totals.items() if total.mean > MAX_GROUP_KL}
@@ -64,19 +68,22 @@ def compute_loss(
     if result is None or result.is_finite or not tokens.logprobs.isfinite().all():
         return result, excluded
     for name in [name for name in totals if name not in excluded]:
-        alone = _without(totals.keys() - {name}, loss, tokens, groups)
-        if alone is not None and not alone.is_finite:
+        group_loss = _without(totals.keys() - {name}, loss, tokens, groups)
+        if group_loss is not None and not group_loss.is_finite:
             excluded[name] = NOT_FINITE
     return _without(excluded, loss, tokens, groups), excluded
 
 
 def summands(excluded: Mapping[str, str]) -> dict[str, float]:
-    """The groups left out as sums, to unite those of all micro-batches and ranks."""
+    """One sum per excluded group.
+
+    Adding the sums of all micro-batches and ranks unites the groups.
+    """
     return {f"{EXCLUDED}{reason}/{name}": 1.0 for name, reason in excluded.items()}
 
 
 def pop_excluded(sums: dict[str, float]) -> dict[str, str]:
-    """Remove the sums of groups left out; returns the reason by name of the group."""
+    """Remove the results of `summands` from `sums`; returns the reason by group name."""
     excluded: dict[str, str] = {}
     for key in [key for key in sums if key.startswith(EXCLUDED)]:
         reason, _, name = key.removeprefix(EXCLUDED).partition("/")
@@ -88,7 +95,7 @@ def pop_excluded(sums: dict[str, float]) -> dict[str, str]:
 def _without(
     excluded: Collection[str], loss: TokenLoss, tokens: Tokens, groups: Sequence[str]
 ) -> LossResult | None:
-    """The loss without the tokens of these groups; None if no token is left."""
+    """The loss without the tokens of the excluded groups; None if no token is left."""
     if excluded:
         keep = [name not in excluded for name in groups]
         if not any(keep):

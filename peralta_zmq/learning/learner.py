@@ -1,16 +1,16 @@
-"""Training of the policy on groups of rollouts: tokens, logprobs, loss, optimizer update.
+"""Training of the policy on groups of rollouts.
 
 `Learner.learn` takes one training step: filter the rollouts and compute advantages (advantages.py),
 pack them into micro-batches (packing.py), compute the logprobs of reference models, and update the
-parameters. `update_parameters` makes one update: for each micro-batch the policy's logprobs
-(models/scoring.py), the loss (losses.py) and the backward pass; then the step of the optimizer.
-With train.num_iterations above 1, a training step has that many updates, each on a share of the
-groups.
+parameters. `update_parameters` makes one update. For each micro-batch it computes the policy's
+logprobs (models/scoring.py), the loss (losses.py) and the gradients; then the optimizer changes the
+parameters. With train.num_iterations above 1, a training step has this number of updates, each on a
+share of the groups.
 
 A rollout is a prompt with its completion; a group is all rollouts of one problem; the sender of a
 group is one start of one generator. A rank is one process of a data-parallel trainer. An update
-leaves out unusable groups (exclusion.py). A step is skipped, which changes no parameter, if the
-gradient of the others is not finite.
+excludes unusable groups (exclusion.py). If the gradient of the other groups is not finite, the
+update is skipped: it changes no parameter. A step with a skipped update counts as skipped.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MAX_SKIPPED = 3  # the run ends after this number of consecutive skipped steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
-    """Functions and numbers of the training; the names are those of the [train] section."""
+    """Functions and numbers of the training, named as in the config."""
 
     loss: TokenLoss
     advantage: AdvantageFunction
@@ -69,25 +69,24 @@ class LearnerSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Outcome of a step, or of one of its updates."""
+    """Result of a training step, or of one of its updates."""
 
     metrics: dict[str, float]
     skip_reason: str = ""  # empty if the step was not skipped
     mismatch: dict[str, Mismatch] = field(default_factory=dict[str, Mismatch])  # by sender
     excluded: dict[str, str] = field(default_factory=dict[str, str])
-    """Name of each group that was left out -> the reason."""
+    """Name of each excluded group -> the reason."""
     advantages: Sequence[Sequence[float]] = ()
-    """Per group and rollout; empty for a group without signal, and in the result of an update."""
+    """One list per group; empty if the group's rewards are equal. Not set for an update."""
 
 
 class Learner:
-    """Trains parameters on groups of rollouts. `step` counts the steps that `learn` has taken.
+    """Trains parameters on groups of rollouts. `step` counts the steps taken.
 
     `compute_logprobs` is the policy's forward pass; `compute_with_entropy` replaces it for a loss
-    with an entropy bonus. `reference` and `teacher` compute the logprobs of the same tokens for
-    losses that use them. `learning_rate` is a function of the step, counted from 1. With several
-    `ranks`, each makes the same calls with the same groups and computes its share of the
-    micro-batches.
+    with an entropy bonus. `reference` and `teacher` compute other models' logprobs of the same
+    tokens. `learning_rate` is a function of the step, counted from 1. Every rank of `ranks` must
+    make the same calls with the same groups; it computes its share of the micro-batches.
     """
 
     def __init__(
@@ -120,9 +119,9 @@ class Learner:
     ) -> StepResult:
         """Take step `self.step + 1` on these groups.
 
-        `learning_rate`, if not None, is that of a step that an earlier session took on these
-        groups; it replaces that of the schedule. Raises TrainingError if this is the third
-        consecutive step that is skipped, but not for such a repeated step: the run can be resumed.
+        A restarted trainer repeats earlier steps from its journal: `learning_rate` is then the rate
+        that the step had before, instead of the schedule's. Raises TrainingError at the third
+        consecutive skipped step, but not at a repeated step: otherwise no restart could pass it.
         """
         self.step += 1
         started = time.monotonic()
@@ -150,7 +149,7 @@ class Learner:
         self._count_skipped(skip_reason, is_repeated=learning_rate is not None)
         if self._reference is not None:
             self._reference.sync(self.step)
-        mismatch = updates[0].mismatch  # later updates do not start from the published weights
+        mismatch = updates[0].mismatch  # later updates start from weights that no generator has
         excluded = {name: why for update in updates for name, why in update.excluded.items()}
         metrics = {
             **step_metrics.describe_groups(groups, step=self.step),
@@ -166,7 +165,7 @@ class Learner:
         return StepResult(metrics, skip_reason, mismatch, excluded, advantages)
 
     def _mini_batches(self, samples: Sequence[PackedSample]) -> list[list[Batch]]:
-        """Micro-batches of each update, with the logprobs of reference models.
+        """Micro-batches of each update of a step, with the logprobs of reference models.
 
         A step has no more updates than groups; without samples it has one update without batches.
         All logprobs are computed before the first update changes the policy.
@@ -192,6 +191,7 @@ class Learner:
         return mini_batches
 
     def _count_skipped(self, skip_reason: str, *, is_repeated: bool) -> None:
+        """Count the step if it was skipped; raises TrainingError as `learn` does."""
         self._num_skipped += bool(skip_reason)
         self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if skip_reason else 0
         if self._num_skipped_in_a_row >= MAX_SKIPPED and not is_repeated:
@@ -206,10 +206,10 @@ class Learner:
     # Checkpoints
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors of a checkpoint, full at any number of ranks; only rank 0 has all of them.
+        """Tensors of a checkpoint by path, unsharded; only rank 0 gets all tensors.
 
-        Paths: model/NAME, OPTIM/KIND/NAME, reference/NAME (of a reference that is synced),
-        rng/torch and skipped.
+        Paths: model/NAME, OPTIM/KIND/NAME (`adamw.state_of`), reference/NAME (only of a reference
+        with sync_steps), rng/torch and skipped.
         """
         gather = partial(gather_tensor, rank=self._ranks.rank)
         tensors = {path: gather(tensor) for path, tensor in self._live_tensors().items()}
@@ -220,7 +220,7 @@ class Learner:
         return tensors | {"rng/torch": torch.get_rng_state(), "skipped": skipped}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and full tensor of each parameter, on rank 0."""
+        """Name and unsharded tensor of each parameter, on rank 0."""
         for name, parameter in self._parameters.items():
             yield name, gather_tensor(parameter.detach(), rank=self._ranks.rank)
 
@@ -244,7 +244,7 @@ class Learner:
         self.step = step
 
     def _live_tensors(self) -> dict[str, Tensor]:
-        """Parameters of the policy, and of a synced reference, by their path in a checkpoint."""
+        """Parameters of the policy and the reference by their path in a checkpoint."""
         reference = {} if self._reference is None else self._reference.state()
         return {
             **{f"model/{name}": tensor.detach() for name, tensor in self._parameters.items()},
@@ -252,6 +252,7 @@ class Learner:
         }
 
     def _check_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise ValueError if these are the tensors of another model or optimizer."""
         names = {path.removeprefix("model/") for path in tensors if path.startswith("model/")}
         if different := names ^ self._parameters.keys():
             owner = "the checkpoint" if min(different) in names else "the model"
@@ -261,7 +262,7 @@ class Learner:
             if shape != parameter.shape:
                 raise ValueError(f"{name} has shape {list(shape)}, not {list(parameter.shape)}")
         if missing := self._live_tensors().keys() - tensors.keys():
-            raise ValueError(f"no {min(missing)}, as train.ref_sync_steps was not set")
+            raise ValueError(f"it has no {min(missing)}, because train.ref_sync_steps was not set")
         optims = {path.partition("/")[0] for path in tensors} & set(adamw.OPTIMS)
         if other := optims - {self._settings.optim}:
             raise ValueError(f"its train.optim is {min(other)}, not {self._settings.optim}")
@@ -277,16 +278,16 @@ def update_parameters(
     max_grad_norm: float,
     ranks: Ranks = SINGLE,
 ) -> StepResult:
-    """Accumulate the gradients of all micro-batches on all ranks, clip them, step the optimizer.
+    """Make one update: sum the gradients of all micro-batches, clip, step.
 
-    The loss divides by the totals of all micro-batches, so the split into micro-batches and ranks
-    does not change the gradient. Unusable groups are left out (exclusion.py). All ranks skip a step
-    whose gradient norm is not finite, or in which no group has a finite loss.
-    Metrics: loss, grad_norm, entropy, mismatch_kl, ess, skipped, and those of the loss.
+    The loss divides by the totals of all micro-batches on all ranks, so their split does not change
+    the gradient. Unusable groups are excluded (exclusion.py). All ranks skip the update if the
+    gradient norm is not finite, or if no group has a finite loss.
+    Metrics: loss, grad_norm, entropy, mismatch_kl, ess, skipped, and the metrics of the loss.
     `compute_with_entropy`, if set, replaces `compute_logprobs` and fills `Tokens.entropy`.
     """
     totals = _totals(batches, ranks)
-    internal = ("_ratio", "_ratio_square", "_not_finite", "_usable")  # no metrics
+    internal = ("_ratio", "_ratio_square", "_not_finite", "_usable")  # sums that are no metrics
     sums: dict[str, float] = {name: 0.0 for name in ("loss", "mismatch_kl", *internal)}
     for batch in batches:
         tokens = _forward(batch, totals, compute_logprobs, compute_with_entropy)
@@ -306,7 +307,10 @@ def update_parameters(
 
 
 def _totals(batches: Sequence[Batch], ranks: Ranks) -> tuple[float, float]:
-    """Unmasked tokens, and rollouts that have one, each at least 1, on all ranks."""
+    """Number of unmasked tokens, and of rollouts with such a token, on all ranks.
+
+    Each number is at least 1, because losses divide by it.
+    """
     tokens = sum(float(batch.mask.sum()) for batch in batches)
     rollouts = sum(len(batch.sequence[batch.mask > 0].unique()) for batch in batches)
     totals = torch.tensor([tokens, rollouts], dtype=torch.float64)
@@ -320,7 +324,7 @@ def _forward(
     compute_logprobs: ComputeLogprobs,
     compute_with_entropy: ComputeLogprobsAndEntropy | None,
 ) -> Tokens:
-    """The input of the loss; `totals` are those of `_totals`."""
+    """Compute the input of the loss; `totals` is the result of `_totals`."""
     row, temperature = (batch.token_ids, batch.trees, batch.scored), batch.temperatures
     if compute_with_entropy is None:
         logprobs, entropy = compute_logprobs(*row, temperature=temperature), None
@@ -343,18 +347,18 @@ def _forward(
 
 
 def _backward(loss: TokenLoss, tokens: Tokens, groups: Sequence[str]) -> dict[str, Tensor | float]:
-    """Accumulate the gradient of a micro-batch; returns its summands of the update's sums."""
+    """Accumulate a micro-batch's gradients; returns its terms of the update's sums."""
     result, summands = None, dict[str, Tensor | float]()
-    if tokens.mask.any():  # no filler of a rank in lockstep
+    if tokens.mask.any():  # not a filler (packing.make_batches)
         by_rollout = step_metrics.rollout_mismatch(tokens)
         result, unusable = exclusion.compute_loss(loss, tokens, groups, by_rollout)
         summands |= step_metrics.mismatch_summands(tokens, groups, by_rollout)
         summands |= exclusion.summands(unusable)
-    if result is None:  # ranks in lockstep all need the backward pass
+    if result is None:  # ranks in lockstep must all run a backward pass
         (tokens.logprobs.sum() * 0.0).backward()
         return summands
     result.backward()
-    entropy = step_metrics.estimate_entropy(result.tokens)  # unless the loss computes it
+    entropy = step_metrics.estimate_entropy(result.tokens)  # a metric of the loss replaces it
     summands |= {"loss": result.value, "_usable": 1.0}
     return {"entropy": entropy, **result.metrics, **summands}
 
@@ -377,7 +381,7 @@ def _skip_reason(loss: TokenLoss, num_not_finite: float) -> str:
 
 
 def _mean_metrics(updates: Sequence[StepResult]) -> dict[str, float]:
-    """Mean of each metric over the updates of a step; 0 counts for an update without it."""
+    """Mean of each metric over a step's updates; a missing metric counts as 0."""
     names = dict.fromkeys(name for update in updates for name in update.metrics)
     return {name: fmean(update.metrics.get(name, 0.0) for update in updates) for name in names}
 

@@ -1,7 +1,8 @@
-"""Loss functions for policy optimization, over the generated tokens of one micro-batch.
+"""Loss functions for policy optimization, on the tokens of one micro-batch.
 
-A rollout is a prompt with one completion. The policy is the model in training; a step updates it on
-a batch of rollouts, in micro-batches that fit into memory.
+A rollout is a prompt with one completion. The policy is the model in training. A training step has
+one parameter update, or several on shares of its rollouts (train.num_iterations). An update adds
+the gradients of its micro-batches, each of which fits into memory.
 
 To add a loss, write a function here and add its line to the table in `registry.py`:
 
@@ -12,12 +13,12 @@ settings are rejected. A loss outside this package, named by its import path, ge
 loss.kwargs.
 
 The loss and its metrics divide by `tokens.step_tokens` or `tokens.step_sequences`, the totals of
-the whole parameter update. The trainer adds the results of all micro-batches and ranks, so their
+the whole update. The trainer adds the results of all micro-batches and ranks, so their
 number and order do not change the gradient.
 
-Notation, per token: pi = logprobs, mu = old_logprobs, prox, ref and teacher = the other logprobs,
-A = advantages, lr = pi - mu, r = exp(lr). sg[x] stops the gradient. mean = over all unmasked tokens
-of the step.
+Notation, per token: pi = logprobs, mu = old_logprobs, prox = prox_logprobs, ref = ref_logprobs,
+teacher = teacher_logprobs, A = advantages, lr = pi - mu, r = exp(lr). sg[x] is x without gradient.
+mean is the mean over all unmasked tokens of the update.
 """
 
 from __future__ import annotations
@@ -32,28 +33,28 @@ from torch import Tensor
 
 from peralta_zmq.errors import ConfigError
 
-MAX_LOG_RATIO = 20.0  # default bound; keeps ratios of very improbable tokens finite
-STRICT_LOG_RATIO = 10.0  # bound in the published formulas of GRPO, importance and k3
+# Bounds of |lr|, so that the ratio of a very improbable token stays finite.
+MAX_LOG_RATIO = 20.0  # default
+STRICT_LOG_RATIO = 10.0  # in the published formulas of GRPO, importance and k3
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The N generated tokens of one micro-batch. All tensors are [N]; index n is token n."""
+    """The N generated tokens of one micro-batch; every tensor has the shape [N]."""
 
-    logprobs: Tensor  # float32, policy, with gradient
-    old_logprobs: Tensor  # float32, weights that sampled the token
+    logprobs: Tensor  # float32, by the policy, with gradient
+    old_logprobs: Tensor  # float32, by the weights that sampled the token
     advantages: Tensor  # float32, advantage of the token's rollout
-    mask: Tensor  # float32, 1; 0 on tokens that are in no loss and no metric
+    mask: Tensor  # float32, 1, or 0 for a token that counts in no loss and no metric
     sequence: Tensor  # int64, index of the token's rollout in this micro-batch
     num_sequences: int  # rollouts in this micro-batch
     step_tokens: float  # unmasked tokens of the whole update on all ranks, at least 1
     step_sequences: float  # rollouts with an unmasked token in the whole update, at least 1
     prox_logprobs: Tensor | None = None
-    """Policy before the first update of the step; equal to `logprobs`, without gradient, if
-    train.num_iterations is 1. The trainer always
-    sets it; None is for direct calls of a loss."""
-    ref_logprobs: Tensor | None = None  # reference model, when the run has one
-    teacher_logprobs: Tensor | None = None  # teacher model, when the run has one
+    """By the policy before the first update of the step. If the step has only one update, they are
+    `logprobs` without gradient. The trainer always sets the field; a direct call may omit it."""
+    ref_logprobs: Tensor | None = None  # by the reference model, if the run has one
+    teacher_logprobs: Tensor | None = None  # by the teacher model, if the run has one
     entropy: Tensor | None = None  # of the policy's distribution, with gradient, for entropy_coef
 
 
@@ -104,10 +105,11 @@ def decoupled_ppo(
     use_decoupled_loss: bool = True,
     behav_imp_weight_cap: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Decoupled PPO: mean(w max(-A r, -A clip(r))), r = exp(pi - prox), w = exp(prox - mu) (AReaL).
+    """Decoupled PPO (AReaL): mean(w max(-A r, -A clip(r))).
 
-    A weight above `behav_imp_weight_cap` becomes 0; its token still counts in the mean. Without
-    prox, or without `use_decoupled_loss`, it is PPO with r = exp(pi - mu) and w = 1.
+    Here r = exp(pi - prox), and the weight w = exp(prox - mu). A weight above
+    `behav_imp_weight_cap` becomes 0; the token still counts in the mean. Without prox, or without
+    `use_decoupled_loss`, the loss is that of PPO, with r = exp(pi - mu) and w = 1.
     """
     prox = tokens.prox_logprobs if use_decoupled_loss else None
     proximal = tokens.old_logprobs if prox is None else prox
@@ -123,9 +125,9 @@ def decoupled_ppo(
 def gspo(
     tokens: Tokens, *, epsilon: float = 3e-4, epsilon_high: float | None = 4e-4
 ) -> tuple[Tensor, Metrics]:
-    """GSPO: -min(s A, clip(s) A) per rollout, averaged over rollouts; s = exp(mean lr of rollout).
+    """GSPO: the mean over rollouts of -min(s A, clip(s) A).
 
-    arXiv 2507.18071, with the clip bounds of the paper.
+    s = exp(mean lr of the rollout). arXiv 2507.18071, with the clip bounds of the paper.
     """
     ratio = ratio_of(sequence_mean(tokens, tokens.logprobs - tokens.old_logprobs))
     # A rollout without an unmasked token has ratio 1 and advantage 0 and adds nothing.
@@ -139,7 +141,7 @@ def gspo(
 def grpo_kl(tokens: Tokens, *, beta: float = 0.001) -> tuple[Tensor, Metrics]:
     """On-policy GRPO with KL: -exp(pi - sg[pi]) A + beta k3(ref - pi) (async-grpo).
 
-    Averaged over the tokens of each rollout, then over rollouts. Raises ConfigError without
+    This is averaged over the tokens of each rollout, then over rollouts. Raises ConfigError without
     reference logprobs, unless beta is 0.
     """
     per_token = -(tokens.logprobs - tokens.logprobs.detach()).exp() * tokens.advantages
@@ -171,11 +173,12 @@ def importance(
 
     -mean(keep sg[w (adv_tau A + teacher_tau (teacher - pi) - kl_tau lr)] pi)
 
-    A token is masked when its ratio, its rollout's geometric mean ratio (geo), or the smallest or
-    largest ratio of its rollout (sequence) is out of bounds; it still counts in the mean.
-    `ratio_type` token: w = r. sequence: w = min(exp(sum of lr of the rollout), sequence_clip_high),
-    and the loss averages over the tokens of each rollout, then over rollouts. Raises ConfigError
-    without teacher logprobs, unless teacher_tau is 0.
+    keep is 0 for a masked token, else 1; masked tokens still count in the mean. A token is masked
+    if one of these is out of bounds: its ratio r (token_mask), the geometric mean of the ratios of
+    its rollout (geo_mask), or any ratio of its rollout (sequence_mask). With `ratio_type` token,
+    w = r. With sequence, w = min(exp(sum of lr of the rollout), sequence_clip_high), and the loss
+    averages over the tokens of each rollout, then over rollouts. Raises ConfigError without teacher
+    logprobs, unless teacher_tau is 0.
     """
     log_ratio = (tokens.logprobs - tokens.old_logprobs).detach()
     ratio = ratio_of(log_ratio)
@@ -190,7 +193,7 @@ def importance(
         "masked/sequence": sequence_sum(tokens, extreme.to(ratio.dtype)) > 0,
     }
     masked_by_sequence = [flags[tokens.sequence] for flags in masked_sequences.values()]
-    dropped = torch.stack([*masked.values(), *masked_by_sequence]).any(0)  # [N]
+    is_masked = torch.stack([*masked.values(), *masked_by_sequence]).any(0)  # [N]
     signal = adv_tau * tokens.advantages - kl_tau * log_ratio
     if teacher_tau:
         teacher = _required(tokens.teacher_logprobs, "importance", "teacher_tau", model="teacher")
@@ -199,13 +202,13 @@ def importance(
     if ratio_type == "sequence":
         summed = sequence_sum(tokens, log_ratio).clamp(max=STRICT_LOG_RATIO)
         weight = summed.exp().clamp(max=sequence_clip_high)[tokens.sequence]
-    per_token = -(weight * signal * ~dropped) * tokens.logprobs
+    per_token = -(weight * signal * ~is_masked) * tokens.logprobs
     if ratio_type == "token":
         loss = token_mean(tokens, per_token)
     else:
         loss = sequence_mean(tokens, per_token).sum() / tokens.step_sequences
     return loss, {
-        **_token_means(tokens, {"masked/mean": dropped, **masked}),
+        **_token_means(tokens, {"masked/mean": is_masked, **masked}),
         **{name: flags.sum() / tokens.step_sequences for name, flags in masked_sequences.items()},
     }
 
@@ -219,8 +222,8 @@ def dppo(
 ) -> tuple[Tensor, Metrics]:
     """Divergence-masked PPO: mean(-keep A r + kl_tau lr^2) (prime-rl).
 
-    A token is masked when its probability rose by more than `dppo_mask_high` with A > 0, or fell
-    by more than `dppo_mask_low` with A <= 0.
+    keep is 0 for a masked token, else 1. A token is masked if its probability rose by more than
+    `dppo_mask_high` and A > 0, or fell by more than `dppo_mask_low` and A <= 0.
     """
     log_ratio = tokens.logprobs - tokens.old_logprobs
     change = (tokens.logprobs.exp() - tokens.old_logprobs.exp()).detach()
@@ -232,9 +235,9 @@ def dppo(
 
 
 def with_entropy_bonus(loss: TokenLoss, coefficient: float) -> TokenLoss:
-    """Subtract `coefficient` times the mean token entropy from any loss. Needs `tokens.entropy`."""
+    """Wrap a loss: subtract `coefficient` times the mean entropy, `tokens.entropy`."""
 
-    @functools.wraps(getattr(loss, "func", loss))  # error messages name the inner loss
+    @functools.wraps(getattr(loss, "func", loss))  # error messages name the wrapped loss
     def with_bonus(tokens: Tokens) -> tuple[Tensor, Metrics]:
         value, metrics = loss(tokens)
         assert tokens.entropy is not None, "the learner needs compute_with_entropy for the bonus"
@@ -249,45 +252,46 @@ def with_entropy_bonus(loss: TokenLoss, coefficient: float) -> TokenLoss:
 
 def of_rollouts(tokens: Tokens, keep: Tensor) -> Tokens:
     """The tokens of the rollouts that `keep`, bool [num_sequences], selects."""
-    at = keep[tokens.sequence]  # [N]
+    is_kept = keep[tokens.sequence]  # [N]
     values = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
-    kept = {name: value[at] for name, value in values.items() if isinstance(value, Tensor)}
+    kept = {name: value[is_kept] for name, value in values.items() if isinstance(value, Tensor)}
+    # The kept rollouts get new indices, 0 and up.
     kept["sequence"] = (keep.cumsum(0) - 1)[kept["sequence"]]
     return replace(tokens, **kept, num_sequences=int(keep.sum()))
 
 
 def ratio_of(log_ratio: Tensor, *, limit: float = MAX_LOG_RATIO) -> Tensor:
-    """exp(log_ratio) with log_ratio clamped to +-limit; the gradient is 0 beyond the limit."""
+    """exp(log_ratio), clamped to +-limit first; no gradient beyond the limit."""
     return log_ratio.clamp(-limit, limit).exp()
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """The k3 estimate of a KL divergence per token, e^x - x - 1 with x clamped to +-10.
+    """The k3 estimate of a KL divergence per token: e^x - x - 1.
 
-    J. Schulman, "Approximating KL divergence", 2020.
+    x is log_ratio, clamped to +-10. J. Schulman, "Approximating KL divergence", 2020.
     """
     log_ratio = log_ratio.clamp(-STRICT_LOG_RATIO, STRICT_LOG_RATIO)
     return log_ratio.exp() - log_ratio - 1
 
 
 def token_mean(tokens: Tokens, values: Tensor) -> Tensor:
-    """This micro-batch's summand of the mean over all unmasked tokens of the step."""
+    """This micro-batch's term of the mean over all unmasked tokens of the update."""
     return (values * tokens.mask).sum() / tokens.step_tokens
 
 
 def _token_means(tokens: Tokens, values: Metrics) -> Metrics:
-    """`token_mean` of each of the values or flags, all [N]."""
+    """`token_mean` of each metric, which has a value or flag per token, [N]."""
     return {name: token_mean(tokens, value) for name, value in values.items()}
 
 
 def sequence_sum(tokens: Tokens, values: Tensor) -> Tensor:
-    """Sum over the unmasked tokens of each rollout, [num_sequences]."""
+    """Sum over the unmasked tokens of each rollout; [num_sequences]."""
     sums = values.new_zeros(tokens.num_sequences)
     return sums.index_add(0, tokens.sequence, values * tokens.mask.to(values.dtype))
 
 
 def sequence_mean(tokens: Tokens, values: Tensor) -> Tensor:
-    """Mean over the unmasked tokens of each rollout, 0 if it has none, [num_sequences]."""
+    """Mean over the unmasked tokens of each rollout, or 0; [num_sequences]."""
     lengths = sequence_sum(tokens, torch.ones_like(tokens.logprobs)).clamp(min=1)
     return sequence_sum(tokens, values) / lengths
 
@@ -301,7 +305,7 @@ def _ppo_clip(
 ) -> tuple[Tensor, Metrics]:
     """PPO's max(-r A, -clip(r) A), at most c_clip |A| where A < 0.
 
-    The metrics, under TRL's names, are 1 where the clip removes the gradient, else 0.
+    The metrics have TRL's names; each is 1 where the clip removes the gradient, else 0.
     """
     low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
     loss = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
@@ -316,7 +320,7 @@ def _ppo_clip(
 
 
 def _required(logprobs: Tensor | None, loss: str, option: str, *, model: str) -> Tensor:
-    """The logprobs. Raises ConfigError if the run has no such model."""
+    """Return `logprobs`. Raises ConfigError if None: the run has no such model."""
     if logprobs is None:
         raise ConfigError(
             f"loss.name {loss} with loss.{option} above 0 needs the logprobs of a {model} model, "
@@ -330,8 +334,8 @@ def check_loss_options(
 ) -> None:
     """Raise ConfigError for bounds in the wrong order and for options without effect.
 
-    `options` are those that the config sets, with `entropy_coef`; `defaults` are the values of the
-    loss function's keywords.
+    `options` are those that the config sets, including `entropy_coef`, which is no keyword of the
+    loss function. `defaults` are the default values of the function's keywords.
     """
     values = {**defaults, **options}
     for mask in ("token_mask", "geo_mask", "sequence_mask"):
@@ -339,16 +343,17 @@ def check_loss_options(
         if low in values and high in values and not values[low] < values[high]:
             raise ConfigError(
                 f"loss.{low} {values[low]} is not below loss.{high} {values[high]}; "
-                "all tokens would be masked"
+                f"no token would remain; lower loss.{low}"
             )
     if options.get("sequence_clip_high") is not None and options.get("ratio_type") != "sequence":
         raise ConfigError(
-            "loss.sequence_clip_high needs loss.ratio_type sequence; set both or remove it"
+            "loss.sequence_clip_high needs loss.ratio_type sequence; set loss.ratio_type or remove "
+            "loss.sequence_clip_high"
         )
     if options.get("behav_imp_weight_cap") and not options.get("use_decoupled_loss", True):
         raise ConfigError(
-            "loss.behav_imp_weight_cap has no effect with loss.use_decoupled_loss false, where "
-            "every weight is 1; remove one of them"
+            "loss.behav_imp_weight_cap has no effect with loss.use_decoupled_loss false, which "
+            "makes every weight 1; remove one of these two settings"
         )
     weights = [options.get(option) for option in ("teacher_tau", "kl_tau", "entropy_coef")]
     if name == "importance" and options.get("adv_tau") == 0 and not any(weights):

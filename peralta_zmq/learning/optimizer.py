@@ -1,8 +1,8 @@
-"""AdamW over fp32 parameters, its state as named tensors, and the learning-rate schedule.
+"""AdamW over fp32 parameters, its state by name, and the learning-rate schedule.
 
-`optim` chooses how the two moments are stored: in fp32 (`adamw`), in bfloat16 (`adamw_bf16`), or in
-blocks of 8 bits (`adamw_8bit`, from bitsandbytes, arXiv 2110.02861). Every step is computed in
-fp32.
+The setting `optim` chooses how AdamW's two moments are stored: in fp32 (`adamw`), in bfloat16
+(`adamw_bf16`), or in blocks of 8-bit codes (`adamw_8bit`, from bitsandbytes, arXiv 2110.02861).
+Each update is computed in fp32.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Optim: TypeAlias = Literal["adamw", "adamw_bf16", "adamw_8bit"]
 OPTIMS: tuple[str, ...] = get_args(Optim)
 EPSILON = 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")
-QUANTILE_MAPS = ("qmap1", "qmap2")  # constant 8-bit code tables of bitsandbytes
+QUANTILE_MAPS = ("qmap1", "qmap2")  # constant code tables of bitsandbytes; not saved
 
 
 def learning_rate(step: int, *, peak: float, kind: str, warmup_steps: int, max_steps: int) -> float:
     """Learning rate of training step `step` (1 .. max_steps).
 
-    Linear warm-up over `warmup_steps`, then constant, linear or cosine decay that would reach 0
-    one step after the last.
+    Linear warm-up over `warmup_steps`, then constant, or a linear or cosine decay. The decay would
+    reach 0 one step after max_steps, so the last step still trains.
     """
     if step <= warmup_steps:
         return peak * step / warmup_steps
@@ -48,7 +48,7 @@ def make_optimizer(
     weight_decay: float,
     optim: Optim = "adamw",
 ) -> torch.optim.Optimizer:
-    """AdamW with learning rate 0, to be set before each step with `set_learning_rate`.
+    """Create AdamW with learning rate 0; call `set_learning_rate` before each step.
 
     Raises ConfigError if bitsandbytes is needed and cannot be imported.
     """
@@ -56,22 +56,22 @@ def make_optimizer(
     if optim == "adamw_bf16":
         return AdamWBf16(parameters.values(), options)
     if optim == "adamw_8bit":
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns of unused CUDA kernels
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns without CUDA
         library = import_extra("bitsandbytes", extra="optim", needed_by="train.optim adamw_8bit")
         return library.optim.AdamW8bit(parameters.values(), **options)
     return torch.optim.AdamW(parameters.values(), fused=True, **options)
 
 
 class AdamWBf16(torch.optim.Optimizer):
-    """AdamW with both moments in bfloat16: 4 bytes of state per parameter instead of 8.
+    """AdamW with bfloat16 moments: 4 bytes of state per parameter instead of 8.
 
-    bfloat16 has 8 significant bits, so a moment that changes by less than 1/256 in a step may not
-    change at all; the config bounds the betas accordingly.
+    bfloat16 has 8 significant bits, so a relative change of a moment by less than 1/256 may be
+    rounded away. Larger betas make smaller changes, so the config bounds the betas for this class.
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update all parameters, one after the other, so that only one has its moments in fp32."""
+        """Update all parameters in turn: only one at a time has its moments in fp32."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -80,6 +80,7 @@ class AdamWBf16(torch.optim.Optimizer):
     def _update(
         self, parameter: torch.nn.Parameter, gradient: Tensor, group: Mapping[str, Any]
     ) -> None:
+        """One AdamW step of a parameter; its moments are converted to fp32 and back."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)
@@ -96,7 +97,7 @@ class AdamWBf16(torch.optim.Optimizer):
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of the next steps."""
+    """Set the learning rate of all following steps."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
@@ -104,7 +105,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def state_of(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, dict[str, Tensor]]:
-    """Optimizer state as {parameter name: {kind: tensor}}; empty before the first step."""
+    """Optimizer state as {parameter name: {kind: tensor}}.
+
+    It is empty before the first step. The kinds are the step count, the two moments, and the scales
+    of 8-bit moments.
+    """
     state = optimizer.state
     return {
         name: {
@@ -123,12 +128,13 @@ def set_state(
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
     """Restore the result of `state_of`."""
-    init_state: Any = getattr(optimizer, "init_state", None)  # bitsandbytes: adds the QUANTILE_MAPS
+    # Only bitsandbytes has init_state: it creates the state of a parameter with the QUANTILE_MAPS.
+    init_state: Any = getattr(optimizer, "init_state", None)
     for index, (name, parameter) in enumerate(parameters.items()):
         values: dict[str, Any] = dict(state.get(name, {}))
         if values and init_state is not None:
             init_state(optimizer.param_groups[0], parameter, 0, index)
-            values["step"] = int(values["step"])
+            values["step"] = int(values["step"])  # bitsandbytes keeps no tensor here
             values = {**optimizer.state[parameter], **values}
         if values:
             optimizer.state[parameter] = values

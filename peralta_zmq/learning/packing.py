@@ -1,10 +1,10 @@
-"""Packing of rollout groups into micro-batches; a prefix shared by rollouts is stored once.
+"""Packing of rollout groups into micro-batches; shared prefixes are stored once.
 
 The rollouts of a group have the same prompt. `pack_groups` merges as many of them as fit into one
 `PackedSample`: a prefix tree with the advantages and rewards of its rollouts. `make_batches` lays
 the trees of several samples one after the other in a row of tokens: the micro-batch (`Batch`),
-which a model computes in one forward pass. A trainer of several ranks (processes) divides the
-micro-batches among them.
+which a model computes in one forward pass. In a trainer of several ranks (processes), each rank
+computes a part of the micro-batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import Tensor
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.rollout import Int32Array, Int64Array, PrefixTree, Rollout, RolloutGroup, TreeSpan
 
-Temperature: TypeAlias = float | Callable[[int], float]  # constant, or a function of policy_step
+# One value, or a function of the training step of the weights that sample the token.
+Temperature: TypeAlias = float | Callable[[int], float]
 Oversize: TypeAlias = Literal["truncate", "drop"]
 
 
@@ -33,8 +34,9 @@ class Packing:
     max_tokens: int  # of a micro-batch
     oversize: Oversize = "truncate"  # what happens to a rollout longer than a micro-batch
     share_prompts: bool = True
-    """False for a model that cannot compute a shared prefix once: each rollout is a padded row."""
-    temperature: Temperature = 1.0  # at which the generators sample
+    """False for a model that cannot compute a shared prefix once: each rollout is then a sample of
+    its own, and the model pads the samples of a micro-batch to the longest."""
+    temperature: Temperature = 1.0  # sampling temperature of the generators
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,47 +44,47 @@ class PackedSample:
     """Rollouts of one group, merged into a prefix tree."""
 
     token_ids: Int32Array  # [T], each shared prefix once
-    tree: PrefixTree  # how the tokens continue each other
+    tree: PrefixTree  # for each span of tokens, which token it continues
     positions: tuple[Int64Array, ...]  # per rollout, indices of its tokens in token_ids
     rollouts: tuple[Rollout, ...]
     advantages: tuple[float, ...]  # per rollout
-    name: str  # of the group, SENDER/SEQUENCE
-    group: int  # number of the group, counting only groups of the step that are trained on
+    name: str  # of the group: SENDER/SEQUENCE; a sender is one start of a generator
+    group: int  # index of the group among the groups of the step that have samples
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch: prefix trees in a row of M tokens, with N generated tokens in the loss."""
+    """One micro-batch: prefix trees in a row of M tokens; N tokens are in the loss."""
 
     token_ids: Tensor  # int64 [M]
     trees: tuple[PrefixTree, ...]  # in the order of the row
-    scored: Tensor  # int64 [N], indices in the row of the generated tokens; rollouts share some
+    scored: Tensor  # int64 [N], indices in the row of the generated tokens; repeated if shared
     old_logprobs: Tensor  # float32 [N]
     advantages: Tensor  # float32 [N], advantage of the token's rollout
-    mask: Tensor  # float32 [N], 1; 0 in a micro-batch that only keeps its rank in lockstep
+    mask: Tensor  # float32 [N], 1; 0 in a filler (see make_batches)
     sequence: Tensor  # int64 [N], index of the token's rollout in this micro-batch
     num_sequences: int  # rollouts in this micro-batch
     groups: tuple[str, ...]  # per rollout, name of its group
-    temperatures: Tensor | float = 1.0  # float32 [N], sampling temperatures; a number: all the same
+    temperatures: Tensor | float = 1.0  # float32 [N], or one number for all tokens
     prox_logprobs: Tensor | None = None  # float32 [N], of the policy before the step's first update
     ref_logprobs: Tensor | None = None  # float32 [N], of the reference model
     teacher_logprobs: Tensor | None = None  # float32 [N], of the teacher model
 
 
 class TreeBuilder:
-    """Builds a prefix tree from token sequences; an added sequence shares the longest prefix."""
+    """Builds a prefix tree from sequences; shared prefixes are stored once."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []  # of the tree
         self.spans: list[TreeSpan] = []
         self.positions: list[Int64Array] = []  # per sequence, indices of its tokens in `tokens`
-        self._next: dict[tuple[int, int], int] = {}  # (index, token id that follows) -> its index
+        self._next: dict[tuple[int, int], int] = {}  # (index, next token id) -> next index
 
     def add(self, sequence: Sequence[int], *, max_tokens: int) -> bool:
-        """Add a sequence: append the part after the longest prefix that the tree already has.
+        """Append the part of the sequence after its longest prefix in the tree.
 
-        Returns False, with nothing changed, if the tree has a sequence and would grow to more than
-        `max_tokens` tokens.
+        Returns False, with nothing changed, if the tree would grow beyond `max_tokens` tokens. The
+        first sequence is added at any length.
         """
         prefix, last, start = list[int](), -1, len(self.tokens)
         while len(prefix) < len(sequence) and (last, sequence[len(prefix)]) in self._next:
@@ -107,11 +109,12 @@ def pack_groups(
     *,
     included: Sequence[Sequence[bool]] | None = None,
 ) -> tuple[list[PackedSample], dict[str, int]]:
-    """Pack the groups that have `advantages`, one per rollout, into samples of <= max_tokens.
+    """Pack the rollouts of each group into samples of at most max_tokens tokens.
 
-    `included` has a flag per group and rollout, False for a rollout to leave out; None includes
-    all. Also returns metrics: the number of rollouts that were longer than max_tokens and lost
-    their end (num_truncated) or were left out (num_dropped).
+    `advantages` has one value per rollout for each group; a group with an empty list is left out.
+    `included` has one flag per rollout for each group: False leaves the rollout out; None includes
+    all. Also returns metrics: of the rollouts longer than max_tokens, the number whose end was cut
+    off (num_truncated) and the number left out (num_dropped).
     """
     samples, num_truncated, num_dropped = list[PackedSample](), 0, 0
     max_kept = packing.max_tokens if packing.oversize == "truncate" else 0
@@ -124,7 +127,7 @@ def pack_groups(
                 continue
             too_long = len(rollout.token_ids) > packing.max_tokens
             fitting = _truncated(rollout, max_kept) if too_long else rollout
-            has_target = bool(fitting.loss_mask[1:].any())  # not only the prompt is left
+            has_target = bool(fitting.loss_mask[1:].any())  # False if only the prompt is left
             num_truncated += too_long and has_target
             num_dropped += too_long and not has_target
             if has_target:
@@ -142,11 +145,12 @@ def make_batches(
     device: torch.device | str = "cpu",
     ranks: Ranks = SINGLE,
 ) -> list[Batch]:
-    """This rank's micro-batches of at most max_tokens tokens, by `assign_to_bins`.
+    """Pack samples into this rank's micro-batches of at most max_tokens tokens.
 
-    Without share_prompts each sample is counted with the length of the longest in its micro-batch.
-    Ranks in lockstep all need the same number of forward passes, so a rank without a sample in a
-    round gets a copy of another rank's sample with mask 0. `device` is that of the tensors.
+    Without share_prompts each sample counts as long as the longest of its micro-batch (padding).
+    Ranks in lockstep must all run the same number of forward passes, so a rank without a sample in
+    a round gets a filler: a copy of another rank's sample with mask 0. The tensors are created on
+    `device`.
     """
     sizes, batches = [len(sample.token_ids) for sample in samples], list[Batch]()
     rounds = assign_to_bins(
@@ -164,12 +168,12 @@ def make_batches(
 def assign_to_bins(
     sizes: Sequence[int], capacity: int, *, num_ranks: int = 1, padded: bool = False
 ) -> list[list[list[int]]]:
-    """Distribute items of these sizes to rounds; a round has one bin of `capacity` per rank.
+    """Distribute items to rounds; a round has one bin of `capacity` per rank.
 
-    Returns the indices of the items by round and rank. Greedy by decreasing size: an item goes to
-    the least loaded rank of the first round in which that rank has room (first-fit-decreasing with
-    one rank). With `padded` an item takes as much room as the first item of its bin. Bins of ranks
-    other than 0 may be empty.
+    `sizes` are those of the items. Returns lists of item indices as result[round][rank]. Greedy by
+    decreasing size: an item goes to the least loaded rank of the first round in which this rank has
+    room (with one rank: first-fit-decreasing). With `padded` an item takes as much room as the
+    first, largest item of its bin. Only bins of ranks other than 0 may be empty.
     """
     rounds, loads = list[list[list[int]]](), list[list[int]]()
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -187,6 +191,7 @@ def assign_to_bins(
 
 
 def _truncated(rollout: Rollout, length: int) -> Rollout:
+    """The first `length` tokens of a rollout."""
     names = ("token_ids", "loss_mask", "logprobs", "policy_steps")
     return replace(rollout, **{name: getattr(rollout, name)[:length] for name in names})
 
@@ -194,7 +199,7 @@ def _truncated(rollout: Rollout, length: int) -> Rollout:
 def _next_sample(
     packable: deque[tuple[Rollout, float]], max_tokens: int, *, name: str, group: int
 ) -> PackedSample:
-    """Remove rollouts, with advantages, from the front of `packable` while they fit; pack them.
+    """Pack as many rollouts as fit; removes them from the front of `packable`.
 
     A sample has at least one rollout, so `max_tokens` 0 packs each rollout on its own.
     """
@@ -216,11 +221,12 @@ def _next_sample(
 def _to_batch(
     samples: Sequence[PackedSample], temperature: Temperature, device: torch.device | str
 ) -> Batch:
+    """Lay the trees of the samples one after the other in a row of tokens."""
     rollouts = list(chain.from_iterable(sample.rollouts for sample in samples))
     advantages = list(chain.from_iterable(sample.advantages for sample in samples))
-    # No logits predict a sequence's first token, so it is never scored.
-    scored = [1 + np.flatnonzero(rollout.loss_mask[1:]) for rollout in rollouts]
-    counts = [len(indices) for indices in scored]
+    # Indices of the scored tokens in each rollout. No logits predict a rollout's first token.
+    targets = [1 + np.flatnonzero(rollout.loss_mask[1:]) for rollout in rollouts]
+    counts = [len(indices) for indices in targets]
     starts = np.cumsum([0, *(len(sample.token_ids) for sample in samples[:-1])])
     positions = [
         start + indices
@@ -231,15 +237,17 @@ def _to_batch(
     def tensor(arrays: Iterable[np.ndarray], dtype: type[np.generic]) -> Tensor:
         return torch.from_numpy(np.concatenate(list(arrays)).astype(dtype)).to(device)
 
-    old = tensor((r.logprobs[at] for r, at in zip(rollouts, scored, strict=True)), np.float32)
-    steps = np.concatenate([r.policy_steps[at] for r, at in zip(rollouts, scored, strict=True)])
+    old_logprobs = tensor(
+        (r.logprobs[at] for r, at in zip(rollouts, targets, strict=True)), np.float32
+    )
+    steps = np.concatenate([r.policy_steps[at] for r, at in zip(rollouts, targets, strict=True)])
     return Batch(
         token_ids=tensor((sample.token_ids for sample in samples), np.int64),
         trees=tuple(sample.tree for sample in samples),
-        scored=tensor((p[at] for p, at in zip(positions, scored, strict=True)), np.int64),
-        old_logprobs=old,
+        scored=tensor((p[at] for p, at in zip(positions, targets, strict=True)), np.int64),
+        old_logprobs=old_logprobs,
         advantages=tensor([np.repeat(advantages, counts)], np.float32),
-        mask=torch.ones_like(old),
+        mask=torch.ones_like(old_logprobs),
         sequence=tensor([np.repeat(np.arange(len(rollouts)), counts)], np.int64),
         num_sequences=len(rollouts),
         groups=tuple(sample.name for sample in samples for _ in sample.rollouts),

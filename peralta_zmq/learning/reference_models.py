@@ -1,7 +1,7 @@
-"""Logprobs of the batch's tokens under models that are not trained, for losses that use them.
+"""Logprobs of a batch's tokens under models that are not trained.
 
-A reference model is a copy of the policy at an earlier step; a teacher is any other model with the
-same vocabulary. The policy is the model in training.
+Some losses compare the policy, the model in training, with another model: a reference model is a
+copy of the policy at an earlier step; a teacher is any other model with the same vocabulary.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from peralta_zmq.learning.packing import Batch
 
-# The forward pass of a model over a packed row: compute(token_ids [M], trees, scored [N],
-# temperature=number or tensor [N]) returns the logprobs [N] of the tokens at the indices `scored`.
+# The forward pass of a model over a row of M tokens, in which several rollouts follow each other:
+# compute(token_ids [M], trees, scored [N], temperature=number or tensor [N]) returns the logprobs
+# [N] of the tokens at the indices `scored`. `trees` describe the prefixes that rollouts share.
 # ComputeLogprobsAndEntropy also returns the entropies [N] of the predicted distributions, in nats.
-# models/scoring.py:Scorer implements both.
+# models/scoring.py:Scorer implements both types.
 ComputeLogprobs: TypeAlias = Callable[..., Tensor]
 ComputeLogprobsAndEntropy: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
 # Returns the logprobs [N] of the generated tokens of each batch.
@@ -34,12 +35,12 @@ def reference_logprobs(compute_logprobs: ComputeLogprobs, batches: Sequence[Batc
 
 
 class PolicyCopy:
-    """A ReferenceModel: a copy of the policy's parameters, swapped in while it computes logprobs.
+    """A ReferenceModel that swaps a copy of parameters into the policy for each use.
 
-    With LoRA only the adapters are copied; new adapters add nothing to the base model, so a copy
-    made before the first step computes the base model's logprobs. If `sync_steps` is set, every
-    sync_steps-th call of `sync` sets the copy to mixup_alpha * policy + (1 - mixup_alpha) * copy
-    (TR-DPO, arXiv 2404.09656, as in TRL), and the copy is saved in checkpoints.
+    With LoRA only the adapters are copied. New adapters add nothing to the base model, so a copy
+    made before the first step computes the base model's logprobs. If `sync_steps` is set, `sync`
+    moves the copy every sync_steps steps to mixup_alpha * policy + (1 - mixup_alpha) * copy
+    (TR-DPO, arXiv 2404.09656, as in TRL), and checkpoints contain the copy.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class PolicyCopy:
         self._copy = {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
     def __call__(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Logprobs [N] of each batch; afterwards the policy has its weights back, bit for bit."""
+        """Logprobs [N] of each batch; restores the policy's weights bit for bit."""
         self._swap()
         try:
             return reference_logprobs(self._compute_logprobs, batches)
@@ -70,11 +71,12 @@ class PolicyCopy:
                 self._copy[name].lerp_(parameter, self._mixup_alpha)
 
     def state(self) -> Mapping[str, Tensor]:
-        """Live tensors for a checkpoint, by parameter; empty for a copy that is never synced."""
+        """The copy for a checkpoint, by parameter name; empty without sync_steps."""
         return self._copy if self._sync_steps else {}
 
     @torch.no_grad()
     def _swap(self) -> None:
+        """Exchange the values of the policy and of the copy."""
         for name, parameter in self._parameters.items():
             previous = parameter.detach().clone()
             parameter.copy_(self._copy[name])

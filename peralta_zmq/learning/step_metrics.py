@@ -1,9 +1,10 @@
-"""Metrics of a training step: its rollout groups, entropy, and the mismatch of logprobs.
+"""Metrics of a training step: rollout groups, entropy and logprob mismatch.
 
-Logprob mismatch: a token's logprob on the trainer differs from the one that its generator reported,
-because the policy has been updated since, or computes in another dtype, or wrongly. It is measured
-by the k3 estimate of the KL divergence, for all tokens and for each sender (one start of a
-generator). Metric names are TRL's where TRL has one; docs/metrics.md lists them.
+Logprob mismatch: the trainer computes another logprob for a token than the generator reported. The
+causes are newer weights, another dtype, or an error in one of the two programs. The measure is the
+k3 estimate of the KL divergence (`losses.k3`), over all tokens and for each sender. A sender is one
+start of one generator, named GENERATOR/INCARNATION; its groups are named SENDER/SEQUENCE.
+docs/metrics.md lists the metrics; a metric that TRL also has keeps TRL's name.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from peralta_zmq.learning import losses
 from peralta_zmq.learning.admission import staleness
 from peralta_zmq.rollout import RolloutGroup
 
-WINDOW = 4  # steps that a sender's mean covers: the last ones that had groups of the sender
-MIN_STEPS = 2  # with groups of a sender before the sender can be flagged
-SENDER_KL, SENDER_TOKENS = "sender_kl/", "sender_tokens/"  # sums that do not become metrics
+# Both count only steps that had groups of the sender.
+WINDOW = 4  # a sender's mean mismatch covers its last 4 steps
+MIN_STEPS = 2  # a sender can be flagged from its second step on
+# Prefixes of the names of a sender's sums; `pop_mismatch` removes them from the metrics.
+SENDER_KL, SENDER_TOKENS = "sender_kl/", "sender_tokens/"
 MAX_SENDERS = 4096  # senders in memory; the least recently active is dropped first
 
 
 def describe_groups(groups: Sequence[RolloutGroup], *, step: int) -> dict[str, float]:
-    """Metrics of all groups in the batch of a step, also of those whose rewards are all equal.
+    """Metrics of all groups in the batch of a step, with or without equal rewards.
 
     `reward_std` is the mean over groups of the standard deviation within a group.
     """
@@ -55,6 +58,7 @@ def by_environment(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _mean_rewards(rewards: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Mean of the rewards of each name, as rewards/NAME/mean."""
     by_name: dict[str, list[float]] = {}
     for name, reward in rewards:
         by_name.setdefault(name, []).append(reward)
@@ -62,7 +66,7 @@ def _mean_rewards(rewards: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def _by_generator(groups: Sequence[RolloutGroup]) -> dict[str, int]:
-    """Number of groups of each generator, and the newest policy step that they were sampled at."""
+    """Per generator: the number of its groups, and their newest policy step."""
     steps: dict[str, list[int]] = {}
     for group in groups:
         steps.setdefault(group.generator_id, []).append(max(0, group.policy_step))
@@ -73,7 +77,7 @@ def _by_generator(groups: Sequence[RolloutGroup]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """k3 estimate of KL(sampler, trainer), summed over the tokens of a rollout, group or sender."""
+    """k3 estimate of KL(generator, trainer), summed over `num_tokens` tokens."""
 
     kl: float
     num_tokens: float
@@ -85,10 +89,10 @@ class Mismatch:
 
 
 class MismatchStatistics:
-    """Mean mismatch per sender over its last steps; a sender above `bound` stays flagged.
+    """Mean mismatch of each sender; a sender above `bound` is flagged for good.
 
-    Another dtype or older weights cause a small mismatch; wrong kernels or wrong weights cause one
-    that is larger by orders of magnitude.
+    Another dtype or older weights cause a small mismatch. The mismatch from wrong kernels or wrong
+    weights is larger by orders of magnitude.
     """
 
     def __init__(self, *, bound: float) -> None:
@@ -96,9 +100,9 @@ class MismatchStatistics:
         self._flagged: set[str] = set()
         self._steps: dict[str, deque[Mismatch]] = {}
 
-    def record(self, step: Mapping[str, Mismatch]) -> None:
-        """Add the mismatch of each sender in a step."""
-        for sender, mismatch in step.items():
+    def record(self, by_sender: Mapping[str, Mismatch]) -> None:
+        """Add the mismatch of each sender in one step."""
+        for sender, mismatch in by_sender.items():
             steps = self._steps.pop(sender, deque[Mismatch](maxlen=WINDOW))
             steps.append(mismatch)
             self._steps[sender] = steps  # re-inserted as the most recently active
@@ -106,12 +110,12 @@ class MismatchStatistics:
             del self._steps[next(iter(self._steps))]
 
     def mean(self, sender: str) -> float:
-        """Mean per token over the sender's last WINDOW steps; 0 without steps."""
+        """Mean mismatch per token over the sender's last WINDOW steps; 0 without steps."""
         steps = self._steps.get(sender, ())
         return Mismatch(sum(m.kl for m in steps), sum(m.num_tokens for m in steps)).mean
 
     def flag_senders(self) -> dict[str, float]:
-        """Flag the senders whose mean exceeds the bound; returns the new ones with their mean."""
+        """Flag senders with a mean above the bound; returns the newly flagged ones' means."""
         new = {
             sender: mean
             for sender, steps in self._steps.items()
@@ -132,7 +136,10 @@ def rollout_mismatch(tokens: losses.Tokens) -> list[Mismatch]:
 
 
 def mismatch_by(names: Sequence[str], parts: Sequence[Mismatch]) -> dict[str, Mismatch]:
-    """The total mismatch of each name: of a group, a sender or a generator."""
+    """Sum the mismatches of each name: parts[i] belongs to names[i].
+
+    A name is that of a group, a sender or a generator.
+    """
     totals: dict[str, Mismatch] = {}
     for name, part in zip(names, parts, strict=True):
         total = totals.get(name, Mismatch(0.0, 0.0))
@@ -144,10 +151,11 @@ def mismatch_by(names: Sequence[str], parts: Sequence[Mismatch]) -> dict[str, Mi
 def mismatch_summands(
     tokens: losses.Tokens, groups: Sequence[str], rollouts: Sequence[Mismatch]
 ) -> dict[str, Tensor | float]:
-    """Summands, over micro-batches, of mismatch_kl and ess, and of the Mismatch of each sender.
+    """A micro-batch's terms of the sums for mismatch_kl, ess and each Mismatch.
 
-    ess, the effective sample size, is sum(ratio)^2 / (tokens * sum(ratio^2)). `groups`, names of
-    groups, and `rollouts` have one entry per rollout.
+    A sum covers all micro-batches of the update; there is one Mismatch per sender.
+    ess, the effective sample size, is sum(ratio)^2 / (tokens * sum(ratio^2)). `groups` has the name
+    of each rollout's group, and `rollouts` the mismatch of each rollout.
     """
     log_ratio = tokens.logprobs - tokens.old_logprobs
     ratio = losses.ratio_of(log_ratio, limit=losses.STRICT_LOG_RATIO)
@@ -164,16 +172,21 @@ def mismatch_summands(
 
 @torch.no_grad()
 def estimate_entropy(tokens: losses.Tokens) -> Tensor:
-    """Summand of the policy's mean entropy per token, in nats, estimated as mean(-r pi).
+    """A micro-batch's term of the policy's mean entropy per token, in nats.
 
-    Unbiased when sampling truncates nothing (no top-k, top-p or min-p).
+    The entropy is estimated as mean(-ratio * logprob), where the ratio is the policy's probability
+    divided by the generator's. The estimate is unbiased if sampling truncates nothing (no top-k,
+    top-p or min-p).
     """
     ratio = losses.ratio_of(tokens.logprobs - tokens.old_logprobs, limit=losses.STRICT_LOG_RATIO)
     return losses.token_mean(tokens, -ratio * tokens.logprobs)
 
 
 def pop_mismatch(sums: dict[str, float]) -> dict[str, Mismatch]:
-    """Remove the sums of each sender; senders without unmasked tokens have no entry."""
+    """Remove the sums of the senders from `sums`; returns the mismatch by sender.
+
+    A sender without unmasked tokens has no entry.
+    """
     mismatch: dict[str, Mismatch] = {}
     for name in [name for name in sums if name.startswith(SENDER_TOKENS)]:
         sender = name.removeprefix(SENDER_TOKENS)
@@ -183,7 +196,8 @@ def pop_mismatch(sums: dict[str, float]) -> dict[str, Mismatch]:
     return mismatch
 
 
-def mismatch_metrics(step: Mapping[str, Mismatch]) -> dict[str, float]:
+def mismatch_metrics(by_sender: Mapping[str, Mismatch]) -> dict[str, float]:
     """Mean mismatch of each generator in a step, as gen/NAME/mismatch_kl."""
-    generators = mismatch_by([sender.rpartition("/")[0] for sender in step], [*step.values()])
+    names = [sender.rpartition("/")[0] for sender in by_sender]
+    generators = mismatch_by(names, [*by_sender.values()])
     return {f"gen/{name}/mismatch_kl": total.mean for name, total in generators.items()}

@@ -1,8 +1,8 @@
-"""Calls of a user's loss, advantage or filter: errors name the function, and a timeout ends it.
+"""Calls of a user's loss, advantage or filter, with clear errors and a timeout.
 
-These functions run inside the trainer. A function that fails ends the training with one line
-that names it; the trainer can then be restarted, because its journal and checkpoints hold all
-previous steps. The losses, advantages and filters of this package are called directly.
+These functions run inside the trainer. A function that fails ends the training with one line that
+names the function. The trainer can then be restarted, because its journal and checkpoints hold all
+previous steps. The losses, advantages and filters of this package are called without this wrapper.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ def checked_function(
 
 
 @contextmanager
-def _exit_after_timeout(function: str) -> Generator[None]:
+def _exit_after_timeout(label: str) -> Generator[None]:
     """End the process if the block takes longer than CALL_TIMEOUT_SECONDS.
 
-    An exception could not interrupt native code or other threads, and `except Exception` in the
-    function could catch it.
+    `label` names the function in the message. An exception instead of the exit could not interrupt
+    native code, and an `except Exception` in the function could catch it.
     """
     seconds = CALL_TIMEOUT_SECONDS
 
     def exit_process() -> None:
-        sys.stderr.write(f"{function} did not return within {seconds:g} s; make it faster\n")
+        sys.stderr.write(f"{label} did not return within {seconds:g} s; make it faster\n")
         sys.stderr.flush()
         os._exit(2)
 
@@ -76,7 +76,10 @@ def _exit_after_timeout(function: str) -> Generator[None]:
 
 
 def _check_loss(name: str, result: Any, *_: object) -> tuple[Tensor, Metrics]:
-    """The scalar and the metrics of a loss. Raises UserCodeError for any other result."""
+    """The result of a loss: a scalar and a dict of scalar metrics.
+
+    Raises UserCodeError for any other result.
+    """
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         raise UserCodeError(f"loss '{name}' must return a scalar and a dict of metrics")
     value, metrics = cast("tuple[object, dict[str, object]]", result)
@@ -93,7 +96,7 @@ def _check_advantages(
 ) -> list[float]:
     """The advantages as a list; the function may return an array or a tensor.
 
-    Raises UserCodeError unless they are one finite number per reward.
+    Raises UserCodeError unless the result has one finite number per reward.
     """
     advantages = [float(advantage) for advantage in result]
     if len(advantages) != len(rewards):

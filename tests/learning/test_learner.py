@@ -263,7 +263,7 @@ def test_restored_learner_has_the_same_random_state() -> None:
     ("settings", "options", "reason"),
     [({"num_hidden_layers": 3}, {}, r"only the model has the parameter .*layers\.2"),
      ({"vocab_size": 65}, {}, r"embed_tokens.* has shape \[64, 16\], not \[65, 16\]"),
-     ({}, {"sync_steps": 2}, r"no reference/\S+, as train.ref_sync_steps was not set")],
+     ({}, {"sync_steps": 2}, r"no reference/\S+, because train.ref_sync_steps was not set")],
 )  # fmt: skip
 def test_restore_rejects_state_of_another_model_or_without_its_reference(
     settings: dict[str, int], options: dict[str, int], reason: str
