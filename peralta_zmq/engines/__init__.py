@@ -1,6 +1,6 @@
-"""Engines: each turns prompts into sampled completions (see the protocol registry.Engine).
+"""Engines, which sample completions of prompts (protocol registry.Engine).
 
-requests  what all engines share: problems to requests, tokens to completions, LoRA adapters
+requests  shared code: problems to requests, tokens to completions, LoRA adapters
 native    decode loop with its own KV cache and C kernels
 hf        transformers' `generate`
 """

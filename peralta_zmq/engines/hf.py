@@ -1,7 +1,11 @@
-"""Engine that samples with transformers' `generate`: for every model, slower than the native one.
+"""Engine that samples with transformers' `generate`.
 
-Implements the protocol registry.Engine. Requests are sampled in batches of padded prompts; newer
-weights are applied between two batches.
+Implements the protocol registry.Engine. Works for every model, but is slower than the native
+engine. Requests are sampled in batches of padded prompts; newer weights are applied between two
+batches.
+
+Letters in shapes: B requests of a batch, P tokens of its longest prompt, T generated tokens of its
+longest completion, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,9 +33,10 @@ from peralta_zmq.rollout import Completion, Request, Sampling
 
 
 class HfEngine:
-    """Samples batches of up to `slots` requests of at most `max_model_len` tokens each.
+    """Samples batches of up to `slots` requests at the same time.
 
-    `step` is the training step of the weights in use.
+    `max_model_len` is the maximum of prompt and completion together, in tokens. `step` is the
+    policy step of the weights in use: their number of training steps.
     """
 
     def __init__(
@@ -51,7 +56,8 @@ class HfEngine:
         self._cancelled = False
         pad_ids = (tokenizer.pad_token_id, *self._end_ids, 0)
         self._pad_id = cast(int, next(token for token in pad_ids if token is not None))
-        model.generation_config = GenerationConfig()  # the model's defaults would change Sampling
+        # transformers would take the options that `_generation_config` leaves unset from the model.
+        model.generation_config = GenerationConfig()
 
     @classmethod
     def open(
@@ -72,7 +78,7 @@ class HfEngine:
     def open_live(
         cls, model: models.Model, tokenizer: models.Tokenizer, **options: Any
     ) -> HfEngine:
-        """Open a model in training; each `generate` uses its weights of that moment."""
+        """Open a model that a trainer updates; `generate` uses the current weights."""
         return cls(model, tokenizer, **options)
 
     def apply(
@@ -80,7 +86,7 @@ class HfEngine:
     ) -> None:
         """Sample from `weights` from the next batch on.
 
-        `folder` is for engines that read the weights from files. Raises ValueError, with nothing
+        `folder`, which has the files of the weights, is not used. Raises ValueError, with nothing
         changed, if the weights belong to another model.
         """
         models.apply_weights(self._model, weights)
@@ -114,6 +120,7 @@ class HfEngine:
                 between_steps()
 
     def _sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Sample one batch; yields the completions in the order of `requests`."""
         step = self.step  # a caller may apply newer weights between two completions
         sampling = sampling.at(step)
         prompts = [torch.from_numpy(request.prompt_ids).long() for request in requests]
@@ -121,8 +128,8 @@ class HfEngine:
         attention_mask = self._pad_left([torch.ones_like(prompt) for prompt in prompts], 0)
         num_prompt = token_ids.shape[1]
         recorder = LogprobRecorder(sampling.temperature or 1.0)
-        # In this order, so that the logits are recorded before any penalty; transformers appends
-        # temperature and truncation.
+        # The recorder is first, because it records the logits before any penalty. transformers
+        # appends the processors for temperature and truncation.
         processors = LogitsProcessorList([recorder])
         if sampling.repetition_penalty != 1:
             processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -143,25 +150,26 @@ class HfEngine:
         logprobs = recorder.logprobs(generated)
         if not logprobs.isfinite().all():
             raise EngineError(f"the weights of step {step} give logits that are not finite")
-        for request, ids, scores in zip(requests, generated, logprobs, strict=True):
+        for request, ids, id_logprobs in zip(requests, generated, logprobs, strict=True):
             limit = request.max_completion_length
-            length = self._length(ids[:limit].tolist(), sampling)
+            length = self._completion_length(ids[:limit].tolist(), sampling)
             yield completion_of(
                 self._tokenizer,
                 request,
                 sampling,
                 token_ids=ids[:length].cpu().numpy(),
-                logprobs=scores[:length].cpu().numpy(),
+                logprobs=id_logprobs[:length].cpu().numpy(),
                 policy_steps=np.full(length, step, np.int32),
                 ended=int(ids[length - 1]) in self._end_ids,
             )
 
     def _pad_left(self, rows: list[torch.Tensor], value: int) -> torch.Tensor:
-        """Rows of different lengths with `value` before the shorter ones, [B, longest]."""
+        """Pad rows of different lengths with `value` on the left, to [B, longest]."""
         padded = pad_sequence(rows, batch_first=True, padding_value=value, padding_side="left")
         return padded.to(self._model.device)
 
     def _generation_config(self, sampling: Sampling) -> GenerationConfig:
+        """The options in `sampling` for which `_sample` does not add processors."""
         truncation: dict[str, Any] = {}
         if sampling.temperature:  # not greedy
             truncation = {
@@ -179,10 +187,11 @@ class HfEngine:
             **truncation,
         )
 
-    def _length(self, ids: list[int], sampling: Sampling) -> int:
-        """Number of tokens up to and including the one that ends the completion.
+    def _completion_length(self, ids: list[int], sampling: Sampling) -> int:
+        """Number of `ids` before the padding that `generate` appends to completed rows.
 
-        That is the first end token, or the token that completes a stop string.
+        The last token of a completion is its first end token, or the token that completes a stop
+        string.
         """
         for position, token in enumerate(ids):
             length = position + 1
@@ -200,8 +209,8 @@ class LogprobRecorder(LogitsProcessor):
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
-        self._logits: torch.Tensor | None = None  # [B, V], of the token that is not known yet
-        self._logprobs: list[torch.Tensor] = []  # [B] for each known token
+        self._logits: torch.Tensor | None = None  # [B, V], of the token to be sampled next
+        self._logprobs: list[torch.Tensor] = []  # [B] for each token sampled so far
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> Any:
         if self._logits is not None:
@@ -215,6 +224,7 @@ class LogprobRecorder(LogitsProcessor):
         return torch.stack(self._logprobs, dim=1)
 
     def _record_token(self, tokens: torch.Tensor) -> None:
+        """Record the logprobs of `tokens` [B], which were sampled from the stored logits."""
         assert self._logits is not None
         self._logprobs.append(
             models.selected_logprobs(self._logits, tokens, temperature=self._temperature)

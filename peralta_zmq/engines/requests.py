@@ -1,8 +1,8 @@
-"""What all engines share: problems to requests, sampled tokens to completions, LoRA adapters.
+"""Shared code of the engines: requests, completions, LoRA adapters.
 
 A request asks for one completion of a prompt. The requests for the same problem form a group, and
 the completions of a group are siblings. The policy step of a token is the number of training steps
-of the weights that sampled it.
+that the weights had when they sampled the token.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def generate_groups(
     sampling: Sampling,
     between_steps: Callable[[], None] | None = None,
 ) -> Iterator[tuple[Problem, list[Completion]]]:
-    """Yield each problem with its `num_generations` completions as soon as all are complete.
+    """Yield each problem with its completions when all of these have ended.
 
-    The next problem is read when the engine has a free slot. `problems` may yield None for "no
-    problem is available now"; the engine then continues and reads again later. The engine calls
-    `between_steps` whenever newer weights may be applied.
+    The next problem is read when the engine can start another completion. `problems` may yield None
+    for "no problem is available now"; the engine then continues and reads again later. The engine
+    calls `between_steps` whenever newer weights may be applied.
     """
     in_flight: dict[int, tuple[Problem, list[Completion]]] = {}  # by group number
 
@@ -79,13 +79,13 @@ def evaluate(
     report_progress: Callable[[int], None] = lambda num_done: None,
     between_steps: Callable[[], None] | None = None,
 ) -> list[tuple[Problem, list[Answer]]]:
-    """Return each problem with `num_generations` scored answers, in the order of `problems`.
+    """Return each problem with its scored answers, in the order of `problems`.
 
     `report_progress` receives the number of completed problems. If `between_steps` cancels the
-    engine, only the problems completed so far are returned. A problem whose reward function fails
-    is skipped and logged; raises TaskError if the reward function fails for all problems.
+    engine, only the problems completed so far are returned. A problem is skipped and logged if the
+    reward function fails for it. Raises TaskError if the reward function fails for all problems.
     """
-    answered: dict[int, list[Answer]] = {}  # by id() of the problem, in the order of completion
+    answered: dict[int, list[Answer]] = {}  # id() of a problem -> its answers
     failure: TaskError | None = None
     groups = generate_groups(
         engine,
@@ -120,10 +120,11 @@ def evaluate(
 def read_requests(
     source: Iterator[Request | None], sampling: Sampling, *, limit: int, max_model_len: int
 ) -> tuple[list[Request], bool]:
-    """Read up to `limit` requests, fewer if `source` has none available now or ends.
+    """Read requests until there are `limit`, or `source` yields None or ends.
 
-    Returns the requests, and True if `source` may yield more later. Raises ConfigError unless
-    prompt and completion together fit into `max_model_len` tokens.
+    None means that no request is available now. Returns the requests, and True if `source` may
+    yield more later. Raises ConfigError for an empty prompt, or if prompt and completion together
+    do not fit into `max_model_len` tokens.
     """
     batch: list[Request] = []
     for request in islice(source, limit):
@@ -136,10 +137,11 @@ def read_requests(
             raise ConfigError(
                 f"a prompt of {num_prompt} tokens and sampling.max_completion_length {num_new} do "
                 f"not fit into {max_model_len} tokens; raise engine.max_model_len to "
-                f"{num_prompt + num_new} if the model allows it, or shorten one of them"
+                f"{num_prompt + num_new} if the model allows it, or use shorter prompts or a "
+                "smaller sampling.max_completion_length"
             )
         batch.append(request)
-    return batch, len(batch) == limit
+    return batch, len(batch) == limit  # fewer than the limit: `source` has ended
 
 
 def completion_of(
@@ -147,7 +149,7 @@ def completion_of(
     request: Request,
     sampling: Sampling,
     *,
-    token_ids: NDArray[np.integer],  # [T]
+    token_ids: NDArray[np.integer],  # [T], the generated tokens
     logprobs: NDArray[np.floating],  # [T]
     policy_steps: NDArray[np.integer],  # [T]
     ended: bool,
@@ -178,7 +180,7 @@ def has_stop(tokenizer: models.Tokenizer, token_ids: list[int], stop: Sequence[s
 
 
 def _decode(tokenizer: models.Tokenizer, token_ids: list[int]) -> str:
-    """Decode generated tokens to the text for rewards and stop strings: no special tokens."""
+    """Text of generated tokens without special tokens, for rewards and stop strings."""
     return cast(str, tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
@@ -192,10 +194,10 @@ def end_token_ids(model: models.Model, tokenizer: models.Tokenizer) -> list[int]
 
 
 class LoraEngine:
-    """Serves LoRA adapters: merges each adapter into the base weights of the wrapped engine.
+    """Serves LoRA adapters by merging each adapter into the base weights.
 
-    `base` holds copies of the base weights; the engine must not change them, because every adapter
-    is merged into the unchanged base.
+    `base` holds copies of the base weights, which `engine` must not change: every adapter is merged
+    into the unchanged base.
     """
 
     def __init__(self, engine: Engine, base: Mapping[str, Tensor]) -> None:
@@ -205,10 +207,10 @@ class LoraEngine:
     def apply(
         self, weights: Mapping[str, Tensor], *, step: int, folder: Path | None = None
     ) -> None:
-        """Sample from the base with the adapter `weights` from the next token on.
+        """Sample from the base with adapter `weights` merged, from the next token on.
 
         Raises ValueError, with nothing changed, if the adapter belongs to another model.
         """
-        # Without `folder`: it contains the adapter, not the merged weights.
+        # `folder` is not passed on, because its files are the adapter, not the merged weights.
         self._engine.apply(lora.MergedWeights(self._base, weights), step=step)
         self.step = step

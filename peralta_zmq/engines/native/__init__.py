@@ -1,11 +1,12 @@
-"""Native engine: a decode loop with its own KV cache for Hugging Face decoder models.
+"""Native engine: decode loop with a KV cache for Hugging Face decoder models.
 
 engine        requests in, completions out; newer weights between two decode steps
-prefix_cache  prompt work done once: common prefix per weights, one prompt per group
+prefix_cache  computes the prefix of all prompts once per version of the weights, and the rest of a
+              prompt once per group (the completions of one prompt)
 sampler       from logits to a token and its logprob
 decoder       forward pass over the KV cache
 cache         keys and values of every row, allocated once
-linears       weights packed for this machine, replaced in place
+linears       weights in the memory order in which this machine multiplies fastest
 graphs        CUDA graphs of a decode step
 kernels/      C code: decode_layer.c (between the matmuls), gemm.c (packed matmul)
 """

@@ -1,12 +1,12 @@
 """KV cache: keys and values of every row, allocated once.
 
 Each row caches one sequence. A prefix that several rows have in common is stored once, in the
-shared part; the row's own part holds the rest of the sequence and starts at column 0. Rows are
-contiguous and only as wide as the longest own part needs, because a CPU matmul would copy memory
-that is not contiguous.
+shared part; the row's own part holds the rest of the sequence and starts at column 0. Rows are only
+as wide as the longest own part needs. When the width grows, the rows are moved, so that they remain
+contiguous: a CPU matmul would copy a slice of wider rows, because the slice is not contiguous.
 
-Letters in shapes: n rows, H key heads, P positions of the shared part, W width of a row, D
-head_dim, S new tokens per row.
+Letters in shapes: n rows, H key heads, P positions of the shared part, W width of a row in columns
+(one per token), D head_dim, S new tokens per row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GIB = 2**30
 
 
 class Span(NamedTuple):
-    """The positions of the shared part that belong to a row's sequence: start <= p < end."""
+    """The range of the shared part that belongs to a row's sequence, `end` excluded."""
 
     start: int
     end: int
@@ -40,8 +40,9 @@ EMPTY_SPAN = Span(0, 0)
 class KVCache:
     """Keys and values of `num_rows` sequences of at most `capacity` tokens.
 
-    `layers[i]` and `shared[i]` hold the keys and the values of layer i: own parts [n, H, W, D] and
-    shared part [H, P, D]. `layout` changes whenever these tensors move in memory.
+    `layers[i]` is the pair (keys, values) of layer i for the own parts, [n, H, W, D] each;
+    `shared[i]` is the pair for the shared part, [H, P, D] each. `layout` is a counter that changes
+    whenever these tensors move in memory. `spans` has the Span of each row.
     """
 
     def __init__(
@@ -80,13 +81,17 @@ class KVCache:
                 new[:, :, :width] = content
 
     def clear(self) -> None:
-        """Zero all keys and values; a non-finite value would spread to rows that use its memory."""
+        """Zero all keys and values, and empty the shared part.
+
+        Needed after non-finite values: a later sequence would multiply them by the probability 0 of
+        a masked position, and 0 * inf is NaN.
+        """
         self._memory.zero_()
         self._set_width(0)
         self.drop_shared()
 
     def drop_shared(self) -> None:
-        """Empty the shared part, and with it the span of every row."""
+        """Empty the shared part and the span of every row."""
         num_rows, num_heads, head_dim = self._shape
         self.layout += 1
         empty = self._memory.new_zeros((2, num_heads, 0, head_dim))
@@ -94,12 +99,15 @@ class KVCache:
         self.spans = np.zeros((num_rows, 2), np.int64)  # a Span for each row
 
     def share(self, row: int, length: int) -> Span:
-        """Append the first `length` tokens of `row`, whose span must be empty, to the shared part.
+        """Append the first `length` tokens of `row` to the shared part.
 
-        Removes the parts of the shared part that no row uses, and moves the spans of the rows
-        accordingly. Returns the span of the new tokens; EMPTY_SPAN, with nothing changed, if there
-        is no room for them.
+        The span of `row` must be empty. Returns the Span of the new tokens; the caller assigns this
+        Span to the rows that use the tokens. Also removes the ranges of the shared part that no row
+        uses, and shifts the spans of the rows accordingly. Returns EMPTY_SPAN, with nothing
+        changed, if the shared part would exceed the capacity.
         """
+        # Rows with the same start read one shared prefix, some of them only its beginning. Spans
+        # with different starts do not overlap.
         used: dict[int, int] = {}  # start of each used range -> its end
         for start, end in self.spans[self.spans[:, 1] > 0].tolist():
             used[start] = max(end, used.get(start, 0))
@@ -128,15 +136,17 @@ class KVCache:
         """Copy a sequence of `length` tokens from row `source` to row `target`."""
         self.spans[target] = start, end = self.spans[source]
         own_length = length - (end - start)
-        self._all[:, :, target, :, :own_length] = self._all[:, :, source, :, :own_length]
+        self._own[:, :, target, :, :own_length] = self._own[:, :, source, :, :own_length]
 
     def _set_width(self, length: int) -> None:
+        """Set the width of the rows to at least `length`; their content becomes invalid."""
         self.layout += 1
         num_rows, num_heads, head_dim = self._shape
         self.width = min(self._capacity, -(-max(length, 1) // WIDTH_STEP) * WIDTH_STEP)
         shape = (num_rows, num_heads, self.width, head_dim)
-        self._all = self._memory[:, :, : math.prod(shape)].unflatten(2, shape)
-        self.layers = [(layer[0], layer[1]) for layer in self._all]
+        # The own parts as a view of the memory: [layers, 2 (keys and values), n, H, W, D].
+        self._own = self._memory[:, :, : math.prod(shape)].unflatten(2, shape)
+        self.layers = [(layer[0], layer[1]) for layer in self._own]
 
 
 class Part(NamedTuple):
@@ -147,9 +157,10 @@ class Part(NamedTuple):
 
 
 class RowWindow:
-    """Consecutive rows of the cache with the interface of transformers' `Cache`.
+    """Consecutive rows of the cache, in place of transformers' `Cache`.
 
-    `columns` [n, S] are the columns of the new tokens in the rows from `first_row` on.
+    `update` returns Parts, so only the native decoder's own attention function can use them.
+    `columns` [n, S] are the columns of the new tokens in the n rows from `first_row` on.
     """
 
     def __init__(self, cache: KVCache, first_row: int, columns: Tensor) -> None:
@@ -160,7 +171,10 @@ class RowWindow:
         self._columns = columns
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Part, Part]:
-        """Write keys and values of the new tokens, [n, H, S, D]; return keys and values of all."""
+        """Write the keys and values [n, H, S, D] of the new tokens in layer `layer`.
+
+        Returns the keys and the values of all tokens of these rows.
+        """
         own_keys, own_values = self._cache.layers[layer]
         own_keys[self._rows, :, self._columns] = keys.transpose(1, 2)
         own_values[self._rows, :, self._columns] = values.transpose(1, 2)
@@ -171,7 +185,7 @@ class RowWindow:
         )
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Required by transformers, but the result is unused: the engine passes all positions."""
+        """Required by transformers, but not used, because the engine passes all positions."""
         return 0
 
 
@@ -186,25 +200,27 @@ def cache_shape(config: Any) -> dict[str, int]:
 
 
 def check_memory(model: models.Model, *, slots: int, extra_rows: int, capacity: int) -> None:
-    """Raise ConfigError if keys and values of all rows do not fit into the free memory.
+    """Raise ConfigError if the keys and values do not fit into the free memory.
 
-    Counts keys and values only: the model is loaded already, packing needs memory for one more
-    matrix at a time (and keeps a tied head twice), and the logits of a decode step are small.
+    `extra_rows` are the rows that the engine needs beyond its slots, for prompts and for the shared
+    part. Other memory is not counted: the model is loaded already, the logits of a decode step are
+    small, and packing the weights (linears.py) needs one more matrix at a time and a second copy of
+    a tied head.
     """
     row_bytes = capacity * 2 * math.prod(cache_shape(model.config).values()) * model.dtype.itemsize
     needed, free = row_bytes * (slots + extra_rows), free_bytes(model.device)
     if needed > free:
         max_slots = int(free // row_bytes) - extra_rows
-        remedy = f"use engine.slots {max_slots}" if max_slots > 0 else "use fewer"
+        remedy = f"use engine.slots {max_slots} or " if max_slots > 0 else "use "
         raise ConfigError(
             f"engine.slots {slots} of engine.max_model_len {capacity} tokens need "
             f"{needed / GIB:.1f} GiB for keys and values, {free / GIB:.1f} GiB are free on "
-            f"{model.device}; {remedy}, or a smaller engine.max_model_len"
+            f"{model.device}; {remedy}a smaller engine.max_model_len"
         )
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process may still allocate on a device, within the limit of its cgroup."""
+    """Bytes that this process may still allocate on a device, limited by its cgroup."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
@@ -215,5 +231,6 @@ def free_bytes(device: torch.device) -> int:
         return free
     used = int((cgroup / "memory.current").read_text("ascii"))
     lines = (cgroup / "memory.stat").read_text("ascii").splitlines()
+    # The kernel frees the pages of files that are not in use before it enforces the limit.
     reclaimable = int(dict(line.split() for line in lines)["inactive_file"])
     return min(free, int(limit.read_text("ascii")) - used + reclaimable)

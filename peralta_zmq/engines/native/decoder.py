@@ -1,14 +1,16 @@
 """Forward pass of a Hugging Face decoder model over the engine's KV cache.
 
 Llama, Qwen2 and Qwen3 models run through `decoder_forward`, which has fewer and larger operations
-than transformers' code: with the latter, the Python code between the operations takes a third of a
+than transformers' code. In transformers' code, Python between the operations takes a third of a
 small model's decode step. The other supported families run transformers' code with this module's
 attention and the KV cache.
 
-The keys and values of a sequence have two parts: a span of the shared part, which all rows can
-read (the common prefix of the prompts), and the own part of the sequence's row. Letters in shapes:
-n rows, S new tokens per row, P positions of the shared part, W positions of a row's own part, H key
-heads, D head_dim, V vocabulary.
+A row of the KV cache holds one sequence. The keys and values of the sequence have two parts: a span
+(start and end) of the shared part, and the own part of the row. The shared part stores the common
+prefix of the prompts, and all rows can read it.
+
+Letters in shapes: n rows, S new tokens per row, P positions of the shared part, W positions of a
+row's own part, H key heads, D head_dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from peralta_zmq.engines.native.graphs import GraphCache, capture_for
 from peralta_zmq.engines.native.kernels.decode_layer import CompiledLayerOps, library_for
 from peralta_zmq.engines.native.linears import ModelWeights
 
-LLAMA_FAMILIES = ("llama", "qwen2", "qwen3")  # equal but for head norms and biases
-ONE_MASK_FAMILIES = ("gemma",)  # take one mask; the gemma families below take one per layer type
+# Values of model_type. Llama families differ only in biases and in norms of query and key heads.
+LLAMA_FAMILIES = ("llama", "qwen2", "qwen3")
+ONE_MASK_FAMILIES = ("gemma",)  # take one mask; gemma2 and gemma3_text take one per layer type
 FAMILIES = (*LLAMA_FAMILIES, *ONE_MASK_FAMILIES, "gemma2", "gemma3_text")
 ATTENTION_NAME = "peralta_zmq"  # name of `_attention` in transformers' registry
 
@@ -38,8 +41,8 @@ ATTENTION_NAME = "peralta_zmq"  # name of `_attention` in transformers' registry
 class Decoder:
     """A model with packed weights, and the KV cache of `num_rows` sequences.
 
-    With `live`, a trainer owns and changes the weights, so they are not packed. `capacity` is the
-    maximum number of tokens of a sequence.
+    If `live`, a trainer owns and updates the weights, so the decoder does not pack the weights.
+    `capacity` is the maximum number of tokens of a sequence.
     """
 
     def __init__(self, model: models.Model, *, num_rows: int, capacity: int, live: bool) -> None:
@@ -58,14 +61,15 @@ class Decoder:
         self._positions = torch.arange(capacity, device=self.device)
         self.weights = ModelWeights(model, pack=not live)
         self._rotary_table = _rotary_table(model, self._positions)
-        self._library = _library_for(model)
+        self._library = _library_for(model)  # C kernels, or None
         capture = capture_for(model.device) if can_capture(self._model.model) else None
         self._graphs = None if capture is None else GraphCache(capture, model.device)
 
     def hidden_states(self, tokens: np.ndarray, positions: np.ndarray, *, first_row: int) -> Tensor:
-        """Last hidden states [n, S, hidden_size] of `tokens` [n, S]; caches keys and values.
+        """Last hidden states [n, S, hidden_size] of `tokens` [n, S].
 
         The tokens belong to the n rows from `first_row` on, at `positions` [n, S] in the sequences.
+        Their keys and values are added to the KV cache.
         """
         spans = self.cache.spans[first_row : first_row + len(tokens)]
         own_starts = (spans[:, 1] - spans[:, 0])[:, None]  # position of a row's first own token
@@ -93,9 +97,10 @@ class Decoder:
         first_row: int,
         ids: Tensor,  # [n, S]
         positions: Tensor,  # [n, S], in the sequence
-        start: Tensor,  # [n, 1], of the row's span in the shared part
-        end: Tensor,  # [n, 1], of this span
+        start: Tensor,  # [n, 1], start of the row's span in the shared part
+        end: Tensor,  # [n, 1], end of the row's span, excluded
     ) -> Tensor:
+        """Hidden states as in `hidden_states`; all arguments are on the device."""
         columns = positions - (end - start)  # [n, S], positions in the row's own part
         if self._config.model_type in LLAMA_FAMILIES:
             ops = self._layer_ops(first_row, positions, columns, start, end)
@@ -119,6 +124,7 @@ class Decoder:
     def _layer_ops(
         self, first_row: int, positions: Tensor, columns: Tensor, start: Tensor, end: Tensor
     ) -> TorchLayerOps | CompiledLayerOps:
+        """The C kernels if usable, for one new token per row; else torch's operators."""
         if self._rotary_table is None:
             rotary = _rotary(self._model, positions)
         else:
@@ -132,9 +138,10 @@ class Decoder:
         return TorchLayerOps(RotaryEmbedding(*rotary), window, self._masks(columns, start, end))
 
     def _masks(self, columns: Tensor, start: Tensor, end: Tensor) -> dict[str, Tensor]:
-        """Additive masks (0 or -inf) by layer type, [n, 1, S, P + W]: shared part, then own part.
+        """Additive masks (0 or -inf), [n, 1, S, P + W], by layer type.
 
-        A token attends to its row's span of the shared part and to the own part up to itself.
+        The last dimension is the shared part, then the row's own part. A token attends to its row's
+        span of the shared part, and to its row's own part up to the token itself.
         """
         shared = self._positions[: self.cache.shared[0][0].shape[1]]  # [P]
         own = self._positions[: self.cache.width]  # [W]
@@ -143,32 +150,34 @@ class Decoder:
         masked = torch.cat([outside_span, own > columns[..., None]], -1)  # [n, S, P + W]
         masks = {"full_attention": self._additive_mask(masked)}
         if self._sliding_window is not None:
-            # Shared positions precede the own part: here they have negative columns.
+            # The span ends where the own part begins: positions of the span get negative columns.
             all_columns = torch.cat([shared - end, own.expand(len(columns), -1)], -1)  # [n, P + W]
             too_old = all_columns[:, None] <= columns[..., None] - self._sliding_window
             masks["sliding_attention"] = self._additive_mask(masked | too_old)
         return masks
 
     def _additive_mask(self, masked: Tensor) -> Tensor:
+        """Mask [n, 1, S, P + W] with -inf where `masked` [n, S, P + W] is True, else 0."""
         zeros = torch.zeros(masked.shape, dtype=self.dtype, device=self.device)
         return zeros.masked_fill_(masked, float("-inf"))[:, None]
 
 
 def can_capture(model: Any) -> bool:
-    """Whether the forward pass of a model (without its head) can be captured in a CUDA graph.
+    """Whether a CUDA graph can capture the forward pass of a model without head.
 
-    It must be `decoder_forward` and must not read a number back from the GPU, which rotary
-    embeddings that grow with the longest sequence do.
+    The forward pass must be `decoder_forward` and must not read a number back from the GPU. Rotary
+    embeddings that depend on the longest sequence read its length back.
     """
     rope_type = getattr(model.rotary_emb, "rope_type", "default")
-    grows = "dynamic" in rope_type or rope_type == "longrope"
-    return model.config.model_type in LLAMA_FAMILIES and not grows
+    reads_length = "dynamic" in rope_type or rope_type == "longrope"
+    return model.config.model_type in LLAMA_FAMILIES and not reads_length
 
 
 def _rotary_table(model: Any, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Cosines and sines [capacity, D] by position.
+    """Cosines and sines [capacity, D] of all positions.
 
-    None if they change with the longest sequence, or if the model runs through transformers' code.
+    None if these values depend on the longest sequence, or if the model runs through transformers'
+    code.
     """
     if not can_capture(model.model):
         return None
@@ -187,6 +196,7 @@ def _library_for(model: Any) -> ctypes.CDLL | None:
     config = model.config
     if config.model_type not in LLAMA_FAMILIES or config.hidden_act != "silu":
         return None
+    # The C code reads the weights of the norms, which are vectors, in the dtype of the model.
     one_dtype = all(
         parameter.dtype == model.dtype for parameter in model.parameters() if parameter.ndim == 1
     )
@@ -195,11 +205,12 @@ def _library_for(model: Any) -> ctypes.CDLL | None:
     shape = cache_shape(config)
     queries_per_head = config.num_attention_heads // shape["num_heads"]
     return library_for(
-        model.dtype, model.device, queries_per_head=queries_per_head, width=shape["head_dim"]
+        model.dtype, model.device, queries_per_head=queries_per_head, head_dim=shape["head_dim"]
     )
 
 
 def _sliding_window(config: Any) -> int | None:
+    """Tokens that a layer with sliding attention attends to; None without such layers."""
     layer_types = getattr(config, "layer_types", None) or []
     return config.sliding_window if "sliding_attention" in layer_types else None
 
@@ -213,8 +224,8 @@ def decoder_forward(model: Any, ids: Tensor, ops: TorchLayerOps | CompiledLayerO
     layer_types = getattr(model.config, "layer_types", None) or ["full_attention"] * num_layers
     for layer, layer_type in zip(model.layers, layer_types, strict=True):
         normed, attention = ops.norm(layer.input_layernorm, hidden), layer.self_attn
-        heads = attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed)
-        hidden = hidden + attention.o_proj(ops.attend(attention, layer_type, *heads))
+        qkv = attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed)
+        hidden = hidden + attention.o_proj(ops.attend(attention, layer_type, *qkv))
         normed, mlp = ops.norm(layer.post_attention_layernorm, hidden), layer.mlp
         gated = ops.gate(mlp, mlp.gate_proj(normed), mlp.up_proj(normed))
         hidden = hidden + mlp.down_proj(gated)
@@ -233,7 +244,7 @@ class RotaryEmbedding:
 
     def rotate(self, heads: Tensor) -> Tensor:
         """Rotate queries or keys [n, heads, S, D]."""
-        swapped = heads.roll(heads.shape[-1] // 2, -1)
+        swapped = heads.roll(heads.shape[-1] // 2, -1)  # both halves of each head exchanged
         return torch.addcmul(heads * self._cos, swapped, self._sin)
 
 
@@ -257,8 +268,8 @@ class TorchLayerOps(NamedTuple):
     ) -> Tensor:
         """Attention of the new tokens; query, key and value are [n, S, heads * D]."""
         query, key, value = (
-            heads.unflatten(-1, (-1, module.head_dim)) for heads in (query, key, value)
-        )
+            joined.unflatten(-1, (-1, module.head_dim)) for joined in (query, key, value)
+        )  # [n, S, heads, D]
         if hasattr(module, "q_norm"):
             query, key = self.norm(module.q_norm, query), self.norm(module.k_norm, key)
         query, key = (self.rotary.rotate(heads.transpose(1, 2)) for heads in (query, key))
@@ -280,23 +291,25 @@ def _attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Grouped-query attention: the query heads of a key head are stacked, so no key is repeated.
+    """Grouped-query attention of the new tokens to the shared part and the own parts.
 
-    Parameters and result (None instead of attention weights) follow transformers' interface.
+    The query heads of a key head are stacked along the token dimension, so that keys need not be
+    repeated. Parameters and result (None instead of attention weights) follow transformers'
+    interface.
     """
-    n, heads, num_new, width = query.shape
-    group_size = heads // key.own.shape[1]
-    stacked = query.reshape(n, key.own.shape[1], group_size * num_new, width)
+    n, heads, num_new, head_dim = query.shape
+    group_size = heads // key.own.shape[1]  # query heads per key head
+    stacked = query.reshape(n, key.own.shape[1], group_size * num_new, head_dim)
     if num_new > 1 and group_size > 1:
         mask = mask.repeat(1, 1, group_size, 1)
     if softcap is not None or (num_new == 1 and not query.is_cuda):
         out = _attention_in_parts(stacked, key, value, mask, scaling=scaling, softcap=softcap)
     else:
-        # A single kernel on CUDA; each row reads a copy of the shared part.
+        # On CUDA, this is a single kernel, for which each row gets a copy of the shared part.
         out = scaled_dot_product_attention(
             stacked, _concatenated(key), _concatenated(value), attn_mask=mask, scale=scaling
         )
-    return out.reshape(n, heads, num_new, width).transpose(1, 2), None
+    return out.reshape(n, heads, num_new, head_dim).transpose(1, 2), None
 
 
 def _attention_in_parts(
@@ -308,14 +321,15 @@ def _attention_in_parts(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """One matmul reads the shared part for all rows; a batched matmul reads the own parts.
+    """Attention with separate matmuls for the shared part and the own parts.
 
-    For one new token per row, these contiguous matmuls take half the time of SDPA on a CPU. On mps,
-    SDPA was wrong for masks that are broadcast over heads (pytorch pull 184180).
+    One matmul reads the shared part for all rows. For one new token per row, these contiguous
+    matmuls take half the time of `scaled_dot_product_attention` on a CPU. On mps, that function was
+    wrong for masks that are broadcast over heads (pytorch pull 184180).
     """
-    n, num_heads, num_queries, width = query.shape
+    n, num_heads, num_queries, head_dim = query.shape
     num_shared = key.shared.shape[1]
-    all_queries = query.transpose(0, 1).reshape(num_heads, n * num_queries, width)
+    all_queries = query.transpose(0, 1).reshape(num_heads, n * num_queries, head_dim)
     shared = torch.bmm(all_queries, key.shared.transpose(1, 2))  # [H, n * G, P]
     shared = shared.view(num_heads, n, num_queries, num_shared).transpose(0, 1)
     own = torch.bmm(query.flatten(0, 1), key.own.flatten(0, 1).transpose(1, 2))  # [n * H, G, W]
@@ -326,7 +340,7 @@ def _attention_in_parts(
     shared_probs = probs[..., :num_shared].transpose(0, 1)
     shared_probs = shared_probs.reshape(num_heads, n * num_queries, num_shared)
     out = torch.bmm(shared_probs, value.shared)
-    out = out.view(num_heads, n, num_queries, width).transpose(0, 1)
+    out = out.view(num_heads, n, num_queries, head_dim).transpose(0, 1)
     own_probs = probs[..., num_shared:].flatten(0, 1)
     return torch.bmm(own_probs, value.own.flatten(0, 1)).view(query.shape) + out
 

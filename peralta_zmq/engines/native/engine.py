@@ -1,9 +1,10 @@
-"""Continuous batching: requests fill free rows, and each decode step adds one token to every row.
+"""Native engine: continuous batching of completions over a KV cache.
 
-A row holds one completion in progress, with its keys and values in the KV cache. A row whose
-completion ends is refilled at the next decode step. Between two decode steps the caller may apply
-newer weights: running rows keep their keys and values, and each token records its policy step, the
-number of training steps of the weights that sampled it.
+A row holds one completion in progress, with its keys and values in the KV cache. A decode step adds
+one token to every row. When the completion of a row ends, a new request takes the row at the next
+decode step. Between two decode steps the caller may apply newer weights: running rows keep their
+keys and values, and each token records its policy step, the number of training steps that the
+weights had when they sampled the token.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ logger = logging.getLogger(__name__)
 
 
 class NativeEngine:
-    """Samples up to `slots` sequences of at most `max_model_len` tokens at the same time.
+    """Samples up to `slots` completions at the same time.
 
-    Implements the protocol registry.Engine; `step` is the training step of the weights in use.
-    With `live`, the model belongs to a trainer: each `generate` uses its weights of that moment,
-    and no KV cache is kept between two calls. Without, the engine owns the model and packs its
-    weights. Raises ConfigError if the keys and values do not fit into memory.
+    Implements the protocol registry.Engine. `step` is the policy step of the weights in use.
+    `max_model_len` is the maximum of prompt and completion together, in tokens. If `live`, a
+    trainer owns and updates the model: each `generate` uses the model's current weights, and frees
+    the KV cache at the end. Otherwise the engine owns the model and packs the weights (see
+    linears.py). Raises ConfigError if the keys and values do not fit into memory.
     """
 
     def __init__(
@@ -55,7 +57,8 @@ class NativeEngine:
         self._capacity = min(max_model_len, model.config.max_position_embeddings)
         self._end_ids = end_token_ids(model, tokenizer)
         self._cancelled = False
-        self._loop: DecodeLoop | None = None
+        self._loop: DecodeLoop | None = None  # of the running `generate`
+        # One extra row for the shared part of the KV cache, which has at most the size of a row.
         check_memory(model, slots=slots, extra_rows=PROMPT_ROWS + 1, capacity=self._capacity)
         self._decoder = None if live else self._new_decoder()
 
@@ -81,7 +84,7 @@ class NativeEngine:
     def open_live(
         cls, model: models.Model, tokenizer: models.Tokenizer, **options: Any
     ) -> NativeEngine | HfEngine:
-        """Open a model in training, without a second copy of its weights."""
+        """Open a model that a trainer updates, without a second copy of its weights."""
         return _engine_for(model, tokenizer, live=True, **options)
 
     def apply(
@@ -89,7 +92,7 @@ class NativeEngine:
     ) -> None:
         """Sample from `weights` from the next token on.
 
-        `folder` is for engines that read the weights from files. Raises ValueError, with nothing
+        `folder`, which has the files of the weights, is not used. Raises ValueError, with nothing
         changed, if the weights belong to another model.
         """
         if self._decoder is None:
@@ -137,7 +140,7 @@ class NativeEngine:
                 if between_steps is not None:
                     between_steps()
         finally:
-            if self._loop is loop:  # no later call of generate has replaced it
+            if self._loop is loop:  # otherwise a later call of `generate` has set its own loop
                 self._loop = None  # frees the KV cache of a live engine
 
     def _new_decoder(self) -> Decoder:
@@ -148,6 +151,7 @@ class NativeEngine:
 def _engine_for(
     model: models.Model, tokenizer: models.Tokenizer, *, live: bool = False, **options: Any
 ) -> NativeEngine | HfEngine:
+    """A NativeEngine; an HfEngine if the decoder does not support the model."""
     family = cast(Any, model.config).model_type
     if family in FAMILIES:
         return NativeEngine(model, tokenizer, live=live, **options)
@@ -156,7 +160,7 @@ def _engine_for(
 
 
 class DecodeLoop:
-    """State of one `generate` call: starts rows, advances all rows, removes ended rows."""
+    """One `generate` call: starts rows, advances all rows, removes ended rows."""
 
     def __init__(
         self,
@@ -195,17 +199,17 @@ class DecodeLoop:
         self._sample(0, self._decoder.logits(hidden[:, -1]), step)
 
     def pop_ended(self) -> Iterator[Completion]:
-        """Yield the completions whose newest token is their last one, and free their rows."""
+        """Yield the completions that have ended, and free their rows."""
         for row in self._ended_rows():
             completion = self._completion(row)
             last = self.rows.remove(row)
-            if last != row:
+            if last != row:  # `remove` has moved row `last` to `row`
                 self._decoder.cache.copy(last, row, self.rows.length(row))
-            self._decoder.cache.spans[last] = EMPTY_SPAN
+            self._decoder.cache.spans[last] = EMPTY_SPAN  # the free row uses no shared prefix
             yield completion
 
     def _sample(self, first_row: int, logits: Tensor, step: int) -> None:
-        """Sample a token for every row from `first_row` on, which have the logits [n, V]."""
+        """Sample the next token of all rows from `first_row` on; `logits` are [n, V]."""
         rows = np.arange(first_row, self.rows.count)
         tokens, logprobs = sample(
             logits,
@@ -225,7 +229,7 @@ class DecodeLoop:
         self.rows.append(rows, tokens.cpu().numpy(), logprob_values, step=step)
 
     def _seen_tokens(self, rows: np.ndarray, logits: Tensor) -> Tensor | None:
-        """[n, V], True for tokens that get the repetition penalty; None if the penalty is off."""
+        """[n, V], True: the repetition penalty applies; None if the penalty is off."""
         if self._sampling.repetition_penalty == 1:
             return None
         seen = np.zeros(logits.shape, np.bool_)
@@ -235,7 +239,7 @@ class DecodeLoop:
         return torch.from_numpy(seen).to(logits.device)
 
     def _banned_tokens(self, rows: np.ndarray, logits: Tensor) -> Tensor | None:
-        """[n, V], True for end tokens in rows shorter than min_tokens; None without such rows."""
+        """[n, V], True for end tokens in rows below min_tokens; None without such rows."""
         is_short = self.rows.num_tokens[rows] < self._sampling.min_tokens
         if not is_short.any():
             return None
@@ -244,9 +248,10 @@ class DecodeLoop:
         return torch.from_numpy(banned).to(logits.device)
 
     def _ended_rows(self) -> list[int]:
-        """Rows whose newest token is their last one, in descending order.
+        """Rows whose completion has ended, in descending order.
 
-        Descending, so that the row that replaces a removed row is not an ended one.
+        `Rows.remove` moves the last row into the place of the removed row. The descending order
+        ensures that the moved row is still running.
         """
         tokens, _ = self.rows.newest()
         ended = (tokens[:, None] == self._end_ids).any(1)
@@ -256,7 +261,7 @@ class DecodeLoop:
         return np.flatnonzero(ended)[::-1].tolist()
 
     def _has_stopped(self, row: int) -> bool:
-        """Whether the text of a row contains a stop string."""
+        """Whether a row has at least min_tokens tokens and contains a stop string."""
         length = int(self.rows.num_tokens[row])
         if length < self._sampling.min_tokens:
             return False
@@ -264,6 +269,7 @@ class DecodeLoop:
         return has_stop(self._tokenizer, token_ids, self._sampling.stop)
 
     def _completion(self, row: int) -> Completion:
+        """The completion of a row that has ended."""
         length = self.rows.num_tokens[row]
         return completion_of(
             self._tokenizer,
@@ -290,10 +296,10 @@ class Rows:
         self.tokens = np.zeros(shape, np.int64)  # generated tokens
         self.logprobs = np.zeros(shape, np.float32)
         self.steps = np.zeros(shape, np.int32)  # policy step of each token
-        self.num_tokens = np.zeros(num_rows, np.int64)  # generated so far
+        self.num_tokens = np.zeros(num_rows, np.int64)  # number of tokens generated so far
         self.num_prompt = np.zeros(num_rows, np.int64)  # length of the prompt
         self.limits = np.zeros(num_rows, np.int64)  # maximum of num_tokens
-        self._uniforms = np.zeros(shape, np.float32)  # random numbers, one per token
+        self._uniforms = np.zeros(shape, np.float32)  # random numbers for sampling, one per token
 
     def start(self, request: Request) -> int:
         """Put `request` into the next free row; returns the row.
@@ -316,7 +322,7 @@ class Rows:
     def append(
         self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, *, step: int
     ) -> None:
-        """Add one token to each of `rows`, sampled by the weights of training step `step`."""
+        """Add one token to each of `rows`, sampled by the weights of policy step `step`."""
         columns = self.num_tokens[rows]
         self.tokens[rows, columns] = tokens
         self.logprobs[rows, columns] = logprobs
@@ -324,12 +330,12 @@ class Rows:
         self.num_tokens[rows] = columns + 1
 
     def newest(self) -> tuple[np.ndarray, np.ndarray]:
-        """The newest token of each running row, and its position in the sequence: [count] each."""
+        """The newest token of each running row and its position, [count] each."""
         last = self.num_tokens[: self.count] - 1
         return self.tokens[np.arange(self.count), last], self.num_prompt[: self.count] + last
 
     def remove(self, row: int) -> int:
-        """Remove a row and move the last running row into its place; returns the last row."""
+        """Remove `row`, move the last running row there, return that row's old index."""
         self.count -= 1
         last = self.count
         tables = self.tokens, self.logprobs, self.steps, self._uniforms

@@ -1,7 +1,7 @@
 """CUDA graphs of decode steps: one launch instead of hundreds of small kernels.
 
-Capturing records the kernels of a forward pass; a replay launches all of them again. A graph reads
-and writes the memory addresses that it was captured with, so it is dropped when tensors move.
+Capturing records the kernels of a forward pass; a replay launches all of these kernels again. A
+graph reads and writes the memory addresses of its capture, so it is dropped when tensors move.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-Replay: TypeAlias = Callable[[], None]
-Capture: TypeAlias = Callable[[Callable[[], Tensor]], tuple[Tensor, Replay]]
 Forward: TypeAlias = Callable[[Tensor], Tensor]
+Replay: TypeAlias = Callable[[], None]
+# Captures a function; returns its result tensor, which each replay fills, and the replay function.
+Capture: TypeAlias = Callable[[Callable[[], Tensor]], tuple[Tensor, Replay]]
 
 
 class _Graph(NamedTuple):
@@ -25,19 +26,23 @@ class _Graph(NamedTuple):
 
 
 class GraphCache:
-    """Captured graphs of the current memory layout, by key."""
+    """Captured graphs by key.
+
+    The graphs are valid for one memory layout: a value that changes when tensors move.
+    """
 
     def __init__(self, capture: Capture, device: torch.device) -> None:
         self._capture, self._device = capture, device
         self._layout: Hashable = None
-        self._graphs: dict[Hashable, _Graph | None] = {}  # None: ran once, not captured yet
+        self._graphs: dict[Hashable, _Graph | None] = {}  # None: first call done, no graph yet
 
     def run(self, forward: Forward, inputs: Tensor, *, key: Hashable, layout: Hashable) -> Tensor:
         """Return `forward(inputs)`, from a graph if possible; valid until the next call.
 
         Functions with the same key must do the same operations on tensors of equal shapes, and must
-        not read a number back to the host. The second call with a key captures its graph, for which
-        `forward` runs twice. Graphs are dropped when `layout` changes.
+        not read a number back to the host. The first call with a key runs `forward` directly; the
+        second call captures a graph, for which `forward` runs twice. All graphs are dropped when
+        `layout` changes.
         """
         if layout != self._layout:
             self._layout, self._graphs = layout, {}
@@ -46,7 +51,7 @@ class GraphCache:
             return forward(inputs.to(self._device))
         graph = self._graphs[key]
         if graph is None:
-            static = inputs.to(self._device)
+            static = inputs.to(self._device)  # the graph reads its inputs from this tensor
             graph = self._graphs[key] = _Graph(static, *self._capture(partial(forward, static)))
         graph.inputs.copy_(inputs)
         graph.replay()
@@ -56,8 +61,8 @@ class GraphCache:
 def capture_for(device: torch.device) -> Capture | None:
     """The capture function of a device; None if the device does not support graphs.
 
-    All graphs share one stream and one memory pool, because no result is read after the next
-    replay.
+    All graphs can share one stream and one memory pool, because the result of a replay is not read
+    after the next replay.
     """
     if device.type != "cuda":
         return None
@@ -65,8 +70,8 @@ def capture_for(device: torch.device) -> Capture | None:
 
     def capture(forward: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):  # a first run, as libraries cannot initialize in a capture
-            forward()
+        with torch.cuda.stream(stream):
+            forward()  # not captured: CUDA libraries cannot initialize during a capture
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):

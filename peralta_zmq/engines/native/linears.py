@@ -1,8 +1,8 @@
-"""Linear layers with packed weights: stored in the order in which this machine multiplies fastest.
+"""Linear layers with packed weights, for fast matmuls on a CPU.
 
-Layers with the same input (such as q_proj, k_proj and v_proj) are fused into one packed weight.
-Newer weights replace the packed ones while the model is in use. On devices that cannot pack, the
-layers stay as they are.
+A packed weight is stored in the memory order in which this machine multiplies it fastest. Layers
+with the same input (such as q_proj, k_proj and v_proj) are fused into one packed weight. Where
+packing is not supported, the model keeps its own layers.
 """
 
 from __future__ import annotations
@@ -16,37 +16,42 @@ from torch import Tensor, nn
 from peralta_zmq import models
 from peralta_zmq.engines.native.kernels.gemm import can_pack, pack
 
-FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # with the same input
+# Each tuple: attribute names of layers with the same input.
+FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class FusedLinear:
     """Linear layers with the same input, stored as one packed weight.
 
-    One wide matmul reads its weight faster than three narrow ones. `names` are the names of the
-    layers' weights in the model, `biases` the names of their biases: one per layer, or none.
+    One wide matmul is faster than several narrow matmuls. The names of the layers' weights and
+    biases are those in the model: one weight per layer, and one bias per layer or no bias at all.
     """
 
     def __init__(
-        self, linears: Sequence[nn.Linear], names: Sequence[str], biases: Sequence[str] = ()
+        self,
+        linears: Sequence[nn.Linear],
+        weight_names: Sequence[str],
+        bias_names: Sequence[str] = (),
     ) -> None:
-        self._names, self._biases = names, biases
-        self._sizes = [linear.out_features for linear in linears]
+        self._weight_names, self._bias_names = weight_names, bias_names
+        self._sizes = [linear.out_features for linear in linears]  # number of outputs by layer
         self._dtype = linears[0].weight.dtype
-        self._input: Tensor | None = None  # of the latest matmul
-        self._outputs: tuple[Tensor, ...] = ()  # of the latest matmul, by layer
+        self._input: Tensor | None = None  # of the matmul whose outputs are being read
+        self._outputs: tuple[Tensor, ...] = ()  # of the matmul whose outputs are being read
         self._pack([linear.weight for linear in linears], _biases_of(linears))
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the layers' weights [out, in] and biases [out]."""
         self._pack(
-            [weights[name] for name in self._names], [weights[name] for name in self._biases]
+            [weights[name] for name in self._weight_names],
+            [weights[name] for name in self._bias_names],
         )
 
     def output(self, index: int, rows: Tensor) -> Tensor:
-        """The output of layer `index` for `rows`, [..., in].
+        """The output [..., out] of layer `index` for the input `rows` [..., in].
 
-        The outputs of all layers are computed together and kept until the output of the last layer
-        is read. Callers must read them in order.
+        The first call for an input computes the outputs of all layers; the call for the last layer
+        frees them. Callers must therefore read the outputs in the order of the layers.
         """
         if len(self._sizes) == 1:
             return self._packed.multiply(rows, self._bias)
@@ -59,30 +64,35 @@ class FusedLinear:
         return output
 
     def _pack(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+        """Set the packed weight and the bias of all layers."""
         self._packed = pack(self._concatenated(weights))
-        # A copy, because the source may be a mapped file that changes later.
+        # A copy, because a single bias may be a view of a mapped file that changes later.
         self._bias = self._concatenated(biases).clone() if biases else None
-        self._input = None
+        self._input = None  # outputs of the old weights are not used again
 
     def _concatenated(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Tensors in the dtype of the layers, concatenated; a single tensor is not copied."""
         converted = [tensor.detach().to(self._dtype) for tensor in tensors]
         return torch.cat(converted) if len(converted) > 1 else converted[0]
 
 
 class PackedLinear(nn.Module):
-    """One layer of a FusedLinear."""
+    """Replaces an nn.Linear of the model: layer `index` of `fused`."""
 
     def __init__(self, fused: FusedLinear, index: int) -> None:
         super().__init__()
         self._fused, self._index = fused, index
 
     def forward(self, rows: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
+        """Multiply `rows`, [..., in], to [..., out]."""
         return self._fused.output(self._index, rows)
 
 
 class ModelWeights:
-    """The weights of a model by name; packs the linear layers if `pack` and the machine can."""
+    """The weights of a model by name, which `apply` replaces.
+
+    If `pack` and if this machine supports it, the linear layers of the model are packed.
+    """
 
     def __init__(self, model: models.Model, *, pack: bool) -> None:
         weights = models.weights_of(model)
@@ -93,9 +103,10 @@ class ModelWeights:
             self._pack(model)
 
     def apply(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace all weights; needs memory for one more fused weight.
+        """Replace all weights.
 
-        Raises ValueError, with nothing changed, if names or shapes differ from the model's.
+        Needs extra memory for one fused weight at a time. Raises ValueError, with nothing changed,
+        if names or shapes differ from those of the model.
         """
         models.check_weights(self._shapes, weights)
         with torch.no_grad():
@@ -105,25 +116,29 @@ class ModelWeights:
                 fused.load(weights)
 
     def _pack(self, model: models.Model) -> None:
-        """Replace the linear layers of a model by packed ones."""
-        names = {tensor.data_ptr(): name for name, tensor in self._plain.items()}
+        """Replace the linear layers of a model by PackedLinear layers."""
+        name_at = {tensor.data_ptr(): name for name, tensor in self._plain.items()}
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        kept = {names[embedding.weight.data_ptr()] for embedding in embeddings}
+        embedding_names = {name_at[embedding.weight.data_ptr()] for embedding in embeddings}
         for parent in list(model.modules()):
-            for attributes in _fused_attributes(parent):
+            for attributes in _layer_groups(parent):
                 linears = [cast(nn.Linear, getattr(parent, name)) for name in attributes]
-                weights = [names[linear.weight.data_ptr()] for linear in linears]
-                biases = [names[bias.data_ptr()] for bias in _biases_of(linears)]
-                fused = FusedLinear(linears, weights, biases)
+                weight_names = [name_at[linear.weight.data_ptr()] for linear in linears]
+                bias_names = [name_at[bias.data_ptr()] for bias in _biases_of(linears)]
+                fused = FusedLinear(linears, weight_names, bias_names)
                 self._fused.append(fused)
                 for index, attribute in enumerate(attributes):
                     setattr(parent, attribute, PackedLinear(fused, index))
-                for name in {*weights, *biases} - kept:  # an embedding tied to the head stays
+                # The embedding needs its plain weight, also if the output head shares the weight.
+                for name in {*weight_names, *bias_names} - embedding_names:
                     del self._plain[name]
 
 
-def _fused_attributes(parent: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Attribute names of the linear layers of `parent`; layers with the same input together."""
+def _layer_groups(parent: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Attribute names of the linear layers of `parent`, grouped into layers to fuse.
+
+    A layer that is not in FUSED_LAYERS is a group of its own.
+    """
     linears = {name: child for name, child in parent.named_children() if type(child) is nn.Linear}
     for names in FUSED_LAYERS:
         group = [linears[name] for name in names if name in linears]
@@ -135,5 +150,6 @@ def _fused_attributes(parent: nn.Module) -> Iterator[tuple[str, ...]]:
 
 
 def _biases_of(linears: Sequence[nn.Linear]) -> list[Tensor]:
+    """The biases of those layers that have one."""
     biases = cast("list[Tensor | None]", [linear.bias for linear in linears])
     return [bias for bias in biases if bias is not None]

@@ -1,9 +1,11 @@
-"""Prefix cache: computes the common prefix of all prompts once, and each prompt once per group.
+"""Prefix cache: computes shared prompt tokens once instead of once per completion.
 
-The common prefix is the longest common prefix of all prompts seen so far; it can only become
-shorter. Its keys and values are in the shared part of the KV cache, which all rows can read. The
-remainder of each prompt is computed in a row reserved for prompts, and copied from there to the
-rows of the prompt's completions.
+The common prefix of all prompts is computed once, and the remainder of each prompt once per group
+(the completions of one prompt). The common prefix is the longest prefix of all prompts of a
+`generate` call so far; a new prompt can only shorten this prefix. The keys and values of the prefix
+are in the shared part of the KV cache, which all rows can read. The remainder of a prompt is
+computed in a row reserved for prompts, and copied from there to the rows of the prompt's
+completions.
 """
 
 from __future__ import annotations
@@ -24,14 +26,18 @@ MIN_PREFIX = 16  # tokens; computing a shorter prefix separately costs more than
 
 
 class PrefixCache:
-    """The newest computed prompts, in PROMPT_ROWS rows of the KV cache from `first_row` on."""
+    """Keys and values of the latest prompts, to copy to the rows of completions.
+
+    The prompts are in the PROMPT_ROWS rows of the KV cache from `first_row` on. The span of a row
+    is the range of the shared part that belongs to the row's sequence.
+    """
 
     def __init__(self, decoder: Decoder, first_row: int) -> None:
         self._decoder, self._cache, self._first_row = decoder, decoder.cache, first_row
         self._prompt_rows = slice(first_row, first_row + PROMPT_ROWS)
         self._prefix: Int32Array | None = None
-        self._index: dict[bytes, int] = {}  # prompt row of each computed prompt, from 0
-        self._logits: Tensor | None = None  # [computed prompts, V], after the last prompt token
+        self._index: dict[bytes, int] = {}  # prompt as bytes -> its row, counted from `first_row`
+        self._logits: Tensor | None = None  # [computed prompts, V], of each prompt's next token
         self._cache.drop_shared()
 
     def invalidate(self) -> None:
@@ -40,14 +46,14 @@ class PrefixCache:
         Rows of completions in progress keep the prefix that they started with.
         """
         self._index = {}
-        self._cache.spans[self._prompt_rows] = EMPTY_SPAN
+        self._cache.spans[self._prompt_rows] = EMPTY_SPAN  # `compute` then computes a new prefix
 
     def __contains__(self, prompt: Int32Array) -> bool:
-        """Whether `copy_to` can copy the prompt."""
+        """Whether the prompt is computed, so that `copy_to` can copy it."""
         return prompt.tobytes() in self._index
 
     def compute(self, prompts: Sequence[Int32Array]) -> None:
-        """Compute the first PROMPT_ROWS distinct prompts, which replace all earlier prompts."""
+        """Compute the first PROMPT_ROWS distinct prompts; drops the earlier prompts."""
         distinct = {prompt.tobytes(): prompt for prompt in prompts}
         prompts = list(distinct.values())[:PROMPT_ROWS]
         start = self._prepare_prefix(prompts)
@@ -55,23 +61,24 @@ class PrefixCache:
         tokens = np.zeros((len(prompts), longest - start), np.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt) - start] = prompt[start:]
-        hidden = self._forward(tokens, start)  # padding after shorter prompts is never read
+        hidden = self._forward(tokens, start)  # results for the padding are never read
         last = torch.tensor([len(prompt) - start - 1 for prompt in prompts], device=hidden.device)
         hidden = hidden[torch.arange(len(prompts), device=hidden.device), last]
         self._logits = self._decoder.logits(hidden)
         self._index = {key: index for index, key in enumerate(islice(distinct, PROMPT_ROWS))}
 
     def copy_to(self, row: int, prompt: Int32Array) -> Tensor:
-        """Copy a computed prompt to a row of the KV cache; returns the next token's logits [V]."""
+        """Copy a computed prompt to a row; returns the next token's logits [V]."""
         assert self._logits is not None
         index = self._index[prompt.tobytes()]
         self._cache.copy(self._first_row + index, row, len(prompt))
         return self._logits[index]
 
     def _prepare_prefix(self, prompts: Sequence[Int32Array]) -> int:
-        """Shorten the common prefix to fit `prompts` and make the prompt rows use it.
+        """Shorten the common prefix to fit `prompts`, and set the prompt rows' spans.
 
-        Returns the number of tokens that the prompt rows read from the shared part.
+        Returns the number of tokens that the prompt rows read from the shared part: the length of
+        the prefix, or 0 if the shared part has no room for it.
         """
         prefix = prompts[0] if self._prefix is None else self._prefix
         for prompt in prompts:
@@ -79,10 +86,10 @@ class PrefixCache:
             prefix = prefix[: min(_common_length(prefix, prompt), len(prompt) - 1)]
         self._prefix = prefix = prefix if len(prefix) >= MIN_PREFIX else prefix[:0]
         start, end = self._cache.spans[self._first_row].tolist()
-        if start == end and len(prefix):  # not in the shared part yet
+        if start == end and len(prefix):  # the prefix is not in the shared part yet
             self._forward(prefix[None].astype(np.int64), 0)
             start, end = self._cache.share(self._first_row, len(prefix))
-        end = min(end, start + len(prefix))
+        end = min(end, start + len(prefix))  # the stored prefix may be longer than the new one
         self._cache.spans[self._prompt_rows] = Span(start, end)
         return end - start
 

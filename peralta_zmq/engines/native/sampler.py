@@ -1,8 +1,9 @@
 """Sampling: from logits to one token per row and its logprob.
 
 The options have the same effect and order as in transformers: repetition penalty, min_tokens,
-temperature, top_k, top_p, min_p. The code selects the top k logits before it applies the
-temperature, which does not change the result and saves sorting the whole vocabulary.
+temperature, top_k, top_p, min_p. With top_k, the code selects the top k logits before it applies
+the temperature. The result is the same, but the later operations process k values, which are
+already sorted for top_p, instead of the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from peralta_zmq.rollout import Sampling
 
-CHUNK_SIZE = 2**20  # logits; a chunk's fp32 copies stay in the processor's cache
+CHUNK_SIZE = 2**20  # logits per chunk, so that the fp32 copies of a chunk stay in the CPU cache
 
 
 def sample(
@@ -20,39 +21,40 @@ def sample(
     sampling: Sampling,
     uniform: Tensor,  # [n], uniform in [0, 1)
     *,
-    seen: Tensor | None = None,  # [n, V] bool, tokens with a repetition penalty
-    banned: Tensor | None = None,  # [n, V] bool, tokens that are not allowed yet
+    seen: Tensor | None = None,  # [n, V] bool, True: the repetition penalty applies
+    banned: Tensor | None = None,  # [n, V] bool, True: must not be sampled
 ) -> tuple[Tensor, Tensor]:
     """Sample one token for each of n rows; returns tokens [n] and logprobs [n].
 
     Logprobs are computed as by the trainer (see Rollout.logprobs): from the original logits at the
-    sampling temperature (1 if greedy), before penalties, bans and truncation.
+    sampling temperature (1 if greedy), before penalties, bans and truncation by top_k, top_p and
+    min_p.
     """
-    allowed = logits
+    adjusted = logits
     if seen is not None:
-        allowed, penalty = allowed.float(), sampling.repetition_penalty
-        penalized = torch.where(allowed < 0, allowed * penalty, allowed / penalty)
-        allowed = torch.where(seen, penalized, allowed)
+        adjusted, penalty = adjusted.float(), sampling.repetition_penalty
+        penalized = torch.where(adjusted < 0, adjusted * penalty, adjusted / penalty)
+        adjusted = torch.where(seen, penalized, adjusted)
     if banned is not None:
-        allowed = allowed.masked_fill(banned, float("-inf"))
+        adjusted = adjusted.masked_fill(banned, float("-inf"))
     if sampling.temperature == 0:
-        tokens = allowed.argmax(-1)
+        tokens = adjusted.argmax(-1)
     else:
-        tokens = _sample_tokens(allowed, sampling, uniform)
+        tokens = _sample_tokens(adjusted, sampling, uniform)
     return tokens, _logprobs(logits, tokens, sampling.temperature or 1.0)
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) at `tokens`, [n] in fp32; one chunk of rows at a time."""
+    """log softmax(logits / temperature) at `tokens`, [n] in fp32."""
     num_rows = max(1, CHUNK_SIZE // logits.shape[-1])
     pairs = zip(logits.split(num_rows), tokens[:, None].split(num_rows), strict=True)
-    # log_softmax takes half the time of logsumexp, because it needs one pass.
+    # On a CPU, log_softmax (one fused kernel) takes half the time of logsumexp (several kernels).
     chunks = [(rows.float() / temperature).log_softmax(-1).gather(-1, ids) for rows, ids in pairs]
     return torch.cat(chunks)[:, 0]
 
 
 def _sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
-    """Sample from softmax(logits / temperature) after truncation by top_k, top_p and min_p."""
+    """Sample from softmax(logits / temperature), truncated by top_k, top_p, min_p."""
     token_ids = None  # [n, k], most probable first; None = the whole vocabulary, in its order
     vocab_size = logits.shape[-1]
     if 0 < sampling.top_k < vocab_size:
@@ -67,7 +69,8 @@ def _sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tenso
         threshold = sampling.min_p * probs.amax(-1, keepdim=True)
         probs = probs.masked_fill(probs < threshold, 0)
     # Inverse transform sampling: the first index at which the cumulated probs exceed the target.
+    # The target is below the sum of all probs, because uniform is at most 1 - 2^-24 in fp32.
     cumulated = probs.cumsum(-1)
-    target = uniform[:, None] * cumulated[:, -1:]  # below the sum: uniform is at most 1 - 2^-24
+    target = uniform[:, None] * cumulated[:, -1:]
     index = (cumulated <= target).sum(-1)
     return index if token_ids is None else token_ids.gather(-1, index[:, None])[:, 0]

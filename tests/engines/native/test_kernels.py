@@ -114,7 +114,7 @@ def is_as_exact_as_torch(ours: torch.Tensor, torchs: torch.Tensor, exact: torch.
 def library(dtype: torch.dtype, group: int = 2, width: int = 64) -> Any:
     if not HAS_COMPILER:
         pytest.skip("no C compiler for Linux here")
-    found = decode_layer.library_for(dtype, CPU, queries_per_head=group, width=width)
+    found = decode_layer.library_for(dtype, CPU, queries_per_head=group, head_dim=width)
     assert found is not None
     return found
 
@@ -161,11 +161,13 @@ def test_nan_stays_in_its_row(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("group", "width"), [(2, 24), (2, 272), (9, 64)])
 def test_unsupported_head_shapes_are_left_to_torch(group: int, width: int) -> None:
-    assert decode_layer.library_for(torch.float32, CPU, queries_per_head=group, width=width) is None
+    assert (
+        decode_layer.library_for(torch.float32, CPU, queries_per_head=group, head_dim=width) is None
+    )
 
 
 def panels(weight: torch.Tensor) -> gemm.PanelWeight:
-    if not (HAS_COMPILER and gemm.supports_panels(compiler.processor())):
+    if not (HAS_COMPILER and gemm.supports_panels(compiler.cpu_features())):
         pytest.skip("no C compiler, or a processor that gemm.c does not support")
     packed = gemm.pack(weight)
     assert isinstance(packed, gemm.PanelWeight)
@@ -251,7 +253,7 @@ def test_layer_ops_without_compiler_are_torchs(
     empty_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        assert decode_layer.library_for(torch.float32, CPU, queries_per_head=2, width=64) is None
+        assert decode_layer.library_for(torch.float32, CPU, queries_per_head=2, head_dim=64) is None
     assert "decode_layer.c is not compiled, which is slower: no C compiler here (cc)" in caplog.text
 
 
@@ -260,7 +262,7 @@ def for_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that the processor supports gemm.c."""
     if not gemm.can_pack(torch.bfloat16):
         pytest.skip("this build cannot pack")
-    monkeypatch.setattr(compiler, "processor", lambda: "flags : avx512_bf16")
+    monkeypatch.setattr(compiler, "cpu_features", lambda: "flags : avx512_bf16")
 
 
 def test_pack_without_compiler_uses_onednn(
@@ -290,7 +292,7 @@ def test_processor_is_empty_if_cpuinfo_is_hidden(monkeypatch: pytest.MonkeyPatch
         raise PermissionError
 
     monkeypatch.setattr(Path, "read_text", hidden)
-    assert compiler.processor() == ""
+    assert compiler.cpu_features() == ""
 
 
 @pytest.fixture
@@ -332,6 +334,6 @@ def test_compiler_error_is_logged_with_its_reason(
     compiler.write_text("#!/bin/sh\necho stdint.h: No such file >&2\nexit 1\n")
     compiler.chmod(0o755)
     with caplog.at_level(logging.INFO):
-        assert decode_layer.library_for(torch.float32, CPU, queries_per_head=2, width=64) is None
+        assert decode_layer.library_for(torch.float32, CPU, queries_per_head=2, head_dim=64) is None
     assert f"{compiler} fails (stdint.h: No such file)" in caplog.text
     assert not list(empty_cache.rglob("*.so"))

@@ -1,1 +1,1 @@
-"""C kernels of the decode loop with their Python bindings, compiled once per machine."""
+"""C kernels of the decode loop, compiled when a machine first uses them."""

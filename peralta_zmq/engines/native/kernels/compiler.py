@@ -37,10 +37,11 @@ def load(
     *,
     check: Callable[[ctypes.CDLL], bool],
 ) -> ctypes.CDLL | None:
-    """Load the library of the C file `source`; `functions` maps names to argument types.
+    """Load the library of the C file `source`; None if the library cannot be used.
 
-    `defines` are the preprocessor options of the compiler. Returns None, and logs the reason, if
-    the file cannot be compiled or if `check` returns False for wrong results.
+    `functions` maps the names of the C functions to their argument types. `defines` are -D options
+    of the compiler. `check` returns whether the library computes correct results. On Linux, the
+    reason for None is logged; on other systems, the result is always None.
     """
     if sys.platform != "linux":
         return None
@@ -58,30 +59,28 @@ def load(
     return None
 
 
-def processor() -> str:
-    """The line of /proc/cpuinfo with the CPU's features; empty if there is none.
-
-    It is part of a library's file name, because machines may share a home directory.
-    """
+def cpu_features() -> str:
+    """The line of /proc/cpuinfo with the CPU's features; empty without that line."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
-    except OSError:  # not Linux, or hidden
+    except OSError:  # a container may hide /proc
         return ""
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def _compiled(source: Path, defines: tuple[str, ...]) -> Path:
-    """The file of the library for this machine; compiles it if it is not in the cache folder.
+    """The library file of `source`; compiles it if it is not in the cache folder.
 
-    The file name contains the hash of its content, so that a damaged library is not loaded: that
-    could crash the process.
+    The file name has two hashes. The first covers everything that the build depends on, also the
+    CPU features: machines may share a home directory, and code for another CPU may crash. The
+    second covers the content of the file, because a damaged library could crash the process.
     """
     cc = shutil.which("cc")
     if cc is None:
         raise FileNotFoundError(f"no C compiler here (cc); {REMEDY}")
     flags = [cc, *FLAGS, *defines]
-    machine = repr((flags, processor(), platform.libc_ver(), _openmp())).encode()
-    name = f"{source.stem}-{_hash(source.read_bytes() + machine)}"
+    build = repr((flags, cpu_features(), platform.libc_ver(), _openmp())).encode()
+    name = f"{source.stem}-{_hash(source.read_bytes() + build)}"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peralta_zmq"
     for library in folder.glob(f"{name}-*.so"):
         if library.stem == f"{name}-{_hash(library.read_bytes())}":
@@ -90,8 +89,8 @@ def _compiled(source: Path, defines: tuple[str, ...]) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         object_file, library = Path(temporary) / "kernel.o", Path(temporary) / "kernel.so"
         _run([*flags, "-c", str(source), "-o", str(object_file)])
-        # Linked without FLAGS: with some of them, some compilers add start-up code that changes
-        # the floating-point mode of the process.
+        # Linked without FLAGS: with some of these flags, some compilers add start-up code that
+        # changes the floating-point mode of the process.
         _run([cc, "-shared", str(object_file), str(_openmp()), "-lm", "-o", str(library)])
         with library.open("rb") as content:
             os.fsync(content.fileno())
@@ -115,7 +114,7 @@ def _run(command: list[str]) -> None:
 
 
 def _openmp() -> Path:
-    """torch's own OpenMP library: the threads of a second one would compete with torch's."""
+    """torch's OpenMP library; a second library's threads would compete with torch's."""
     packages = Path(torch.__file__).parent
     for folder in (packages / "lib", packages.with_name("torch.libs")):
         for library in sorted(folder.glob("libgomp*")):

@@ -1,8 +1,11 @@
-"""Python binding of decode_layer.c: what a decoder layer computes between its matmuls in decode.
+"""Python binding of decode_layer.c: the operations between a layer's matmuls.
 
-For one new token per row, torch needs about forty operations per layer and one matmul for each
-row's own keys; the C code needs four calls. Without a C compiler, torch's operators are used. The
-terms row, span, own part and shared part are explained in cache.py.
+For one new token per row, the C code needs four calls per layer. torch needs about forty operations
+per layer and one matmul for each row's own keys. Without a C compiler, torch's operators are used.
+
+A row of the KV cache holds one sequence. A prefix that several rows have in common is stored once,
+in the shared part; the span of a row is the range of the shared part that belongs to its sequence,
+and the own part of the row has the other keys and values. Letters in shapes: n rows, D head_dim.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ from peralta_zmq.engines.native.kernels import compiler
 from peralta_zmq.engines.native.kernels.compiler import FLOAT, INT, INT64, POINTER
 
 LANES = 16  # floats in a SIMD vector
-MAX_WIDTH, MAX_GROUP = 256, 8  # head_dim; query heads per key head
+MAX_WIDTH, MAX_GROUP = 256, 8  # limits of decode_layer.c: head_dim; query heads per key head
 SIZES = (f"-DLANES={LANES}", f"-DMAX_WIDTH={MAX_WIDTH}", f"-DMAX_GROUP={MAX_GROUP}")
 DEFINES = {torch.bfloat16: (*SIZES, "-DSCALAR_IS_BF16"), torch.float32: SIZES}
 
-
+# Fields of the struct `Attention`, in the order of decode_layer.c.
 INTEGERS = "rows heads group width shared capacity threads query_stride key_stride value_stride"
 INPUTS = "query key value query_norm key_norm cosine sine"
 CACHES = "shared_keys shared_values keys values start end column"
@@ -41,6 +44,7 @@ class _Attention(ctypes.Structure):
     )
 
 
+# Types of the arguments of the C functions.
 ARGUMENTS = {
     "norm": (POINTER, POINTER, POINTER, INT64, INT64, FLOAT, INT),
     "gate": (POINTER, POINTER, POINTER, INT64, INT64, INT64, INT),
@@ -49,7 +53,10 @@ ARGUMENTS = {
 
 
 class CompiledLayerOps:
-    """Replaces `decoder.TorchLayerOps` for one new token in each of n rows from `first_row` on."""
+    """Replaces `decoder.TorchLayerOps` for one new token per row.
+
+    The tokens belong to the n rows from `first_row` on.
+    """
 
     def __init__(
         self,
@@ -65,9 +72,10 @@ class CompiledLayerOps:
         self._threads = torch.get_num_threads()
         (cosine, sine), (start, end) = rotary, span
         self._tensors = cosine, sine, start, end, columns  # must stay alive while C reads them
-        num_rows, width = len(columns), cosine.shape[-1]
+        num_rows, head_dim = len(columns), cosine.shape[-1]
+        # The struct calls the width of the rows, in tokens, `capacity`.
         self._arguments = _Attention(
-            rows=num_rows, width=width, capacity=cache.width, threads=self._threads
+            rows=num_rows, width=head_dim, capacity=cache.width, threads=self._threads
         )
         self._set_pointers(cosine=cosine, sine=sine, start=start, end=end, column=columns)
 
@@ -75,16 +83,16 @@ class CompiledLayerOps:
         """RMS norm of [n, 1, hidden_size]."""
         out = torch.empty_like(hidden)
         addresses = hidden.data_ptr(), norm.weight.data_ptr(), out.data_ptr()
-        num_rows, width = len(hidden), hidden.shape[-1]
-        self._library.norm(*addresses, num_rows, width, norm.variance_epsilon, self._threads)
+        num_rows, hidden_size = len(hidden), hidden.shape[-1]
+        self._library.norm(*addresses, num_rows, hidden_size, norm.variance_epsilon, self._threads)
         return out
 
     def gate(self, mlp: Any, gates: Tensor, ups: Tensor) -> Tensor:
-        """SwiGLU; gates and ups are [n, 1, intermediate_size]."""
+        """SwiGLU: silu(gates) * ups; both are [n, 1, intermediate_size]."""
         out = gates.new_empty(gates.shape)
         addresses = gates.data_ptr(), ups.data_ptr(), out.data_ptr()
-        num_rows, stride, width = len(gates), gates.stride(0), gates.shape[-1]
-        self._library.gate(*addresses, num_rows, stride, width, self._threads)
+        num_rows, stride, size = len(gates), gates.stride(0), gates.shape[-1]
+        self._library.gate(*addresses, num_rows, stride, size, self._threads)
         return out
 
     def attend(
@@ -92,7 +100,8 @@ class CompiledLayerOps:
     ) -> Tensor:
         """Attention of the new tokens; query, key and value are [n, 1, heads * D].
 
-        `layer_type` must be full attention.
+        Also writes key and value to the KV cache. `layer_type` is not used: all layers have full
+        attention.
         """
         arguments, layer = self._arguments, module.layer_idx
         shared_keys, shared_values = self._cache.shared[layer]
@@ -111,38 +120,40 @@ class CompiledLayerOps:
         return out
 
     def _set_pointers(self, **tensors: Tensor) -> None:
+        """Set fields of the arguments to the addresses of `tensors`."""
         for name, tensor in tensors.items():
             setattr(self._arguments, name, tensor.data_ptr())
 
 
 @functools.cache
 def library_for(
-    dtype: torch.dtype, device: torch.device, *, queries_per_head: int, width: int
+    dtype: torch.dtype, device: torch.device, *, queries_per_head: int, head_dim: int
 ) -> ctypes.CDLL | None:
-    """The library for heads of `width` values and `queries_per_head` query heads per key head.
+    """The library of decode_layer.c for `queries_per_head` query heads per key head.
 
     None if the C code does not support these sizes, dtype or device, cannot be compiled, or does
     not reproduce torch's results.
     """
-    supported = not width % LANES and width <= MAX_WIDTH and queries_per_head <= MAX_GROUP
+    supported = not head_dim % LANES and head_dim <= MAX_WIDTH and queries_per_head <= MAX_GROUP
     if device.type != "cpu" or dtype not in DEFINES or not supported:
         return None
-    check = functools.partial(_is_correct, dtype=dtype, group=queries_per_head, width=width)
+    check = functools.partial(_is_correct, dtype=dtype, group=queries_per_head, head_dim=head_dim)
     return compiler.load("decode_layer.c", ARGUMENTS, DEFINES[dtype], check=check)
 
 
-def _is_correct(library: ctypes.CDLL, *, dtype: torch.dtype, group: int, width: int) -> bool:
-    """Whether norm, gate, and attention of one row to a shared part match torch's results."""
+def _is_correct(library: ctypes.CDLL, *, dtype: torch.dtype, group: int, head_dim: int) -> bool:
+    """Whether the library gets torch's results for one row with a shared part."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    sizes = {"num_layers": 1, "num_rows": 1, "num_heads": 1, "capacity": 4, "head_dim": width}
+    sizes = {"num_layers": 1, "num_rows": 1, "num_heads": 1, "capacity": 4, "head_dim": head_dim}
     cache = KVCache(**sizes, dtype=dtype, device=torch.device("cpu"))
-    cache.shared = [(random(1, 3, width), random(1, 3, width))]
-    query, key, value = random(1, 1, group * width), random(1, 1, width), random(1, 1, width)
-    no_rotation = torch.ones(1, 1, width, dtype=dtype), torch.zeros(1, 1, width, dtype=dtype)
+    cache.shared = [(random(1, 3, head_dim), random(1, 3, head_dim))]
+    query, key, value = (random(1, 1, size) for size in (group * head_dim, head_dim, head_dim))
+    # A cosine of 1 and a sine of 0: the rotary embedding changes nothing.
+    no_rotation = torch.ones(1, 1, head_dim, dtype=dtype), torch.zeros(1, 1, head_dim, dtype=dtype)
     span = torch.tensor([[1]]), torch.tensor([[3]])
     ops = CompiledLayerOps(
         library, cache, 0, rotary=no_rotation, span=span, columns=torch.tensor([[0]])
@@ -153,11 +164,11 @@ def _is_correct(library: ctypes.CDLL, *, dtype: torch.dtype, group: int, width: 
         torch.cat([shared[:, 1:], new], 1)
         for shared, new in zip(cache.shared[0], (key, value), strict=True)
     )
-    expected = torch.softmax(query.view(1, group, width) @ keys.mT * 0.3, -1) @ values
+    expected = torch.softmax(query.view(1, group, head_dim) @ keys.mT * 0.3, -1) @ values
     norm = SimpleNamespace(weight=key[0, 0], variance_epsilon=1e-6)
     pairs = (
         (attended, expected.view_as(attended)),
-        (ops.norm(norm, value), functional.rms_norm(value, (width,), norm.weight, 1e-6)),
+        (ops.norm(norm, value), functional.rms_norm(value, (head_dim,), norm.weight, 1e-6)),
         (ops.gate(None, key, value), functional.silu(key) * value),
     )
     tolerance = 1e-5 if dtype == torch.float32 else 0.05

@@ -1,10 +1,10 @@
-"""Packed weights: weights in the memory order in which this machine multiplies them fastest.
+"""Packed weights: stored in the memory order that this machine multiplies fastest.
 
-There are two orders. oneDNN multiplies a weight in its own order faster than a plain one. On
-processors with AVX512-BF16, gemm.c with its order of panels is faster than oneDNN, for few rows and
-for many (claims products_vs_onednn_* of `bin/bench generation`). Each is checked against a plain
-matmul before use: oneDNN's operators are private to torch, and gemm.c depends on the local
-compiler.
+There are two packed orders, and both are faster than a plain weight. One is the order of oneDNN.
+The other is the order of gemm.c, which stores a weight in panels. On processors with AVX512-BF16,
+gemm.c is faster than oneDNN for few and for many rows (claims products_vs_onednn_* of
+`bin/bench generation`). Each implementation is checked against a plain matmul before use, because
+torch's operators for oneDNN are private, and gemm.c depends on the local compiler.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ ARGUMENTS = {
 
 
 class OnednnWeight:
-    """A weight in oneDNN's order, for every dtype that oneDNN supports."""
+    """A weight in the order of oneDNN, for every dtype that oneDNN supports."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = cast(Any, torch.ops.mkldnn)._reorder_linear_weight(weight, ONEDNN_ROWS)
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """[..., in] to [..., out]; `bias` is [out]."""
+        """Multiply `rows`, [..., in], to [..., out]; `bias` is [out]."""
         operators = cast(Any, torch.ops.mkldnn)
         return operators._linear_pointwise(rows, self._weight, bias, "none", [], "")
 
@@ -46,15 +46,16 @@ class PanelWeight:
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
         self._library, (self._out, self._in) = library, weight.shape
-        self._panels = weight.new_empty(-(-self._out // PANEL_WIDTH), self._in // 2, PANEL_WIDTH, 2)
+        num_panels = -(-self._out // PANEL_WIDTH)  # rounded up
+        self._panels = weight.new_empty(num_panels, self._in // 2, PANEL_WIDTH, 2)
         weight = weight.contiguous()
         addresses = weight.data_ptr(), self._panels.data_ptr()
         library.pack(*addresses, self._out, self._in, torch.get_num_threads())
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """[..., in] to [..., out]; `bias` is [out].
+        """Multiply `rows`, [..., in], to [..., out]; `bias` is [out].
 
-        Raises RuntimeError for rows of another size or dtype, like torch's linear layers.
+        Raises RuntimeError, like torch's linear layers, if the size or dtype does not match.
         """
         if rows.dtype != torch.bfloat16 or rows.shape[-1] != self._in:
             expected = f"[..., {self._in}] of torch.bfloat16"
@@ -82,27 +83,27 @@ def pack(weight: Tensor) -> PackedWeight:
 
 @functools.cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch packs weights of `dtype` and multiplies them correctly."""
+    """Whether this build of torch packs weights of `dtype` with correct results."""
     try:
         return _is_correct(OnednnWeight, dtype)
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
 
 
-def supports_panels(processor: str) -> bool:
-    """Whether gemm.c is used on a processor with the features that `compiler.processor` returns.
+def supports_panels(cpu_features: str) -> bool:
+    """Whether gemm.c is used on a CPU with these `compiler.cpu_features`.
 
-    It is not used on processors with AMX, where oneDNN multiplies with hardware tiles: gemm.c was
-    not measured there.
+    gemm.c is not used on CPUs with AMX (matrix instructions), which oneDNN uses: gemm.c was not
+    measured on such CPUs.
     """
-    flags = processor.split()
+    flags = cpu_features.split()
     return "avx512_bf16" in flags and "amx_bf16" not in flags
 
 
 @functools.cache
 def panel_library() -> ctypes.CDLL | None:
-    """The library of gemm.c; None if it is not for this processor or not usable."""
-    if not supports_panels(compiler.processor()):
+    """The library of gemm.c; None if the CPU does not support it or it cannot be used."""
+    if not supports_panels(compiler.cpu_features()):
         return None
 
     def check(library: ctypes.CDLL) -> bool:
@@ -113,6 +114,7 @@ def panel_library() -> ctypes.CDLL | None:
 
 def _is_correct(make: Callable[[Tensor], PackedWeight], dtype: torch.dtype) -> bool:
     """Whether a weight packed by `make` gives the outputs of a plain matmul."""
+    # 80 outputs are a full and a partial panel; 7 rows are a full and a partial tile of gemm.c.
     weight = torch.linspace(-1, 1, 80 * 48).reshape(80, 48).to(dtype)
     rows = torch.linspace(-1, 1, 7 * 48).reshape(7, 48).to(dtype)
     bias = torch.ones(80, dtype=dtype)
