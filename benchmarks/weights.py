@@ -31,7 +31,7 @@ from peralta_zmq.weights.delta import Bits
 from peralta_zmq.weights.publisher import PublishReport, VersionWriter, WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.version import DELTA, Version
+from peralta_zmq.weights.version import DELTA_FILE, Version
 from tools.base_model import new_model
 
 SHAPE = {
@@ -179,7 +179,7 @@ def _measure_apply(
     that.
     """
     if version.kind == "delta":
-        with (version.folder / DELTA).open("rb") as file:
+        with (version.folder / DELTA_FILE).open("rb") as file:
             note(measured, "apply", seconds(lambda: delta.apply(file, decoded)))
     note(measured, "background", seconds(lambda: replica.advance(store, version)))
     tensors = replica.tensors()

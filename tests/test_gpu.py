@@ -24,7 +24,7 @@ from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
 from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensor_set import MappedTensors
-from peralta_zmq.weights.version import WEIGHTS
+from peralta_zmq.weights.version import WEIGHTS_FILE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -131,5 +131,5 @@ def test_published_weights_precede_the_next_step(tmp_path: Path) -> None:
             (report,) = reports_of(publisher)
             assert report.version is not None
             with load_version(store, report.version) as folder:
-                assert same(MappedTensors(folder / WEIGHTS), expected)
+                assert same(MappedTensors(folder / WEIGHTS_FILE), expected)
         assert publisher._base and all(each.is_pinned() for each in publisher._base[1].values())

@@ -15,7 +15,7 @@ from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.tensor_set import MappedTensors
-from peralta_zmq.weights.version import WEIGHTS, Version
+from peralta_zmq.weights.version import WEIGHTS_FILE, Version
 
 COMPANIONS = {"config.json": b"{}", "tokenizer.json": b"{}"}
 
@@ -52,7 +52,7 @@ def publish_chain(store: WeightStore, count: int) -> list[Version]:
 
 def loaded(store: WeightStore, version: Version) -> dict[str, torch.Tensor]:
     with load_version(store, version) as folder:
-        return dict(MappedTensors(folder / WEIGHTS))
+        return dict(MappedTensors(folder / WEIGHTS_FILE))
 
 
 def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:

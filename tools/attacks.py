@@ -20,7 +20,7 @@ import zmq
 
 from peralta_zmq import wire
 from peralta_zmq.atomic_files import MANIFEST, STABLE, describe, read_manifest
-from peralta_zmq.weights.version import WEIGHTS, folder_name
+from peralta_zmq.weights.version import WEIGHTS_FILE, folder_name
 from peralta_zmq.wire.auth import GeneratorKeys, use_keys
 from peralta_zmq.wire.message_fields import encode_fields
 from tools.hostile_sender import NAME, group_within_limits
@@ -180,7 +180,7 @@ def sent_to_announcements(client: Client, count: int) -> int:
 def version_with_large_file(client: Client, count: int) -> int:
     """A newer version with an additional file of `count` bytes, sparse on the disk of the NAS."""
     weights = client.target.weights
-    newest = max(file.parent for file in weights.glob(f"step_*/{WEIGHTS}"))
+    newest = max(file.parent for file in weights.glob(f"step_*/{WEIGHTS_FILE}"))
     manifest = read_manifest(newest)
     number = int(newest.name[5:]) + 100
     forged = weights / f".tmp-{folder_name(number)}-forged"

@@ -30,7 +30,7 @@ from peralta_zmq.weights.http_backend import serve_weights
 from peralta_zmq.weights.pruning import Retention
 from peralta_zmq.weights.publisher import PublishReport, VersionWriter, WeightPublisher
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.version import WEIGHTS, Version
+from peralta_zmq.weights.version import WEIGHTS_FILE, Version
 
 COMPLETE_SECONDS = 60.0  # timeout for the newest version
 STOP_SECONDS = 2.0  # the same when a stop is requested
@@ -254,7 +254,7 @@ def write_merged(
     Copies config and tokenizer from `model_folder`. Raises OSError.
     """
     merged = tensor_set.copy_set(lora.MergedWeights(base, adapter), dtype)
-    files = {WEIGHTS: tensor_set.file_of(merged, {}), **models.companion_files(model_folder)}
+    files = {WEIGHTS_FILE: tensor_set.file_of(merged, {}), **models.companion_files(model_folder)}
     atomic_files.remove_folder(target)
     atomic_files.write_folder(target, files, {})
     return target

@@ -32,7 +32,7 @@ from peralta_zmq.trainer.session import run_id_of
 from peralta_zmq.weights.replica import STATE, load_version
 from peralta_zmq.weights.store import WeightStore, version_of_step
 from peralta_zmq.weights.tensor_set import MappedTensors
-from peralta_zmq.weights.version import RUN_FILE, WEIGHTS, Version
+from peralta_zmq.weights.version import RUN_FILE, WEIGHTS_FILE, Version
 
 USAGE = """\
 bin/replay RUN [--from K] [--to N] [--section.name VALUE ...]
@@ -169,7 +169,7 @@ def _export_merged(config: Config, version: Version, local: Path, target: Path) 
         dtype=torch.float32,
         trust_remote_code=config.model.trust_remote_code,
     )
-    adapter, dtype = MappedTensors(local / WEIGHTS), models.DTYPES[config.weights.dtype]
+    adapter, dtype = MappedTensors(local / WEIGHTS_FILE), models.DTYPES[config.weights.dtype]
     whole = models.weights_of(base)
     write_merged(target, whole, adapter, model_folder=base_folder, dtype=dtype)
 
@@ -246,7 +246,9 @@ def _published(config: Config) -> tuple[dict[int, str], list[str]]:
                 fingerprints = {s: value for s, value in fingerprints.items() if s < version.step}
                 try:
                     with load_version(store, version) as local:
-                        fingerprints[version.step] = fingerprint(MappedTensors(local / WEIGHTS))
+                        fingerprints[version.step] = fingerprint(
+                            MappedTensors(local / WEIGHTS_FILE)
+                        )
                 except StoreError as error:
                     reason = f"version {number} (step {version.step}) is not compared: {error}"
                     problems[number] = reason

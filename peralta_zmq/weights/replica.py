@@ -33,7 +33,7 @@ from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import StoreError
 from peralta_zmq.weights import delta, tensor_set
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.version import DELTA, WEIGHTS, Version, folder_name
+from peralta_zmq.weights.version import DELTA_FILE, WEIGHTS_FILE, Version, folder_name
 
 STATE, INCOMING = "replica.json", "incoming"  # two manifests; folder of downloaded files
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class LocalReplica:
 
     def tensors(self) -> tensor_set.MappedTensors:
         """Views of the weights file; their values change when `advance` applies a delta."""
-        return tensor_set.MappedTensors(self.folder / WEIGHTS)
+        return tensor_set.MappedTensors(self.folder / WEIGHTS_FILE)
 
     def recover(self) -> Version | None:
         """Verify the files of an earlier process; returns their version, None if invalid."""
@@ -63,8 +63,8 @@ class LocalReplica:
             tensors = self.tensors()
             digest = tensor_set.set_digest(tensor_set.checksums_of(tensors), tensors.specs)
             if digest != version.field("result"):
-                raise ValueError(f"{WEIGHTS} does not have the digest in the manifest")
-            for name in keyframe.manifest.files.keys() - {WEIGHTS}:
+                raise ValueError(f"{WEIGHTS_FILE} does not have the digest in the manifest")
+            for name in keyframe.manifest.files.keys() - {WEIGHTS_FILE}:
                 for _ in atomic_files.read_verified(self.folder, name, keyframe.manifest):
                     pass
             self.version, self._keyframe = version, keyframe
@@ -123,8 +123,8 @@ class LocalReplica:
         (self.folder / STATE).unlink(missing_ok=True)
         failpoint("load.unmarked")
         if self.mapped:
-            shutil.copyfile(self.folder / WEIGHTS, self.folder / f"{INCOMING}.weights")
-            os.replace(self.folder / f"{INCOMING}.weights", self.folder / WEIGHTS)
+            shutil.copyfile(self.folder / WEIGHTS_FILE, self.folder / f"{INCOMING}.weights")
+            os.replace(self.folder / f"{INCOMING}.weights", self.folder / WEIGHTS_FILE)
             self.mapped = False
         for member in chain:
             if member.kind == "keyframe":
@@ -146,8 +146,8 @@ class LocalReplica:
     def _apply(self, member: Version, fetched: Path) -> Mapping[str, int]:
         """Apply one version of the chain; returns the crc32 of each tensor."""
         if member.kind == "delta":
-            target = tensor_set.MappedTensors(self.folder / WEIGHTS, writable=True)
-            with (fetched / DELTA).open("rb") as file:
+            target = tensor_set.MappedTensors(self.folder / WEIGHTS_FILE, writable=True)
+            with (fetched / DELTA_FILE).open("rb") as file:
                 return delta.apply(file, target)
         for file in fetched.iterdir():
             os.replace(file, self.folder / file.name)

@@ -28,11 +28,11 @@ from peralta_zmq.errors import ChainError, OutageError, StoreError, failure_text
 from peralta_zmq.weights import delta, tensor_set
 from peralta_zmq.weights.backends import StorageBackend, open_backend, read_small
 from peralta_zmq.weights.version import (
-    DELTA,
+    DELTA_FILE,
     FORMAT,
     RUN_FILE,
     VERSION_NAME,
-    WEIGHTS,
+    WEIGHTS_FILE,
     Version,
     folder_name,
 )
@@ -298,9 +298,11 @@ def _write_version(
         pieces = _at_most(limit, delta.encode(parent_tensors, tensors, checksums))
         kind_fields = {"kind": "delta", "parent": parent.number, "depth": parent.depth + 1}
         with contextlib.suppress(_DeltaTooLargeError):
-            return write({DELTA: stream(pieces)}, {**kind_fields, "base": parent.field("result")})
+            return write(
+                {DELTA_FILE: stream(pieces)}, {**kind_fields, "base": parent.field("result")}
+            )
     pieces = stream(tensor_set.file_of(tensors, checksums))
-    return write({WEIGHTS: pieces, **companions}, {"kind": "keyframe"})
+    return write({WEIGHTS_FILE: pieces, **companions}, {"kind": "keyframe"})
 
 
 class _DeltaTooLargeError(Exception):

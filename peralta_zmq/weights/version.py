@@ -14,7 +14,7 @@ from typing import Literal, cast
 
 from peralta_zmq.atomic_files import CorruptError, Manifest
 
-WEIGHTS, DELTA = "model.safetensors", "delta.bin"
+WEIGHTS_FILE, DELTA_FILE = "model.safetensors", "delta.bin"
 RUN_FILE = "RUN.json"  # names the run that owns a weight store
 VERSION_NAME = re.compile(r"step_\d{8}")
 FORMAT = 2  # number of the manifest's format
@@ -58,7 +58,7 @@ class Version:
         kind = about.get("kind", "keyframe")
         if kind not in ("keyframe", "delta") or (kind == "delta") != (0 <= parent < number):
             raise CorruptError(f"{folder.name}: kind {kind!r:.80} with parent {parent}")
-        if (WEIGHTS if kind == "keyframe" else DELTA) not in manifest.files:
+        if (WEIGHTS_FILE if kind == "keyframe" else DELTA_FILE) not in manifest.files:
             raise CorruptError(f"{folder.name}: a {kind} without its weights file")
         if not all(isinstance(about.get(name), str | None) for name in TEXT_FIELDS):
             raise CorruptError(f"{folder.name}: one of {', '.join(TEXT_FIELDS)} is not a string")

@@ -19,7 +19,7 @@ from peralta_zmq.errors import StoreError
 from peralta_zmq.generator.weight_sync import apply_newest, open_engine, open_subscriber
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
-from peralta_zmq.weights.version import WEIGHTS
+from peralta_zmq.weights.version import WEIGHTS_FILE
 
 
 class ModelEngine:
@@ -91,7 +91,7 @@ def test_damaged_version_leaves_the_model_unchanged(
         about = {"run_id": "run", "number": 2, "step": 2}
         if damage == "wrong manifest":  # it names the tensors and shapes of the model
             about["model"] = first.field("model")
-        weights = {WEIGHTS: safetensors.torch.save(bits)}
+        weights = {WEIGHTS_FILE: safetensors.torch.save(bits)}
         atomic_files.write_folder(store.folder / "step_00000002", weights, about)
     else:
         store.publish(2, damaged(good, damage), companions={})

@@ -23,7 +23,7 @@ from peralta_zmq.weights.pruning import Pruner, Retention
 from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import Base, WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
-from peralta_zmq.weights.version import WEIGHTS, Version
+from peralta_zmq.weights.version import WEIGHTS_FILE, Version
 
 RUN = "lab"
 KEEP_ALL = 1_000_000
@@ -180,7 +180,7 @@ def follow(
 
 def map_weights(folder: str, number: int) -> dict[str, Any]:
     """Map a file of the NAS, which the store must not do, and read its first byte."""
-    with (Path(folder) / f"step_{number:08d}" / WEIGHTS).open("rb") as file:
+    with (Path(folder) / f"step_{number:08d}" / WEIGHTS_FILE).open("rb") as file:
         MAPPED.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     return {"first": MAPPED[-1][0]}
 
@@ -192,7 +192,9 @@ def read_mapped_end() -> dict[str, Any]:
 
 def _exact(store: WeightStore, version: Version, size: int) -> bool:
     with load_version(store, version) as local:
-        return _same(safetensors.torch.load_file(local / WEIGHTS), tensors_of(version.step, size))
+        return _same(
+            safetensors.torch.load_file(local / WEIGHTS_FILE), tensors_of(version.step, size)
+        )
 
 
 def _same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:

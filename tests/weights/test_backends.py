@@ -21,7 +21,7 @@ from weight_sets import loaded, publish
 from peralta_zmq.errors import OutageError, StoreError
 from peralta_zmq.weights.backends import FolderWatcher, filesystem_of
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.version import WEIGHTS
+from peralta_zmq.weights.version import WEIGHTS_FILE
 
 DEADLINE = 10.0
 
@@ -124,8 +124,8 @@ def test_named_pipes_in_the_folder_block_no_process(store: WeightStore) -> None:
 
     put_pipe(store.folder / ".lease-other")
     store.claim("run")
-    put_pipe(version.folder / WEIGHTS)
-    with pytest.raises(StoreError, match=f"version 1 has no file {WEIGHTS}"):
+    put_pipe(version.folder / WEIGHTS_FILE)
+    with pytest.raises(StoreError, match=f"version 1 has no file {WEIGHTS_FILE}"):
         loaded(store, version)
     for path in (version.folder / "manifest.json", version.folder / "STABLE"):
         put_pipe(path)

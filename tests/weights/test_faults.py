@@ -24,7 +24,7 @@ from peralta_zmq.errors import StoreError
 from peralta_zmq.weights.pruning import Pruner, Retention
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import MAX_RECHECKS, WeightStore
-from peralta_zmq.weights.version import WEIGHTS, folder_name
+from peralta_zmq.weights.version import WEIGHTS_FILE, folder_name
 
 PACKAGE = Path(__file__).parents[2] / "peralta_zmq"
 SOURCES = [PACKAGE / "atomic_files.py", *sorted((PACKAGE / "weights").glob("*.py"))]
@@ -194,7 +194,7 @@ def test_newest_rechecks_few_invalid_versions(
             (folder / "STABLE").write_text("0" * 64)
         if content == "another run":
             manifest, text = atomic_files.describe(
-                {WEIGHTS: (0, "0" * 64)}, {"number": number, "step": 1, "run_id": "run-2"}
+                {WEIGHTS_FILE: (0, "0" * 64)}, {"number": number, "step": 1, "run_id": "run-2"}
             )
             (folder / "manifest.json").write_bytes(text)
             (folder / "STABLE").write_text(manifest.digest)

@@ -22,7 +22,7 @@ from peralta_zmq.weights.pruning import Pruner, Retention
 from peralta_zmq.weights.replica import LocalReplica, load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensor_set import MappedTensors
-from peralta_zmq.weights.version import DELTA, WEIGHTS, Version
+from peralta_zmq.weights.version import DELTA_FILE, WEIGHTS_FILE, Version
 
 
 @pytest.fixture
@@ -47,8 +47,8 @@ def rewritten(store: WeightStore, version: Version, **fields: Any) -> Version | 
 def test_load_applies_a_chain_in_a_temporary_folder(store: WeightStore) -> None:
     with load_version(store, publish_chain(store, 5)[-1]) as folder:
         shutil.rmtree(store.folder)  # the copy does not need the store
-        assert same(MappedTensors(folder / WEIGHTS), weights_at(4))
-        assert names_in(folder) == {WEIGHTS, *COMPANIONS, "replica.json"}
+        assert same(MappedTensors(folder / WEIGHTS_FILE), weights_at(4))
+        assert names_in(folder) == {WEIGHTS_FILE, *COMPANIONS, "replica.json"}
     assert not folder.exists()
 
 
@@ -89,7 +89,7 @@ def test_undamaged_copy_of_an_earlier_process_is_recovered(
     recovered = restarted.recover()
     assert recovered is not None and recovered.weights_id == versions[1].weights_id
     assert restarted.advance(store, versions[2]) == versions[2].size
-    flip_bit(replica.folder / WEIGHTS)
+    flip_bit(replica.folder / WEIGHTS_FILE)
     assert LocalReplica(replica.folder).recover() is None
 
 
@@ -197,7 +197,7 @@ def test_wrong_digest_in_the_manifest_invalidates_the_copy(
 
 def test_third_mismatch_quarantines_a_version(store: WeightStore, replica: LocalReplica) -> None:
     versions = publish_chain(store, 2)
-    flip_bit(versions[1].folder / DELTA)
+    flip_bit(versions[1].folder / DELTA_FILE)
     for _ in range(3):
         refuses(replica, store, versions[1], "does not verify")
     newest = store.newest()
@@ -255,8 +255,8 @@ def test_export_writes_a_published_step_to_a_new_folder(store: WeightStore, tmp_
         replay.main(["export", str(tmp_path / "run"), str(step), str(tmp_path / name)])
 
     export(1, "out")
-    assert same(MappedTensors(tmp_path / "out" / WEIGHTS), weights_at(1))
-    assert names_in(tmp_path / "out") == {WEIGHTS, *COMPANIONS}
+    assert same(MappedTensors(tmp_path / "out" / WEIGHTS_FILE), weights_at(1))
+    assert names_in(tmp_path / "out") == {WEIGHTS_FILE, *COMPANIONS}
     with pytest.raises(StoreError, match=r"no version of step 9.*available steps: 0, 1, 2"):
         export(9, "new")
     with pytest.raises(StoreError, match="exists; choose a new folder"):

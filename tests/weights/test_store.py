@@ -17,7 +17,7 @@ from weight_sets import loaded, publish
 from peralta_zmq import models
 from peralta_zmq.errors import OutageError, StoreError
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.version import WEIGHTS
+from peralta_zmq.weights.version import WEIGHTS_FILE
 
 
 @pytest.mark.parametrize("address", ["/missing", "/dev/null", "http://127.0.0.1:1"])
@@ -31,7 +31,7 @@ def test_newest_without_a_readable_store_is_none(address: str) -> None:
 @pytest.mark.parametrize("damage", CHANGES)
 def test_damaged_weights_are_not_loaded(store: WeightStore, damage: Callable[[Path], None]) -> None:
     version = publish(store, 1)
-    damage(version.folder / WEIGHTS)
+    damage(version.folder / WEIGHTS_FILE)
     with pytest.raises(StoreError, match="does not verify"):
         loaded(store, version)
 
@@ -97,7 +97,7 @@ def test_claim_reports_a_mount_that_is_lost_meanwhile_as_gone(
 def test_publish_without_space_for_two_versions_is_refused(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size = publish(store, 1).manifest.files[WEIGHTS][0]
+    size = publish(store, 1).manifest.files[WEIGHTS_FILE][0]
     for free, fits in ((2 * size, True), (2 * size - 1, False)):
         monkeypatch.setattr(store.backend, "free_bytes", partial(int, free))
         if fits:

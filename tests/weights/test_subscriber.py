@@ -20,7 +20,7 @@ from peralta_zmq.weights.pruning import Pruner, Retention
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import PendingWeights, WeightSubscriber
 from peralta_zmq.weights.tensor_set import CHUNK, check_finite
-from peralta_zmq.weights.version import DELTA, WEIGHTS, Version
+from peralta_zmq.weights.version import DELTA_FILE, WEIGHTS_FILE, Version
 
 NEVER = 1e9  # seconds
 DEADLINE = 20.0
@@ -255,7 +255,7 @@ def test_check_finite_finds_one_element(value: float, index: int) -> None:
 # Faults of the store.
 
 
-@pytest.mark.parametrize("name", [DELTA, "manifest.json", "STABLE"])
+@pytest.mark.parametrize("name", [DELTA_FILE, "manifest.json", "STABLE"])
 @pytest.mark.parametrize("damage", [truncate, remove, flip_bit])
 def test_damaged_version_is_skipped_until_a_keyframe_repairs(
     store: WeightStore, subscribe: Opener, damage: Callable[[Path], None], name: str
@@ -269,7 +269,7 @@ def test_damaged_version_is_skipped_until_a_keyframe_repairs(
     assert accepts(subscriber, publish(store, 2))
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, "STABLE"])
+@pytest.mark.parametrize("name", [WEIGHTS_FILE, "STABLE"])
 def test_unreadable_version_is_read_when_it_becomes_readable(
     store: WeightStore, subscribe: Opener, tmp_path: Path, name: str
 ) -> None:
