@@ -1,13 +1,13 @@
-"""Environments: data sets, the order of problems, reward functions, and the shipped tasks.
+"""Environments: data sets, order of problems, reward functions, shipped tasks.
 
 A task is a module with `problems(split, seed, **options)` and `reward(problem, completion_text)`.
 
 dataset           the environments of a run, and data sets in CSV and JSONL files
-curriculum        order of problems, assignment to generators, difficulty pools
-held_out          evaluation on held-out problems: assignment, collected answers, metrics
+curriculum        order of problems, assignment to generators, pools of easy and hard problems
+held_out          evaluation on held-out problems: assignment, answers, metrics
 reward_runner     calls reward functions in a process with a timeout
 verifier_service  serves problems and rewards to other machines (bin/verifier)
-verifier_client   an environment that such a verifier serves
+verifier_client   an environment that a verifier on another machine serves
 calculator, countdown, math_answers, reverse_text  shipped tasks
 arithmetic        safe evaluation of arithmetic, for calculator and countdown
 """

@@ -1,7 +1,8 @@
-"""Safe evaluation of untrusted arithmetic: text to an exact rational number, or ValueError.
+"""Safe evaluation of untrusted arithmetic to an exact rational number.
 
-Accepts numbers, + - * / // % ** and parentheses, with Python's precedence. Bounds on length, depth
-and magnitude keep the run time below 10 ms; `eval` is never called.
+Accepts numbers, + - * / // % ** and parentheses, with Python's precedence; raises ValueError for
+other text. Bounds on length, depth and magnitude keep the run time below 10 ms. `eval` is never
+called.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ BINARY_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fracti
 }
 
 
-@functools.lru_cache(maxsize=4096)  # completions for a problem share its target, often the text
+@functools.lru_cache(maxsize=4096)  # completions of a problem share the target, often the text
 def evaluate(text: str) -> Fraction:
-    """The exact value of an arithmetic expression, surrounding whitespace ignored.
+    """The exact value of an arithmetic expression; ignores surrounding whitespace.
 
-    Raises ValueError for other characters or syntax, a division by zero, a fractional exponent, and
+    Raises ValueError for other characters or syntax, a division by zero, a fractional exponent or
     an exceeded bound.
     """
     source = text.strip()
@@ -46,7 +47,7 @@ def evaluate(text: str) -> Fraction:
         return _value(tree, source.split("\n"), depth=1)
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
-    except (SyntaxError, RecursionError, MemoryError, OverflowError):  # of the parser
+    except (SyntaxError, RecursionError, MemoryError, OverflowError):  # raised by the parser
         raise ValueError("not an expression") from None
 
 
@@ -63,7 +64,7 @@ def _check_text(source: str) -> None:
 
 
 def _value(node: ast.expr, lines: list[str], *, depth: int) -> Fraction:
-    """The value of a node within the bounds; `lines` is the source, for decimal literals."""
+    """The value of a node, checked against the bounds; `lines` is the source text."""
     if depth > MAX_DEPTH:
         raise ValueError(f"operations deeper than {MAX_DEPTH}")
     match node:
@@ -85,14 +86,14 @@ def _value(node: ast.expr, lines: list[str], *, depth: int) -> Fraction:
 
 
 def _literal(node: ast.Constant, lines: list[str]) -> Fraction:
-    """The exact value of a literal: 0.1 is one tenth, not the nearest double."""
+    """The exact value of a literal, read from the source: 0.1 is one tenth."""
     if type(node.value) not in (int, float):
         raise ValueError("not arithmetic")
     return Fraction(lines[node.lineno - 1][node.col_offset : node.end_col_offset])
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    """The power of two bounded numbers; it has at most 64 times the digits of the base."""
+    """The power; it has at most MAX_EXPONENT times as many digits as the base."""
     if exponent.denominator != 1:
         raise ValueError("an exponent that is not a whole number")
     if abs(exponent) > MAX_EXPONENT:

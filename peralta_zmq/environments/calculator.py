@@ -1,4 +1,4 @@
-"""Task calculator: a sentence describes arithmetic; an expression of equal value earns 1."""
+"""Task calculator: write the arithmetic expression that a sentence describes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from peralta_zmq.environments.arithmetic import evaluate
 from peralta_zmq.environments.dataset import parsed_answer, problems_from_files
 from peralta_zmq.rollout import Problem
 
-REWARD_IS_BOUNDED = True  # evaluate() refuses expressions that take long, so no process is needed
+# The run time of `reward` is bounded, because evaluate() refuses expressions that take long.
+# Therefore `reward` is called without a separate process and timeout.
+REWARD_IS_BOUNDED = True
 
 problems = problems_from_files(
     "calculator",
@@ -19,7 +21,7 @@ problems = problems_from_files(
 
 
 def reward(problem: Problem, completion_text: str) -> float:
-    """1 for an expression with exactly the target's value, surrounding whitespace ignored, else 0.
+    """1 for an expression with exactly the value of the target expression, else 0.
 
     Raises TaskError for a problem whose target is not arithmetic.
     """

@@ -1,4 +1,4 @@
-"""Task countdown: reach a target with given numbers, each used once, with + - * / and brackets."""
+"""Task countdown: reach a target with + - * / and each given number used once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from peralta_zmq.environments.arithmetic import evaluate
 from peralta_zmq.environments.dataset import parsed_answer, problems_from_files
 from peralta_zmq.rollout import Problem
 
-REWARD_IS_BOUNDED = True  # evaluate() refuses expressions that take long, so no process is needed
+# The run time of `reward` is bounded, because evaluate() refuses expressions that take long.
+# Therefore `reward` is called without a separate process and timeout.
+REWARD_IS_BOUNDED = True
 NUMBER = re.compile(r"\d+")
 TARGET = re.compile(r"\s*\d{1,9}(?:\s+\d{1,9})*\s*=\s*\d{1,9}\s*")
 FORBIDDEN = re.compile(r"\*\*|//|%|\.")  # arithmetic, but not part of the game
 
 
 def reward(problem: Problem, completion_text: str) -> float:
-    """1 for an expression that uses every number once and has the target's value, else 0.
+    """1 for an expression of every number once with the target's value, else 0.
 
     Raises TaskError for a problem without numbers or target.
     """
@@ -31,9 +33,12 @@ def reward(problem: Problem, completion_text: str) -> float:
 
 
 def _parse_answer(answer: str) -> tuple[list[int], int]:
-    """The sorted numbers and the target of `NUMBER NUMBER ... = TARGET`, or ValueError."""
+    """The sorted numbers and the target of an answer `NUMBER NUMBER ... = TARGET`.
+
+    Raises ValueError for another form; `parsed_answer` converts the error to TaskError.
+    """
     if not TARGET.fullmatch(answer):
-        raise ValueError("it is not numbers = target, as in 3 7 25 = 46")
+        raise ValueError("not of the form NUMBERS = TARGET, as in 3 7 25 = 46")
     *numbers, target = map(int, NUMBER.findall(answer))
     return sorted(numbers), target
 

@@ -1,9 +1,10 @@
-"""Curriculum: the order of problems, their assignment to generators, and the difficulty pools.
+"""Curriculum: order of problems, assignment to generators, difficulty pools.
 
-A sample is one problem that a generator takes from the train set; its index in the run determines
-the problem. Generator i of n takes the sample indices i, i + n, i + 2n and so on, so that
-generators need no coordination. A position is the index of a problem in the train set, which
-concatenates the problems of all environments.
+A sample is one draw of a problem from the train set. Samples are numbered through the whole run,
+and the sample index determines the problem. Generator i of n takes the sample indices i, i + n,
+i + 2n and so on, so that generators need no coordination. The train set concatenates the problems
+of all environments; a position is the index of a problem in the train set. A difficulty pool is a
+set of problems that are too easy or too hard to learn from.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from numpy.typing import ArrayLike
 
 from peralta_zmq.errors import TaskError
 
-BLOCK_SIZE = 1000  # samples; in each block the environments have exactly their ratios
-MAX_POSITIONS = 1 << 19  # in a bitmap of the trainer's announcements, which then has 64 KiB
+BLOCK_SIZE = 1000  # samples; each block has the configured ratios of the environments
+MAX_POSITIONS = 1 << 19  # of a train set; the trainer's bitmap of excluded problems has 64 KiB
 
 Pool: TypeAlias = Literal["normal", "easy", "hard"]
 EXCLUDED_POOLS: tuple[Pool, ...] = ("easy", "hard")
@@ -32,7 +33,7 @@ EXCLUDED_POOLS: tuple[Pool, ...] = ("easy", "hard")
 
 @functools.lru_cache(maxsize=8)
 def problem_order(num_problems: int, *, seed: int, epoch: int, name: str = "") -> tuple[int, ...]:
-    """The problem indices of one epoch in random order, determined by seed, epoch and name."""
+    """The indices 0 to num_problems - 1, shuffled by seed, epoch and environment name."""
     order = list(range(num_problems))
     random.Random(f"problem order {seed} {epoch}{name}").shuffle(order)
     return tuple(order)
@@ -41,10 +42,9 @@ def problem_order(num_problems: int, *, seed: int, epoch: int, name: str = "") -
 class ProblemSampler:
     """Maps the index of a sample to a position in the train set.
 
-    `sizes` are the numbers of problems of the environments. With `ratios` (one per environment, not
-    all 0), the samples of every block are divided between the environments in these proportions;
-    without, the whole train set is shuffled together. Every epoch has a new order. Raises TaskError
-    for an empty train set.
+    `sizes` are the numbers of problems of the environments. `ratios` (one per environment, not all
+    0) divide the samples of every block between the environments. Without `ratios`, the whole train
+    set is shuffled together. Every epoch has a new order. Raises TaskError for an empty train set.
     """
 
     def __init__(
@@ -54,10 +54,11 @@ class ProblemSampler:
             raise TaskError("no problems to sample; choose a data set that is not empty")
         self._seed, self._sizes = seed, tuple(sizes)
         self._starts = (0, *accumulate(sizes))  # first position of each environment, and the end
+        # Samples per block of each environment.
         self._block_counts = apportion(ratios, BLOCK_SIZE) if ratios else None
 
     def position(self, sample_index: int) -> int:
-        """The position of the problem of a sample."""
+        """The position of the problem that a sample has."""
         if self._block_counts is None:
             return self._position_in_epoch(sample_index, self._starts[-1])
         block, within = divmod(sample_index, BLOCK_SIZE)
@@ -67,6 +68,7 @@ class ProblemSampler:
         return self._starts[env] + self._position_in_epoch(num_earlier, self._sizes[env], f" {env}")
 
     def _position_in_epoch(self, index: int, size: int, name: str = "") -> int:
+        """Entry `index` of an endless sequence of shuffled epochs of `size` problems."""
         epoch, within = divmod(index, size)
         return problem_order(size, seed=self._seed, epoch=epoch, name=name)[within]
 
@@ -82,8 +84,9 @@ def assigned_samples(
 ) -> Iterator[tuple[int, int]]:
     """Yield (sample index, position) for generator `index` of `count`, without end.
 
-    Begins at sample index `start`. Skips samples at positions for which `excluded` is true, but
-    fewer than `max_skipped` in a row: the next sample is then yielded although it is excluded.
+    Begins at the first sample index of this generator from `start` on. Skips samples at positions
+    for which `excluded` is true. After `max_skipped - 1` skipped samples in a row, the next sample
+    is yielded even if it is excluded.
     """
     assert 0 <= index < count
     num_skipped = 0
@@ -96,7 +99,10 @@ def assigned_samples(
 
 
 def apportion(ratios: Sequence[float], total: int) -> tuple[int, ...]:
-    """Divide `total` by the largest remainder method; a ratio above 0 gets at least 1."""
+    """Divide `total` in proportion to `ratios`; a ratio above 0 gets at least 1.
+
+    Uses the largest remainder method.
+    """
     quotas = [total * ratio / sum(ratios) for ratio in ratios]
     counts = [max(int(quota), int(quota > 0)) for quota in quotas]
     by_remainder = sorted(range(len(ratios)), key=lambda env: counts[env] - quotas[env])
@@ -119,11 +125,12 @@ def _environment_order(counts: tuple[int, ...], seed: int, block: int) -> tuple[
 
 
 class DifficultyPools:
-    """Assigns every problem to a pool by the mean reward of its newest group of rollouts.
+    """Assigns each problem to a pool by the mean reward of its newest group.
 
-    Problems of the normal pool are sampled; easy and hard problems are excluded. A mean reward of
-    `easy_threshold` or more is easy, `hard_threshold` or less is hard; a threshold of None disables
-    its pool. `ids` are the problem ids by position; equal ids are the same problem.
+    A group is all rollouts (scored completions) of one problem. Problems of the normal pool are
+    sampled; easy and hard problems are excluded. A mean reward of at least `easy_threshold` makes a
+    problem easy, a mean reward of at most `hard_threshold` makes it hard; None disables the pool.
+    `ids` are the problem ids by position; equal ids are the same problem.
     """
 
     def __init__(
@@ -150,7 +157,7 @@ class DifficultyPools:
 
     @property
     def excluded(self) -> bytes:
-        """A bitmap with one bit per position, 1 if excluded; empty if no problem is excluded."""
+        """Bitmap with 1 for each excluded position; empty if no problem is excluded."""
         return bitmap(self._is_excluded) if self._excluded else b""
 
     def sizes(self) -> dict[Pool, int]:
@@ -163,7 +170,7 @@ class DifficultyPools:
         """Move a problem to the pool for the mean reward of its newest group.
 
         If no normal problem is left, all problems become normal again. Returns the number of
-        problems that this made normal; 0 if normal problems are left.
+        problems that became normal for this reason.
         """
         if problem_id not in self:
             return 0
@@ -173,7 +180,7 @@ class DifficultyPools:
         return self._move_to_normal(list(self._excluded))
 
     def return_to_normal(self, *, easy_fraction: float, hard_fraction: float, seed: int) -> int:
-        """Move random fractions of the easy and hard problems to normal; returns their number."""
+        """Move random fractions of easy and hard problems to normal; returns how many."""
         returned: list[str] = []
         for pool, fraction in zip(EXCLUDED_POOLS, (easy_fraction, hard_fraction), strict=True):
             ids = self._ids_in(pool)
@@ -186,14 +193,14 @@ class DifficultyPools:
         return {pool: self._ids_in(pool) for pool in EXCLUDED_POOLS}
 
     def restore(self, saved: Mapping[str, Sequence[str]]) -> None:
-        """Restore the pools from `saved()`; ignores problems that are not in the data any more."""
+        """Restore the pools from `saved()`; ignores ids that are not in the data any more."""
         for pool in EXCLUDED_POOLS:
             for problem_id in saved.get(pool, ()):
                 if problem_id in self._positions:
                     self._move(problem_id, pool)
 
     def _ids_in(self, pool: Pool) -> list[str]:
-        return sorted(problem_id for problem_id, each in self._excluded.items() if each == pool)
+        return sorted(problem_id for problem_id, of_id in self._excluded.items() if of_id == pool)
 
     def _pool_for_reward(self, mean_reward: float) -> Pool:
         if self._easy_threshold is not None and mean_reward >= self._easy_threshold:
@@ -221,5 +228,5 @@ def bitmap(values: ArrayLike) -> bytes:
 
 
 def is_in_bitmap(bits: bytes, position: int) -> bool:
-    """Whether bit `position % 8` of byte `position // 8` is 1; False beyond the end of `bits`."""
+    """Whether the bit of a position is 1 in a `bitmap`; False beyond the end."""
     return position // 8 < len(bits) and bool(bits[position // 8] >> position % 8 & 1)

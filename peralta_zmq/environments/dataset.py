@@ -1,8 +1,8 @@
-"""The problems of a run: the environments that it uses, and data sets in CSV and JSONL files.
+"""The problems of a run: its environments, and data sets in CSV and JSONL files.
 
 An environment is a task with a data set; a run may mix several. A data set has one problem per row,
-in a column for the prompt and a column for the answer. The column `input_token_ids` may replace the
-prompt by tokens.
+in a column for the prompt and a column for the answer. The column `input_token_ids` may hold the
+tokens of the prompt instead. A split is 'train' or 'eval' (held-out problems).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RewardSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Environments:
-    """The problems and reward functions of all environments of one split. Use with `closing`."""
+    """Problems and reward functions of all environments. Use with `closing`."""
 
     sizes: Mapping[str, int]  # number of problems by environment
     problems: tuple[Problem, ...]  # grouped by environment, in the order of `sizes`
@@ -85,9 +85,9 @@ def load_problems(
     options: Mapping[str, Any],
     wrap: Callable[[Iterator[Problem]], Iterator[Problem]] = iter,
 ) -> list[Problem]:
-    """All problems of a split, from the function `problems` of a task or a remote environment.
+    """All problems of a split, as returned by the function `problems` of a task.
 
-    `options` are the settings in [data]; `wrap` may add a progress bar around the iterator. Raises
+    `options` are the settings in [data]. `wrap` may add a progress bar around the iterator. Raises
     ConfigError for an option that the task does not have, and TaskError if the split is empty.
     """
     try:
@@ -117,9 +117,9 @@ def problem_id(values: Sequence[str]) -> str:
 
 
 def labeled_problem(problem: Problem, label: str, keys: Sequence[str]) -> Problem:
-    """The problem with its environment's label as task, and an id that is hashed from `keys`.
+    """The problem with its environment's `label` as task, and a new id.
 
-    `keys` are names of `curriculum.hash_keys`: task, prompt, answer, id.
+    The new id is a hash of the fields `keys` (task, prompt, answer, id): curriculum.hash_keys.
     """
     contents = [message.content for message in problem.messages if message.role != "system"]
     values = {
@@ -143,16 +143,16 @@ def problems_from_files(
     prompt_column: str = "prompt",
     answer_column: str = "answer",
 ) -> Callable[..., Iterator[Problem]]:
-    """The `problems` function of a task whose problems are the rows of a file, in file order.
+    """The function `problems` of a task whose problems are the rows of a file.
 
-    The arguments are the defaults of the settings in [data]; `task` is the task's name. `check`
-    raises ValueError for an answer that the reward function cannot use. Such a row is skipped and
-    logged with its line number, as is a row with an empty prompt or invalid `input_token_ids`.
+    `task` is the task's name; the other arguments are the defaults of settings in [data]. `check`
+    raises ValueError for an answer that the reward function cannot use. A row with an unusable
+    answer, an empty prompt or invalid `input_token_ids` is skipped and logged with its line number.
     """
 
     def problems(
         split: Split,
-        seed: int,  # a parameter of every task, but unused here: the curriculum shuffles
+        seed: int,  # unused: the curriculum shuffles; other tasks generate problems from it
         *,
         train: str = train,
         eval: str = eval,
@@ -160,7 +160,7 @@ def problems_from_files(
         answer_column: str = answer_column,
         system_prompt: str = "",
     ) -> Iterator[Problem]:
-        """Iterator over the problems of a split; its length hint is the number of unread rows.
+        """Iterator over the problems of a split, with the number of unread rows as length hint.
 
         Raises TaskError if the file cannot be read or, at the end, if no row was usable.
         """
@@ -178,7 +178,7 @@ def problems_from_files(
 
 
 def parsed_answer(problem: Problem, parse: Callable[[str], Parsed]) -> Parsed:
-    """`parse` of the problem's answer. Raises TaskError where `parse` raises ValueError."""
+    """`parse(problem.answer)`; converts a ValueError of `parse` to TaskError."""
     try:
         return parse(problem.answer)
     except ValueError as reason:
@@ -189,7 +189,7 @@ def parsed_answer(problem: Problem, parse: Callable[[str], Parsed]) -> Parsed:
 
 
 class _RowProblems:
-    """Iterator over the problems of rows; its length hint is the number of unread rows."""
+    """Iterator over problems; the number of unread rows is its length hint."""
 
     def __init__(self, problems: Iterator[Problem], unread: Iterator[DataRow]) -> None:
         self._problems, self._unread = problems, unread
@@ -209,7 +209,7 @@ def _usable_problems(
 ) -> Iterator[Problem]:
     """Yield the problems of the rows for which `problem_of` raises no ValueError.
 
-    At the end, logs the other rows; raises TaskError if no row was usable.
+    At the end, logs the refused rows, or raises TaskError if all rows were refused.
     """
     num_kept, refused = 0, list[str]()
     for row in rows:
@@ -233,7 +233,7 @@ def _usable_problems(
 
 
 def _problem(row: DataRow, task: str, system_prompt: str) -> Problem:
-    """The problem of a row. Raises ValueError if the prompt is empty or token ids are invalid."""
+    """The problem of a row; ValueError for an empty prompt or invalid token ids."""
     words = row.token_ids.split()
     if not all(word.isascii() and word.isdigit() and int(word) <= MAX_TOKEN_ID for word in words):
         raise ValueError(f"{TOKENS_COLUMN} must be integers from 0 to {MAX_TOKEN_ID}")
@@ -297,7 +297,7 @@ def _path(source: str) -> Path:
 
 
 def _suggestion(path: Path) -> str:
-    """', did you mean X?' if a data set or a file in the same folder has a similar name."""
+    """', did you mean X?' for a data set or file in the folder with a similar name."""
     names = {name: name for name in SHIPPED}
     if os.path.isdir(path.parent):
         names |= {file.name: str(file) for file in path.parent.glob("*.*")}
@@ -320,7 +320,7 @@ def _read_text(path: Path) -> str:
 
 
 def _csv_records(text: str) -> Iterator[tuple[int, Mapping[str, object]]]:
-    """Each record as text by column name, with the number of its first line.
+    """Yield each record: the number of its first line, and texts by column name.
 
     The first record names the columns. Blank lines are skipped; quoted text may span lines. Raises
     ValueError for a line that cannot be read.
@@ -344,9 +344,9 @@ def _csv_records(text: str) -> Iterator[tuple[int, Mapping[str, object]]]:
 
 
 def _json_records(text: str) -> Iterator[tuple[int, Mapping[str, object]]]:
-    """The object on each line, with the line number; numbers stay text, so that 0.1 stays exact.
+    """Yield the line number and the object of each line.
 
-    Raises ValueError for a line that cannot be read.
+    Numbers stay text, so that 0.1 stays exact. Raises ValueError for a line that cannot be read.
     """
     # Only "\n" ends a line: JSON text may contain the other separators of str.splitlines.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -360,19 +360,21 @@ def _json_records(text: str) -> Iterator[tuple[int, Mapping[str, object]]]:
             raise ValueError(f"line {number}: not JSON ({reason}); {remedy}") from None
         if not isinstance(record, dict):
             reason = f"{line.strip():.40} is not an object"
-            raise ValueError(f"line {number}: {reason}; write one on each line")
+            raise ValueError(f"line {number}: {reason}; write one object on each line")
         yield number, cast("dict[str, object]", record)
 
 
 def _row(
     number: int, record: Mapping[str, object], prompt_column: str, answer_column: str
 ) -> DataRow:
-    """The row in a record. Raises ValueError for a missing column and a value that is not text."""
+    """The row of a record; ValueError for a missing column or a value that is no text."""
     prompts = [column for column in (prompt_column, TOKENS_COLUMN) if column in record]
     columns = [*(prompts or [prompt_column]), answer_column]
     for column in columns:
         if column not in record:
-            names = f"the columns are {', '.join(map(repr, record))}" if record else "it is empty"
+            names = (
+                f"the columns are {', '.join(map(repr, record))}" if record else "the row is empty"
+            )
             raise ValueError(f"line {number}: no column '{column}'; {names}")
     texts = {column: _text(record[column], column, number) for column in columns}
     return DataRow(
@@ -381,9 +383,9 @@ def _row(
 
 
 def _text(value: object, column: str, number: int) -> str:
-    """The text of a value: a string, a JSON number (already text) or a list of token ids.
+    """The text of a string, a JSON number (already text) or a list of token ids.
 
-    Raises ValueError for other types, and for a lone surrogate, which JSON can escape.
+    Raises ValueError for other types, and for a lone surrogate such as the JSON escape \\ud800.
     """
     if column == TOKENS_COLUMN and isinstance(value, list):
         return " ".join(map(str, cast("list[object]", value)))

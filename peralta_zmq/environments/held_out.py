@@ -1,8 +1,8 @@
-"""Evaluation on held-out problems: assignment to generators, collected answers, pass@k.
+"""Evaluation on held-out problems: assignment to generators, answers, pass@k.
 
-An example is one held-out problem; it gets several answers (completions with a reward). Generators
-evaluate a step while the training continues: each begins with its own share of the examples, and
-the trainer announces which examples are answered.
+An example is one held-out problem. It gets several answers: completions with a reward, sent as one
+group. Generators evaluate the weights of one step while the training continues. Each generator
+begins with its own share of the examples; the trainer announces which examples are answered.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ PASSING_REWARD = 1.0  # smallest reward of a correct answer
 
 
 class Evaluation:
-    """Answers of generators to the held-out examples, for the weights of one training step.
+    """Collects the answers to the held-out examples for the weights of one step.
 
-    The first group of `rollouts_per_example` answers to an example counts.
+    For each example, the first group with `rollouts_per_example` answers counts.
     """
 
     def __init__(
         self, step: int, problems: Sequence[Problem], *, rollouts_per_example: int
     ) -> None:
         self.step = step
-        self.policy_steps: list[int] = []  # training steps of the weights, one per group
+        # Training step of the weights of each group; generators may have newer weights than `step`.
+        self.policy_steps: list[int] = []
         self._problems, self._num_rollouts = problems, rollouts_per_example
         self._unanswered = {problem.id for problem in problems}  # equal ids are one problem
         self._answers: dict[str, Sequence[tuple[str, float]]] = {}  # by problem id
 
     def expects(self, problem_id: str, num_answers: int) -> bool:
-        """Whether the number of answers is right and the example has no answers yet."""
+        """Whether a group is needed: the example is unanswered, the group has full size."""
         return num_answers == self._num_rollouts and problem_id in self._unanswered
 
     def add(
         self, problem_id: str, answers: Sequence[tuple[str, float]], *, policy_step: int
     ) -> None:
-        """Store the answers (text, reward) to an example."""
+        """Store the answers (text, reward) to an example that `expects` accepts."""
         self.policy_steps.append(policy_step)
         self._unanswered.remove(problem_id)
         self._answers[problem_id] = answers
@@ -52,11 +53,11 @@ class Evaluation:
 
     @property
     def answered(self) -> bytes:
-        """One bit per example, 1 if it has answers: a bitmap for `curriculum.is_in_bitmap`."""
+        """Bitmap with 1 for each answered example; see `curriculum.is_in_bitmap`."""
         return bitmap([problem.id in self._answers for problem in self._problems])
 
     def answers(self) -> list[tuple[Problem, list[Answer]]]:
-        """The examples that have answers, in data set order."""
+        """The answered examples with their answers, in data set order."""
         return [
             (problem, [Answer(problem.question, *answer) for answer in self._answers[problem.id]])
             for problem in self._problems
@@ -67,10 +68,11 @@ class Evaluation:
 def examples_for(
     num_examples: int, *, index: int, count: int, answered: Callable[[int], bool]
 ) -> Iterator[int]:
-    """Yield the examples for generator `index` of `count`, without those answered by then.
+    """Yield unanswered examples for generator `index` of `count`, by index.
 
-    First its own share: every `count`-th example from `index` on. Then the shares of the other
-    generators, in descending order, because those generators answer them in ascending order.
+    First come the examples of its own share: every `count`-th example from `index` on. Then come
+    the other shares in descending order, because their generators answer them in ascending order.
+    `answered` is checked when an example would be yielded.
     """
     own_share = range(index, num_examples, count)
     other_shares = (
@@ -93,7 +95,7 @@ def eval_metrics(rewards: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, 
     """avg@n and pass@1, 2, 4 ... n of every environment, as ENV/METRIC.
 
     `rewards` holds, by environment, the rewards of the n answers to each example. An answer is
-    correct if its reward is 1.
+    correct if its reward is at least 1.
     """
     metrics: dict[str, float] = {}
     for env, examples in rewards.items():

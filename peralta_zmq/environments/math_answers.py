@@ -1,4 +1,4 @@
-"""Task math_answers: answers are compared mathematically: 1/2 equals 0.5 and \\frac{1}{2}.
+"""Task math_answers: compare answers by value: 1/2 equals 0.5 and \\frac{1}{2}.
 
 Needs the library math-verify, which the extra `math` installs.
 """
@@ -20,8 +20,9 @@ TIMEOUT_SECONDS = 3  # for parsing one answer, and for comparing it
 def reward(problem: Problem, completion_text: str) -> float:
     """1 if the last answer in the text equals the target mathematically, else 0.
 
-    An answer earns 0 if it cannot be parsed, or if the comparison takes too long. Raises TaskError
-    for a target that cannot be parsed.
+    An answer that cannot be parsed earns 0. In the main thread, an answer earns 0 also if parsing
+    or comparing it takes longer than TIMEOUT_SECONDS. Raises TaskError for a target that cannot be
+    parsed.
     """
     library = _library()
     target = parsed_answer(problem, _parse_target)
@@ -31,16 +32,22 @@ def reward(problem: Problem, completion_text: str) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _parse_target(answer: str) -> tuple[Any, ...]:
-    """A target as math-verify represents it. Raises ValueError if there is nothing to parse."""
+    """A target as math-verify represents it.
+
+    Raises ValueError if the target has no mathematics; `parsed_answer` converts it to TaskError.
+    """
     text = answer if "$" in answer else f"${answer}$"
     parsed = _library().parse(text, parsing_timeout=_timeout())
     if not parsed:
-        raise ValueError("it is not mathematics")
+        raise ValueError("math-verify finds no mathematics")
     return tuple(parsed)
 
 
 def _timeout() -> int | None:
-    """Seconds; None (no timeout) outside the main thread, as math-verify's timeout is a signal."""
+    """TIMEOUT_SECONDS in the main thread, else None (no timeout).
+
+    math-verify implements timeouts with signals, which work only in the main thread.
+    """
     return TIMEOUT_SECONDS if threading.current_thread() is threading.main_thread() else None
 
 

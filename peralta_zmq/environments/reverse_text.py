@@ -1,4 +1,4 @@
-"""Task reverse_text: write a text backwards; the reward is the similarity to the right answer."""
+"""Task reverse_text: write a text backwards; the reward is a similarity."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from peralta_zmq.environments.dataset import problems_from_files
 from peralta_zmq.rollout import Problem
 
 MAX_LENGTH = 256  # characters; the run time of the comparison grows with its square
-REWARD_IS_BOUNDED = True  # by MAX_LENGTH, so no process is needed
+# MAX_LENGTH bounds the run time, so `reward` is called without a separate process and timeout.
+REWARD_IS_BOUNDED = True
 
 
 def reward(problem: Problem, completion_text: str) -> float:
-    """Similarity to the answer, from 0 to 1; surrounding whitespace of the completion is ignored.
+    """Similarity of completion and answer, from 0 to 1.
 
-    It is 2 M / T for M characters in matching blocks and T characters in both texts together
-    (difflib's ratio). A text longer than MAX_LENGTH earns 0.
+    The similarity is 2 M / T for M characters in matching blocks and T characters in both texts
+    together (difflib's ratio). Whitespace around the completion is ignored. A text longer than
+    MAX_LENGTH earns 0.
     """
     text = completion_text.strip()
     if max(len(text), len(problem.answer)) > MAX_LENGTH:
@@ -24,6 +26,7 @@ def reward(problem: Problem, completion_text: str) -> float:
 
 
 def _check_answer(answer: str) -> None:
+    """Raise ValueError for an empty or too long answer; its row is then skipped."""
     if not answer.strip():
         raise ValueError("the answer is empty")
     if len(answer) > MAX_LENGTH:

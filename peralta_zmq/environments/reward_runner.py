@@ -1,8 +1,8 @@
-"""Calls reward functions in a separate process, which is killed and replaced when it hangs.
+"""Calls a reward function in a separate process, which is killed when it hangs.
 
-A function that raises, hangs, exits or does not return a number causes a RewardError, never a
-reward. A function whose run time is bounded by its own code is called in this process instead,
-without a timeout.
+The next call starts a new process. A function that raises, hangs, exits or does not return a number
+causes a RewardError, never a reward. A function whose own code bounds its run time is called in
+this process instead, without a timeout.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from peralta_zmq.errors import RewardError, TaskError, described
 from peralta_zmq.rollout import MAX_REWARD, Problem
 
 START_TIMEOUT_SECONDS = 120.0  # for importing the reward function
-MAX_FAILURES = 20  # failures in a row that are a TaskError: the function is broken
+MAX_FAILURES = 20  # failures in a row after which the function counts as broken (TaskError)
 Reward: TypeAlias = "float | dict[str, float]"  # a dict holds named terms, whose sum is the reward
 
 
 class RewardRunner:
-    """Calls a reward function with `options`. Use with `closing`.
+    """Calls a reward function with `options` as keyword arguments. Use with `closing`.
 
-    `bounded` says that the function's run time is bounded: it is called in this process.
+    With `bounded`, the function bounds its own run time and is called in this process.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RewardRunner:
         raise RewardError(message)
 
     def close(self) -> None:
-        """Kill the process of the reward function and its child processes, if it runs."""
+        """Kill the process of the reward function, if any, and its child processes."""
         if self._process is None:
             return
         assert self._pipe is not None and self._process.stdin is not None
@@ -79,7 +79,7 @@ class RewardRunner:
         self._process = self._pipe = None
 
     def _call(self, problem: Problem, text: str) -> Reward | str:
-        """The reward, or the reason of a failure."""
+        """The reward, or the reason of a failure as text."""
         if self._bounded:
             return _call_function(self._function, problem, text, self._options)
         if self._process is None:
@@ -87,7 +87,7 @@ class RewardRunner:
         return cast("Reward | str", self._exchange((problem, text), self._timeout))
 
     def _start(self) -> None:
-        """Start the process, which imports the function. Raises TaskError if it cannot."""
+        """Start the process and import the function there. Raises TaskError on failure."""
         self._pipe, child_pipe = Pipe()
         with child_pipe:
             self._process = subprocess.Popen(
@@ -104,7 +104,7 @@ class RewardRunner:
     def _exchange(self, message: object, timeout_seconds: float) -> object:
         """Send a message to the process and return its reply.
 
-        If no reply arrives in time, kills the process and returns the reason instead.
+        If no reply arrives in time, kills the process and returns the reason as text.
         """
         assert self._process is not None and self._pipe is not None
         process = self._process
@@ -122,7 +122,7 @@ class RewardRunner:
 def _call_function(
     function: Callable[..., Any], problem: Problem, text: str, options: Mapping[str, Any]
 ) -> Reward | str:
-    """The reward, or the reason of a failure."""
+    """The reward, or the reason of a failure as text."""
     try:
         result = function(problem, text, **options)
     except Exception as error:  # noqa: BLE001  a user's function may raise anything
@@ -134,9 +134,10 @@ def _call_function(
 
 
 def checked_reward(result: object) -> Reward:
-    """The result of a reward function as a reward. Raises ValueError unless it is a number.
+    """Convert the result of a reward function to a reward.
 
-    A mapping must have numbers as values, which are the named terms of the reward.
+    A mapping holds the named terms of a reward. Raises ValueError unless the result, or each term,
+    is a number and their sum is within MAX_REWARD.
     """
     is_mapping = isinstance(result, Mapping)
     values = cast("Mapping[object, object]", result if is_mapping else {"": result})
@@ -152,7 +153,7 @@ def checked_reward(result: object) -> Reward:
 
 
 def _to_float(value: object) -> float:
-    """Like float(), but raises TypeError for text and other objects that are no numbers."""
+    """Like float(), but raises TypeError for text and for objects that are no number."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise TypeError
     return float(cast("Any", value))
@@ -167,7 +168,7 @@ def _short_repr(value: object) -> str:
 
 
 def _exit_with_parent() -> None:
-    """Exit when stdin ends: that happens when the parent process exits, however it exits."""
+    """Exit when stdin ends, which happens whenever the parent process ends."""
     sys.stdin.buffer.read()
     os._exit(0)
 

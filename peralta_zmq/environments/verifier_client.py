@@ -1,7 +1,8 @@
-"""Client of a verifier: an environment whose problems and rewards come from another machine.
+"""Client of a verifier: an environment that another machine serves.
 
-A verifier (`bin/verifier`, see verifier_service.py) serves them over HTTP and keeps the answers.
-The client retries while the verifier does not respond. A failure is an error, never a reward.
+A verifier (`bin/verifier`, see verifier_service.py) serves the problems without their answers, and
+computes rewards. The client sends HTTP requests and retries while the verifier does not respond. A
+failure is an error, never a reward.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from peralta_zmq.environments.reward_runner import checked_reward
 from peralta_zmq.errors import RewardError, TaskError
 from peralta_zmq.rollout import Message, Problem
 
-RETRY_SECONDS = 60.0  # time without a response until the client raises
+RETRY_SECONDS = 60.0  # time without a response after which the client raises an error
 REQUEST_TIMEOUT_SECONDS = 30.0
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 2.0  # between two attempts; doubles each time
 MAX_RESPONSE_BYTES = 64 << 20
@@ -28,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 class _UnavailableError(Exception):
-    """The request failed, but may succeed later."""
+    """The request failed, but a retry may succeed."""
 
 
 class RemoteEnvironment:
-    """The environment `env` of the verifier at host and port, with the methods of a task.
+    """The environment `env` of a verifier, with the functions of a task as methods.
 
     `token` is the password in `verifier.token_file`; None if the verifier needs none.
     """
@@ -67,6 +68,7 @@ class RemoteEnvironment:
 
     def reward(self, problem: Problem, completion_text: str) -> float | dict[str, float]:
         """The reward of a completion, computed by the verifier. Raises RewardError."""
+        # The `answer` of the problem is its id on the verifier: see `problems`.
         body = {"env": self._env, "problem": problem.answer, "completion": completion_text}
         try:
             return checked_reward(self._request("/verify_answer", body, field="reward"))
@@ -79,9 +81,10 @@ class RemoteEnvironment:
         """Nothing to close: every request has its own connection."""
 
     def _request(self, path: str, body: Mapping[str, str] | None = None, *, field: str) -> Any:
-        """One field of the response to a GET request, or to a POST request with a JSON `body`.
+        """Send a request and return one field of the JSON response.
 
-        Retries while the verifier does not respond.
+        The request is a POST with `body` as JSON, or a GET without one. Retries while the verifier
+        does not respond; raises TaskError after `retry_seconds`.
         """
         started, pause, waiting = time.monotonic(), MIN_PAUSE_SECONDS, False
         while True:
@@ -105,7 +108,10 @@ class RemoteEnvironment:
         return value
 
     def _request_once(self, path: str, body: Mapping[str, str] | None, field: str) -> Any:
-        """As `_request` without retries. Raises TaskError if a retry would not help."""
+        """Send a request once and return one field of the JSON response.
+
+        Raises TaskError if a retry would not help, and other exceptions if it may.
+        """
         connection = http.client.HTTPConnection(
             self._host, self._port, timeout=REQUEST_TIMEOUT_SECONDS
         )
@@ -133,6 +139,7 @@ class RemoteEnvironment:
         return value
 
     def _unexpected(self, reason: object) -> TaskError:
+        """The error for a response that no verifier sends."""
         return TaskError(
             f"env.address {self._url} returned an unexpected response ({str(reason)[:80]}); "
             "is this a verifier? Check the address"

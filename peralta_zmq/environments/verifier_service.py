@@ -1,4 +1,4 @@
-"""Verifier: serves the problems and rewards of a config's environments over HTTP (`bin/verifier`).
+"""HTTP service for the problems and rewards of environments (`bin/verifier`).
 
     GET  /health                              {"environments": {NAME: number of train problems}}
     GET  /problems?env=NAME&split=train|eval  {"problems": [{"id", "messages", "input_token_ids"}]}
@@ -28,8 +28,8 @@ from peralta_zmq.errors import PeraltaError
 from peralta_zmq.http_server import HttpServer, RequestHandler
 
 MAX_REQUEST_BYTES = 1 << 20
-# Maximum wait for other calls of reward functions, then the response is status 503 and the client
-# retries; shorter than the client's request timeout.
+# Maximum wait while another reward function runs. Then the response is status 503, and the client
+# retries. The wait is shorter than the timeout of the client's request.
 LOCK_TIMEOUT_SECONDS = 25.0
 ANSWER_FIELDS = ("env", "problem", "completion")  # of the body of /verify_answer
 logger = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 def run(config: Config) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    Raises ConfigError or TaskError for environments that cannot be opened, and as Verifier does.
+    Raises ConfigError or TaskError for environments that cannot be opened, and ConfigError for a
+    port that cannot be used.
     """
     section = config.verifier
     token = read_private_token(section.token_file, option="verifier.token_file")
@@ -60,10 +61,10 @@ class _RequestError(Exception):
 
 
 class Verifier:
-    """The HTTP server of the environments, in background threads. Use with `closing`.
+    """HTTP server of the environments, in background threads. Use with `closing`.
 
-    Clients must send `token` as a password; None requires no password. Raises ConfigError if the
-    port is in use, or if it is reachable from other machines and `token` is None.
+    Clients must send `token` as a password; None = no password. Raises ConfigError if the port is
+    in use, or if the port is reachable from other machines and `token` is None.
     """
 
     def __init__(self, config: Config, *, host: str, port: int, token: str | None) -> None:
@@ -82,7 +83,7 @@ class Verifier:
         self.port = self._server.port
 
     def close(self) -> None:
-        """Stop the server; waits until a running reward function returns."""
+        """Stop the server, after waiting for a running reward function."""
         self._server.close()
         with self._reward_lock:
             self._closed = True
@@ -90,11 +91,11 @@ class Verifier:
                 environments.close()
 
     def health(self) -> dict[str, Any]:
-        """The number of train problems of each environment, as a response."""
+        """The response with the number of train problems of each environment."""
         return {"environments": dict(self._splits["train"].sizes)}
 
     def problems(self, env: str, split: str) -> dict[str, Any]:
-        """The problems of an environment, as a response. Raises _RequestError for a wrong name."""
+        """The response with all problems. Raises _RequestError for an unknown name."""
         if split not in self._splits:
             raise _RequestError(404, f"split {split!r:.40} is not train or eval")
         environments = self._splits[split]
@@ -105,7 +106,7 @@ class Verifier:
         return {"problems": list(map(problem_to_json, problems))}
 
     def reward(self, env: str, problem_id: str, completion: str) -> dict[str, Any]:
-        """The reward of a completion, as a response. Raises _RequestError if computing it fails."""
+        """The response with the reward of a completion; _RequestError on failure."""
         if (env, problem_id) not in self._problems:
             raise _RequestError(404, f"no problem {problem_id!r:.40} in {env!r:.40}")
         problem, environments = self._problems[env, problem_id]
@@ -122,7 +123,7 @@ class Verifier:
 
 
 class _Handler(RequestHandler):
-    """Serves one connection: checks the password, calls the verifier, responds with JSON."""
+    """Handles one connection: checks the password, calls the verifier, responds."""
 
     verifier: Verifier  # set by HttpServer
 
@@ -134,7 +135,7 @@ class _Handler(RequestHandler):
             status, message = HTTPStatus.OK, self._result()
         except _RequestError as error:
             status, message = error.status, {"error": str(error)}
-            self.close_connection = True  # a part of the body may be unread
+            self.close_connection = True  # the unread body would be read as the next request
         with suppress(ConnectionError, TimeoutError):  # the client retries
             self.respond(status, json.dumps(message).encode(), content_type="application/json")
 
@@ -156,7 +157,7 @@ class _Handler(RequestHandler):
                 raise _RequestError(404, f"no such path; use {choices}")
 
     def _body(self) -> list[str]:
-        """The texts ANSWER_FIELDS in the body of the current request. Raises _RequestError."""
+        """The values of ANSWER_FIELDS in the request body. Raises _RequestError."""
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit() and len(length) < 10):
             raise _RequestError(411, "Content-Length is missing or invalid")
@@ -169,5 +170,5 @@ class _Handler(RequestHandler):
             texts = []
         if not texts or not all(isinstance(text, str) for text in texts):
             fields = ", ".join(ANSWER_FIELDS)
-            raise _RequestError(400, f"the body is not a JSON object with the texts {fields}")
+            raise _RequestError(400, f"the body is not a JSON object with the text fields {fields}")
         return texts

@@ -50,5 +50,5 @@ def test_row_without_target_is_skipped(tmp_path: Path) -> None:
 
 
 def test_problem_without_target_is_an_error() -> None:
-    with pytest.raises(TaskError, match=r"problem p has .* '28' \(it is not numbers = target"):
+    with pytest.raises(TaskError, match=r"problem p has .* '28' \(not of the form NUMBERS ="):
         countdown.reward(Problem("p", "countdown", (), "28"), "28")

@@ -87,7 +87,7 @@ REFUSED = {
     "a key that is missing": (
         "x.jsonl", '{"q": 1, "a": 1}\n{"q": 2}', "line 2: no column 'a'; the columns are 'q'"),
     "an empty csv file": ("x.csv", "", "has no rows"),
-    "an empty object": ("x.jsonl", "{}", "line 1: no column 'q'; it is empty"),
+    "an empty object": ("x.jsonl", "{}", "line 1: no column 'q'; the row is empty"),
     "an empty jsonl file": ("x.jsonl", "\n", "has no rows"),
     "a header alone": ("x.csv", "q,a\n\n", "has no rows"),
     "a comma without quotes": (

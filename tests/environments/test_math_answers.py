@@ -31,7 +31,7 @@ def test_equal_values_earn_one(target: str, text: str, reward: float) -> None:
 
 def test_target_that_cannot_be_parsed_is_an_error() -> None:
     pytest.importorskip("math_verify")
-    with pytest.raises(TaskError, match=r"problem p has .* \(it is not mathematics\)"):
+    with pytest.raises(TaskError, match=r"problem p has .* \(math-verify finds no mathematics\)"):
         math_answers.reward(problem(""), "1")
 
 
