@@ -1,10 +1,13 @@
-"""The generators that work for the trainer: liveness, reported statistics, logprob mismatch.
+"""The generators of the run: liveness, reported statistics, logprob mismatch.
 
-A sender is one start of a generator, `NAME/INCARNATION`; the incarnation is random bytes that each
-start draws. A sender is live from its first valid group or status until nothing was received from
-it for 30 s; the number of live senders is limited, in all and by name. The logprob mismatch is
-the difference between the logprobs that a generator sent and those that the trainer computes for
-the same tokens and weights; a large one means wrong weights or kernels.
+A sender is one start of a generator, `NAME/INCARNATION`; the incarnation is a random id of the
+start. A generator sends groups (all rollouts of one problem) and statuses (messages with its
+counters and rates). A sender is live from its first valid group or status until the trainer has
+received nothing from it for 30 s. The number of live senders is limited, in total and per name.
+
+The logprob mismatch is the difference between the logprobs that a generator sent and the logprobs
+that the trainer computes for the same tokens and weights. A large mismatch means that the generator
+uses wrong weights or kernels.
 """
 
 from __future__ import annotations
@@ -19,22 +22,24 @@ from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.terminal import worker_info_text
 from peralta_zmq.trainer.session import Session
 
-SILENCE_SECONDS = 30.0  # without a message until a sender is not live any more
-REPORT_SECONDS = 60.0  # between two reports of one silent connection
-SAME_NAME_SECONDS = 2.0  # shorter than the restart of a generator with the same name
+SILENCE_SECONDS = 30.0  # a sender without a message for this time is no longer live
+REPORT_SECONDS = 60.0  # interval of reports of the same silent connection
+# Two senders of one name that send within this time are two running generators: a restart of one
+# generator takes longer.
+SAME_NAME_SECONDS = 2.0
 FINAL_STATUS_SECONDS = 2.0  # timeout for the final statuses at the end of a run
-# Bounds on the memory that invented sender names can fill.
-MAX_LIVE = 4096  # live senders; more are not registered
-MAX_STARTS = 16  # live senders of one name, enough for a restart every two seconds
+# Limits on the memory that a client with invented sender names can fill.
+MAX_LIVE = 4096  # live senders
+MAX_STARTS = 16  # live senders of one name: each is live for 30 s, so a restart every 2 s is fine
 MAX_FINAL_STATUSES = 1 << 16  # senders whose final status is kept
 # Fields of a generator's status that become metrics.
 STATISTICS = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s", "step", "unscored")
 
 
 class GeneratorRegistry:
-    """Registers senders and their newest status; records when they join and leave.
+    """Registers senders and their newest status; records when senders join and leave.
 
-    `statuses` has the newest status by sender, also of senders that are not live any more;
+    `statuses` has the newest status of each sender, also of senders that are no longer live.
     `connections` detects silent connections of live senders.
     """
 
@@ -44,22 +49,23 @@ class GeneratorRegistry:
         run_log: RunLog,
         trainer_info: Mapping[str, str],
     ) -> None:
-        """`trainer_info` describes this machine, to report how a generator's machine differs."""
+        """`trainer_info` has device and dtype of this machine, to compare generators with."""
         self.statuses: dict[str, wire.GeneratorStatus] = {}
         self.connections = SilentConnections(run_log)
-        # A generator cannot load the newest weights from a delta and needs a whole version.
+        # True if a generator cannot apply the newest delta: it needs a keyframe (all weights).
         self.keyframe_requested = False
-        # Sender of a final status -> groups that it has made, also those of earlier sessions.
+        # Sender of a final status -> groups made. Includes senders of earlier trainer sessions.
         self.num_made = dict(run_log.last_reports)
         self._receiver, self._run_log, self._trainer_info = receiver, run_log, trainer_info
         self._last_message: dict[str, float] = {}  # live sender -> monotonic seconds
-        # The clock of liveness stops here while the trainer computes and receives nothing.
+        # Monotonic seconds when the queue was last empty. Liveness is measured up to this time:
+        # during a training step the trainer receives nothing, so senders only seem silent.
         self._received_until = time.monotonic()
         self._with_info: set[str] = set()  # live senders whose worker info is recorded
         self._with_group: set[str] = set()  # live senders that have sent a group
 
     def receive_status(self, *, step: int, timeout: float = 0.0) -> None:
-        """Process the statuses that have arrived; wait up to `timeout` seconds for the first."""
+        """Process arrived statuses; wait up to `timeout` seconds for the first."""
         received = self._receiver.receive(timeout=timeout)
         if received:
             self._update(received, step=step)
@@ -67,22 +73,26 @@ class GeneratorRegistry:
             self._received_until = time.monotonic()
 
     def _update(self, received: Mapping[str, wire.GeneratorStatus], *, step: int) -> None:
+        """Process one newest status per sender."""
         for sender, status in received.items():
             before = self.statuses.pop(sender, None)
             if not self.mark_alive(sender, step=step, worker_info=status.worker_info):
                 continue
-            self.statuses[sender] = status  # at the end
+            self.statuses[sender] = status  # inserted last: the oldest status is first
             if len(self.statuses) > MAX_LIVE:
                 del self.statuses[next(iter(self.statuses))]
             self.connections.add_status(status, before, step=step)
-            # One keyframe per request: a generator that has not loaded it yet repeats the flag.
+            # A generator repeats the flag until it has loaded the keyframe: count it only once.
             if status.wants_keyframe and not (before and before.wants_keyframe):
                 self.keyframe_requested = True
             if status.last:
                 self._record_final(sender, status.made)
 
     def wait_for_final_statuses(self, *, step: int) -> None:
-        """Wait for the status that each live generator sends when it learns that the run ended."""
+        """Wait up to FINAL_STATUS_SECONDS for the final status of each live generator.
+
+        Generators send it when the trainer has announced that the run is complete.
+        """
         deadline = time.monotonic() + FINAL_STATUS_SECONDS
         self.live()  # removes silent senders, which send no final status
         self.receive_status(step=step)
@@ -95,13 +105,13 @@ class GeneratorRegistry:
     def mark_alive(
         self, sender: str, *, step: int, worker_info: Mapping[str, str] | None = None
     ) -> bool:
-        """Register a message of a sender; record its join and its worker info once.
+        """Register that a message of a sender arrived; record new senders.
 
-        `worker_info` describes the sender's machine. It comes with the status, which may arrive
-        after the first group; a message without it is a group. Returns False for a new sender above
-        a limit, which is not registered before other senders have left. But a group replaces a
-        start of the same name that has sent none: statuses under the name of a generator must not
-        keep its next start out.
+        Also records the worker info of each sender once. `worker_info` describes the sender's
+        machine. A status has it; for a group it is None. Returns False if the sender is new and a
+        limit is reached: it cannot register until another sender leaves. Exception: if MAX_STARTS
+        is reached, a sender with a group replaces a sender of the same name that has sent no group.
+        Otherwise forged statuses with the name of a generator could keep the generator out.
         """
         name, fields = sender.rpartition("/")[0], {**_sender_fields(sender), "step": step}
         if sender not in self._last_message:
@@ -117,7 +127,8 @@ class GeneratorRegistry:
             is_same_name = self._received_until - latest < SAME_NAME_SECONDS
             if self._run_log.event("join", **fields) and is_same_name:
                 self._run_log.note(
-                    f"two generators are called {name}; if both run, give one --generator.name"
+                    f"two generators are called {name}; "
+                    "if both run, start one with another --generator.name"
                 )
         if worker_info and sender not in self._with_info:
             self._with_info.add(sender)
@@ -134,13 +145,14 @@ class GeneratorRegistry:
         return sender in self._last_message
 
     def _record_final(self, sender: str, made: int) -> None:
-        is_known = sender in self._last_message and sender not in self.num_made
-        if is_known and len(self.num_made) < MAX_FINAL_STATUSES:
+        """Record once how many groups a live sender made in total."""
+        is_first = sender in self._last_message and sender not in self.num_made
+        if is_first and len(self.num_made) < MAX_FINAL_STATUSES:
             self.num_made[sender] = made
             self._run_log.event("last_report", **_sender_fields(sender), made=made)
 
     def live(self) -> list[str]:
-        """Senders with a message in the last SILENCE_SECONDS; removes the silent ones."""
+        """Remove senders without a message in SILENCE_SECONDS; return all others."""
         for sender, received_at in list(self._last_message.items()):
             if self._received_until - received_at >= SILENCE_SECONDS:
                 self._remove(sender)
@@ -154,9 +166,10 @@ class GeneratorRegistry:
         self._run_log.event("leave", **_sender_fields(sender))
 
     def metrics(self, row: Mapping[str, float]) -> dict[str, float]:
-        """gen/NAME/STATISTIC of every live generator, from its newest status.
+        """Metrics gen/NAME/STATISTIC of every live generator, from its newest status.
 
-        `row` has gen/NAME/step of the trained groups; the larger of the two steps is returned.
+        gen/NAME/step is the step of the generator's weights. `row` has the step of its trained
+        groups under the same name; the larger step is returned.
         """
         metrics = dict[str, float]()
         for sender in self.live():
@@ -167,27 +180,34 @@ class GeneratorRegistry:
         return metrics
 
     def num_outstanding(self, ledger: Ledger) -> int:
-        """Groups made after the highest sequence received from each sender, if plausible."""
+        """Number of groups that senders made after the last group received from each.
+
+        Ignores reports of implausibly many groups.
+        """
         made = self.num_made | {sender: status.made for sender, status in self.statuses.items()}
         return sum(
-            max(0, num - ledger.highest(sender) - 1)
-            for sender, num in made.items()
-            if ledger.is_plausible(sender, num - 1)
+            max(0, num_made - 1 - ledger.highest(sender))  # num_made - 1 is the newest sequence
+            for sender, num_made in made.items()
+            if ledger.is_plausible(sender, num_made - 1)
         )
 
 
 class SilentConnections:
-    """Detects and reports that one connection of a live sender is silent while others work."""
+    """Reports when one connection of a live sender is silent while others work.
+
+    A generator has three connections to the trainer: for rollouts (groups), for announcements and
+    for statuses. A connection is silent if nothing arrives on it for wire.SILENT_SECONDS.
+    """
 
     def __init__(self, run_log: RunLog) -> None:
         self._run_log = run_log
-        # Sender -> monotonic seconds of the first and of the newest group since its last status.
+        # Sender -> monotonic seconds of the first and the newest group after its last status.
         self._groups: dict[str, tuple[float, float]] = {}
-        # Sender -> connection -> monotonic seconds of the newest report.
+        # Sender -> connection -> monotonic seconds when it was last reported as silent.
         self._reported: dict[str, dict[str, float]] = {}
 
     def add_group(self, sender: str, *, step: int) -> None:
-        """Record that a group of a sender arrived; report if its statuses do not."""
+        """Record that a group of a sender arrived; report if the sender's statuses do not."""
         now = time.monotonic()
         first, _ = self._groups.get(sender, (now, now))
         self._groups[sender] = first, now
@@ -197,7 +217,10 @@ class SilentConnections:
     def add_status(
         self, status: wire.GeneratorStatus, before: wire.GeneratorStatus | None, *, step: int
     ) -> None:
-        """Record that a status arrived; report the silent connections that it names."""
+        """Record that a status arrived; report connections that it says were silent.
+
+        The status counts how often the generator reconnected a silent connection.
+        """
         self._groups.pop(status.sender, None)
         if before and status.announcement_reconnects > before.announcement_reconnects:
             self._report(status.sender, "announcements", step=step)
@@ -205,7 +228,7 @@ class SilentConnections:
             self._report(status.sender, "rollouts", step=step)
 
     def without_status(self) -> dict[str, int]:
-        """Senders whose groups arrive without a status for long, with the time in seconds."""
+        """By sender: seconds with groups but no status, if at least SILENT_SECONDS."""
         return {
             sender: int(newest - first)
             for sender, (first, newest) in self._groups.items()
@@ -213,11 +236,12 @@ class SilentConnections:
         }
 
     def forget(self, sender: str) -> None:
-        """Remove a sender that is not live any more."""
+        """Remove a sender that is no longer live."""
         self._groups.pop(sender, None)
         self._reported.pop(sender, None)
 
     def _report(self, sender: str, connection: str, *, step: int) -> None:
+        """Report a silent connection, at most once in REPORT_SECONDS."""
         reported, now = self._reported.setdefault(sender, {}), time.monotonic()
         if now - reported.get(connection, float("-inf")) < REPORT_SECONDS:
             return
@@ -226,17 +250,16 @@ class SilentConnections:
         if self._run_log.event("silent", **fields, connection=connection, step=step):
             self._run_log.note(
                 f"generator {fields['generator']}: no {connection} for {wire.SILENT_SECONDS:.0f} s "
-                "while its other connections work; it connects again"
+                "while its other connections work; the generator reconnects"
             )
 
 
 def report_mismatches(
     statistics: MismatchStatistics, session: Session, admission: Admission, *, step: int
 ) -> None:
-    """Report each sender above train.max_mismatch_kl once; drop its groups if configured.
+    """Report each sender above train.max_mismatch_kl once; drop its groups if set.
 
-    Call it after new steps only, not after steps that a restart trains again: groups that an
-    earlier session admitted stay admitted.
+    Not called for steps that a restart trains again: their groups stay in the batch.
     """
     settings, run_log = session.config.train, session.run_log
     drops = settings.on_mismatch == "drop"
@@ -255,6 +278,6 @@ def report_mismatches(
 
 
 def _sender_fields(sender: str) -> dict[str, str]:
-    """The fields of an event that identify a sender."""
+    """The fields that identify a sender in an event of the run log."""
     name, _, incarnation = sender.rpartition("/")
     return {"generator": name, "incarnation": incarnation}

@@ -247,7 +247,7 @@ def test_second_generator_of_a_name_is_reported_with_the_remedy(
     empty.mark_alive("bob/00", step=1)
     assert "two generators" not in capsys.readouterr().out
     empty.mark_alive("ann/01", step=1)
-    text = "two generators are called ann; if both run, give one --generator.name\n"
+    text = "two generators are called ann; if both run, start one with another --generator.name\n"
     assert capsys.readouterr().out == text
     assert [row["event"] for row in read_rows(tmp_path / EVENTS)] == ["join"] * 3
 
@@ -274,7 +274,10 @@ def test_groups_without_a_status_for_long_are_reported_once(
         empty.connections.add_status(bob, None, step=1)
     assert lists == [{}, {}, {}, {STATUS.sender: 10}]
     assert empty.connections.without_status() == {STATUS.sender: 15}
-    text = "generator ann: no status for 10 s while its other connections work; it connects again"
+    text = (
+        "generator ann: no status for 10 s while its other connections work; "
+        "the generator reconnects\n"
+    )
     assert capsys.readouterr().out.count(text) == 1 and silent_events(tmp_path) == ["status"]
     empty.connections.add_status(STATUS, None, step=1)
     assert empty.connections.without_status() == {}
