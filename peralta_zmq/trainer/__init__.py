@@ -1,1 +1,1 @@
-"""The trainer process: collect groups, take training steps, publish weights, recover."""
+"""The trainer process: collect rollouts, take training steps, publish weights."""

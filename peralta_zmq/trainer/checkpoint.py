@@ -1,7 +1,9 @@
-"""Checkpoints: the state of the trainer after a step, as safetensors and JSON, without pickle.
+"""Checkpoints: the state of the trainer after a step, as safetensors and JSON.
 
-`checkpoints/step_N` has the tensors, the JSON progress and a manifest with their sha256. The folder
-appears as a whole, so a kill never leaves a checkpoint half-written.
+`checkpoints/step_N` has the tensors, the progress (JSON) and a manifest with the sha256 of each
+file. The folder is written under a temporary name and then renamed, so a kill never leaves a
+half-written checkpoint. The journal is the log of received groups of rollouts: a restart restores
+the newest checkpoint and trains the later steps again from the journal.
 """
 
 from __future__ import annotations
@@ -29,30 +31,33 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The state of a trainer after a step; a restored run equals an uninterrupted one."""
+    """The state of a trainer after a step: all that is needed to continue."""
 
     step: int
     tensors: dict[str, torch.Tensor]  # fp32 weights, optimizer state, RNG
-    progress: dict[str, Any]  # JSON: counts of groups, curriculum, base model of the adapters
+    progress: dict[str, Any]  # JSON: counts of groups, curriculum, base model of LoRA adapters
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a session, and prunes the journal before the oldest one kept."""
+    """Writes checkpoints; deletes journal files that no kept checkpoint needs."""
 
     def __init__(self, session: Session, policy: Policy, collector: BatchCollector) -> None:
-        self.saved_step = -1  # of the newest checkpoint; -1: none
+        self.saved_step = -1  # step of the newest checkpoint; -1: none
         self._session, self._policy, self._collector = session, policy, collector
         self.update_progress()
 
     def update_progress(self) -> None:
-        """Take the progress of the next checkpoint; call it right after each step.
+        """Copy the progress for the next checkpoint. Call it right after each step.
 
-        Groups that are received later belong to the next step.
+        Groups that arrive after the copy belong to the next step.
         """
         self._progress = {**self._collector.state(), **self._policy.manifest_fields}
 
-    def save(self) -> None:
-        """Write a checkpoint of the newest step; a failed write only makes a replay longer."""
+    def try_write(self) -> None:
+        """Write a checkpoint of the newest step; a failure is reported, not raised.
+
+        Without the checkpoint a restart trains more steps again from the journal.
+        """
         try:
             self.write()
         except OutageError as error:
@@ -61,9 +66,10 @@ class CheckpointWriter:
             run_log.note(f"{error}; the journal still holds everything")
 
     def write(self) -> None:
-        """Write a checkpoint of the newest step unless there is one; prune the journal.
+        """Write a checkpoint of the newest step unless there is one; prune older ones.
 
-        Raises OutageError if the checkpoints cannot be written or listed.
+        Prunes the journal too, unless checkpoint.keep_journal is set. Raises OutageError if
+        checkpoints cannot be written or listed.
         """
         learner, settings = self._policy.learner, self._session.config.checkpoint
         if learner.step == self.saved_step:
@@ -71,10 +77,10 @@ class CheckpointWriter:
         folder = self._session.folder / "checkpoints"
         saved = Checkpoint(learner.step, learner.state(), self._progress)
         try:
-            save(folder, saved, run_id=self._session.run_id)
+            write_checkpoint(folder, saved, run_id=self._session.run_id)
             self.saved_step = learner.step
             prune(folder, settings.keep_last, settings.keep_interval)
-            failpoint("checkpoint.pruned")
+            failpoint("checkpoint.pruned")  # a test can kill the process here
             if not settings.keep_journal:
                 self._collector.journal.prune(min(atomic_files.steps_in(folder)) + 1)
         except OSError as error:
@@ -83,8 +89,8 @@ class CheckpointWriter:
             ) from None
 
 
-def save(folder: Path, checkpoint: Checkpoint, *, run_id: str) -> None:
-    """Write `folder/step_N` atomically. Raises OSError."""
+def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, run_id: str) -> None:
+    """Write the checkpoint to `folder/step_N` atomically. Raises OSError."""
     final = folder / f"step_{checkpoint.step:06d}"
     files = {
         TENSORS: safetensors.torch.save(checkpoint.tensors),
@@ -92,15 +98,17 @@ def save(folder: Path, checkpoint: Checkpoint, *, run_id: str) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     failpoint("checkpoint.write")
-    atomic_files.remove_folder(final)  # a checkpoint that did not verify at the restart
+    # Exists if the checkpoint was corrupt at the restart and the step was trained again.
+    atomic_files.remove_folder(final)
     atomic_files.write_folder(final, files, {"run_id": run_id, "step": checkpoint.step})
     failpoint("checkpoint.written")
 
 
 def prune(folder: Path, keep_last: int | None, keep_interval: int | None) -> None:
-    """Remove all checkpoints but the newest `keep_last` and those of every `keep_interval`-th step.
+    """Remove old checkpoints.
 
-    If both are None, all checkpoints stay. The newest one always stays.
+    Keeps the newest `keep_last`, and those whose step is a multiple of `keep_interval`. If both are
+    None, all checkpoints stay. The newest checkpoint always stays.
     """
     if keep_last is None and keep_interval is None:
         return
@@ -110,11 +118,11 @@ def prune(folder: Path, keep_last: int | None, keep_interval: int | None) -> Non
 
 
 def newest(folder: Path, *, run_id: str, until: int | None = None) -> Checkpoint | None:
-    """Read the newest checkpoint that verifies, of at most step `until`; None if there is none.
+    """Read the newest valid checkpoint up to step `until`; None if there is none.
 
-    A checkpoint verifies if its files have the sizes and sha256 of its manifest. Raises
-    JournalError if the checkpoint belongs to another run, or if there are some but none verifies;
-    OutageError if that is so because one cannot be read.
+    A checkpoint is valid if its files have the sizes and sha256 of its manifest. Raises
+    JournalError if the checkpoint belongs to another run. If there are checkpoints but none is
+    valid, raises OutageError if at least one could not be read, else JournalError.
     """
     checkpoints = atomic_files.steps_in(folder)
     paths = [path for step, path in checkpoints.items() if until is None or step <= until]
@@ -143,6 +151,11 @@ def newest(folder: Path, *, run_id: str, until: int | None = None) -> Checkpoint
 
 
 def _read(path: Path, manifest: atomic_files.Manifest) -> Checkpoint:
+    """Read the checkpoint in folder `path` and verify its files.
+
+    Raises OSError if a file cannot be read, ValueError or KeyError if it is damaged or missing.
+    """
+
     def content(name: str) -> bytes:
         return b"".join(atomic_files.read_verified(path, name, manifest))
 
@@ -154,9 +167,10 @@ def _read(path: Path, manifest: atomic_files.Manifest) -> Checkpoint:
 def restore(
     learner: PolicyLearner, checkpoint: Checkpoint, *, run_folder: Path, remedy: str
 ) -> None:
-    """Restore weights, optimizer and RNG. Raises JournalError, with this remedy, if they differ.
+    """Restore the learner's weights, optimizer and RNG from the checkpoint.
 
-    They differ if the settings name a model or an optimizer that the checkpoint was not made with.
+    Raises JournalError, ending in `remedy`, if the checkpoint has other tensors than the learner,
+    because the settings name another model or optimizer than the checkpoint's.
     """
     try:
         learner.restore(checkpoint.step, checkpoint.tensors)

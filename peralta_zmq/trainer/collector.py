@@ -1,16 +1,17 @@
-"""Batch collection: receive groups until a batch is full; admit or drop, journal and count each.
+"""Batch collection: receive groups until a batch is full, and journal each group.
 
-What happens to a group (all rollouts of one problem, sent in one message) in this file:
+A group is all rollouts of one problem, sent in one message (a frame). This module does the
+following with each group:
 
-    receive      the group, decoded and validated, and its message (frame)
+    receive      get the decoded and validated group together with its frame
     admit        add it to the batch, or drop it, for example if stale (learning/admission.py)
-    journal      append the message, or the reason of the drop, to the write-ahead log
-    commit       write the log to disk, with one fsync for many groups
-    acknowledge  announce to the sender what is received, durable and consumed
+    journal      append the frame, or the reason of the drop, to the journal, a write-ahead log
+    commit       write the journal to disk, with one fsync for many groups
+    acknowledge  announce to the sender which groups are received, durable and consumed
 
-A sender is one start of one generator; it numbers its groups (their sequence) from 0. A group is
-settled when its outcome, such as trained or stale, is decided, which happens on arrival: a settled
-group is a received one. The ledger counts the outcomes.
+A sender is one start of one generator. It numbers its groups 0, 1, ...: the sequence. On arrival
+each group gets its outcome, such as "trained" or "stale", and is then called settled. So here a
+settled group is a received group. The ledger records the settled groups and counts the outcomes.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.journal import DROPPED, DroppedGroup, Journal
 from peralta_zmq.trainer.session import Session, StatusPublisher
 
-# A commit is due at either limit. Larger limits save fsyncs, but generators keep
-# groups longer in case they must be sent again.
+# A commit is due after this number of groups or seconds, whichever comes first. Larger limits save
+# fsyncs, but each generator keeps its groups longer: until they are durable it may resend them.
 COMMIT_GROUPS, COMMIT_SECONDS = 32, 0.5
-# Each announcement lists all n live senders and is sent to all of them, which costs O(n^2).
+# An announcement is a message to all n live senders and lists all of them, so its cost is O(n^2).
 # Announcements that only acknowledge groups are ACKNOWLEDGE_FACTOR * n^2 seconds apart: 20 ms for
 # n = 100.
 ACKNOWLEDGE_FACTOR, MAX_ACKNOWLEDGE_SECONDS = 2e-6, 1.0
-WARNING_SECONDS = 20.0  # interval of warnings while no group arrives, except of flagged senders
-MAX_SAMPLES_AHEAD = 1 << 20  # a sample index that is further ahead is ignored
+WARNING_SECONDS = 20.0  # interval of warnings while no group arrives, or only mismatched ones
+MAX_SAMPLES_AHEAD = 1 << 20  # a larger jump of the sample index is invalid and ignored
 
 
 class BatchCollector:
-    """Collects the batch of one step at a time.
+    """Collects the batch of one training step at a time.
 
-    `batch` holds the groups admitted so far; `journal_seconds` is the time spent on journal commits
-    for the current step; `session` is the trainer's session with its settings and run log.
+    Attributes: `batch` holds the groups admitted so far. `journal_seconds` is the time spent on
+    journal commits for the current step. `session` has the settings and the run log.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class BatchCollector:
         )
         self.session, self._receiver = session, receiver
         self._generators, self._evaluations = generators, evaluations
-        self._size = 0  # of the batch, in the unit of step_size
+        self._size = 0  # of the batch, in rollouts or tokens (see step_size)
 
     @property
     def is_full(self) -> bool:
@@ -85,12 +86,13 @@ class BatchCollector:
     def collect(
         self, step: int, between_groups: Callable[[bool], None]
     ) -> tuple[list[RolloutGroup], int]:
-        """Receive until the batch of `step` is full; return it and the initial queue depth.
+        """Receive groups until the batch of `step` is full; return it and the queue depth.
 
-        The queue depth is the number of groups that had arrived before the first wait. Returns no
-        groups if a stop is requested. The last journal commit runs in the background while the step
-        computes; the caller ends it with `commit`. `between_groups` is called before each receive,
-        with True if the previous one timed out after 0.2 s.
+        The queue depth is the number of groups that were received before the queue was empty for
+        the first time. Returns no groups if a stop is requested. The last journal commit continues
+        in the background while the step computes; the caller ends it with `commit`.
+        `between_groups` is called before each receive. Its argument is True if the previous receive
+        timed out after 0.2 s.
         """
         depth, queued, idle, self.journal_seconds = 0, True, False, 0.0
         last_group = last_warning = time.monotonic()
@@ -103,7 +105,7 @@ class BatchCollector:
             if received is None:
                 self._commit_and_acknowledge_if_due(step)
                 queued = False
-                received = self._receiver.receive(timeout=0.2)
+                received = self._receiver.receive(timeout=0.2)  # seconds
             idle = received is None
             if received is None:
                 self.commit()
@@ -121,7 +123,7 @@ class BatchCollector:
         return groups, depth
 
     def take_batch(self) -> list[RolloutGroup]:
-        """Return the batch to the step that begins, and start an empty one."""
+        """Return the batch for the step that begins now, and start an empty batch."""
         groups, self.batch, self._size = self.batch, [], 0
         self.acknowledgements.begin_step(len(groups))
         return groups
@@ -129,10 +131,10 @@ class BatchCollector:
     def add(self, group: RolloutGroup, frame: bytes, *, step: int) -> AdmissionDecision:
         """Admit a received group to the batch or drop it; journal the group or the drop.
 
-        A message that is no group of a generator is only counted: a sequence out of reach, or
-        invalid rollouts from an unknown sender.
+        Two kinds of groups are ignored after they are counted as refused: those with an
+        implausibly large sequence, and those with invalid rollouts from an unknown sender.
         """
-        failpoint("trainer.received")
+        failpoint("trainer.received")  # a test can kill the process here
         sender, ledger = group.sender, self.admission.ledger
         if not ledger.is_plausible(sender, group.sequence):
             self._receiver.refuse(WireError(f"sequence jumps by more than {admissions.MAX_JUMP}"))
@@ -140,7 +142,7 @@ class BatchCollector:
         if group.rollouts:
             self._generators.mark_alive(sender, step=step)
         elif not (self._generators.is_live(sender) or ledger.highest(sender) >= 0):
-            return "invalid"  # the receiver has counted it
+            return "invalid"  # the decoder removed its rollouts, and the receiver has counted it
         decision = self.admission.admit(group, step=step)
         if decision in ADMITTED:
             self.journal.append(step, frame)  # durable after the next commit
@@ -153,8 +155,9 @@ class BatchCollector:
         return decision
 
     def _drop(self, group: RolloutGroup, reason: AdmissionDecision, *, step: int) -> None:
+        """Record a dropped group in run log, curriculum, counts and journal."""
         sender, sequence = group.sender, group.sequence
-        if reason == "evaluated":  # answers to a held-out problem
+        if reason == "evaluated":  # completions of a held-out problem
             self._evaluations.receive(group)
         elif reason != "filtered":
             age = admissions.staleness(group, step=step)
@@ -169,6 +172,7 @@ class BatchCollector:
             min_sequence=group.min_sequence,
             sample_index=group.sample_index,
         )
+        # A restart needs the problem of a filtered group to update the difficulty pools again.
         if reason == "filtered" and group.problem_id in self.curriculum.pools:
             dropped = replace(dropped, problem_id=group.problem_id, mean_reward=group.mean_reward)
         self.journal.append(step, dropped.encode(), DROPPED)
@@ -180,9 +184,9 @@ class BatchCollector:
             self.acknowledgements.publish(step - 1, started_step=step - 1, waiting=not self.is_full)
 
     def commit(self) -> None:
-        """Make all journaled groups durable; report and retry while the disk is full.
+        """Make all journaled groups durable; report and retry if the disk fails.
 
-        Raises OutageError if a stop is requested meanwhile.
+        Raises OutageError if a stop is requested during the retries.
         """
         started = time.monotonic()
         if self.session.wait_out(self.journal.commit):
@@ -190,13 +194,13 @@ class BatchCollector:
             self.journal_seconds += time.monotonic() - started
 
     def restore_batch(self, groups: list[RolloutGroup]) -> None:
-        """Set the batch to groups read from the journal."""
+        """Replace the batch by groups that were read from the journal."""
         self.batch = groups
         self._size = sum(size_of(self.session.config, group) for group in groups)
         self.acknowledgements.mark_durable()
 
     def state(self) -> dict[str, Any]:
-        """Ledger and curriculum for a checkpoint, as JSON."""
+        """Ledger and curriculum as JSON, for a checkpoint."""
         ledger = self.admission.ledger
         assert ledger.total == sum(ledger.outcomes.values()), "every settled group has one outcome"
         return {
@@ -215,10 +219,14 @@ class BatchCollector:
         self.acknowledgements.begin_step(0)
 
     def accounting(self) -> dict[str, int]:
-        """Number of groups by outcome; `made` is the sum of all others except `duplicates`."""
+        """Number of groups by outcome.
+
+        `made` counts all groups that generators made, `in_flight` those without an outcome yet.
+        `duplicates` counts groups that were received again; `made` does not include them.
+        """
         ledger = self.admission.ledger
         made = ledger.made + self._generators.num_outstanding(ledger)
-        made = max(made, self.session.run_log.made_before)
+        made = max(made, self.session.run_log.made_before)  # in the summary of an earlier session
         return {
             "made": made,
             **{outcome: ledger.outcomes[outcome] for outcome in admissions.OUTCOMES},
@@ -227,7 +235,7 @@ class BatchCollector:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Number of dropped groups by reason since the run began, and the pool sizes."""
+        """Number of dropped groups by reason since the run began, and sizes of the pools."""
         outcomes, pools = self.admission.ledger.outcomes, self.curriculum.pools
         reasons = ("stale", "abandoned", "lost", "filtered", "mismatched")
         return {
@@ -238,17 +246,18 @@ class BatchCollector:
         }
 
     def _warn_without_rollouts(self, seconds: float) -> None:
+        """Warn that no group was admitted for this number of seconds."""
         dropped = sorted({sender.rpartition("/")[0] for sender in self.admission.flagged})
         self.session.run_log.note(no_rollouts_text(seconds, self._receiver.address, dropped))
 
 
 @dataclass(slots=True)
 class Curriculum:
-    """Sampling state that received groups update: difficulty pools and the next sample index.
+    """Difficulty pools and next sample index, which received groups update.
 
-    All samplings of problems in the run are numbered: the sample index decides the problem, and
-    each generator takes its share of the indices. Pools hold the problems that are excluded from
-    sampling as too easy or too hard.
+    The sample index numbers all groups that the run samples. It determines the problem, and the
+    generators divide the indices among themselves. Difficulty pools hold the problems that are
+    excluded from sampling because they are too easy or too hard.
     """
 
     pools: DifficultyPools
@@ -256,7 +265,7 @@ class Curriculum:
     next_sample_index: int = 0  # greater than the sample index of every received group
 
     def update(self, group: RolloutGroup | DroppedGroup, outcome: str) -> None:
-        """Update the state with one group, received or read from the journal."""
+        """Update the state with one group, just received or read from the journal."""
         if group.sample_index <= self.next_sample_index + MAX_SAMPLES_AHEAD:
             self.next_sample_index = max(self.next_sample_index, group.sample_index + 1)
         if outcome in (*ADMITTED, "filtered"):
@@ -271,10 +280,10 @@ class Curriculum:
 
 @dataclass(slots=True)
 class Acknowledgements:
-    """Announces to each live sender which of its groups are received, durable and consumed.
+    """Announces which groups of each live sender are received, durable and consumed.
 
-    A group is durable when a restart of the trainer would restore it from disk, and consumed when
-    a step with it has begun or it was dropped.
+    A group is durable once it is in the journal on disk, so that a restart of the trainer restores
+    it. A group is consumed once its training step has begun, or once it was dropped.
     """
 
     status: StatusPublisher
@@ -282,18 +291,19 @@ class Acknowledgements:
     generators: GeneratorRegistry
     curriculum: Curriculum
     durable: dict[str, int] = field(default_factory=dict[str, int])
-    """Sender -> all of its groups up to this sequence are durable."""
+    """Sender -> sequence up to which all its groups are durable."""
     consumed: dict[str, int] = field(default_factory=dict[str, int])
-    """Sender -> number of its groups in started steps or dropped, minus 1; -1 = none."""
-    groups_in_step: int = 0  # of the newest step
-    next_publish: float = 0.0  # monotonic seconds: earliest time of the next acknowledgement
+    """Sender -> number of its consumed groups, minus 1; -1 = none, as in `durable`."""
+    groups_in_step: int = 0  # groups in the batch of the newest step
+    next_publish: float = 0.0  # monotonic seconds: earliest time of the next announcement
 
     def publish(
         self, step: int, *, started_step: int, waiting: bool = False, done: bool = False
     ) -> None:
-        """Announce the steps taken and begun, and the acknowledgements of all live senders.
+        """Announce the trainer's progress, and acknowledge the groups of all live senders.
 
-        `waiting`: the trainer waits for groups; `done`: the run is complete.
+        `step` is the newest completed step, `started_step` the newest started step. `waiting` means
+        that the trainer waits for groups, `done` that the run is complete.
         """
         ledger, live = self.admission.ledger, self.generators.live()
         self.status.publish(
@@ -314,7 +324,7 @@ class Acknowledgements:
         self.next_publish = time.monotonic() + seconds
 
     def begin_step(self, num_groups: int) -> None:
-        """Count all received groups as consumed: a step with `num_groups` of them begins."""
+        """Count all received groups as consumed; `num_groups` are in the step that begins."""
         self.consumed = self.admission.ledger.settled_by_sender
         self.groups_in_step = num_groups
 
@@ -328,7 +338,10 @@ class Acknowledgements:
 
 
 def no_rollouts_text(seconds: float, address: str, dropped: Sequence[str]) -> str:
-    """Text of the warning that no group is admitted; `dropped` names mismatched generators."""
+    """Text of the warning that no group is admitted.
+
+    `dropped` has the names of generators whose groups are dropped for their logprob mismatch.
+    """
     names = ", ".join(dropped)
     others = f", except dropped ones of {names} (logprob mismatch)" if dropped else ""
     start = f"Start a generator: bin/generator{files_given()}"
@@ -336,12 +349,12 @@ def no_rollouts_text(seconds: float, address: str, dropped: Sequence[str]) -> st
 
 
 def step_size(config: Config) -> int:
-    """Rollouts in a training step; tokens instead if `train.token_batch_size` is set."""
+    """Batch size of a step: train.token_batch_size in tokens if set, else in rollouts."""
     return config.train.token_batch_size or config.train.batch_size
 
 
 def size_of(config: Config, group: RolloutGroup) -> int:
-    """Size of a group in the unit of `step_size`: rollouts, or prompt and completion tokens."""
+    """Size of a group in the unit of `step_size`: rollouts, or tokens with the prompt."""
     if config.train.token_batch_size is None:
         return len(group.rollouts)
     return sum(len(rollout.token_ids) for rollout in group.rollouts)

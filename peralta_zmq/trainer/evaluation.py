@@ -1,8 +1,9 @@
 """Evaluation of the weights on the held-out problems.
 
-The trainer evaluates the first and the last step with its own engine, while nothing else happens.
-The generators evaluate steps between, while the training continues: the trainer announces the step
-to evaluate, and they send their answers as groups of rollouts that are not trained on.
+The trainer itself evaluates step 0 (the base model) and the last step with its own engine, while it
+does not train. The generators evaluate steps in between while the training continues: the trainer
+announces the step to evaluate, and the generators send their answers as groups of rollouts, which
+are not trained on.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from peralta_zmq.trainer.session import Session
 
 
 class EvaluationCoordinator:
-    """Runs at most one evaluation at a time, and one evaluation per step."""
+    """Runs one evaluation at a time, and evaluates each step at most once."""
 
     def __init__(self, session: Session, held_out: Environments, policy: Policy) -> None:
         self._session, self._held_out, self._policy = session, held_out, policy
-        self._current: Evaluation | None = None  # in progress on the generators
+        self._current: Evaluation | None = None  # the evaluation in progress on the generators
 
     def evaluate(self, step: int) -> bool:
-        """Evaluate the trainer's own weights, unless this step was evaluated before.
+        """Evaluate the trainer's weights of `step`, unless the run log has the result.
 
-        Returns False, with nothing recorded, if a stop is requested before the last answer.
+        Returns False, and records nothing, if a stop is requested before the evaluation ends.
         """
         config, run_log = self._session.config, self._session.run_log
         if self._is_recorded(step):
@@ -59,7 +60,8 @@ class EvaluationCoordinator:
     def request(self, step: int) -> None:
         """Request an evaluation of the weights of `step` from the generators.
 
-        Ignored for step 0 and the last step, which the trainer itself evaluates.
+        Does nothing for step 0 and the last step, which the trainer itself evaluates. Ends an
+        earlier evaluation that is still incomplete.
         """
         config = self._session.config
         if 0 < step < config.train.max_steps and not self._is_recorded(step):
@@ -69,7 +71,11 @@ class EvaluationCoordinator:
             self._announce()
 
     def receive(self, group: RolloutGroup) -> None:
-        """Add a generator's answers to one held-out problem; record a complete evaluation."""
+        """Add a generator's answers to one held-out problem.
+
+        Records the evaluation when it is complete. Ignores answers to another evaluation, and
+        answers that were received before.
+        """
         current, tokenizer = self._current, self._policy.tokenizer
         if current is None or group.evaluation_step != current.step:
             return
@@ -84,7 +90,7 @@ class EvaluationCoordinator:
         self._announce()
 
     def abandon(self) -> None:
-        """End an incomplete evaluation of the generators and report it."""
+        """End the generators' evaluation if it is incomplete, and report it."""
         if (current := self._current) is not None:
             self._current = None
             self._announce()
@@ -101,6 +107,7 @@ class EvaluationCoordinator:
             self._policy.engine.cancel()
 
     def _announce(self) -> None:
+        """Announce the step to evaluate (-1 = none) and a bit field of answered problems."""
         current = self._current
         step, answered = (current.step, current.answered) if current else (-1, b"")
         self._session.status.publish(evaluation_step=step, answered=answered)
@@ -108,7 +115,7 @@ class EvaluationCoordinator:
     def _record(
         self, step: int, results: Sequence[tuple[Problem, list[Answer]]], policy_steps: list[int]
     ) -> None:
-        """Record the answers to each problem; `policy_steps` are the steps of their weights."""
+        """Record a complete evaluation; `policy_steps` are the steps of the weights used."""
         rewards: dict[str, list[list[float]]] = {}
         for problem, answers in results:
             rewards.setdefault(problem.task, []).append([answer.reward for answer in answers])
@@ -122,7 +129,10 @@ class EvaluationCoordinator:
 
 
 def check_size(config: Config, held_out: Environments) -> None:
-    """Raise ConfigError for more examples than the trainer's announcement has bits."""
+    """Raise ConfigError for more held-out problems than generators can evaluate.
+
+    The trainer's announcement has one bit per problem, and a limited size.
+    """
     num_problems = len(held_out.problems)
     if num_problems > MAX_POSITIONS and config.eval.interval < config.train.max_steps:
         raise ConfigError(

@@ -1,11 +1,13 @@
-"""The journal: a write-ahead log of the groups that the trainer received, one file per step.
+"""The journal: a write-ahead log of received groups, with one file per step.
 
 A group holds all rollouts of one problem. The groups of a training step are durable (written and
-fsynced) before the step is published, recorded or saved. A restart restores the newest checkpoint
-and trains the journaled groups after it again. Dropped groups are journaled too, without rollouts.
+fsynced) before the step's weights are published and before the step is recorded or checkpointed. A
+restart restores the newest checkpoint and trains the later steps again from the journal. Dropped
+groups are journaled too, without rollouts.
 
 Format of a record: size of the content (u32), crc32 of kind and content (u32), kind (u8), content.
-The last file may end in a torn record, the rest of a write that a kill or power cut interrupted.
+The last file may end in a torn record, the beginning of a record whose write was interrupted by a
+kill or a power cut.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import JournalError, OutageError, failure_text
 from peralta_zmq.rollout import RolloutGroup
 
-HEADER = struct.Struct("<IIB")
+HEADER = struct.Struct("<IIB")  # size, crc32, kind
 GROUP, DROPPED = 1, 2  # kinds of records
 logger = logging.getLogger(__name__)
 
 
 class JournalRecord(NamedTuple):
-    """A group's message as received (kind GROUP), or an encoded DroppedGroup (kind DROPPED)."""
+    """Content by kind: GROUP: a group's message as received; DROPPED: a DroppedGroup."""
 
     kind: int
     content: bytes
@@ -45,22 +47,23 @@ class JournalRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DroppedGroup:
-    """A group that is in no batch: its identity, its outcome and its data for the curriculum.
+    """A group that is in no batch: identity, outcome and data for the curriculum.
 
-    It has no content that its sender chose, which could fill the disk: `problem_id` is empty unless
-    the outcome moves a problem of the training data to another pool.
+    The curriculum sorts the training problems into difficulty pools by their mean reward.
+    `problem_id` is set only if the group updates the pools. Otherwise it is empty, because it may
+    be any long text from the sender, which could fill the disk.
     """
 
     sender: str  # one start of a generator, NAME/INCARNATION
     sequence: int  # number of the group among the groups of the sender
-    outcome: str  # why it was dropped, one of admission.OUTCOMES
-    min_sequence: int = 0  # the sender sends no lower sequence any more
+    outcome: str  # why the group was dropped, one of admission.OUTCOMES
+    min_sequence: int = 0  # the sender will not send groups with a lower sequence again
     problem_id: str = ""
     mean_reward: float = 0.0
-    sample_index: int = -1  # index of this sampling of a problem in the run; -1: unknown
+    sample_index: int = -1  # number of the group in the run's order of sampling; -1: unknown
 
     def encode(self) -> bytes:
-        """The content of its record, without fields that have their default."""
+        """Return the content of a DROPPED record: JSON without fields at their default."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         defaults = {field.name: field.default for field in fields(self)}
         stored = {name: value for name, value in values.items() if value != defaults[name]}
@@ -68,30 +71,30 @@ class DroppedGroup:
 
     @classmethod
     def decode(cls, content: bytes) -> DroppedGroup:
-        """The inverse of `encode`. Raises ValueError or TypeError for anything else."""
+        """The inverse of `encode`. Raises ValueError or TypeError for other content."""
         return cls(**json.loads(content))
 
 
 class Journal:
     """Buffers records and commits them to `folder/step_N.msgpack`. Use with `closing`.
 
-    A commit writes all waiting records and makes them durable. A failed commit loses nothing: the
-    next one writes the same records again.
+    Appended records wait in memory until a commit writes them and makes them durable. A failed
+    commit loses nothing: the records keep waiting, and the next commit writes them again.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._step = -1  # of the open file; -1: none yet
-        self._descriptor = -1  # of the open file; -1: closed
-        self._size: int | None = None  # of the whole records in the step's file; None: unknown
-        self._waiting: list[bytes] = []  # encoded, not yet committed
-        self._waiting_since = 0.0  # monotonic seconds
+        self._step = -1  # step of the waiting records and of the open file; -1: none yet
+        self._descriptor = -1  # file descriptor of the open file; -1: closed
+        self._size: int | None = None  # bytes of committed records in the file; None: unknown
+        self._waiting: list[bytes] = []  # encoded records that are not committed
+        self._waiting_since = 0.0  # monotonic seconds when the first of them was appended
         self._executor = ThreadPoolExecutor(1, "journal")
-        self._pending_write: Future[None] | None = None  # of all waiting records
+        self._pending_write: Future[None] | None = None  # writes all waiting records in the thread
         folder.mkdir(parents=True, exist_ok=True)
 
     def append(self, step: int, content: bytes, kind: int = GROUP) -> None:
-        """Add a record of a step to the waiting ones; the next `commit` makes it durable."""
+        """Add a record of a step; the next `commit` makes it durable."""
         assert self._pending_write is None, "a commit ends before the next append"
         if step != self._step:
             assert not self._waiting, "a step ends with a commit"
@@ -103,27 +106,29 @@ class Journal:
         self._waiting.append(header + content)
 
     def begin_commit(self) -> None:
-        """Start to commit in a thread; the caller ends it with `commit`."""
+        """Start to write the waiting records in a thread. `commit` must follow."""
         if self._waiting:
             self._pending_write = self._executor.submit(self._write, b"".join(self._waiting))
 
     def commit(self) -> bool:
-        """Make the waiting records durable; False if there are none.
+        """Make the waiting records durable; return False if there are none.
 
-        Raises OutageError if they cannot be written; they stay waiting.
+        Waits for a write that `begin_commit` started. Raises OutageError if the records cannot be
+        written; they keep waiting.
         """
         if not self._waiting:
             return False
-        failpoint("journal.commit")
+        failpoint("journal.commit")  # a test can kill the process here
         write, self._pending_write = self._pending_write, None
         try:
             if write is not None and write.exception():
                 self.close()
-                write = None  # write again: the disk may have room by now
+                write = None  # try again below: the disk may have room by now
             if write is None:
                 self._write(b"".join(self._waiting))
         except OSError as error:
-            self.close()  # a second fsync of the same pages would report success
+            # After a failed fsync the kernel may report success for the same open file.
+            self.close()
             raise OutageError(
                 f"cannot write {self.file_of(self._step)}: {failure_text(error)}"
             ) from None
@@ -132,12 +137,12 @@ class Journal:
         return True
 
     def read(self, step: int) -> list[JournalRecord]:
-        """Return the whole records of a step; truncate and report a torn record at the end.
+        """Return the complete records of a step; cut off a torn record at the end.
 
-        Makes the records of the last step durable: the process that wrote them may have been killed
-        before its fsync. Raises OutageError if that fails, OSError if the file cannot be read, and
-        JournalError if the bad bytes are not a torn end: there are whole records after them or
-        files of later steps.
+        Also makes the records of the last step durable, because the process that wrote them may
+        have been killed before the fsync. Raises OSError if the file cannot be read, OutageError if
+        it cannot be written. Raises JournalError for damage that is not a torn end, because
+        complete records or files of later steps follow.
         """
         file = self.file_of(step)
         records, torn = read_records(self._folder, step)
@@ -161,7 +166,7 @@ class Journal:
         return records
 
     def check_last(self, step: int, fault: str) -> None:
-        """Raise JournalError, with this fault of the step's file, if there are later steps."""
+        """Raise JournalError if later steps exist; `fault` describes this step's file."""
         if later := [other for other in self.steps() if other > step]:
             raise JournalError(
                 f"{self.file_of(step)} {fault}, and there are later steps; put a copy back, or "
@@ -170,7 +175,7 @@ class Journal:
 
     @property
     def num_waiting(self) -> int:
-        """Number of records not yet committed."""
+        """Number of records that are not committed."""
         return len(self._waiting)
 
     @property
@@ -186,7 +191,7 @@ class Journal:
         """Remove the files of steps before `oldest`."""
         for step, file in files_in(self._folder).items():
             if step < oldest:
-                with contextlib.suppress(OSError):  # a file that is left only takes space
+                with contextlib.suppress(OSError):  # a file that stays only takes space
                     file.unlink()
 
     def close(self) -> None:
@@ -202,14 +207,15 @@ class Journal:
         return file_of(self._folder, step)
 
     def _write(self, content: bytes) -> None:
+        """Append the content to the step's file and fsync it. Raises OSError."""
         if self._descriptor < 0:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             self._descriptor = os.open(self.file_of(self._step), flags, 0o644)
             atomic_files.sync_folder(self._folder)
         if self._size is None:
             self._size = os.fstat(self._descriptor).st_size
-        os.ftruncate(self._descriptor, self._size)  # removes what a failed commit has written
-        if os.write(self._descriptor, content) < len(content):
+        os.ftruncate(self._descriptor, self._size)  # removes a partial write of a failed commit
+        if os.write(self._descriptor, content) < len(content):  # the disk is full
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         failpoint("journal.written")
         os.fsync(self._descriptor)
@@ -217,12 +223,15 @@ class Journal:
 
 
 def files_in(folder: Path) -> dict[int, Path]:
-    """The journal files by step, ascending; other names are ignored."""
+    """The journal files by step, ascending; ignores files with other names."""
     return atomic_files.steps_in(folder, suffix=".msgpack")
 
 
 def read_records(folder: Path, step: int) -> tuple[list[JournalRecord], int]:
-    """Read the whole records of a step, and the number of bytes after them; changes nothing."""
+    """Return the complete records of a step and the number of bytes after them.
+
+    Unlike `Journal.read` it changes nothing.
+    """
     file = file_of(folder, step)
     content = file.read_bytes() if file.exists() else b""
     records: list[JournalRecord] = []
@@ -234,9 +243,10 @@ def read_records(folder: Path, step: int) -> tuple[list[JournalRecord], int]:
 
 
 def decode_record(record: JournalRecord, limits: wire.GroupLimits) -> RolloutGroup | DroppedGroup:
-    """The group of a record; a group that exceeds the limits is returned as dropped (invalid).
+    """Decode the group of a record.
 
-    Raises WireError, ValueError or TypeError for a record that is not a group.
+    A group that exceeds the limits is returned as a DroppedGroup with outcome "invalid". Raises
+    WireError, ValueError or TypeError if the record cannot be decoded.
     """
     if record.kind == DROPPED:
         return DroppedGroup.decode(record.content)
@@ -256,12 +266,12 @@ def file_of(folder: Path, step: int) -> Path:
 
 
 def _record_at(content: bytes, offset: int) -> JournalRecord | None:
-    """The whole record that begins at `offset`, if there is one."""
+    """The record that begins at `offset`, or None if it is incomplete or damaged."""
     if offset + HEADER.size > len(content):
         return None
     size, checksum, kind = HEADER.unpack_from(content, offset)
     end = offset + HEADER.size + size
-    # A power cut may leave zeros after the last record: a record of size 0 is none.
+    # A power cut may leave zeros after the last record. They would pass as empty records.
     if not size or end > len(content):
         return None
     body = content[offset + HEADER.size : end]
@@ -269,6 +279,9 @@ def _record_at(content: bytes, offset: int) -> JournalRecord | None:
 
 
 def _has_record(content: bytes, start: int) -> bool:
-    """True if a whole record begins anywhere after `start`."""
+    """True if a complete record begins at any offset after `start`.
+
+    The kind is the last byte of a record's header, so every byte with a valid kind is tried.
+    """
     kinds = re.compile(b"[%c%c]" % (GROUP, DROPPED)).finditer(content, start + HEADER.size)
     return any(_record_at(content, match.end() - HEADER.size) for match in kinds)

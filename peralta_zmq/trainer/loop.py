@@ -1,8 +1,8 @@
-"""The trainer's main loop: collect a batch of groups, take a training step, publish the weights.
+"""The trainer's main loop: collect a batch, take a training step, publish weights.
 
-A group holds all rollouts of one problem; generators send groups over the network. Every group is
-written to a journal, a write-ahead log, before the step that uses it is published, so that after a
-kill the next start loses no group and trains none twice (see recovery.py).
+A group holds all rollouts of one problem; generators send groups over the network. The trainer
+writes every group to a journal, a write-ahead log, before it publishes the step that uses the
+group. So after a kill the next start loses no group and trains no group twice (see recovery.py).
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from peralta_zmq.trainer.generator_registry import GeneratorRegistry, report_mis
 from peralta_zmq.trainer.ranks import join, run_follower, shutdown
 from peralta_zmq.trainer.recovery import Recovery
 
-# The warning that no group has two different rewards appears at the first of these limits.
+# The warning that all groups have equal rewards is due after this number of steps or seconds.
 NO_SIGNAL_STEPS, NO_SIGNAL_SECONDS = 20, 20.0
 
 
 def run(config: Config) -> None:
-    """Train to `train.max_steps`, continuing an earlier session of the run if there is one.
+    """Train to `train.max_steps`; continue an earlier session of the run.
 
-    Under torchrun this process is one of several ranks: rank 0 is the trainer, the other ranks
-    compute their share of each step. Raises ConfigError, TaskError, WireError, StoreError or
-    JournalError if a setting, a file, a port or a folder cannot be used; nothing is written in
-    that case.
+    A session is one start of the trainer. Under torchrun this process is one of several ranks: rank
+    0 is the trainer, the other ranks compute their share of each step. Raises ConfigError,
+    TaskError, WireError, StoreError or JournalError, before anything is written, if a setting, a
+    file, a port or a folder cannot be used.
     """
     config, ranks = join(config)
-    models.keep_memory()
+    models.keep_memory()  # malloc reuses freed memory, which makes steps faster
     if isinstance(ranks, DistributedRanks) and ranks.rank > 0:
         return run_follower(config, ranks)
     with ExitStack() as stack:
@@ -62,7 +62,7 @@ class Trainer:
     """One session of a run: from the start of the trainer to its end."""
 
     def __init__(self, config: Config, stack: ExitStack, ranks: Ranks = SINGLE) -> None:
-        """Open all resources; `stack` closes them. Writes nothing before the folder is locked."""
+        """Open all resources; `stack` closes them. Locks the run folder before any write."""
         stop = session.StopSignal()
         folder, name = config.run_folder, config.run.name
         run_id = session.wait_out(lambda: session.run_id_of(folder, name), folder=folder, stop=stop)
@@ -92,11 +92,12 @@ class Trainer:
         self.mismatch = MismatchStatistics(bound=config.train.max_mismatch_kl)
         self.no_signal = NoSignalWarning(run_log, self.policy.tokenizer)
         session.open_dashboard(config, stack, run_log)
-        stop.install()  # until here a signal ends the process at once: there is no progress to save
+        # Until here a signal ended the process at once, because there was no progress to save.
+        stop.install()
 
     @property
     def step(self) -> int:
-        """Training steps taken."""
+        """Number of training steps taken in the run."""
         return self.policy.learner.step
 
     @property
@@ -126,13 +127,16 @@ class Trainer:
             self.evaluations.evaluate(0)
 
     def advance(self) -> None:
-        """Take one training step: collect, learn, publish, record, save."""
+        """Take one training step: collect, learn, publish, record, write a checkpoint.
+
+        Returns without a step if a stop is requested.
+        """
         started = time.monotonic()
         groups, depth = self.collector.collect(self.step + 1, self._between_groups)
         if self.session.stop.requested:
             return
         collected, journal_seconds = time.monotonic(), self.collector.journal_seconds
-        failpoint("trainer.collected")
+        failpoint("trainer.collected")  # a test can kill the process at any failpoint
         result = self.learn(groups)
         failpoint("trainer.stepped")
         report_mismatches(self.mismatch, self.session, self.collector.admission, step=self.step)
@@ -149,14 +153,14 @@ class Trainer:
         if self.step % self.session.config.eval.interval == 0:
             self.evaluations.request(self.step)
         if self.step % self.session.config.checkpoint.interval == 0:
-            self.checkpoints.save()
+            self.checkpoints.try_write()
 
     def learn(
         self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None
     ) -> StepResult:
         """Take the next training step on a batch and journal its groups.
 
-        `learning_rate`, if not None, replaces that of the schedule.
+        `learning_rate`, if not None, replaces the learning rate of the schedule.
         """
         run_log = self.session.run_log
         result = self.policy.learner.learn(groups, learning_rate=learning_rate)
@@ -173,15 +177,15 @@ class Trainer:
         return result
 
     def publish(self) -> float:
-        """Publish the newest step in the background; returns the seconds that the copy took."""
-        # A keyframe (all weights instead of a delta) serves every generator that requested one.
+        """Publish the newest weights in the background; return the seconds of the copy."""
+        # One keyframe (all weights instead of a delta) is enough for all generators that need it.
         keyframe, self.generators.keyframe_requested = self.generators.keyframe_requested, False
         return self.publishing.publish(self.step, keyframe=keyframe)
 
     def record(
         self, groups: Sequence[RolloutGroup], result: StepResult, *, step_time: float
     ) -> None:
-        """Write the newest step to the run log, unless an earlier session has written it."""
+        """Write the newest step to the run log, unless an earlier session wrote it."""
         by_task = by_environment(groups) if len(self.session.config.environments) > 1 else {}
         row = {
             "step": self.step,
@@ -198,21 +202,25 @@ class Trainer:
             self.no_signal.update(self.step, groups, result.metrics["frac_reward_zero_std"])
 
     def train_again(self, groups: Sequence[RolloutGroup], learning_rate: float) -> None:
-        """Repeat a step of an earlier session with its groups, read from the journal."""
+        """Repeat a step of an earlier session with the step's groups from the journal."""
         result = self.learn(groups, learning_rate=learning_rate)
         self.record(groups, result, step_time=0.0)
 
     def finish(self) -> None:
-        """Save; then close a complete run with its evaluation, or report how to resume it."""
+        """Write a checkpoint; if the run is complete, evaluate and close it.
+
+        If the run is not complete, or a stop is requested during the evaluation, reports how to
+        resume the run.
+        """
         step, run_log = self.step, self.session.run_log
         self.collector.commit()
-        self.checkpoints.save()
+        self.checkpoints.try_write()
         self.publishing.wait()
         is_complete = step >= self.session.config.train.max_steps
         if is_complete:
             self.evaluations.abandon()
             self.collector.acknowledgements.publish(step, started_step=step, done=True)
-            # Before the long evaluation: a final status must survive a kill during it.
+            # Not after the long evaluation: a kill during it would lose the final statuses.
             self.generators.wait_for_final_statuses(step=step)
         if not (is_complete and self.evaluations.evaluate(step)):
             run_log.end("stop", step=step)
@@ -224,30 +232,32 @@ class Trainer:
         self.session.wait_out(self._close_run)
 
     def _close_run(self) -> None:
+        """Write the summary and the report of a complete run. Raises OSError."""
         config, store = self.session.config, self.publishing.store
         folder = policy.final_weights(config, self.policy, store)
         accounting, num_made = self.collector.accounting(), self.generators.num_made
         self.session.run_log.close_run(folder, accounting, num_made)
 
     def _between_groups(self, idle: bool) -> None:
-        """Background work of the collector; `idle` is True while no group arrives."""
+        """Publish and report while groups are collected; `idle`: no group arrived."""
         self.publishing.record_reports()
         self.session.run_log.check_stall()
-        # While groups arrive, the next step publishes the keyframe soon enough.
+        # If groups arrive, the next step follows soon and publishes the keyframe.
         if idle and self.generators.keyframe_requested:
             self.publish()
 
 
 class NoSignalWarning:
-    """Warns once if no group has a signal for long; a signal is a difference between rewards."""
+    """Warns once if all groups of many steps have equal rewards: no learning signal."""
 
     def __init__(self, run_log: RunLog, tokenizer: models.Tokenizer) -> None:
         self._run_log, self._tokenizer = run_log, tokenizer
-        self._signal_time, self._signal_step = time.monotonic(), 0  # of the last step with a signal
+        # Time and number of the last step in which a group had different rewards.
+        self._signal_time, self._signal_step = time.monotonic(), 0
         self._warned = False
 
     def update(self, step: int, groups: Sequence[RolloutGroup], frac_without: float) -> None:
-        """Add a step whose fraction of groups without signal is `frac_without`."""
+        """Add a step; `frac_without` is the fraction of groups without different rewards."""
         if frac_without < 1.0:
             self._signal_time, self._signal_step = time.monotonic(), step
             return
@@ -268,7 +278,7 @@ class NoSignalWarning:
 
 
 def _excluded_text(step: int, excluded: Mapping[str, str]) -> str:
-    """The note about groups that a step has left out; events.jsonl has all their names."""
+    """Text that names groups which a step left out, shortened to 200 characters."""
     groups = textwrap.shorten(", ".join(f"{n} ({why})" for n, why in excluded.items()), 200)
     return (
         f"step {step} goes on without {len(excluded)} groups: {groups}; "
@@ -279,9 +289,9 @@ def _excluded_text(step: int, excluded: Mapping[str, str]) -> str:
 def _sample(
     step: int, group: RolloutGroup, advantages: Sequence[float], tokenizer: models.Tokenizer
 ) -> dict[str, object]:
-    """The row of a group, with its texts, for the run's file of samples."""
+    """Row for the run's file of samples: texts, rewards and advantages of a group."""
     first = group.rollouts[0]
-    prompt_ids = first.token_ids[: int(first.loss_mask.argmax())]  # up to the first sampled one
+    prompt_ids = first.token_ids[: int(first.loss_mask.argmax())]  # before the first sampled token
     return {
         "step": step,
         "problem": group.problem_id,
@@ -296,9 +306,10 @@ def _sample(
 
 
 def _open_pools(config: Config, train: Environments) -> DifficultyPools:
-    """Create the difficulty pools of the training problems.
+    """Create the pools, which exclude too easy and too hard training problems.
 
-    Raises ConfigError if the trainer's announcement, which has a bit per problem, is too short.
+    Raises ConfigError for too many problems: the trainer's announcement has a bit for each problem,
+    and its size is limited.
     """
     curriculum = config.curriculum
     pools = DifficultyPools(

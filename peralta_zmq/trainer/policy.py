@@ -1,8 +1,9 @@
-"""The trained model: opening it with its learner, publishing its weights, exporting them.
+"""The trained model: load it with its learner, publish its weights, export them.
 
-A version is the weights after one training step, published to the weight store, a folder or a
-bucket that the generators read. A keyframe is a version that holds all weights; other versions are
-deltas. The lineage is the number of roll-backs of the run to an earlier step. With LoRA only the
+A version is the weights after one training step, published to the weight store. The weight store is
+a folder or a bucket from which the generators load the weights. A keyframe is a version with all
+weights; any other version is a delta, which has only the changes since the previous version. The
+lineage is the number of times that the run was rolled back to an earlier step. With LoRA only the
 adapters are trained and published; the base model stays in its own folder.
 """
 
@@ -32,9 +33,9 @@ from peralta_zmq.weights.publisher import PublishReport, VersionWriter, WeightPu
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import WEIGHTS_FILE, Version
 
-COMPLETE_SECONDS = 60.0  # timeout for the newest version
-STOP_SECONDS = 2.0  # the same when a stop is requested
-MAX_TURNS = 64  # of a rollout; no setting limits them, and the shipped tasks have one
+PUBLISH_SECONDS = 60.0  # longest wait until the newest weights are published
+STOP_SECONDS = 2.0  # longest wait for them after a stop request
+MAX_TURNS = 64  # turns of a rollout; no setting limits them, and the shipped tasks have one turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Policy:
     base_folder: Path  # of the untrained model
     model: models.Model
     tokenizer: models.Tokenizer
-    companions: dict[str, bytes]  # files published with every version: content by name
+    companions: dict[str, bytes]  # config and tokenizer files of every version: content by name
     manifest_fields: dict[str, str]  # additional fields of each version's manifest
     learner: PolicyLearner  # trains the model
     engine: registry.Engine  # samples from the model, for the trainer's own evaluations
@@ -52,9 +53,10 @@ class Policy:
 
 
 def open_policy(config: Config, problems: Sequence[Problem], ranks: Ranks) -> Policy:
-    """Load the model, check that its tokenizer fits the problems, build learner and engine.
+    """Load the model; check that its tokenizer fits; build learner and engine.
 
-    Raises ConfigError or TaskError.
+    On rank 0 of several ranks, the learner also directs the other ranks. Raises ConfigError, or
+    TaskError if a problem has token ids that the tokenizer lacks.
     """
     folder = models.model_folder(config.model.name)
     tokenizer = models.load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
@@ -75,7 +77,7 @@ def open_policy(config: Config, problems: Sequence[Problem], ranks: Ranks) -> Po
 
 
 def group_limits(config: Config, model: models.Model) -> wire.GroupLimits:
-    """Limits of the groups that generators with these settings can send for this model."""
+    """Size limits of groups that generators with these settings send."""
     sampling, num_eval = config.sampling, config.eval.rollouts_per_example
     return wire.GroupLimits(
         int(model.config.vocab_size),
@@ -89,10 +91,11 @@ def group_limits(config: Config, model: models.Model) -> wire.GroupLimits:
 def companion_files(
     config: Config, folder: Path, model: models.Model
 ) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Files (content by name) and manifest fields to publish with every version.
+    """Return the companion files (content by name) and manifest fields of versions.
 
-    With a whole model: its config and tokenizer. With adapters: their config, and the name and
-    digest of the base model, so that generators can check that they have the same one.
+    The companion files of a whole model are its config and tokenizer, without manifest fields. LoRA
+    adapters have a config file, and manifest fields with the digest and the name of the base model:
+    generators use them to check that they have the same base model.
     """
     if not lora.has_adapters(model):
         return models.companion_files(folder), {}
@@ -108,18 +111,18 @@ def companion_files(
 
 
 def open_store(config: Config) -> WeightStore:
-    """Open the folder or bucket to publish to. Raises ConfigError for a read-only address."""
+    """Open the weight store for publishing. Raises ConfigError for an http:// address."""
     if config.weights_address.startswith("http://"):
         raise ConfigError(
             f"weights.dir {config.weights.dir} is for generators; the trainer needs a folder, "
             "which weights.serve_port serves"
         )
-    atomic_files.read_private_token(config.weights.token_file)  # raises before anything is written
+    atomic_files.read_private_token(config.weights.token_file)  # a bad file raises before any write
     return WeightStore.open(config.weights_address)
 
 
 class PolicyPublisher:
-    """Publishes the policy's weights in a thread and announces each version once it is readable."""
+    """Publishes the weights in a thread; announces each version when it is readable."""
 
     def __init__(
         self, session: Session, store: WeightStore, policy: Policy, stack: ExitStack
@@ -127,7 +130,7 @@ class PolicyPublisher:
         self.store = store
         self._session, self._model = session, policy.model
         self._manifest_fields: dict[str, str | int] = {**policy.manifest_fields}
-        self._newest: PublishReport | None = None
+        self._newest: PublishReport | None = None  # of the newest published version
         config, weights = session.config, session.config.weights
         token = atomic_files.read_private_token(weights.token_file)
         if weights.serve_port:
@@ -146,20 +149,20 @@ class PolicyPublisher:
         stack.callback(lambda: self._publisher.close(self._timeout()))
 
     def publish(self, step: int, *, keyframe: bool = False) -> float:
-        """Copy the weights of `step` for the publishing thread; returns the seconds it took.
+        """Publish the weights of `step` in the background; return the seconds of the copy.
 
-        The last step is always a keyframe, so that transformers can load the folder.
+        The last step is always published as a keyframe, whose folder transformers can load.
         """
         keyframe = keyframe or step >= self._session.config.train.max_steps
         self._manifest_fields["lineage"] = self._session.run_log.lineage
         return self._publisher.publish(step, lora.published_weights(self._model), keyframe=keyframe)
 
     def announce(self, version: Version) -> None:
-        """Announce a version to the generators. The publishing thread calls it after a commit."""
+        """Announce to the generators that a version is readable."""
         self._session.status.publish(version=version.number, weights_id=version.weights_id)
 
     def metrics(self) -> dict[str, float]:
-        """Size and timings of the newest published version, which may be of an earlier step."""
+        """Size and timings of the newest published version, which may lag behind the step."""
         if (report := self._newest) is None or report.version is None:
             return {}
         return {
@@ -171,14 +174,14 @@ class PolicyPublisher:
         }
 
     def wait(self) -> None:
-        """Wait until the newest copy is published; report a timeout."""
+        """Wait until the newest weights are published; report a timeout."""
         timeout = self._timeout()
         if not self._publisher.wait(timeout):
             self._session.run_log.note(f"the last version is not published after {timeout:.0f} s")
         self.record_reports()
 
     def record_reports(self) -> None:
-        """Record the versions that were published since the last call, and the failures."""
+        """Record each version that was published, or failed, since the last call."""
         for report in self._publisher.take_reports():
             if report.version is None:  # failed; training continues, generators keep their version
                 run_log = self._session.run_log
@@ -189,7 +192,7 @@ class PolicyPublisher:
                 self._record(report.version)
 
     def record_unrecorded(self) -> None:
-        """Record versions that an earlier session published just before it was killed."""
+        """Record versions that an earlier session published just before a kill."""
         try:
             versions = self.store.versions()
         except StoreError as error:
@@ -201,6 +204,7 @@ class PolicyPublisher:
                 self._record(version)
 
     def _record(self, version: Version) -> None:
+        """Write a published version to events.jsonl."""
         self._session.run_log.event(
             "publish",
             step=version.step,
@@ -211,14 +215,18 @@ class PolicyPublisher:
         )
 
     def _timeout(self) -> float:
-        return STOP_SECONDS if self._session.stop.requested else COMPLETE_SECONDS
+        """Seconds to wait until the newest weights are published."""
+        return STOP_SECONDS if self._session.stop.requested else PUBLISH_SECONDS
 
 
-# Exporting folders that other libraries load.
+# Exporting the weights to folders that transformers and peft can load.
 
 
 def final_weights(config: Config, policy: Policy, store: WeightStore) -> Path:
-    """Return a folder with the last weights for transformers; exports adapters to such a folder."""
+    """Return a folder with the last weights that transformers can load.
+
+    It is the newest version's folder, or an export if that version has only LoRA adapters.
+    """
     if lora.has_adapters(policy.model):
         return export_adapter(config, config.run_folder, policy.base_folder, policy.model)
     newest = store.newest()
@@ -226,9 +234,10 @@ def final_weights(config: Config, policy: Policy, store: WeightStore) -> Path:
 
 
 def export_adapter(config: Config, folder: Path, model_folder: Path, model: models.Model) -> Path:
-    """Write `folder/adapter` for peft and `folder/merged` for transformers; return the latter.
+    """Write `folder/adapter` for peft and `folder/merged` for transformers.
 
-    `model_folder` is that of the base model. Replaces an earlier export. Raises OSError.
+    `model_folder` has the base model. Replaces an earlier export; returns `folder/merged`.
+    Raises OSError.
     """
     dtype = models.DTYPES[config.weights.dtype]
     adapter = tensor_set.copy_set(lora.published_weights(model), dtype)
@@ -249,9 +258,10 @@ def write_merged(
     model_folder: Path,
     dtype: torch.dtype,
 ) -> Path:
-    """Write a folder for `from_pretrained` with the adapter merged into the base; return it.
+    """Merge the adapter into the base weights and write them to folder `target`.
 
-    Copies config and tokenizer from `model_folder`. Raises OSError.
+    Returns `target`, which `from_pretrained` can load. Its config and tokenizer are copied from
+    `model_folder`. Raises OSError.
     """
     merged = tensor_set.copy_set(lora.MergedWeights(base, adapter), dtype)
     files = {WEIGHTS_FILE: tensor_set.file_of(merged, {}), **models.companion_files(model_folder)}

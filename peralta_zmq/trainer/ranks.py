@@ -1,8 +1,8 @@
-"""A trainer of several processes (ranks): rank 0 leads, each rank computes a share of each step.
+"""A trainer of several processes (ranks): each computes a share of every step.
 
-Rank 0 is the trainer: it has the sockets, the journal and the weights folder. The other ranks are
-followers: they only have the model. Rank 0 sends them commands with its settings, the groups of
-rollouts of each step, and the tensors of a checkpoint.
+Rank 0 is the trainer: it has the sockets, the journal (the log of received groups) and the weights
+folder. The other ranks are followers: they only have the model. Rank 0 sends the followers commands
+with its settings, the groups of rollouts of each step, and the tensors of a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun
 
 
 def local_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """This process's rank on its machine, and the number of ranks there; None without torchrun.
+    """This process's rank on its machine, and the number of ranks there.
 
-    Raises ConfigError if WORLD_SIZE announces several ranks and another variable is missing.
+    None if this is the only rank. Raises ConfigError if WORLD_SIZE is above 1 and another of the
+    VARIABLES is missing.
     """
     if environment.get("WORLD_SIZE", "1") == "1":
         return None
@@ -45,19 +46,21 @@ def local_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def join(config: Config) -> tuple[Config, Ranks]:
-    """Connect to the other ranks, if there are any; returns rank 0's settings and the ranks.
+    """Connect to the other ranks, if any; return rank 0's settings and the ranks.
 
-    Of its own settings a follower keeps only the device and `train.num_workers`.
-    Raises ConfigError for a device that ranks cannot share, RankError if a rank is missing.
+    A follower gets rank 0's settings, except the device and `train.num_workers`, which are its own.
+    Raises ConfigError for a device or optimizer that does not support several ranks, RankError if a
+    rank is missing.
     """
     rank_here, num_ranks_here = local_rank(os.environ) or (0, 1)
+    # All worker processes of all ranks on this machine share its cores.
     models.use_threads(config.train.num_workers * num_ranks_here)
     if local_rank(os.environ) is None:
         return config, SINGLE
     device = models.choose_device(config.model.device)
     if device.type == "cuda":
         device = torch.device("cuda", rank_here)
-    check_shared(config, device)
+    check_supports_ranks(config, device)
     ranks = distributed.join(device)
     if ranks.rank == 0:
         ranks.send_command({"do": "begin"}, [config.model_dump_json().encode()])
@@ -68,32 +71,33 @@ def join(config: Config) -> tuple[Config, Ranks]:
     return leading.model_copy(update={"model": model, "train": train}), ranks
 
 
-def check_shared(config: Config, device: torch.device) -> None:
-    """Raise ConfigError for a device or optimizer that several ranks cannot share."""
+def check_supports_ranks(config: Config, device: torch.device) -> None:
+    """Raise ConfigError for a device or optimizer that does not support several ranks."""
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(
-            f"model.device {device} takes one rank; "
+            f"model.device {device} does not support several ranks; "
             "start without torchrun, or use --model.device cpu"
         )
     if device.type == "cuda" and config.train.optim == "adamw_8bit":
         raise ConfigError(
-            "train.optim adamw_8bit cannot be shared among ranks on cuda; "
+            "train.optim adamw_8bit does not support several ranks on cuda; "
             "use adamw_bf16, or start without torchrun"
         )
 
 
 def shutdown(ranks: Ranks) -> None:
-    """End the followers; rank 0 calls it after its last step."""
+    """End the followers, if there are any. Rank 0 calls it after its last step."""
     if isinstance(ranks, DistributedRanks):
         ranks.send_command({"do": "end"})
         ranks.close()
 
 
 class LeadingLearner:
-    """The learner of rank 0 if there are several ranks; forwards each call to the followers.
+    """The learner of rank 0 with several ranks; forwards each call to the followers.
 
-    With sharded parameters (`ranks.lockstep`) each rank holds a part of the weights. Rank 0's
-    `model` then gets all of them after each step, for evaluation and publication.
+    `ranks.lockstep` is True if the parameters are sharded: each rank holds a part of the weights,
+    and reading them is a collective operation of all ranks. The full weights are then copied to
+    `model`, rank 0's unsharded model, after each step, for evaluation and publication.
     """
 
     def __init__(self, learner: Learner, ranks: DistributedRanks, model: models.Model) -> None:
@@ -116,13 +120,16 @@ class LeadingLearner:
         return result
 
     def state(self) -> dict[str, torch.Tensor]:
-        """As `Learner.state`: whole tensors, which any number of ranks can restore."""
-        if self._ranks.lockstep:
+        """As `Learner.state`: unsharded tensors, which any number of ranks can restore."""
+        if self._ranks.lockstep:  # gathering the shards is a collective operation
             self._ranks.send_command({"do": "state"})
         return self._learner.state()
 
     def restore(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore `state` on all ranks. Raises ValueError, with nothing changed, if it differs."""
+        """Restore what `state` returned on all ranks.
+
+        Raises ValueError, and changes nothing, if the tensors do not fit the model or optimizer.
+        """
         self._learner.restore(step, tensors)
         specs = [
             (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
@@ -134,7 +141,7 @@ class LeadingLearner:
 
     @torch.no_grad()
     def _gather(self) -> None:
-        """Copy the sharded weights of all ranks to rank 0's model."""
+        """If the weights are sharded, copy the shards of all ranks to rank 0's model."""
         if self._ranks.lockstep:
             for name, tensor in self._learner.weights():
                 self._parameters[name].copy_(tensor)
@@ -144,9 +151,9 @@ PolicyLearner: TypeAlias = Learner | LeadingLearner  # the object that the train
 
 
 def run_follower(config: Config, ranks: DistributedRanks) -> None:
-    """Execute rank 0's commands until the last one; ignore signals, which rank 0 handles.
+    """Execute rank 0's commands until "end". Raises RankError if rank 0 is gone.
 
-    Raises RankError if rank 0 is gone, or an error that occurs on this rank only.
+    Ignores SIGINT and SIGTERM: rank 0 handles them. Errors of this rank get its number as prefix.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -166,6 +173,7 @@ def run_follower(config: Config, ranks: DistributedRanks) -> None:
 def _execute(
     command: dict[str, Any], learner: Learner, ranks: DistributedRanks, limits: wire.GroupLimits
 ) -> None:
+    """Make the call that rank 0 makes on its own learner, with the same arguments."""
     if command["do"] == "learn":
         groups = [wire.decode_group(frame, limits) for frame in command["payloads"]]
         learner.learn(groups, learning_rate=command["learning_rate"])
@@ -174,8 +182,8 @@ def _execute(
         tensors = {name: torch.empty(shape, dtype=getattr(torch, dt)) for name, dt, shape in specs}
         ranks.broadcast(tensors.values())
         learner.restore(command["step"], tensors)
-    if command["do"] == "state":
+    elif command["do"] == "state":
         learner.state()
-    elif ranks.lockstep:  # takes part in rank 0's `_gather`
-        for _ in learner.weights():
+    if ranks.lockstep and command["do"] != "state":
+        for _ in learner.weights():  # takes part in rank 0's `_gather`, a collective operation
             pass

@@ -1,20 +1,22 @@
-"""Recovery of the trainer at its start: what it does after a kill, and after every other end.
+"""Recovery: every start of the trainer continues from the state in the run folder.
 
 A checkpoint is the saved state after a step. The journal is the write-ahead log of received groups
 (all rollouts of one problem), with one file per step. The lineage counts roll-backs to an earlier
-step; weights of undone steps are abandoned, and groups that were sampled from them are not trained.
+step. A roll-back abandons the weights of the undone steps: groups that were sampled from them are
+not trained.
 
 A start brings the trainer to step N, the newest step that the run folder holds:
 
-1. With checkpoint.resume_step, once: roll back to that checkpoint by moving later files away.
-2. Restore the newest checkpoint: weights, optimizer, RNG, counts of groups, curriculum; of step C.
-3. Train the steps C+1 to N again from the journal, bit-identically on CPUs. Steps that are in
-   metrics.jsonl already are not written twice. Journaled groups of step N+1, which are not a full
-   batch yet, become the first groups of the next batch.
-4. Update the records: steps that the journal has lost, versions published just before the kill.
+1. If checkpoint.resume_step is set, roll back to that checkpoint by moving later files away. This
+   is done only once per step.
+2. Restore the newest checkpoint, of step C: weights, optimizer, RNG, counts of groups, curriculum.
+3. Train the steps C+1 to N again from the journal, bit-identically on CPUs. Steps that are already
+   in metrics.jsonl are not written again. The journaled groups of step N+1 are not a full batch
+   yet; they become the first groups of the next batch.
+4. Update the records: steps that the journal has lost, versions published just before a kill.
 5. Publish the weights of step N, unless the weights folder has them; announce them.
 
-Groups that were in the sockets at a kill are lost there. Their generators send them again, because
+Groups that a kill lost in the sockets are not durable. Their generators send them again, because
 the trainer has not announced them as durable.
 """
 
@@ -57,12 +59,13 @@ class Recovery:
     collector: BatchCollector
     checkpoints: checkpoint.CheckpointWriter
     publishing: PolicyPublisher
-    train_again: Callable[[Sequence[RolloutGroup], float], None]  # with the learning rate
+    train_again: Callable[[Sequence[RolloutGroup], float], None]  # arguments: groups, learning rate
 
     def run(self) -> bool:
-        """Recover the newest step; return False if a stop was requested during the replay.
+        """Recover the newest step; return False if a stop was requested in step 3.
 
-        Raises JournalError if checkpoint and journal contradict each other or are of another run.
+        Raises JournalError if checkpoint and journal contradict each other, are damaged, or belong
+        to another run.
         """
         self._roll_back()
         self._restore_checkpoint()
@@ -81,11 +84,14 @@ class Recovery:
     # 1. Roll back.
 
     def _roll_back(self) -> None:
-        """Move checkpoints and journal files of later steps away, once per requested step."""
+        """Roll back to checkpoint.resume_step, unless an earlier start has done it.
+
+        Moves the checkpoints and journal files of later steps to `rolled_back_to_N`.
+        """
         step, run_log = self.session.config.checkpoint.resume_step, self.session.run_log
         folder, target = self.session.folder, self.session.folder / f"rolled_back_to_{step:06d}"
         wait_out = self.session.wait_out
-        if step < 0:  # not requested
+        if step < 0:  # no roll-back is configured
             return
         if target.exists():
             run_log.note(f"rolled back to step {step} already; to repeat it, move {target}")
@@ -96,7 +102,7 @@ class Recovery:
             raise JournalError(
                 f"no checkpoint of step {step} in {folder / 'checkpoints'}; there are: {steps}"
             )
-        unfinished = target.with_name(f".tmp-{target.name}")  # may be left by a killed roll-back
+        unfinished = target.with_name(f".tmp-{target.name}")  # exists after a killed roll-back
         wait_out(lambda: _move_later(folder, step, unfinished))
         wait_out(lambda: run_log.rewind(step))
         wait_out(lambda: os.rename(unfinished, target))
@@ -105,6 +111,7 @@ class Recovery:
     # 2. Restore the newest checkpoint.
 
     def _restore_checkpoint(self) -> None:
+        """Restore learner and collector from the newest checkpoint, if there is one."""
         folder = self.session.folder
         saved = self.session.wait_out(self._newest_checkpoint)
         if saved is None:
@@ -125,14 +132,18 @@ class Recovery:
         self.checkpoints.update_progress()
 
     def _newest_checkpoint(self) -> checkpoint.Checkpoint | None:
+        """Read the newest valid checkpoint; removes half-written checkpoints."""
         folder = self.session.folder / "checkpoints"
-        atomic_files.sweep(folder)  # removes half-written checkpoints
+        atomic_files.sweep(folder)
         return checkpoint.newest(folder, run_id=self.session.run_id)
 
     def _check_journal_start(self) -> None:
-        """Raise JournalError if the journal starts after step 1: a checkpoint is missing then."""
+        """Raise JournalError if the journal starts after step 1.
+
+        Called without a checkpoint: then the steps before the journal cannot be restored.
+        """
         folder = self.session.folder / "journal"
-        # An empty journal was pruned at a checkpoint of the last step.
+        # An empty journal was pruned after a checkpoint of the last step: it begins with the next.
         next_step = self.session.run_log.last_step + 1
         if (first := min(files_in(folder), default=next_step)) > 1:
             raise JournalError(
@@ -143,20 +154,21 @@ class Recovery:
     # 3. Train the journaled steps again.
 
     def _replay_journal(self) -> bool:
-        """Train the journaled steps again, with the learning rates of the previous session.
+        """Train the journaled steps again, at the previous session's learning rates.
 
-        A change of `train.max_steps` changes the learning rates of new steps only. Returns False if
-        a stop is requested; the next start replays the remaining steps.
+        So a change of `train.max_steps` changes only the learning rates of new steps. Returns False
+        if a stop is requested; the next start replays the remaining steps.
         """
         learner, run_log = self.policy.learner, self.session.run_log
         learning_rate = build.learning_rate_schedule(self.previous_config)
         begin = learner.step
         end = max(self.session.wait_out(self.collector.journal.steps), default=begin)
         with run_log.progress("replaying", end - begin) as progress:
+            # The groups were received under the limits of the previous settings.
             limits = group_limits(self.previous_config, self.policy.model)
             while load_journaled_batch(self.collector, learner.step + 1, limits):
                 if learner.step >= self.previous_config.train.max_steps:
-                    break  # a complete batch after the previous last step: train it as a new step
+                    break  # a full batch after the last step of the previous session: a new step
                 if self.session.stop.requested:
                     return False
                 self.train_again(self.collector.take_batch(), learning_rate(learner.step + 1))
@@ -166,14 +178,17 @@ class Recovery:
         return True
 
     def _adopt_settings(self) -> None:
-        """Write the changed settings, after a checkpoint that replaces the previous schedule."""
+        """Write a checkpoint, then the changed settings.
+
+        After this checkpoint no restart needs the previous learning rates.
+        """
         self.checkpoints.write()
         write_resolved(self.session.config, self.session.folder)
 
     # 4. Update the records.
 
     def _undo_lost_steps(self, step: int) -> None:
-        """Roll back recorded steps that the journal has lost; they are trained on new groups."""
+        """Undo recorded steps that the journal has lost; they are trained on new groups."""
         run_log = self.session.run_log
         if (last := run_log.last_step) > step:
             run_log.rewind(step)
@@ -182,7 +197,7 @@ class Recovery:
             )
 
     def _return_problems(self, step: int) -> None:
-        """Return the configured fractions of the excluded problems to the normal pool."""
+        """Return the configured fractions of the excluded problems to sampling."""
         config = self.session.config
         num_returned = self.collector.curriculum.pools.return_to_normal(
             easy_fraction=config.curriculum.easy_fraction,
@@ -193,6 +208,7 @@ class Recovery:
             self.session.run_log.event("pool_returned", problems=num_returned)
 
     def _report(self, step: int, restored_step: int) -> None:
+        """Report on the terminal and in events.jsonl where the run continues."""
         run_log, num_replayed = self.session.run_log, step - restored_step
         if step >= self.session.config.train.max_steps:
             run_log.note(f"run complete: {step} steps; delete {self.session.folder} to start over")
@@ -206,7 +222,7 @@ class Recovery:
     # 5. Publish the weights.
 
     def _publish(self, step: int) -> None:
-        """Publish the weights, or announce the newest version if it has them."""
+        """Publish the weights, or only announce the newest version if it has them."""
         newest = self.publishing.store.newest()
         if (
             newest is None
@@ -220,7 +236,7 @@ class Recovery:
 
 
 def _move_later(folder: Path, step: int, target: Path) -> None:
-    """Move the checkpoints and journal files of later steps to `target`, the newest first."""
+    """Move checkpoints and journal files of later steps to `target`, newest first."""
     for name, paths_in in (("checkpoints", atomic_files.steps_in), ("journal", files_in)):
         (target / name).mkdir(parents=True, exist_ok=True)
         for later, path in reversed(paths_in(folder / name).items()):
@@ -230,12 +246,12 @@ def _move_later(folder: Path, step: int, target: Path) -> None:
 
 
 def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.GroupLimits) -> bool:
-    """Restore the batch of `step` from the journal; return True if the step can be trained again.
+    """Load the batch of `step` from the journal; return True if it can be trained.
 
-    Groups that exceed the limits are left out. Without them, the batch of a step that has later
-    ones may be too small; it is trained nevertheless. Waits while the journal cannot be read.
-    Raises JournalError if a group is in the checkpoint too, or if the batch lacks other groups
-    although there are later steps.
+    Leaves out groups that exceed the limits. If the batch is too small without them, the step is
+    still trained if the journal has later steps. Waits while the journal cannot be read. Raises
+    JournalError if a group is in the checkpoint too, or if the batch is too small for another
+    reason and the journal has later steps.
     """
     journal, wait_out = collector.journal, collector.session.wait_out
     groups: list[RolloutGroup] = []
@@ -248,6 +264,7 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
         else:
             outcome = group.outcome
             num_refused += record.kind == GROUP
+        # `settle` returns False for a group that the checkpoint has counted.
         if not collector.admission.ledger.settle(
             group.sender, group.sequence, outcome, min_sequence=group.min_sequence
         ):
@@ -268,7 +285,7 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
 def _decode(
     collector: BatchCollector, step: int, record: JournalRecord, limits: wire.GroupLimits
 ) -> RolloutGroup | DroppedGroup:
-    """Decode one record. Raises JournalError if it is unreadable or belongs to another run."""
+    """Decode a record. Raises JournalError if it is unreadable or of another run."""
     file, run_id = collector.journal.file_of(step), collector.session.run_id
     try:
         group = decode_record(record, limits)

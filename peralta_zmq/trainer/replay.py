@@ -1,8 +1,9 @@
-"""`bin/replay RUN`: train a run again from its journal, without generators or changes to the run.
+"""`bin/replay`: train the steps of a run again from its journal.
 
-The journal holds the rollouts of each training step. The same settings give the weights that the
-run published, bit-identical on CPUs; other settings (`--loss.name grpo`) can be compared on the
-same rollouts. `bin/replay export` writes a published weight version as a model folder.
+The journal holds the rollouts of each training step. A replay needs no generators and does not
+change the run. With the run's settings it gives the weights that the run published, bit-identical
+on CPUs. With other settings (`--loss.name grpo`) it shows their effect on the same rollouts.
+`bin/replay export` writes a published weight version as a model folder.
 """
 
 from __future__ import annotations
@@ -37,18 +38,20 @@ from peralta_zmq.weights.version import RUN_FILE, WEIGHTS_FILE, Version
 USAGE = """\
 bin/replay RUN [--from K] [--to N] [--section.name VALUE ...]
        bin/replay export RUN STEP FOLDER"""
-PRINTED = ("reward", "loss", "grad_norm", "learning_rate")
-DIFFERENT, DAMAGED = 1, 3  # exit codes; 2 is that of errors
+PRINTED = ("reward", "loss", "grad_norm", "learning_rate")  # metrics in the line of each step
+DIFFERENT, DAMAGED = 1, 3  # exit codes: see `main`; the exit code of errors is 2
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replay or export; returns DIFFERENT if replayed weights differ from the published ones.
+    """Replay or export; returns the exit code.
 
-    Published versions that cannot be read are named on stderr and not compared; if all others are
-    equal, the result is DAMAGED.
+    The exit code is DIFFERENT if replayed weights differ from the published weights. Published
+    versions that cannot be read are named on stderr and not compared; if all others are equal, the
+    exit code is DAMAGED.
 
-    Each step uses its recorded learning rate, unless the settings of the schedule changed. Weights
-    are compared only with unchanged settings, and only up to the first step without recorded rate.
+    Each step uses the learning rate in metrics.jsonl, unless the settings of the schedule changed.
+    Weights are compared only if no setting changed. After a step without a learning rate in
+    metrics.jsonl, different weights are not an error, because the rate may have been another one.
     Raises ConfigError or JournalError if there is nothing to replay.
     """
     if arguments[:1] == ["export"]:
@@ -61,14 +64,14 @@ def main(arguments: Sequence[str]) -> int:
     run: Path = options.run
     config, run_config = _load_config(run, settings), _load_config(run)
     rates = _recorded_rates(run)
-    schedule = build.learning_rate_schedule
-    is_same = schedule(config).keywords == schedule(run_config).keywords
+    schedule = build.learning_rate_schedule  # returns a partial: its keywords are the settings
+    is_same_schedule = schedule(config).keywords == schedule(run_config).keywords
     published, problems = _published(config) if config == run_config else ({}, [])
     sys.stderr.writelines(f"{problem}\n" for problem in problems)
     without_rate = [step for step in journal.files_in(run / "journal") if step not in rates]
     num_different = 0
     for step, metrics, digest in replay(
-        config, run, options.first, options.last, rates if is_same else {}
+        config, run, options.first, options.last, rates if is_same_schedule else {}
     ):
         result = ""
         if step in published:
@@ -92,10 +95,10 @@ def replay(
 ) -> Iterator[tuple[int, dict[str, float], str]]:
     """Yield each step with its metrics and the sha256 of the weights it would publish.
 
-    `first` and `last` limit the steps; None: all that the journal has. Training starts at the
-    newest checkpoint before `first`, or at the base model, so earlier steps may be trained but not
-    yielded. `rates` (step -> learning rate) override the schedule of the settings.
-    Raises JournalError if the journal starts too late, has a gap, or ends before `first`.
+    `first` and `last` limit the steps; None: no limit. Training starts from the newest checkpoint
+    before `first`, or from the base model, so steps before `first` may be trained but are not
+    yielded. `rates` (step -> learning rate) replace the learning rates of the settings. Raises
+    JournalError if the journal starts too late, has a gap, or ends before `first`.
     """
     models.use_threads(config.train.num_workers)
     model = build.load_policy(config, models.model_folder(config.model.name))
@@ -114,6 +117,8 @@ def replay(
             groups = [group for group in decoded if isinstance(group, RolloutGroup)]
             num_refused = sum(record.kind == journal.GROUP for record in records) - len(groups)
             is_full = sum(size_of(config, group) for group in groups) >= step_size(config)
+            # As in recovery.py: a batch that lacks only refused groups is trained, unless it is the
+            # newest, which may still have been filling up.
             if not is_full and not (groups and num_refused and step < max(steps)):
                 if step < max(steps):
                     larger = " (or train.batch_size is larger than the run's)" if groups else ""
@@ -135,8 +140,8 @@ def replay(
 def export(arguments: Sequence[str]) -> int:
     """Write one published version as a folder that transformers can load.
 
-    A version of adapters is merged into its base model. Raises StoreError if there is no version
-    of the step, it cannot be read, or the folder exists or cannot be written.
+    LoRA adapters are merged into their base model. Raises StoreError if there is no version of the
+    step, if the version cannot be read, or if the folder exists or cannot be written.
     """
     parser = argparse.ArgumentParser(prog="bin/replay export", usage=USAGE)
     parser.add_argument("run", type=Path, help="folder of the run")
@@ -150,7 +155,7 @@ def export(arguments: Sequence[str]) -> int:
     version = version_of_step(store, options.step)
     with load_version(store, version) as local:
         try:
-            if version.field("adapts") is None:
+            if version.field("adapts") is None:  # not LoRA adapters, but a whole model
                 shutil.copytree(local, target, ignore=shutil.ignore_patterns(STATE))
             else:
                 _export_merged(config, version, local, target)
@@ -161,7 +166,7 @@ def export(arguments: Sequence[str]) -> int:
 
 
 def _export_merged(config: Config, version: Version, local: Path, target: Path) -> None:
-    """Write the adapter in `local` merged into its base model."""
+    """Write the adapter in `local`, merged into its base model, to folder `target`."""
     base_folder = build.base_folder(config, version)
     base = models.load_model(
         base_folder,
@@ -175,7 +180,7 @@ def _export_merged(config: Config, version: Version, local: Path, target: Path) 
 
 
 def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
-    """sha256 over the names and bfloat16 bytes of all tensors, sorted by name."""
+    """The sha256 of the names and bfloat16 bytes of all tensors, sorted by name."""
     sha256 = hashlib.sha256()
     for name in sorted(weights):
         tensor = weights[name].detach().to("cpu", torch.bfloat16).contiguous()
@@ -185,7 +190,7 @@ def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
 
 
 def _load_config(run: Path, settings: Sequence[str] = ()) -> Config:
-    """The run's config with `settings` applied."""
+    """Load the settings of the run, changed by the command-line options `settings`."""
     file = run / RESOLVED
     if not file.exists():
         raise ConfigError(f"{run} has no {RESOLVED}; give the folder of a run, such as runs/demo")
@@ -193,14 +198,15 @@ def _load_config(run: Path, settings: Sequence[str] = ()) -> Config:
 
 
 def _recorded_rates(run: Path) -> dict[int, float]:
-    """The learning rate that metrics.jsonl has for each step.
+    """Step -> learning rate, from metrics.jsonl.
 
-    Sessions of a run may differ in train.max_steps, and so in the schedule of learning rates.
+    The settings do not suffice: sessions (starts of the trainer) of a run may differ in
+    train.max_steps, and so in the schedule of learning rates.
     """
     rates: dict[int, float] = {}
     for row in read_rows(run / METRICS):
         step = int(number(row, "step", 0))
-        while rates and next(reversed(rates)) >= step:  # rolled back
+        while rates and next(reversed(rates)) >= step:  # undone by a roll-back
             rates.popitem()
         if "learning_rate" in row:
             rates[step] = number(row, "learning_rate")
@@ -208,7 +214,11 @@ def _recorded_rates(run: Path) -> dict[int, float]:
 
 
 def _restore(learner: Learner, folder: Path, earliest: int, first: int | None) -> None:
-    """Restore the newest checkpoint before `first`, or before the journal's `earliest` step."""
+    """Restore the newest checkpoint before step `first`.
+
+    If `first` is None: before `earliest`, the first step in the journal. Raises JournalError if the
+    journal lacks steps after that checkpoint.
+    """
     if earliest == 1 and first is None:
         return
     run_id = run_id_of(folder, folder.name)
@@ -219,16 +229,17 @@ def _restore(learner: Learner, folder: Path, earliest: int, first: int | None) -
         checkpoint.restore(learner, saved, run_folder=folder, remedy=remedy)
     if learner.step + 1 < earliest:
         raise JournalError(
-            f"{folder}/journal begins with step {earliest} and no checkpoint fits before it; "
-            "train with --checkpoint.keep-journal to keep all"
+            f"{folder}/journal begins with step {earliest}, and there is no checkpoint before it; "
+            "train with --checkpoint.keep-journal to keep all steps"
         )
 
 
 def _published(config: Config) -> tuple[dict[int, str], list[str]]:
-    """Step -> fingerprint of each version in the run's weights folder, and a line for each problem.
+    """Fingerprints of the published weights by step, and a line for each problem.
 
-    A problem is a version that is damaged, or that needs a damaged one, or that no version can be
-    read. Raises StoreError if the folder cannot be listed.
+    A problem is a version in the weights folder that cannot be read, because it or a version that
+    it depends on is damaged; or that RUN.json, which names the folder's run, cannot be read. Raises
+    StoreError if the folder cannot be listed.
     """
     fingerprints: dict[int, str] = {}
     problems: dict[int, str] = {}  # by version number
@@ -242,7 +253,8 @@ def _published(config: Config) -> tuple[dict[int, str], list[str]]:
             if version is None:
                 problems[number] = f"version {number} is not compared: no valid {MANIFEST}"
             elif version.run_id == run_id:
-                # A version of an earlier step than the previous one follows a roll-back to it.
+                # If a version's step is not above the steps before, the run was rolled back: the
+                # previous versions of this and later steps are obsolete.
                 fingerprints = {s: value for s, value in fingerprints.items() if s < version.step}
                 try:
                     with load_version(store, version) as local:
@@ -253,12 +265,16 @@ def _published(config: Config) -> tuple[dict[int, str], list[str]]:
                     reason = f"version {number} (step {version.step}) is not compared: {error}"
                     problems[number] = reason
             progress.update(count)
-    remaining = _numbers_in(store)  # the trainer of the run may have deleted versions meanwhile
+    # A version that the running trainer deleted during the loop is no problem.
+    remaining = _numbers_in(store)
     return fingerprints, [problems[number] for number in remaining if number in problems]
 
 
 def _numbers_in(store: WeightStore) -> list[int]:
-    """Numbers of the versions in the store, damaged or not, ascending. Raises StoreError."""
+    """Numbers of all versions in the store, also damaged ones, ascending.
+
+    Raises StoreError.
+    """
     try:
         return store.numbers()
     except OSError as error:

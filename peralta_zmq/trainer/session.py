@@ -1,12 +1,14 @@
-"""What one session of the trainer works with: run folder, weights folder, sockets, stop signal.
+"""Resources of a trainer session: run folder, weights folder, sockets, stop flag.
 
 A session is one start of the trainer; a run continues over any number of sessions. The run folder
-has a lock file, RUN.json (the run's id and the weights folder that it has claimed), config.toml
-(the settings) and all records of the run. A weights folder belongs to one run, which claims it.
+has a lock file, RUN.json (the run's id and the weights folder that the run has claimed),
+config.toml (the settings) and all records of the run. Only the run that has claimed a weights
+folder publishes weights to it.
 
 An outage is a time in which a disk or a mounted folder of the run cannot be used, such as a full
-disk or a NAS that is off. A run that exists waits for its end, also at the start of a session; a
-first start fails, because its settings may be wrong.
+disk or a NAS that is off. The trainer of an existing run waits until the outage is over, also at
+the start of a session. The first start of a new run fails instead, because the settings may be
+wrong.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ from peralta_zmq.trainer.journal import Journal
 from peralta_zmq.weights.backends import ProbeFile
 from peralta_zmq.weights.store import WeightStore
 
-IDENTITY, LOCK = "RUN.json", "lock"
-LOCK_RETRY_SECONDS = 0.1  # the dashboard and bin/doctor hold the lock for less when they test it
+IDENTITY, LOCK = "RUN.json", "lock"  # files in the run folder
+LOCK_RETRY_SECONDS = 0.1  # dashboard and bin/doctor test the lock, and hold it for less than this
 WARNING_SECONDS = 30.0  # interval of warnings during an outage
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Objects that all parts of the trainer share, from its start to its end."""
+    """Objects that all parts of the trainer share during one session."""
 
     config: Config
     run_id: str
@@ -59,7 +61,10 @@ class Session:
         return self.config.run_folder
 
     def wait_out(self, operation: Callable[[], Result]) -> Result:
-        """`wait_out` with reports on the terminal and in events.jsonl."""
+        """Call `operation` until no outage prevents it (see the function `wait_out`).
+
+        Reports the outage on the terminal and in events.jsonl.
+        """
 
         def report(text: str) -> None:
             self.run_log.event("outage", reason=text)
@@ -69,31 +74,35 @@ class Session:
 
 
 class StopSignal:
-    """Sets `requested` on the first SIGINT or SIGTERM; the second one ends the process."""
+    """Sets `requested` on the first SIGINT or SIGTERM.
+
+    The second signal of the same kind ends the process.
+    """
 
     def __init__(self) -> None:
         self.requested = False
 
     def install(self) -> None:
-        """Install the signal handlers of this process."""
+        """Install the handlers of SIGINT and SIGTERM in this process."""
         signal.signal(signal.SIGINT, self._handle)
         signal.signal(signal.SIGTERM, self._handle)
 
     def pause(self, seconds: float) -> None:
-        """Sleep; return early when a stop is requested."""
+        """Sleep for `seconds`, or until a stop is requested."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self.requested:
             time.sleep(0.1)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)  # the next signal ends the process
         self.requested = True
 
 
 class StatusPublisher:
-    """Publishes the trainer's announcement, the message to all generators. Thread-safe.
+    """Publishes the trainer's status, a message (announcement) to all generators.
 
-    Each caller changes some fields; every publication sends the newest value of all fields.
+    Each caller changes some fields; each announcement has the newest values of all fields.
+    Thread-safe.
     """
 
     def __init__(
@@ -119,10 +128,10 @@ def wait_out(
     stop: StopSignal,
     report: Callable[[str], None] = logger.warning,
 ) -> Result:
-    """Call `operation` until it raises neither OutageError nor OSError; returns its result.
+    """Retry `operation` while it raises OutageError or OSError; return its result.
 
-    Reports what it waits for, every WARNING_SECONDS, and the end of the outage. `folder` is the run
-    folder, for the message. Raises OutageError if a stop is requested.
+    Reports the reason every WARNING_SECONDS, and the end of the outage. `folder` is the run folder,
+    for the message. Raises OutageError if a stop is requested during the outage.
     """
     started, delay, reported_at = time.monotonic(), FIRST_OUTAGE_DELAY, float("-inf")
     while True:
@@ -144,6 +153,7 @@ def wait_out(
 
 
 def _outage_text(error: OutageError | OSError, folder: Path) -> str:
+    """Message with the file or folder that cannot be used, and the reason."""
     if isinstance(error, OutageError):
         return str(error)
     return f"{error.filename or folder} cannot be used: {failure_text(error)}"
@@ -155,10 +165,10 @@ def _outage_text(error: OutageError | OSError, folder: Path) -> str:
 def open_run_folder(
     config: Config, stack: ExitStack, store: WeightStore, run_id: str, stop: StopSignal
 ) -> tuple[RunLog, Journal]:
-    """Lock the run folder, claim the weights folder, and open the run log and the journal.
+    """Lock the run folder, claim the weights folder, open the run log and the journal.
 
-    A run that exists waits out an outage of its folders. Of a new run this raises ConfigError or
-    StoreError, after removing a run folder that this call created.
+    Waits while the folders of an existing run cannot be used. For a new run, raises ConfigError or
+    StoreError instead; after StoreError the new files are removed.
     """
     folder = config.run_folder
     is_new = not (folder / IDENTITY).exists()
@@ -177,7 +187,7 @@ def open_run_folder(
         if is_new:
             _remove_new(folder)
         raise
-    except OSError as error:  # of a new run
+    except OSError as error:  # only for a new run: `waiting` raises OutageError
         raise ConfigError(
             f"run folder {folder} cannot be written ({error.strerror}); "
             "choose another with --run.dir"
@@ -192,20 +202,27 @@ def open_run_folder(
 
 
 def _locked(config: Config, new_run_id: str | None = None) -> IO[bytes]:
-    """Lock the run folder; write RUN.json of a new run, and config.toml if it is missing."""
+    """Lock the run folder until the returned file is closed; write missing files.
+
+    Writes RUN.json if `new_run_id` is given, and config.toml if it is missing.
+    """
     folder = config.run_folder
     with ExitStack() as stack:
         locked = stack.enter_context(lock(folder))
-        if new_run_id:  # before the claim: the run_id must survive a kill right after the claim
+        # Before the claim of the weights folder: the run_id must survive a kill right after it.
+        if new_run_id:
             write_identity(folder, run_id=new_run_id, weights=None)
         if not (folder / RESOLVED).exists():  # an earlier start may have been killed before this
             write_resolved(config, folder)
-        stack.pop_all()
+        stack.pop_all()  # without an error, the lock stays
     return locked
 
 
 def lock(folder: Path) -> IO[bytes]:
-    """Lock a run folder until the returned file is closed. Raises ConfigError when it is locked."""
+    """Lock a run folder until the returned file is closed.
+
+    Raises ConfigError if another process holds the lock.
+    """
     opened = (folder / LOCK).open("ab")
     for wait_seconds in (LOCK_RETRY_SECONDS, 0.0):
         try:
@@ -218,7 +235,7 @@ def lock(folder: Path) -> IO[bytes]:
 
 
 def run_id_of(folder: Path, name: str) -> str:
-    """The id of the run in `folder`, or a new one.
+    """Read the run's id from RUN.json in `folder`; else create a new id from `name`.
 
     Raises OSError if RUN.json cannot be read, JournalError if it is damaged.
     """
@@ -226,13 +243,19 @@ def run_id_of(folder: Path, name: str) -> str:
 
 
 def write_identity(folder: Path, *, run_id: str, weights: str | None) -> None:
-    """Write RUN.json; `weights` is the address of the claimed weights folder. Raises OSError."""
+    """Write RUN.json; `weights` is the address of the claimed weights folder.
+
+    Raises OSError.
+    """
     text = json.dumps({"run_id": run_id, "weights": weights}) + "\n"
     atomic_files.replace_file(folder / IDENTITY, text.encode())
 
 
 def _read_identity(folder: Path, field: str) -> str | None:
-    """A field of RUN.json; None if there is no such file. Raises OSError or JournalError."""
+    """A field of RUN.json, or None if there is no such file.
+
+    Raises OSError if the file cannot be read, JournalError if it is damaged.
+    """
     file = folder / IDENTITY
     try:
         value = json.loads(file.read_text("utf-8"))[field]
@@ -247,22 +270,23 @@ def _read_identity(folder: Path, field: str) -> str | None:
 
 
 def _claim_weights(store: WeightStore, config: Config, run_id: str) -> None:
-    """Claim the weights folder for the run. Raises StoreError if another run has claimed it.
+    """Claim the weights folder for the run. Raises StoreError if another run has it.
 
-    If the run has claimed the folder before and it is missing, its file system is not mounted. Only
-    the default folder, inside the run folder, is created again: users delete it to free space.
-    Raises OutageError or OSError as long as waiting may help.
+    If weights.dir is set and the run has claimed the folder before, a missing folder is not
+    created: its file system is not mounted. The default folder, inside the run folder, is created
+    again, because users delete it to free space. Raises OutageError or OSError if waiting may help.
     """
-    known = _read_identity(config.run_folder, "weights") == store.address
-    store.claim(run_id, known=known, create=not (known and config.weights.dir))
-    if not known:
+    is_known = _read_identity(config.run_folder, "weights") == store.address
+    store.claim(run_id, known=is_known, create=not (is_known and config.weights.dir))
+    if not is_known:
         write_identity(config.run_folder, run_id=run_id, weights=store.address)
 
 
 def _remove_new(folder: Path) -> None:
+    """Remove the run folder of a new run that could not start."""
     for name in (IDENTITY, RESOLVED, LOCK):
         (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):  # the supervisor's logs may be in it
+    with suppress(OSError):  # not empty: for example, it has logs of the supervisor
         folder.rmdir()
 
 
@@ -277,10 +301,11 @@ def open_sockets(
     worker_info: Mapping[str, str],
     train_set_digest: bytes,
 ) -> tuple[wire.RolloutReceiver, wire.GeneratorStatusReceiver, StatusPublisher]:
-    """Bind four consecutive ports: rollouts, announcements, generator statuses, doctor probes.
+    """Bind four consecutive ports: rollouts, announcements, statuses, probes.
 
-    `worker_info` describes this machine; `train_set_digest` lets a generator detect that it has
-    other training problems. Raises WireError if a port is in use.
+    Generators receive the announcements, and send rollouts and statuses. Probes are the connection
+    tests of bin/doctor. `worker_info` describes this machine. `train_set_digest` lets a generator
+    detect that it has other training problems. Raises WireError if a port is in use.
     """
     address, keys = f"tcp://{config.wire.bind}:{config.wire.port}", config.keys_folder
     authenticator = stack.enter_context(closing(wire.CurveAuthenticator(keys))) if keys else None
@@ -313,7 +338,7 @@ def open_sockets(
 
 
 def open_dashboard(config: Config, stack: ExitStack, run_log: RunLog) -> None:
-    """Serve the dashboard in a daemon thread; report any failure, and train without it."""
+    """Serve the dashboard in a thread; report a failure and continue without it."""
     settings = config.dashboard
     if not settings.enabled:
         return

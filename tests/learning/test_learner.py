@@ -14,7 +14,7 @@ from peralta_zmq.learning.losses import Tokens, grpo_kl, reinforce
 from peralta_zmq.learning.reference_models import PolicyCopy, reference_logprobs
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer.checkpoint import Checkpoint, newest, save
+from peralta_zmq.trainer.checkpoint import Checkpoint, newest, write_checkpoint
 
 
 def groups_of(step: int) -> list[RolloutGroup]:
@@ -222,7 +222,7 @@ def test_restored_learner_has_its_reference(tmp_path: Path, sync_steps: int | No
         learner.learn(groups_of(step))
     state = learner.state()
     assert any(path.startswith("reference/") for path in state) == (sync_steps is not None)
-    save(tmp_path, Checkpoint(3, state, {}), run_id="run-1")
+    write_checkpoint(tmp_path, Checkpoint(3, state, {}), run_id="run-1")
     expected = [learner.learn(groups_of(step)).metrics["kl"] for step in range(3, 6)]
     saved = newest(tmp_path, run_id="run-1")
     assert saved is not None
@@ -237,7 +237,7 @@ def test_restored_learner_repeats_steps_bit_for_bit(tmp_path: Path, steps: int) 
     learner = tiny_learner(model)
     for step in range(steps):
         learner.learn(groups_of(step))
-    save(tmp_path, Checkpoint(steps, learner.state(), {}), run_id="run-1")
+    write_checkpoint(tmp_path, Checkpoint(steps, learner.state(), {}), run_id="run-1")
     expected = [learner.learn(groups_of(step)).metrics["loss"] for step in range(10, 13)]
 
     saved = newest(tmp_path, run_id="run-1")

@@ -19,8 +19,8 @@ from peralta_zmq.config import load_config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.learning.optimizer import learning_rate, make_optimizer
-from peralta_zmq.trainer.checkpoint import Checkpoint, newest, save
-from peralta_zmq.trainer.ranks import check_shared
+from peralta_zmq.trainer.checkpoint import Checkpoint, newest, write_checkpoint
+from peralta_zmq.trainer.ranks import check_supports_ranks
 
 EIGHT_BIT = "adamw_8bit"
 
@@ -90,7 +90,7 @@ def test_small_state_has_documented_size(optim: str) -> None:
 @small
 def test_resumed_run_equals_uninterrupted_run(optim: str, tmp_path: Path) -> None:
     whole = take_steps(learner_with(optim), to=4)
-    save(tmp_path, Checkpoint(4, whole.state(), {}), run_id="run")
+    write_checkpoint(tmp_path, Checkpoint(4, whole.state(), {}), run_id="run")
     saved, resumed = newest(tmp_path, run_id="run"), learner_with(optim)
     assert saved is not None
     resumed.restore(4, saved.tensors)
@@ -145,11 +145,11 @@ def test_adamw_bf16_rejects_large_betas(name: str) -> None:
 
 def test_adamw_8bit_is_rejected_for_sharded_ranks() -> None:
     config = load_config("bin/trainer", [f"--train.optim={EIGHT_BIT}"])
-    with pytest.raises(ConfigError, match=r"adamw_8bit cannot be shared.*; use adamw_bf16, or"):
-        check_shared(config, torch.device("cuda", 1))
-    check_shared(config, torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"model\.device mps takes one rank"):
-        check_shared(config, torch.device("mps"))
+    with pytest.raises(ConfigError, match=r"adamw_8bit does not support.*; use adamw_bf16, or"):
+        check_supports_ranks(config, torch.device("cuda", 1))
+    check_supports_ranks(config, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"model\.device mps does not support"):
+        check_supports_ranks(config, torch.device("mps"))
 
 
 # Learning-rate schedule

@@ -11,7 +11,7 @@ import torch
 from damage import flip_bit, remove, truncate
 
 from peralta_zmq.errors import JournalError
-from peralta_zmq.trainer.checkpoint import Checkpoint, newest, prune, save
+from peralta_zmq.trainer.checkpoint import Checkpoint, newest, prune, write_checkpoint
 
 LEDGER = {"ann/0011": 17}
 
@@ -27,7 +27,7 @@ def checkpoint_at(step: int) -> Checkpoint:
 
 def saved(folder: Path, *steps: int) -> None:
     for step in steps:
-        save(folder, checkpoint_at(step), run_id="run-1")
+        write_checkpoint(folder, checkpoint_at(step), run_id="run-1")
 
 
 def step_of(folder: Path) -> int | None:

@@ -222,7 +222,7 @@ def saved_by(
     saved = (ledger or Ledger()).saved()
     progress = trainer.collector.state() | {"ledger": saved, "duplicates": duplicates}
     content = checkpoint.Checkpoint(0, state, progress)
-    checkpoint.save(folder, content, run_id=trainer.session.run_id)
+    checkpoint.write_checkpoint(folder, content, run_id=trainer.session.run_id)
 
 
 def journaled_by(trainer: Trainer, *sequences: int, step: int = 1, run_id: str = "") -> None:
@@ -337,7 +337,7 @@ def test_checkpoints_that_cannot_be_listed_do_not_end_the_run(
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     monkeypatch.setattr(atomic_files, "steps_in", fails)
-    opened.checkpoints.save()
+    opened.checkpoints.try_write()
     event = read_rows(opened.session.folder / EVENTS)[-1]
     assert event["event"] == "checkpoint_failed" and "Stale file handle" in str(event["reason"])
 
