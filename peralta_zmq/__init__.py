@@ -3,8 +3,8 @@
 Generators sample completions for problems, score them with a reward function and push groups of
 rollouts to one trainer. The trainer checks, journals and packs the groups, takes training steps
 and publishes weight versions, which generators verify and load in place. The two programs exchange
-data through the wire (ZeroMQ messages) and the weight store (a folder, HTTP server or object store)
-only. Any process can be killed and restarted alone.
+data only through the wire (ZeroMQ messages) and the weight store (a folder, HTTP server or object
+store). Any process can be killed and restarted alone.
 
  generator                                            wire                      trainer
  Problem -> engine -> reward -> RolloutGroup -> encode ==PUSH/PULL==> decode -> admit (+ journal)
@@ -13,8 +13,8 @@ only. Any process can be killed and restarted alone.
     |       <= announcements (XSUB/XPUB: step, weight version, acknowledgements) = |
     '-- apply <- verify <- newest STABLE <-- weights/step_N/ {model, manifest, STABLE} <-- publish
 
-From sampling to the loss, in the order in which a rollout passes; about an hour of reading. These
-files are enough: a folder, and a file named in parentheses, does what its line says.
+From sampling to the loss: the files in the order in which a rollout passes them, about an hour of
+reading. Folders, and files in parentheses, need not be read; their line says what they do.
 
     rollout.py               data types: Problem, Completion, Rollout, RolloutGroup
     generator/loop.py        choose a problem, sample K completions, score them, send one group
@@ -49,5 +49,6 @@ Layers (tests/test_layers.py); a module imports its own package and the layers n
     2 engines  layer 0, models, registry (for the protocol of an engine)
     3 build    layers 0 to 2
     4 loops    generator, trainer: layers 0 to 3, never each other
-    5 outside  operate and the programs in bin/: types, config, observe, wire; the rest lazily
+    5 outside  operate and the programs in bin/: types, config, observe, wire; the others are
+               imported only inside functions
 """

@@ -1,11 +1,11 @@
-"""Build the objects of a run from its settings: learner, loss, engine, environments.
+"""Build the objects of a run from settings: learner, loss, engine, environments.
 
 Only this module passes settings (`config`) to constructors; the classes that it builds take plain
 values. The policy is the model that is trained. The trainer's learner takes training steps; a
-generator's engine samples completions. An environment is a source of problems with their reward
+generator's engine samples completions. An environment is a source of problems with a reward
 function; a verifier is a service that runs environments for generators. A weight version that the
 trainer publishes is a whole model or, with [lora], only adapters, which each machine adds to the
-base model.
+base model. The base weights are those of `model.name`, before any training step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from peralta_zmq.weights.version import Version
 
 logger = logging.getLogger(__name__)
 TEMPERATURE_OPTIONS = ("temperature", "temp_scheduler", "temp_start", "temp_end")  # of [sampling]
-# Option of a loss -> the model whose logprobs the loss needs if the option is above 0.
+# Option of a loss -> model that the loss needs, for its logprobs, if the option is above 0.
 REQUIRED_MODELS = {"beta": "reference", "teacher_tau": "teacher"}
 
 
@@ -59,11 +59,11 @@ REQUIRED_MODELS = {"beta": "reference", "teacher_tau": "teacher"}
 
 
 def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> Learner:
-    """The learner that the [train], [loss], [advantage] and [filter] sections describe.
+    """The learner for the sections [train], [loss], [advantage] and [filter].
 
-    A loss may compare the policy with a reference model or teacher; unless `model.teacher` is set,
-    both are copies of the weights that `model` has now, which must be the base weights. `ranks` are
-    the processes of a distributed trainer; `ranks.prepare(model)` shards the model over them.
+    `model` must have the base weights: the reference model, and the teacher unless `model.teacher`
+    is set, are copies of its present weights. `ranks` are the processes of a distributed trainer;
+    `ranks.prepare(model)` shards the model over the processes.
     """
     train = config.train
     trained = ranks.prepare(model)
@@ -99,7 +99,7 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
 
 
 def load_policy(config: Config, folder: Path) -> models.Model:
-    """The policy: the model in `folder` in fp32, with LoRA adapters if `lora.rank` is set."""
+    """The policy: the model in `folder` in fp32; with `lora.rank`, plus LoRA adapters."""
     device = models.choose_device(config.model.device)
     trust = config.model.trust_remote_code
     model = models.load_model(folder, device=device, dtype=torch.float32, trust_remote_code=trust)
@@ -107,14 +107,14 @@ def load_policy(config: Config, folder: Path) -> models.Model:
     if section.rank is not None:
         lora.add_adapters(model, seed=config.run.seed, **section.model_dump())
         if section.dropout:
-            torch.manual_seed(config.run.seed)  # a resumed run then loads its checkpoint's state
+            torch.manual_seed(config.run.seed)  # for dropout; a checkpoint then replaces this state
         num_trained = sum(tensor.numel() for tensor in lora.trained_parameters(model).values())
         logger.info("lora rank=%d trained=%d", section.rank, num_trained)
     return model
 
 
 def make_scorer(config: Config, model: models.Model) -> Scorer:
-    """The forward pass of the trainer, which returns logprobs; logs the dtype with the reason."""
+    """The trainer's forward pass, which returns logprobs; logs its dtype."""
     train = config.train
     dtype, reason = models.training_dtype(model, train.dtype)
     scorer = Scorer(model, dtype=dtype, gradient_checkpointing=train.gradient_checkpointing)
@@ -140,9 +140,9 @@ def learning_rate_schedule(config: Config) -> functools.partial[float]:
 
 
 def make_loss(config: Config) -> TokenLoss:
-    """The loss of [loss] with its options bound, plus an entropy bonus if `entropy_coef` is set.
+    """The loss of [loss] with its options bound; ConfigError for an unknown option.
 
-    Raises ConfigError for an unknown option.
+    With `entropy_coef`, an entropy bonus is added to the loss.
     """
     section = config.loss
     loss = _bind_section("loss", section)
@@ -152,15 +152,15 @@ def make_loss(config: Config) -> TokenLoss:
 
 
 def make_advantage(config: Config) -> AdvantageFunction:
-    """The function of [advantage] with its options bound; ConfigError for an unknown option."""
+    """The function of [advantage] with its options; ConfigError for an unknown one."""
     return _bind_section("advantage", config.advantage)
 
 
 def make_filters(config: Config, *, vocab_size: int) -> list[Filter]:
-    """The filters of [filter], which detect rollouts to exclude, with their options bound.
+    """The filters of [filter], which detect rollouts to exclude, with their options.
 
-    A filter function with a parameter `vocab_size` or `max_completion_length` gets the value of the
-    run. Raises ConfigError for an unknown option.
+    A filter function with a parameter `vocab_size` or `max_completion_length` gets the run's value.
+    Raises ConfigError for an unknown option.
     """
     run_values = {
         "vocab_size": vocab_size,
@@ -180,7 +180,7 @@ def make_filters(config: Config, *, vocab_size: int) -> list[Filter]:
 
 
 def _load_function(kind: FunctionKind, name: str) -> Callable[..., Any]:
-    """The function with this name; the calls of a function that the user wrote are checked."""
+    """The function with this name; each call of a user's function is checked."""
     function = registry.resolve(kind, name)
     is_shipped = registry.is_shipped(kind, name)
     return function if is_shipped else checked_function(kind, name, function)
@@ -192,8 +192,8 @@ def _bind_section(
 ) -> functools.partial[Any]:
     """The function that the section names, with the section's options bound."""
     function = _load_function(kind, section.name)
-    no_options = {"name", "kwargs", "entropy_coef"}  # settings that the function does not get
-    settings = section.model_dump(exclude=no_options, exclude_defaults=True)
+    excluded = {"name", "kwargs", "entropy_coef"}  # settings that are no options of the function
+    settings = section.model_dump(exclude=excluded, exclude_defaults=True)
     options = registry.bind_options(kind, section.name, function, settings, section.kwargs)
     return functools.partial(function, **options)
 
@@ -204,11 +204,11 @@ def _bind_section(
 def make_reference_models(
     config: Config, model: models.Model, scorer: Scorer
 ) -> tuple[PolicyCopy | None, ReferenceModel | None]:
-    """The reference model and the teacher; None for a model that the loss does not use.
+    """The reference model and the teacher; None for one that the loss does not use.
 
-    The reference model and, without `model.teacher`, the teacher start as copies of `model`, which
-    must have the base weights. Raises ConfigError for settings that the loss does not use, and for
-    a teacher with a different vocabulary.
+    The reference model, and the teacher unless `model.teacher` is set, start as copies of `model`,
+    which must have the base weights. Raises ConfigError for settings that the loss does not use,
+    and for a teacher with a different vocabulary.
     """
     train, used = config.train, reference_models_used(config)
     parameters = lora.trained_parameters(model)
@@ -233,10 +233,10 @@ def make_reference_models(
 
 
 def reference_models_used(config: Config) -> set[str]:
-    """The models besides the policy that the loss needs: 'reference', 'teacher', both or none.
+    """The models besides the policy that the loss needs: 'reference', 'teacher'.
 
-    A loss needs a model if the option that REQUIRED_MODELS lists for it is not 0. A user's loss may
-    use a teacher without having the option: for such a loss, setting `model.teacher` is enough.
+    A loss needs a model of REQUIRED_MODELS if the model's option is not 0. A user's loss may use a
+    teacher without having the option: for a user's loss, setting `model.teacher` is enough.
     """
     section = config.loss
     defaults = registry.defaults(registry.resolve("loss", section.name))
@@ -248,7 +248,7 @@ def reference_models_used(config: Config) -> set[str]:
 
 
 def _load_teacher(config: Config, model: models.Model) -> ReferenceModel | None:
-    """The teacher that `model.teacher` names, or None; ConfigError unless it fits the policy."""
+    """The teacher that `model.teacher` names, if set; ConfigError if it does not fit."""
     if config.model.teacher is None:
         return None
     teacher = models.load_teacher(
@@ -268,17 +268,18 @@ def _load_teacher(config: Config, model: models.Model) -> ReferenceModel | None:
 def make_engine(
     config: Config, weights: PendingWeights
 ) -> tuple[registry.Engine, models.Tokenizer]:
-    """The engine of [engine] with the weights of a verified weight version, and the tokenizer.
+    """The engine of [engine] with the weights of a weight version, and the tokenizer.
 
     Raises ConfigError for adapters of a model other than `model.name`, and for untrusted code.
     """
     device = models.choose_device(config.model.device)
     dtype, reason = models.choose_dtype(device, config.model.dtype)
     logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
-    version, is_adapter = weights.version, weights.version.field("adapts") is not None
+    version = weights.version
+    is_adapter = version.field("adapts") is not None  # digest of the adapters' base weights
     folder = base_folder(config, version) if is_adapter else weights.folder
     trust = {"trust_remote_code": config.model.trust_remote_code}
-    tokenizer = models.load_tokenizer(folder, **trust)  # first: it refuses untrusted code
+    tokenizer = models.load_tokenizer(folder, **trust)  # first, because it refuses untrusted code
     options = {**config.engine.model_dump(exclude={"name"}), **trust}
     engine = registry.resolve("engine", config.engine.name).open(
         folder, device=device, dtype=dtype, step=version.step, **options
@@ -291,10 +292,9 @@ def make_engine(
 
 
 def base_folder(config: Config, version: Version) -> Path:
-    """The folder of `model.name`, the base model of a weight version that has only adapters.
+    """The folder of `model.name`, the base model of a version that has only adapters.
 
-    Raises ConfigError if the adapters were trained on a different model, according to the digest
-    of the base weights in the version's manifest.
+    Raises ConfigError if the version's manifest has the digest of other base weights.
     """
     folder = models.model_folder(config.model.name)
     if lora.weights_digest(folder) != version.field("adapts"):
@@ -330,7 +330,7 @@ def make_eval_sampling(config: Config, *, seed: int) -> Sampling:
 
 
 def temperature_schedule(config: Config) -> TemperatureSchedule | None:
-    """The sampling temperature as a function of the policy step; None if it is constant."""
+    """The sampling temperature as a function of the policy step; None if constant."""
     section = config.sampling
     if section.temp_scheduler is None:
         return None
@@ -346,7 +346,7 @@ def temperature_schedule(config: Config) -> TemperatureSchedule | None:
 def open_environments(
     config: Config, split: Literal["train", "eval"], *, local: bool = False, limit: int = -1
 ) -> Environments:
-    """All environments of a split, with at most `limit` problems each; -1 means no limit.
+    """All environments of a split, with at most `limit` problems each; -1 = no limit.
 
     For an environment with `env.address`, the verifier at that address supplies problems and
     rewards. With `local` True, as in the verifier itself, the address is ignored. Shows a progress
@@ -357,7 +357,7 @@ def open_environments(
     problems: list[Problem] = []
     reward_sources: dict[str, RewardSource] = {}
     for env in sections:
-        options: dict[str, str] = {}  # a verifier uses the [data] options of its own settings
+        options: dict[str, str] = {}  # settings of [data]; a verifier uses those of its own config
         if env.address is None or local:
             source = registry.resolve("task", env.task)
             reward_source, options = make_reward_runner(config, source), env.data_options
@@ -370,14 +370,14 @@ def open_environments(
             source.problems, split, seed=config.run.seed, options=options, wrap=with_progress
         )
         loaded = loaded[: None if limit < 0 else limit]
-        keys = config.curriculum.hash_keys
+        keys = config.curriculum.hash_keys  # a problem's id is a hash of these parts
         problems += [labeled_problem(problem, env.label, keys) for problem in loaded]
         sizes[env.label], reward_sources[env.label] = len(loaded), reward_source
     return Environments(sizes, tuple(problems), reward_sources)
 
 
 def make_reward_runner(config: Config, task: registry.Task) -> RewardRunner:
-    """A runner of the task's reward function, or of the one that the setting `task.reward` names.
+    """A runner of the reward function of the task, or of the setting `task.reward`.
 
     Raises ConfigError if `task.reward_kwargs` do not fit the function's signature.
     """

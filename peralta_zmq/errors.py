@@ -1,4 +1,4 @@
-"""Error classes of the package, each named after the part of the system that failed.
+"""Error classes of the package, each for one part of the system that can fail.
 
 PeraltaError
  +-- ConfigError        settings, and the files that they name
@@ -6,7 +6,7 @@ PeraltaError
  +-- StoreError         the weight store, where the trainer publishes weight versions
  |    +-- ChainError    a delta version (changes relative to an earlier version) lacks its base
  +-- JournalError       the trainer's journal of consumed rollouts, or a checkpoint
- +-- OutageError        a disk or mounted folder that cannot be used now, but perhaps later
+ +-- OutageError        a disk, folder or lease that may be usable later, so that a retry helps
  +-- TaskError          a task: its data files, and its reward function
  |    +-- RewardError   the reward of one completion
  +-- UserCodeError      a loss, advantage or filter function that the user wrote
@@ -37,7 +37,7 @@ class PeraltaError(Exception):
 
 
 class ConfigError(PeraltaError):
-    """A setting is unknown, invalid, contradictory, or names something that does not exist."""
+    """A setting is unknown, invalid or contradictory, or what it names does not exist."""
 
 
 class WireError(PeraltaError):
@@ -49,9 +49,9 @@ class StoreError(PeraltaError):
 
 
 class ChainError(StoreError):
-    """A weight version is a delta, and an earlier version that it needs is missing or damaged.
+    """An earlier version, which a delta version needs, is missing or damaged.
 
-    The next keyframe (a version with all weights) and the deltas after it can be read again.
+    The next keyframe (a version with all weights) and the deltas after the keyframe are readable.
     """
 
 
@@ -60,7 +60,7 @@ class JournalError(PeraltaError):
 
 
 class OutageError(PeraltaError):
-    """A disk is full, a NAS is not mounted, or another trainer still has the lease: try again."""
+    """A disk is full, a NAS is missing, or another trainer publishes weights: retry."""
 
 
 class TaskError(PeraltaError):
@@ -72,15 +72,15 @@ class RewardError(TaskError):
 
 
 class UserCodeError(PeraltaError):
-    """A user's loss, advantage or filter raised, timed out, or returned an invalid result."""
+    """A user's loss, advantage or filter raised, timed out or returned a bad result."""
 
 
 class EngineError(PeraltaError):
-    """The model computed logits that are not finite; the engine aborts all its requests."""
+    """The model computed logits that are not finite; the engine aborts all requests."""
 
 
 class TrainingError(PeraltaError):
-    """Many training steps in a row changed no weights because the gradient was not finite."""
+    """Many training steps in a row were skipped, because no gradient was finite."""
 
 
 class RankError(PeraltaError):
@@ -88,7 +88,7 @@ class RankError(PeraltaError):
 
 
 def import_extra(library: str, *, extra: str, needed_by: str) -> Any:
-    """Import a library that `extra` of this package installs; ConfigError if it cannot be."""
+    """Import a library that `extra` of this package installs; ConfigError on failure."""
     try:
         return importlib.import_module(library)
     except ImportError as error:
@@ -98,10 +98,10 @@ def import_extra(library: str, *, extra: str, needed_by: str) -> Any:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""Text with unprintable characters escaped (ESC becomes \x1b), except those in `keep`.
+    r"""Escape unprintable characters (ESC becomes \x1b), except those in `keep`.
 
-    For text from other machines: a terminal executes control characters, and invisible ones change
-    how the rest of a line is displayed.
+    For text from other machines: a terminal executes control characters, and invisible characters
+    change how the rest of a line is displayed.
     """
     if text.isprintable():
         return text
@@ -112,14 +112,14 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 def described(error: BaseException) -> str:
-    """Type and message of an exception, with the file and line that raised it, on one line."""
+    """Type and message of an exception, and where it was raised, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
     location = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{location}"
 
 
 def failure_text(error: OSError) -> str:
-    """The reason why a file was not written, with the remedy for a full disk or too many files."""
+    """Why a file was not written, with the remedy for a full disk or too many files."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{error.strerror}; make room for it"
     if error.errno != errno.EMFILE:
@@ -129,18 +129,20 @@ def failure_text(error: OSError) -> str:
     ports = ", ".join(f"{count} to port {port}" for port, count in connections.most_common())
     return (
         f"{error.strerror}: the limit of this process is {limit}, and {connections.total()} are "
-        f"connections ({ports}); close them, or start it with a higher limit (ulimit -n)"
+        f"connections ({ports}); close connections, or start the program with a higher limit "
+        "(ulimit -n)"
     )
 
 
 def _connections_by_port(limit: int) -> Counter[int]:
-    """Number of connections to each port that this process listens on, without opening a file.
+    """Number of connections to each port that this process listens on.
 
-    `limit` is that of open files, whose numbers are below it.
+    Opens no file, because the limit of open files is reached. All file descriptors are below
+    `limit`.
     """
     listening, connected = set[int](), Counter[int]()
     for descriptor in range(limit):
-        with contextlib.suppress(OSError):  # not open, or closed meanwhile by another thread
+        with contextlib.suppress(OSError):  # the descriptor is not open, or is being closed
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
             opened = socket.socket(fileno=descriptor)
@@ -153,5 +155,5 @@ def _connections_by_port(limit: int) -> Counter[int]:
                 else:
                     connected[port] += 1
             finally:
-                opened.detach()  # the file belongs to another part of the process
+                opened.detach()  # another part of the process owns and closes the descriptor
     return Counter({port: count for port, count in connected.items() if port in listening})

@@ -1,14 +1,15 @@
-"""Plug-ins: their protocols, the table of short names, import by name, checks of options.
+"""Plug-ins: protocols, table of short names, import by name, checks of options.
 
 A plug-in is a task (problems with a reward function), an engine (samples completions), or a loss,
 advantage, filter or reward function. The setting of a plug-in is either a short name, which is
-looked up in TABLES, or the dotted name of a plug-in that the user wrote: of a module for a task
-(`my_lab.sudoku`), of an attribute of a module for every other kind (`my_lab.losses.mine` or
+looked up in TABLES, or the dotted name of a plug-in that the user wrote. A task is a module
+(`my_lab.sudoku`); every other plug-in is an attribute of a module (`my_lab.losses.mine` or
 `my_lab.losses:mine`). A plug-in is imported only when a run uses it. To add a plug-in to this
-package, write it and add its line to TABLES.
+package, write the plug-in and add its line to TABLES.
 
-A training step consumes one batch of groups (a group: the rollouts of one problem); the policy step
-of weights is the number of training steps that they have had.
+A rollout is a prompt with a completion and its reward; a group is all rollouts of one problem. A
+training step consumes one batch of groups. The policy step of weights is the number of training
+steps that produced the weights.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ TABLES: dict[Kind, dict[str, str]] = {
         "repetition": "peralta_zmq.learning.advantages:repetition",
         "overlong": "peralta_zmq.learning.advantages:overlong",
     },
-    "reward": {},  # each task has its reward function, which only a user's function can replace
+    "reward": {},  # each task has a reward function; a user can name another one by dotted name
 }
-# Number of positional arguments, as in the protocols below; all further parameters are options.
+# Number of positional parameters, as in the protocols below; all further parameters are options.
 NUM_ARGUMENTS: dict[Kind, int] = {"loss": 1, "advantage": 2, "filter": 1}
 # Attributes that the module of a task, or the class of an engine, must have.
 REQUIRED_FUNCTIONS: dict[Kind, tuple[str, ...]] = {
@@ -75,25 +76,25 @@ REQUIRED_FUNCTIONS: dict[Kind, tuple[str, ...]] = {
 class Task(Protocol):
     """A module with problems and a reward function.
 
-    If the module sets REWARD_IS_BOUNDED = True, its reward function always returns soon and is
-    called without a timeout; every other reward function is called in a process of its own.
+    A reward function runs in a separate process with a timeout. If the module sets
+    REWARD_IS_BOUNDED = True (bounded running time), its function is called directly.
     """
 
     def problems(self, split: str, seed: int, **options: Any) -> Iterator[Problem]:
         """The problems of split 'train' or 'eval'; `options` are the settings of [data].
 
-        `seed` is for problems that are generated at random. Their order does not matter, because
-        training shuffles them.
+        `seed` is for problems that are generated at random. The order of the problems does not
+        matter, because training shuffles the problems.
         """
         ...
 
     def reward(self, problem: Problem, completion_text: str) -> float | dict[str, float]:
-        """The reward of a completion: a number, or a dict of named terms, which are summed."""
+        """The reward of a completion: a number, or a dict of named terms to be summed."""
         ...
 
 
 class Engine(Protocol):
-    """Samples completions; holds one copy of the weights, which can be replaced at any time.
+    """Samples completions with weights that can be replaced at any time.
 
     A decode step is the forward pass that samples the next token of every sequence in flight.
     """
@@ -108,22 +109,22 @@ class Engine(Protocol):
     ) -> Iterator[Completion]:
         """Yield one completion per request, in any order, as soon as it is complete.
 
-        The field `index` of a completion is that of its request. The engine takes a request from
-        the iterator when a slot is free; the value None means that no request is ready yet, and
-        the engine continues with the requests in flight. `between_steps`, which the engine calls
-        between decode steps, may call `apply` or `cancel`. The sampling parameters of a token are
-        `sampling.at(step)` for the policy step of the weights that sample it.
+        A completion has the `index` of its request. The engine takes a request from the iterator
+        when a slot is free; the value None means that no request is ready yet, and the engine
+        continues with the requests in flight. The engine calls `between_steps` between decode
+        steps; this function may call `apply` or `cancel`. Each token is sampled with the parameters
+        `sampling.at(self.step)`, which can change within a completion when the weights do.
         """
         ...
 
     def apply(self, weights: Mapping[str, Any], *, step: int, folder: Path | None = None) -> None:
-        """Replace the weights in place by those of policy step `step`.
+        """Replace the weights in place by the weights of policy step `step`.
 
-        Called between two decode steps, also with completions in flight: their next tokens are
-        sampled with the new weights. `weights` has all tensors by name; all values are finite, and
-        the tensors are valid during the call only. `folder` has the files of the published weights;
-        None if the weights exist in memory only. Raises ValueError, with nothing changed, if the
-        tensors do not fit the model.
+        Called between two decode steps, also with completions in flight: the next tokens of these
+        completions are sampled with the new weights. `weights` has all tensors by name; all values
+        are finite, and the tensors are valid during the call only. `folder` has the files of the
+        published weights; None if the weights exist in memory only. Raises ValueError, and changes
+        nothing, if the tensors do not fit the model.
         """
         ...
 
@@ -133,9 +134,9 @@ class Engine(Protocol):
 
 
 class EngineFactory(Protocol):
-    """Opens engines for up to `slots` concurrent sequences of up to `max_model_len` tokens.
+    """Opens engines for up to `slots` concurrent sequences.
 
-    `max_model_len` counts prompt and completion.
+    `max_model_len` is the maximum number of tokens of prompt and completion together.
     """
 
     def open(
@@ -170,9 +171,10 @@ class EngineFactory(Protocol):
 class Loss(Protocol):
     """A function that returns the loss, a scalar tensor, and metrics by name.
 
-    `tokens`, a `learning.losses.Tokens`, holds the tokens of one micro-batch. The trainer sums
-    losses and metrics over all micro-batches of one parameter update, so the function divides both
-    by `tokens.step_tokens` or `tokens.step_sequences`, the totals of the whole update.
+    `tokens`, a `learning.losses.Tokens`, holds the tokens of one micro-batch. The trainer sums the
+    losses and metrics of all micro-batches of one parameter update. Therefore the function divides
+    the loss and the metrics by the totals of the whole update: `tokens.step_tokens` or
+    `tokens.step_sequences`.
     """
 
     def __call__(self, tokens: Any, **options: Any) -> tuple[Any, dict[str, Any]]: ...
@@ -181,8 +183,9 @@ class Loss(Protocol):
 class Advantage(Protocol):
     """A function that returns one advantage per rollout of a group.
 
-    `rewards` and `lengths` (generated tokens) have one entry per rollout. A function with the
-    option `group_adv_norm` set to False is called once for all rollouts of a training step instead.
+    `rewards` and `lengths` (numbers of generated tokens) have one entry per rollout. If the
+    function has an option `group_adv_norm` and the value of the option is False, the function is
+    called once with all rollouts of a training step instead of once per group.
     """
 
     def __call__(
@@ -213,8 +216,8 @@ def resolve(kind: Kind, name: str) -> Any:
     """
     target = TABLES[kind].get(name) or _import_path(kind, name)
     if kind == "task" and ":" not in target:
-        # With the colon, pkgutil.resolve_name only imports the module. Without the colon it hides
-        # an ImportError inside the module behind an AttributeError.
+        # With the colon, pkgutil.resolve_name only imports the module. Without the colon, an
+        # ImportError inside the module would become a misleading AttributeError.
         target += ":"
     try:
         plugin: Any = pkgutil.resolve_name(target)
@@ -240,7 +243,7 @@ def is_shipped(kind: Kind, name: str) -> bool:
 
 
 def _import_path(kind: Kind, name: str) -> str:
-    """The argument of `pkgutil.resolve_name` for a dotted name; ConfigError for any other."""
+    """The argument of `pkgutil.resolve_name`; ConfigError if the name is not dotted."""
     if ":" in name or (kind == "task" and "." in name):
         return name
     if "." in name:
@@ -266,10 +269,10 @@ def bind_options(
     settings: Mapping[str, Any],
     kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The keyword arguments for a loss or advantage function, checked against its signature.
+    """The keyword arguments for a loss or advantage function, after checks.
 
-    `settings` holds the options that are set in the section [loss] or [advantage]; `kwargs` is the
-    table `kwargs` of that section, with options of functions that the user wrote. Raises
+    `settings` holds the options that are set in the section [loss] or [advantage]. `kwargs` is the
+    table `kwargs` of that section, with options of a function that the user wrote. Raises
     ConfigError for an option that the function does not have.
     """
     for option in settings:
@@ -296,13 +299,13 @@ def bind_options(
 
 
 def option_names(kind: Kind, function: Callable[..., Any]) -> list[str]:
-    """The names of a function's options, from its signature."""
+    """The names of a function's options, without a catch-all `**options`."""
     parameters = list(inspect.signature(function).parameters.values())[NUM_ARGUMENTS[kind] :]
     return [parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
 
 
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """The default values of a function's options, by name; without options that have none."""
+    """Option name -> default value; options without a default value are left out."""
     parameters = inspect.signature(function).parameters.values()
     return {each.name: each.default for each in parameters if each.default is not each.empty}
 
@@ -310,7 +313,10 @@ def defaults(function: Callable[..., Any]) -> dict[str, Any]:
 def check_options(
     kind: Kind, name: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> None:
-    """Raise ConfigError if the function cannot be called with these options."""
+    """Raise ConfigError if the function cannot be called with these options.
+
+    The remedy names the table `kwargs`, which has the options of functions that a user wrote.
+    """
     try:
         inspect.signature(function).bind(*[None] * NUM_ARGUMENTS[kind], **options)
     except TypeError as error:
@@ -322,7 +328,7 @@ def check_options(
 
 
 def _accepts(kind: Kind, name: str, option: str) -> bool:
-    """True if the function with this name has the option, or takes any option (`**options`)."""
+    """True if the function with this name has the option, or takes any (`**options`)."""
     function: Callable[..., Any] = resolve(kind, name)
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -1,11 +1,11 @@
-"""Data types that all packages share: problems, completions, rollouts and groups of rollouts.
+"""Data types that all packages share: problems, completions, rollouts, groups.
 
-A generator samples several completions for one problem and scores them; each completion with its
-prompt and reward is a rollout, and the rollouts that were sampled together for one problem are a
-group. The trainer consumes one batch of groups in each training step, and then publishes the new
-weights. The policy step of weights is the number of training steps that they have had; 0 = the base
-model. The end token is the one with which the model ends a completion. Index t of every array with
-the shape [T] belongs to token t.
+A generator samples several completions for one problem and scores them. A rollout is a completion
+with its prompt and reward; a group is all rollouts that were sampled together for one problem. The
+trainer consumes one batch of groups in each training step, and then publishes the new weights. The
+policy step of weights is the number of training steps that produced the weights; 0 = the base
+model. The end token is the token with which the model ends a completion. Index t of every array
+with the shape [T] belongs to token t.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class Problem:
     """One question with a checkable answer."""
 
     id: str
-    task: str  # label of the environment (a task with its data) that the problem belongs to
+    task: str  # label of the problem's environment (a task with its data)
     messages: tuple[Message, ...]  # the prompt as a chat
     answer: str  # only for the reward function, never part of the prompt
     input_token_ids: tuple[int, ...] = ()  # the prompt as token ids; replaces `messages` if given
-    sample_index: int = -1  # as RolloutGroup.sample_index; -1 = the problem is not assigned yet
+    sample_index: int = -1  # as RolloutGroup.sample_index; -1 = not drawn from the sequence yet
 
     @property
     def question(self) -> str:
-        """The last message, or the token ids if there are no messages, as text for display."""
+        """For display: the last message, or the token ids if there are no messages."""
         if self.messages:
             return self.messages[-1].content
         return " ".join(map(str, self.input_token_ids))
@@ -61,7 +61,7 @@ class TemperatureSchedule:
 
     kind: Literal["linear", "cosine"]
     start: float  # at policy step 0
-    end: float  # at policy step max_steps - 1: the newest weights before the last training step
+    end: float  # at policy step max_steps - 1, that of the weights before the last training step
     max_steps: int  # training steps of the run
 
     def __call__(self, policy_step: int) -> float:
@@ -73,7 +73,7 @@ class TemperatureSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters; with a schedule, the temperature depends on the policy step."""
+    """Sampling parameters; with a schedule, the temperature depends on the step."""
 
     temperature: float = 1.0  # 0 = greedy
     schedule: TemperatureSchedule | None = None  # replaces `temperature` if given
@@ -142,10 +142,10 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """The rollouts of one problem, which a generator sends to the trainer as one message.
+    """All rollouts of one problem, which a generator sends as one message.
 
     `policy_step` alone does not identify the weights: after a roll-back to an earlier checkpoint
-    the run takes the later steps again, with a different result. `weights_id` identifies them.
+    the run repeats the later steps, with a different result. `weights_id` identifies the weights.
     """
 
     run_id: str
@@ -157,19 +157,21 @@ class RolloutGroup:
     policy_step: int  # of the oldest weights that sampled a token of the group
     weights_id: str  # of the oldest weights: first 16 hex digits of their manifest's sha256
     rollouts: Sequence[Rollout]
-    min_sequence: int = 0  # the generator does not send groups with a lower sequence again
+    min_sequence: int = 0  # the generator will not send groups with a lower sequence again
     sample_index: int = -1
-    """Number of this sampling of a problem in the run: 0, 1, 2, ..., over all generators and epochs
-    of the shuffled problems; -1 = unknown."""
+    """Position of the problem in the run's shuffled sequence of problems, which all generators
+    share and which continues over epochs: 0, 1, 2, ...; -1 = unknown."""
     evaluation_step: int = -1  # policy step that the group evaluates; -1 = a group for training
-    summary: InitVar[tuple[tuple[float, ...], int] | None] = None  # (rewards, newest_step)
+    summary: InitVar[tuple[tuple[float, ...], int] | None] = None
+    """Values of `rewards` and `newest_step`; None = computed from the rollouts."""
     rewards: tuple[float, ...] = field(init=False, repr=False)  # one for each rollout
     newest_step: int = field(init=False, repr=False)  # policy step of the newest weights used
 
     def __post_init__(self, summary: tuple[tuple[float, ...], int] | None) -> None:
-        """Set `rewards` and `newest_step` from `summary`, or from the rollouts if it is None.
+        """Set `rewards` and `newest_step` from `summary`, or from the rollouts.
 
-        With a summary, `rollouts` is not read: a received group decodes them on first access.
+        With a summary, the rollouts are not accessed: a received group decodes its rollouts on the
+        first access.
         """
         if summary is None:
             newest = [int(rollout.policy_steps.max()) for rollout in self.rollouts]
@@ -180,17 +182,17 @@ class RolloutGroup:
 
     @property
     def sender(self) -> str:
-        """Generator and incarnation in one string; a sender uses each `sequence` only once."""
+        """Generator and incarnation as text; a sender uses each `sequence` only once."""
         return sender_of(self.generator_id, self.incarnation)
 
     @property
     def name(self) -> str:
-        """Sender and sequence in one string, which identifies the group in a run and its logs."""
+        """Sender and sequence as text, which identifies the group in a run and its logs."""
         return f"{self.sender}/{self.sequence}"
 
     @property
     def mean_reward(self) -> float:
-        """Mean reward of the rollouts; exactly 0 or 1 if every reward is; 0 without rollouts."""
+        """Mean reward; exactly 0 or 1 if all rewards are; 0 without rollouts."""
         return math.fsum(self.rewards) / max(1, len(self.rewards))
 
     @property
@@ -202,16 +204,16 @@ class RolloutGroup:
 class TreeSpan(NamedTuple):
     """Consecutive tokens of a PrefixTree that continue after an earlier token."""
 
-    parent: int  # position in the tree of the token before the span; -1 = it starts a sequence
+    parent: int  # position in the tree of the token before the span; -1 = no token before
     length: int  # tokens
 
 
 class PrefixTree(NamedTuple):
-    """Layout of token sequences with shared prefixes: [prompt | completion 1 | ... | completion K].
+    """Layout of token sequences with shared prefixes, each prefix stored once.
 
-    Each prefix is stored once. A token attends only to itself and to the tokens before it in its
-    own sequence. Defined here because `learning` builds trees and `models` computes the logprobs of
-    their tokens, and these packages do not import each other.
+    For example: [prompt | completion 1 | ... | completion K]. A token attends only to itself and to
+    the earlier tokens of its own sequence. Defined in this module because `learning` builds trees
+    and `models` computes the logprobs of the tokens, and these packages do not import each other.
     """
 
     spans: tuple[TreeSpan, ...]
@@ -232,12 +234,12 @@ class Answer:
 
 
 def sender_of(generator_id: str, incarnation: bytes) -> str:
-    """The name of one start (incarnation) of a generator: 'NAME/0123456789abcdef'."""
+    """The name of one incarnation (start) of a generator: 'NAME/0123456789abcdef'."""
     return f"{generator_id}/{incarnation.hex()}"
 
 
 def rollout_of(completion: Completion, reward: float | dict[str, float]) -> Rollout:
-    """Join prompt and completion to one rollout; a `reward` of several named terms is summed."""
+    """Join prompt and completion to a rollout; a `reward` of named terms is summed."""
     terms = reward if isinstance(reward, dict) else {}
     rewards = {name: float(value) for name, value in terms.items()}  # a function may return bools
     num_prompt = len(completion.prompt_ids)

@@ -57,7 +57,9 @@ def test_failure_without_a_descriptor_names_ports_and_remedy(
     limit = resource.getrlimit(FILES)[0]
     assert text.startswith(f"Too many open files: the limit of this process is {limit}, and ")
     assert f"3 to port {ports[0]}" in text and f"1 to port {ports[1]}" in text
-    assert text.endswith("; close them, or start it with a higher limit (ulimit -n)")
+    assert text.endswith(
+        "; close connections, or start the program with a higher limit (ulimit -n)"
+    )
 
 
 def test_failure_of_a_full_disk_asks_for_room() -> None:

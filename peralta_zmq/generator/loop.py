@@ -64,7 +64,7 @@ def run(config: Config) -> None:
 
         def request_keyframe(run_id: str) -> None:
             """Request a version with all weights from the trainer, in a status message."""
-            if statuses.due:
+            if statuses.check_due():
                 status = wire.GeneratorStatus(
                     run_id, name, incarnation, wants_keyframe=True, worker_info=worker_info
                 )

@@ -126,7 +126,7 @@ class TrainerConnection:
 
     def report_when_due(self) -> None:
         """Send a status if one is due: at regular intervals, and when a trainer connects."""
-        if self._sockets.statuses.due:
+        if self._sockets.statuses.check_due():
             self.report()
 
     def report(self, *, last: bool = False) -> None:
@@ -206,7 +206,7 @@ class TrainerConnection:
             "no announcement from the trainer for %.0f s; keeping finished groups until it returns",
             SILENCE_SECONDS,
         )
-        if version.step >= self._max_steps or announcements.complete_run == version.run_id:
+        if version.step >= self._max_steps or announcements.done_run_id == version.run_id:
             self.is_run_complete = True
 
 

@@ -1,10 +1,11 @@
-"""Network protocol between generators and trainer, over ZeroMQ; no other package imports zmq.
+"""Network protocol between generators and trainer, over ZeroMQ.
 
-Generators sample rollouts (completions with a reward) from the weights that the trainer updates. A
-group is all rollouts of one problem, sent as one message. An announcement acknowledges a group as
-received and, once it is in the journal on the trainer's disk, as durable; the generator keeps each
-group until it is durable and resends lost ones. The trainer binds four consecutive ports from
-wire.port on. A receiver drops an invalid message and logs or counts it.
+No other package imports zmq. Generators sample rollouts (completions with a reward) from the
+weights that the trainer updates. A group is all rollouts of one problem, sent as one message. The
+trainer's announcements acknowledge each group twice: as received, and as durable when the group is
+in the journal on the trainer's disk. A generator keeps each group until the group is durable, and
+resends lost groups. A receiver drops an invalid message and logs or counts it. The trainer binds
+four consecutive ports, beginning with the setting wire.port; the sender's socket is listed first:
 
     port  sockets      direction             content and module
     + 0   PUSH, PULL   generator -> trainer  groups: sockets.py, format in messages.py
@@ -12,8 +13,8 @@ wire.port on. A receiver drops an invalid message and logs or counts it.
     + 2   XPUB, SUB    generator -> trainer  counters of the generator: generator_status.py
     + 3   DEALER, REP  doctor <-> trainer    connection test by bin/doctor: probe.py
 
-All messages are msgpack maps (message_fields.py). auth.py has the key files and the authentication
-of generators; connection.py connects the generators' sockets again after a fault.
+All messages are msgpack maps (message_fields.py). auth.py reads key files and authenticates
+generators; connection.py reconnects a generator's sockets after a fault.
 """
 
 from peralta_zmq.wire.announcements import (

@@ -2,13 +2,15 @@
 
 Every announcement holds all fields, so the next one makes up for a lost one. A group is all
 rollouts of one problem, sent as one message. A sender is one running instance of a generator,
-'NAME/INCARNATION'; `sequence` numbers its groups from 0. A received group is in the trainer's
-memory; a durable one is in the journal on the trainer's disk. A policy step is the number of
-training steps that produced some weights; a weight version is one publication of weights.
+'NAME/INCARNATION'; `sequence` numbers the groups of a sender from 0. A received group is in the
+trainer's memory; a durable group is in the journal on the trainer's disk. A status is a message
+with counters that each generator sends over another socket. A policy step is the number of training
+steps that produced some weights; a weight version is one publication of weights.
 
-The sockets are those of PUB/SUB in reverse: the trainer binds an XSUB, whose messages reach every
-connected XPUB. A PUB would keep all subscriptions of its peers in memory, at 40 bytes of memory for
-each byte and without a limit on their number, and so would an XPUB with XPUB_MANUAL.
+The sockets are those of PUB/SUB in reverse: the trainer binds an XSUB and sends on it, and every
+connected XPUB receives the messages. The reason is memory: a PUB stores every subscription that it
+receives, at 40 bytes of memory per byte of subscription and without a limit on the number of
+subscriptions. An XPUB on the trainer would do this as well, even with XPUB_MANUAL.
 """
 
 from __future__ import annotations
@@ -28,16 +30,19 @@ from peralta_zmq.wire.message_fields import decode_fields, encode_fields
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
 ANNOUNCE_SECONDS = 1.0
-DONE_SECONDS = 0.1  # between two announcements that the run is complete; generators need two
+DONE_SECONDS = 0.1  # replaces ANNOUNCE_SECONDS when the run is complete
 MAX_ANNOUNCEMENT = 4 << 20  # bytes; 4,096 senders with the longest names need 3.4 million
-MAX_RECEIVED = 512  # bytes of a message to the trainer; the handshake with keys needs 300
+MAX_RECEIVED = 512  # bytes of a message to the trainer; a handshake with CURVE keys needs 300
 MAX_DISCARDED = 10_000  # messages discarded after each announcement; takes about 10 ms
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Progress of the trainer and acknowledgements of groups."""
+    """Progress of the trainer and acknowledgements of groups.
+
+    An active sender is one whose messages the trainer has received recently.
+    """
 
     run_id: str
     incarnation: bytes = b""  # 8 random bytes, new with each start of the trainer
@@ -46,18 +51,19 @@ class Announcement:
     version: int = -1  # number of the newest weight version; -1 before the first
     weights_id: str = ""  # hash that identifies the newest weight version
     received: dict[str, int] = field(default_factory=dict[str, int])
-    """By active sender: all of its groups up to this sequence were received; -1 = none."""
+    """By active sender: all groups up to this sequence were received; -1 = none."""
     durable: dict[str, int] = field(default_factory=dict[str, int])
-    """By active sender: all of its groups up to this sequence are durable or dropped; -1 = none."""
+    """By active sender: all groups up to this sequence are durable or dropped; -1 = none."""
     highest_received: dict[str, int] = field(default_factory=dict[str, int])
     """By active sender: highest sequence received; above `received` while an earlier group is
     missing; -1 = none."""
     consumed: dict[str, int] = field(default_factory=dict[str, int])
-    """By active sender: number of its groups in started steps or dropped, minus 1; -1 = none."""
+    """By active sender: how many groups were used in a started step or dropped, minus 1, so that
+    -1 = none as in the fields above."""
     without_status: dict[str, int] = field(default_factory=dict[str, int])
-    """By active sender whose groups arrive without a status: for how many seconds."""
+    """By active sender whose groups arrive but whose statuses do not: for how many seconds."""
     waiting: bool = False  # for groups; False during a step, an evaluation and the start
-    done: bool = False  # the run is complete; a subscriber reports it from the second one on
+    done: bool = False  # the run is complete; AnnouncementSubscriber passes on only a repeated True
     groups_in_step: int = 0  # groups in the batch of the newest started step; 0 before the first
     next_sample_index: int = 0
     """Greater than the sample_index (position in the run's shuffled order of problems) of every
@@ -72,32 +78,30 @@ class Announcement:
 
 
 def decode_announcement(frame: bytes) -> Announcement:
-    """Decode an announcement from a frame made by `encode_fields`; ignores unknown fields.
+    """Decode an announcement from a frame made by `encode_fields`.
 
-    Raises WireError if the frame is too large or damaged, `run_id` is missing or a field has a
-    wrong type.
+    Ignores unknown fields. Raises WireError if the frame is too large or damaged, `run_id` is
+    missing or a field has a wrong type.
     """
     if len(frame) > MAX_ANNOUNCEMENT:
-        raise WireError(f"announcement of {len(frame)} bytes")
+        raise WireError(f"announcement of {len(frame)} bytes; the limit is {MAX_ANNOUNCEMENT}")
     return decode_fields(frame, Announcement, max_map_len=1 << 14)
 
 
 class AnnouncementPublisher:
     """Publishes each announcement at once and repeats the newest one every second.
 
-    The announcement that the run is complete is repeated ten times as often.
-
-    A thread owns the socket, so announcements continue while the trainer computes. Use with
-    `closing`.
+    When the run is complete, the interval is DONE_SECONDS. A thread owns the socket, so
+    announcements continue while the trainer computes. Use with `closing`.
     """
 
     def __init__(self, address: str, *, authenticator: CurveAuthenticator | None = None) -> None:
         self._changed = threading.Condition()
-        # _changed guards the newest frame, its interval and two flags: it is unpublished; `close`
-        # was called.
-        self._newest: bytes | None = None
-        self._is_new = self._closed = False
-        self._seconds = ANNOUNCE_SECONDS  # until the newest frame is repeated
+        # The condition `_changed` guards the following four attributes.
+        self._newest: bytes | None = None  # the encoded announcement
+        self._is_new = False  # `_newest` is not sent yet
+        self._closed = False  # `close` was called
+        self._seconds = ANNOUNCE_SECONDS  # until `_newest` is repeated
         self._socket, self.address = open_server(
             zmq.XSUB, address, authenticator, max_bytes=MAX_RECEIVED
         )
@@ -113,29 +117,30 @@ class AnnouncementPublisher:
             self._changed.notify()
 
     def close(self) -> None:
-        """Publish the newest announcement twice more and close; does not wait for its delivery."""
+        """Publish the newest announcement twice more and close; waits for no delivery."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join()
 
     def _publish(self) -> None:
-        """The thread: send the newest frame on change and again and again, until `close`."""
+        """The thread: send the newest frame on change and at intervals, until `close`."""
         closed = False
         while not closed:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_new or self._closed, self._seconds)
                 frame, closed, self._is_new = self._newest, self._closed, False
-            for _ in range(2 if closed else 1):  # `done` must be received twice
+            for _ in range(2 if closed else 1):  # a subscriber must receive `done` twice
                 if frame is not None:
-                    # Drops messages for slow peers, never blocks. A first byte of 0 or 1 would be a
-                    # subscription command; a msgpack map begins with 0x80 to 0x8f, 0xde or 0xdf.
+                    # `send` never blocks: it drops messages to slow peers. It would send a frame
+                    # with a first byte of 0 or 1 as a subscription command, but a msgpack map
+                    # begins with 0x80 to 0x8f, 0xde or 0xdf.
                     self._socket.send(frame)
             self._discard_received()
         self._socket.close(linger=500)  # milliseconds in which libzmq still sends in the background
 
     def _discard_received(self) -> None:
-        """Read what peers have sent: libzmq keeps unread messages of closed connections."""
+        """Discard messages of peers: libzmq keeps unread ones after a disconnect."""
         with contextlib.suppress(zmq.Again):
             for _ in range(MAX_DISCARDED):
                 self._socket.recv(zmq.NOBLOCK)
@@ -144,24 +149,26 @@ class AnnouncementPublisher:
 class AnnouncementSubscriber:
     """Receives the trainer's announcements and keeps the latest. Use with `closing`.
 
-    Without announcements for SILENT_SECONDS it connects again: after a damaged message nothing may
-    arrive on an open connection. It reports `done` only if the announcement before said so, too.
+    Connects again after SILENT_SECONDS (connection.py) without an announcement: a damaged message
+    can leave a connection open that delivers nothing more. `latest.done` is True only if two
+    announcements in a row had it: a single wrong one must not end the generator.
     """
 
     def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
         self.latest: Announcement | None = None
-        self.received_at = time.monotonic()  # of the latest announcement; before one, of the start
+        self.received_at = time.monotonic()  # time of `latest`; time of the start while it is None
         self.num_refused = 0  # invalid announcements
-        self.complete_run = ""  # run_id of the newest announcement if it said `done`
-        # No heartbeats: with a full queue libzmq reads none, so that they time out, and it aborts
-        # the process when the queue is read after the reconnect (libzmq issue 3937).
+        self.done_run_id = ""  # run_id of the newest announcement if that has `done`, otherwise ""
+        # ZeroMQ heartbeats are off. While the receive queue is full, libzmq reads no heartbeats, so
+        # the heartbeats would time out and libzmq would reconnect. Reading the queue would then
+        # abort the process (libzmq issue 3937).
         self._socket = open_socket(zmq.XPUB, max_bytes=MAX_ANNOUNCEMENT)
         self.connection = ClientConnection(self._socket, address, keys, name="announcements")
 
     def receive(self, *, timeout: float = 0.0) -> Announcement | None:
-        """The latest announcement, after waiting up to `timeout` seconds for a new one.
+        """Wait up to `timeout` seconds for a new announcement; returns the latest one.
 
-        None before the first one. Raises WireError if the trainer refuses the connection.
+        None before the first announcement. Raises WireError if the trainer refuses the connection.
         """
         self.connection.check()
         while ready(self._socket, zmq.POLLIN, timeout):
@@ -181,9 +188,9 @@ class AnnouncementSubscriber:
         self._socket.close(linger=0)
 
     def _accept(self, announcement: Announcement) -> None:
-        """Keep a valid announcement as the latest."""
-        was_complete = self.complete_run == announcement.run_id
-        self.complete_run = announcement.run_id if announcement.done else ""
-        if announcement.done and not was_complete:
+        """Set `latest`; clears `done` unless the previous announcement had it, too."""
+        is_confirmed = self.done_run_id == announcement.run_id
+        self.done_run_id = announcement.run_id if announcement.done else ""
+        if announcement.done and not is_confirmed:
             announcement = replace(announcement, done=False)
         self.latest, self.received_at = announcement, time.monotonic()

@@ -28,12 +28,12 @@ from peralta_zmq.errors import WireError
 TRAINER = "trainer"  # name of the trainer's key files
 PUBLIC, SECRET = ".public", ".secret"
 KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85, ZeroMQ's text encoding
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH  # mode bits
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH  # mode bits: users besides the owner may write
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by the ZAP specification
 DOMAIN = b"peralta"  # ZAP domain of the protected sockets
-POLL_SECONDS = 0.2  # maximum delay of closing the authenticator
+POLL_SECONDS = 0.2  # interval at which the authenticator's thread checks for `close`
 READ_SECONDS = 1.0  # minimum interval between two reads of the key folder
-HANDSHAKE_SECONDS = 5.0  # a client whose handshake takes longer is disconnected
+HANDSHAKE_SECONDS = 5.0  # a server disconnects a client whose handshake takes longer
 logger = logging.getLogger(__name__)
 
 
@@ -41,12 +41,12 @@ logger = logging.getLogger(__name__)
 
 
 class KeyFileError(WireError):
-    """A single key file is unusable: missing, not readable, not a key, or open to other users."""
+    """A key file is missing, not readable, not a key, or accessible to other users."""
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratorKeys:
-    """The keys that a generator needs: its own secret key and the trainer's public key."""
+    """The keys of a generator: its own secret key and the trainer's public key."""
 
     name: str  # of the generator
     secret: bytes  # secret key of the generator
@@ -54,10 +54,10 @@ class GeneratorKeys:
 
 
 def make_keys(folder: Path, name: str) -> bool:
-    """Write a new pair NAME.secret (mode 0600) and NAME.public; False if the pair exists already.
+    """Write a new pair NAME.secret (mode 0600) and NAME.public.
 
-    Raises WireError if the folder cannot be written, only one of the two files exists, or the two
-    do not belong together.
+    Returns False if the pair exists already. Raises WireError if the folder cannot be written, only
+    one of the two files exists, or the two files do not belong together.
     """
     public, secret = folder / f"{name}{PUBLIC}", folder / f"{name}{SECRET}"
     _check_name(name)
@@ -87,8 +87,8 @@ def trainer_secret(folder: Path) -> bytes:
 def generator_keys(folder: Path, name: str) -> GeneratorKeys:
     """Read the keys of the generator `name`.
 
-    Raises WireError if a file is missing or holds no key, if other users can read the secret key,
-    or if they can replace the trainer's public key.
+    Raises WireError if a file is missing or holds no key, or if other users can read the secret key
+    or replace the trainer's public key.
     """
     _check_name(name)
     secret = read_secret(folder / f"{name}{SECRET}")
@@ -98,11 +98,11 @@ def generator_keys(folder: Path, name: str) -> GeneratorKeys:
 
 
 def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
-    """Read the public keys of all generators in the folder; returns public key -> name.
+    """Read the public keys of all generators in a folder; returns key -> name.
 
-    Raises WireError if the folder cannot be read, other users can write to it, two names have the
-    same key, or a read fails for a reason that may pass. An unusable file raises KeyFileError if
-    `strict`; otherwise it is logged and skipped.
+    If `strict`, raises KeyFileError for an unusable key file; otherwise logs and skips the file.
+    Raises WireError if the folder cannot be read, other users can write to the folder, two names
+    have the same key, or a read fails with an error that may be temporary.
     """
     names: dict[bytes, str] = {}
     for entry in _list_folder(folder):
@@ -123,7 +123,7 @@ def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
 
 
 def read_secret(file: Path) -> bytes:
-    """Read a secret key. Raises WireError if the file holds no key or other users can access it."""
+    """Read a secret key; WireError if the file holds no key or others can access it."""
     key, mode = _read_key(file)
     if mode & 0o077:
         raise WireError(f"{file} can be read by others; chmod 600 {file}")
@@ -131,7 +131,7 @@ def read_secret(file: Path) -> bytes:
 
 
 def _read_public(file: Path) -> bytes:
-    """Read a public key as `_read_key` does. Raises KeyFileError if other users can replace it."""
+    """Read a public key; KeyFileError if it is unusable or others can replace it."""
     key, mode = _read_key(file)
     if mode & OTHERS_WRITE:
         raise KeyFileError(f"{file} can be written by others; chmod go-w {file}")
@@ -141,7 +141,7 @@ def _read_public(file: Path) -> bytes:
 def _list_folder(folder: Path) -> list[str]:
     """The file names in a key folder, sorted.
 
-    Raises WireError if the folder cannot be read, or if other users can write to it and add a key.
+    Raises WireError if the folder cannot be read, or if other users could add a key to the folder.
     """
     try:
         mode, names = folder.stat().st_mode, sorted(os.listdir(folder))
@@ -153,9 +153,10 @@ def _list_folder(folder: Path) -> list[str]:
 
 
 def _read_key(file: Path) -> tuple[bytes, int]:
-    """Read a key and the mode of its file.
+    """Read a key file; returns the key and the mode bits of the file.
 
-    Raises KeyFileError, but WireError if the error may pass (a dead mount).
+    Raises KeyFileError if the file is missing, not readable or not a key; WireError for an error
+    that may be temporary, such as that of an unresponsive mount.
     """
     try:
         with file.open("rb") as opened:
@@ -171,12 +172,14 @@ def _read_key(file: Path) -> tuple[bytes, int]:
 
 
 def _write_key(file: Path, key: bytes, mode: int) -> None:
+    """Create a key file with these mode bits; OSError if the file exists."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "wb") as opened:
         opened.write(key + b"\n")
 
 
 def _check_name(name: str) -> None:
+    """Raise WireError unless the name can be part of a file name."""
     if not PLAIN_NAME.fullmatch(name):
         raise WireError(f"{name!a} is not a plain name; use letters, digits, . _ and -")
 
@@ -185,18 +188,18 @@ def _check_name(name: str) -> None:
 
 
 class CurveAuthenticator:
-    """The trainer's ZAP handler: accepts clients whose public key is in the key folder.
+    """The trainer's ZAP handler: accepts clients whose public key is in a key folder.
 
-    Messages of an accepted client carry the name of its key file, as the property User-Id of their
-    frames. Open the authenticator before the sockets that it protects and close it after them. An
-    added or removed key takes effect on connections made at least a second later. Protected sockets
-    enforce a ZAP domain, so libzmq refuses every client while no authenticator runs. Use with
-    `closing`.
+    The generator name of an accepted client is the property User-Id of each frame that the client
+    sends. Open the authenticator before the sockets that it protects, and close these sockets
+    first. Adding or removing a key takes effect within READ_SECONDS, on new connections only.
+    Protected sockets enforce a ZAP domain, so libzmq refuses every client while no authenticator
+    runs. Use with `closing`.
     """
 
     def __init__(self, folder: Path) -> None:
         self.refused = 0  # number of refused connections
-        self._logged_unknown = False  # an unknown key was logged as a warning
+        self._logged_unknown = False  # True after the first warning about an unknown key
         self._secret = trainer_secret(folder)
         self._folder = folder
         # Public key -> name; None while the folder cannot be read.
@@ -229,7 +232,7 @@ class CurveAuthenticator:
     def close(self) -> None:
         """Stop the thread; from now on libzmq refuses every new client."""
         self._closed.set()
-        self._thread.join(timeout=2.0)  # a read of a key folder on a dead mount can block it
+        self._thread.join(timeout=2.0)  # the read of a key folder on a dead mount can block
 
     def _serve(self) -> None:
         """The thread: answer ZAP requests until `close`."""
@@ -242,11 +245,11 @@ class CurveAuthenticator:
             zap.unbind(ZAP_ENDPOINT)  # `close` alone releases the endpoint only some time later
 
     def _reply(self, request: list[bytes]) -> list[bytes] | None:
-        """The reply to a ZAP 1.0 request: status 200 for a known public key, 400 for all others.
+        """The reply to a ZAP 1.0 request: status 200 for a known key, otherwise 400.
 
-        None while the key folder cannot be read: without a reply libzmq disconnects the client
+        None (no reply) while the key folder cannot be read: libzmq then disconnects the client
         after HANDSHAKE_SECONDS, and the client connects again. (The status 300, temporary failure,
-        would disconnect the client at once, which looks like a wrong key.)
+        would disconnect the client at once. To the client, that looks like a wrong key.)
         """
         version, request_id, domain, address, _, mechanism, *credentials = request
         names, name = self._known_names(), None
@@ -263,7 +266,7 @@ class CurveAuthenticator:
         return [version, request_id, b"400", b"unknown key", b"", b""]
 
     def _known_names(self) -> dict[bytes, str] | None:
-        """Public key -> name, at most READ_SECONDS old; None while the folder cannot be read."""
+        """Public key -> name, read at most READ_SECONDS ago; None if the read failed."""
         if time.monotonic() - self._read_at > READ_SECONDS:
             self._read_at = time.monotonic()
             try:
@@ -278,7 +281,7 @@ class CurveAuthenticator:
 
 
 def use_keys(client: zmq.Socket[bytes], keys: GeneratorKeys | None) -> None:
-    """Set the keys of a client socket before it connects; without keys it is not encrypted."""
+    """Set the keys of a client socket, before it connects; None = no encryption."""
     if keys is not None:
         client.setsockopt(zmq.CURVE_SERVERKEY, keys.trainer)
         client.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)

@@ -1,9 +1,9 @@
-"""A client socket's connection to the trainer: refused handshakes, silence, connecting again.
+"""Connect a client socket to the trainer, and again if the connection fails.
 
-The clients are the sockets of a generator and of bin/doctor. libzmq connects again by itself after
-a lost connection. It does not after a refused handshake or bytes that violate ZeroMQ's protocol,
-and does not detect a damaged message that makes a connection useless, such as a subscription: the
-socket then receives nothing for ever, and a send only times out.
+The clients are the sockets of a generator and of bin/doctor. libzmq itself connects again after a
+lost connection. libzmq does not connect again after a refused handshake, or after bytes that
+violate ZeroMQ's protocol. Nor does libzmq detect a damaged message; a damaged subscription, for
+example, leaves a connection open on which the socket never receives a message.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.wire.auth import HANDSHAKE_SECONDS, GeneratorKeys, use_keys
 
 SILENT_SECONDS = 10.0  # a connection that was silent for this time is opened again
-MAX_WAIT_SECONDS = 160.0  # longest time between two attempts; doubles from SILENT_SECONDS
+MAX_WAIT_SECONDS = 160.0  # during silence, the time between attempts doubles up to this value
 RETRY_SECONDS = 0.5  # from a refused handshake to the next attempt
-# A client reports a refusal after this time and at least this number of failed handshakes: damaged
-# bytes can look like a refusal.
+# A client reports a refusal only after this time and this number of failed handshakes, because
+# damaged bytes can look like a refusal.
 PATIENCE_SECONDS, PATIENCE_TRIES = 20.0, 5
 HANDSHAKE_EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -32,15 +32,16 @@ HANDSHAKE_EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-_accepted_keys: set[GeneratorKeys] = set()  # with which a handshake of this process succeeded
+_accepted_keys: set[GeneratorKeys] = set()  # keys of all successful handshakes of this process
 _monitor_numbers = itertools.count()  # one for each ClientConnection of the process
 logger = logging.getLogger(__name__)
 
 
 class ClientConnection:
-    """Connects a client socket, with keys or without, and connects it again after a fault.
+    """Connects a client socket, with keys or without, and again after a fault.
 
-    Call `check` often. Set the socket's options before, and close this object before the socket.
+    Set the socket's options before creating this object, call `check` often, and close this object
+    before the socket.
     """
 
     def __init__(
@@ -52,18 +53,18 @@ class ClientConnection:
         name: str,
         patience: float | None = None,
     ) -> None:
-        """`name` is the content, for the log; `patience` replaces PATIENCE_SECONDS."""
-        self.num_reconnects = 0  # after silence
+        """`name` identifies the connection in the log; `patience`: see PATIENCE_SECONDS."""
+        self.num_reconnects = 0  # after silence only
         self._client, self._address, self._keys, self._name = client, address, keys, name
         self._patience = PATIENCE_SECONDS if patience is None else patience
         self._is_accepted = False  # a handshake of this socket has succeeded
         self._failures = 0  # failed handshakes since the last success
         self._first_failure = 0.0  # monotonic seconds of the first of `_failures`
-        self._reason: str | None = None  # of the newest refusal that had one
-        self._retry_at = float("inf")  # monotonic seconds
-        self._silence_limit = SILENT_SECONDS
+        self._reason: str | None = None  # newest known reason of a failure; None after a success
+        self._retry_at = float("inf")  # monotonic seconds; infinite if no attempt is planned
+        self._silence_limit = SILENT_SECONDS  # seconds of silence before the next attempt
         use_keys(client, keys)
-        # A new endpoint each time: libzmq releases a closed one only some time later.
+        # A new endpoint each time: libzmq releases a closed endpoint only some time later.
         endpoint = f"inproc://handshakes-{next(_monitor_numbers)}"
         client.monitor(endpoint, HANDSHAKE_EVENTS)
         self._events = zmq.Context.instance().socket(zmq.PAIR)
@@ -73,13 +74,14 @@ class ClientConnection:
         client.connect(address)
 
     def check(self) -> None:
-        """Connect again after a refused handshake.
+        """Connect again after a refused handshake; call this often.
 
         Raises WireError with reason and remedy if the trainer has refused every handshake for
-        `patience` seconds. Once one has succeeded, also that of another socket with these keys, a
-        refusal is a fault of the link. Blocks for up to half a second after failed handshakes.
+        `patience` seconds. After a successful handshake, of this socket or of another socket with
+        the same keys, a failed handshake is only logged, because damaged data is the likely cause.
+        Can block for half a second after failed handshakes.
         """
-        failures = 0  # read in this call
+        failures = 0  # failed handshakes since the previous call
         while self._events.poll(0):
             message: Any = parse_monitor_message(self._events.recv_multipart())
             if message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -89,7 +91,8 @@ class ClientConnection:
                     _accepted_keys.add(self._keys)
                 continue
             failures += 1
-            if message["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # libzmq has given up
+            # After FAILED_NO_DETAIL libzmq connects again; after the other failures it does not.
+            if message["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._reason = self._reason_of(message["event"], message["value"]) or self._reason
                 self._retry_at = time.monotonic() + RETRY_SECONDS
         if time.monotonic() >= self._retry_at:
@@ -100,10 +103,10 @@ class ClientConnection:
             self._check_patience(failures)
 
     def reconnect_if_silent(self, seconds: float) -> bool:
-        """Connect again if the connection has been silent for too long; returns whether it did.
+        """Connect again if the connection has been silent for too long; True if it did.
 
-        `seconds` is the time since the last sign of life. After each attempt in one silence the
-        time to the next one doubles.
+        `seconds` is how long the connection has been silent. The time between two attempts doubles
+        while the silence lasts.
         """
         if seconds < SILENT_SECONDS:
             self._silence_limit = SILENT_SECONDS
@@ -116,7 +119,7 @@ class ClientConnection:
         return True
 
     def close(self) -> None:
-        """Stop monitoring; call it before the client socket is closed."""
+        """Stop monitoring; call `close` before the client socket is closed."""
         self._client.monitor(None, 0)
         self._events.close(linger=0)
 
@@ -127,23 +130,24 @@ class ClientConnection:
         self._client.connect(self._address)
 
     def _log_failures(self, failures: int) -> None:
-        """Log the first failed handshake after a successful one."""
+        """Count failed handshakes; logs the first one after a successful handshake."""
         if not self._failures:
             reason = self._reason or "damaged data, or closed during the handshake"
             logger.warning("connection failed name=%s; trying again: %s", self._name, reason)
         self._failures += failures
 
     def _check_patience(self, failures: int) -> None:
-        """Raise WireError if the trainer has refused all handshakes for long; `failures` are new.
+        """Raise WireError if the trainer has refused all handshakes for too long.
 
-        A trainer that is down, stopped or suspended is not reported, because it may come back.
+        `failures` is the number of new failures. A trainer that is down, stopped or suspended
+        raises no error, because it may come back.
         """
         now = time.monotonic()  # before the connection test, which takes up to half a second
         if not accepts_connection(self._address, timeout=0.5, greeting=b"\xff"):
             self._failures = 0
             return
         if not self._failures:
-            failures, self._first_failure = 1, now  # the times of earlier ones are unknown
+            failures, self._first_failure = 1, now  # count one: other times are unknown
         self._failures += failures
         elapsed = now - self._first_failure
         reason = self._reason
@@ -153,14 +157,14 @@ class ClientConnection:
             # A trainer with a different key closes every connection during the handshake.
             reason = (
                 f"the trainer at {self._address} closes every connection: trainer.public is not "
-                "its key, or it accepts no client; copy trainer.public from its security.keys "
-                "folder"
+                "the trainer's key, or the trainer accepts no client; copy trainer.public from the "
+                "trainer's security.keys folder"
             )
         if reason and self._failures >= PATIENCE_TRIES and elapsed >= self._patience:
             raise WireError(reason)
 
     def _reason_of(self, event: int, value: int) -> str | None:
-        """Text with reason and remedy of a refused handshake; None if damaged data caused it."""
+        """Reason and remedy for a failed handshake; None if its cause is damaged data."""
         if (
             event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
@@ -173,7 +177,7 @@ class ClientConnection:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and self._keys is not None:
             return (
                 f"the trainer at {self._address} has no key of {self._keys.name}; "
-                f"put {self._keys.name}.public into its security.keys folder"
+                f"put {self._keys.name}.public into the trainer's security.keys folder"
             )
         return None
 
@@ -181,9 +185,9 @@ class ClientConnection:
 def accepts_connection(address: str, *, timeout: float = 1.0, greeting: bytes = b"") -> bool:
     """Whether tcp://HOST:PORT accepts a connection and its first bytes are `greeting`.
 
-    The greeting b"\\xff" detects a ZeroMQ socket of a running process, which sends this byte first.
+    A ZeroMQ socket first sends the byte 0xff, so the greeting b"\\xff" proves that its owner runs.
     Without a greeting the result is True also for a port forwarder to a dead process, and for a
-    stopped process (SIGSTOP), whose connections the kernel accepts.
+    stopped process (SIGSTOP), because the kernel accepts the connection.
     """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:

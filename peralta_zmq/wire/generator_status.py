@@ -1,10 +1,12 @@
-"""Generator status: each generator reports its counters to the trainer every two seconds.
+"""Generator status: each generator reports its counters every two seconds.
 
-Every status holds all counters, so the next one makes up for a lost one. A group is all rollouts of
-one problem. An incarnation is the 8 random bytes that a generator draws at its start and for each
-new run; a sender, 'NAME/INCARNATION', is one incarnation of one generator. The policy step of
-weights is the number of training steps that produced them. A weight version is published as a
-keyframe (complete tensors) or as a delta (changes since an earlier version).
+The trainer receives the statuses. Every status holds all counters, so the next status makes up for
+a lost one. A group is all rollouts of one problem. A generator keeps groups in its outbox until the
+trainer has written them to disk; the trainer acknowledges groups in announcements, messages on
+another socket. An incarnation is the 8 random bytes that a generator draws at its start and for
+each new run; a sender, 'NAME/INCARNATION', is one incarnation of one generator. The policy step of
+weights is the number of training steps that produced the weights. A weight version is published as
+a keyframe (complete tensors) or as a delta (changes since an earlier version).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from peralta_zmq.wire.connection import ClientConnection
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
 STATUS_SECONDS = 2.0  # between two statuses
-MAX_AT_ONCE = 100  # messages read in one call: a flood of them must not delay the groups
+MAX_AT_ONCE = 100  # messages read in one call: a flood of statuses must not delay the groups
 MAX_STATUS = 1 << 14  # bytes; bounds the memory of the receive queue while the trainer computes
 logger = logging.getLogger(__name__)
 
@@ -38,23 +40,23 @@ class GeneratorStatus:
     """
 
     run_id: str
-    generator_id: str  # its name
-    incarnation: bytes  # as in its groups
-    made: int = 0  # groups, including lost ones
+    generator_id: str  # name of the generator
+    incarnation: bytes
+    made: int = 0  # groups made, including lost groups
     lost: int = 0  # groups dropped: the outbox was full, or they could not be encoded
     resent: int = 0  # groups sent again
     unscored: int = 0  # groups dropped because a reward could not be computed
     step: int = 0  # policy step of the weights in use
     tokens_per_s: float = 0.0  # generated tokens
-    blocked_frac: float = 0.0  # fraction of the time in which it could not sample or send
-    queue_frac: float = 0.0  # fraction of the time with a full send queue, part of blocked_frac
+    blocked_frac: float = 0.0  # fraction of the time spent waiting to start or to send a group
+    queue_frac: float = 0.0  # fraction of the time spent waiting to send a group
     reload_s: float = 0.0  # duration of the latest change of weights
     wants_keyframe: bool = False  # a delta that the newest version needs is missing
-    announcement_reconnects: int = 0  # after a time without announcements
-    rollout_reconnects: int = 0  # after a time in which the trainer received none of its groups
+    announcement_reconnects: int = 0  # reconnects because no announcements arrived
+    rollout_reconnects: int = 0  # reconnects because the trainer received no groups
     last: bool = False  # no group will follow this status
     worker_info: dict[str, str] = field(default_factory=dict[str, str])
-    """Constant facts: versions of package, python, torch, transformers; device, dtype, threads."""
+    """Constants: versions of package, python, torch, transformers; device, dtype, threads."""
 
     @property
     def sender(self) -> str:
@@ -65,50 +67,52 @@ class GeneratorStatus:
 def decode_generator_status(frame: bytes) -> GeneratorStatus:
     """Decode a status from a frame made by `encode_fields`; ignores unknown fields.
 
-    Raises WireError if the frame is damaged, an identity (run_id, generator_id, incarnation) is
-    missing or invalid, a field has a wrong type, a number is negative or not finite, or the
-    worker_info is too large.
+    Raises WireError if the frame is damaged, run_id, generator_id or incarnation is missing, or a
+    field is invalid: a wrong type, a number that is negative or not finite, a large worker_info.
     """
     return message_fields.decode_fields(frame, GeneratorStatus, _check)
 
 
 def _check(status: GeneratorStatus) -> None:
+    """Raise ValueError if a field is invalid."""
     message_fields.check_identity(status.generator_id, status.incarnation)
     for name, value in message_fields.fields_of(status).items():
         if type(value) in (int, float) and not 0 <= value < math.inf:  # true for NaN, too
             raise ValueError(f"{name} {value} is negative or not finite")
-    message_fields.check_facts(status.worker_info)
+    message_fields.check_worker_info(status.worker_info)
 
 
 class GeneratorStatusSender:
     """Sends the status of one generator. Use with `closing`.
 
-    Never blocks, and raises no error if the trainer is absent: the status is then lost.
+    Never blocks. If the trainer is absent, the status is lost without an error.
     """
 
     def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
-        self._due = float("inf")  # monotonic seconds; infinite until the trainer subscribes
+        self._due = float("inf")  # monotonic seconds; infinite until a trainer subscribes
         self._opened = time.monotonic()
-        # Time for which the trainer has received groups of this generator but no status.
+        # Set by the caller, from the announcements: for how many seconds the trainer has received
+        # groups of this generator but no status.
         self.unreceived_seconds = 0
         self._socket = open_socket(zmq.XPUB)
-        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # pass on that a restarted trainer subscribes
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # deliver repeated subscriptions, too
         self.connection = ClientConnection(self._socket, address, keys, name="status")
 
-    @property
-    def due(self) -> bool:
-        """Whether a trainer has just subscribed, or STATUS_SECONDS have passed since `send`.
+    def check_due(self) -> bool:
+        """True if a status is due; also connects again if the connection is silent.
 
-        Connects again if no trainer has subscribed for long, or `unreceived_seconds` is large.
+        A status is due when a trainer subscribes, and STATUS_SECONDS after each `send`. The
+        connection is silent if no trainer has subscribed for long or `unreceived_seconds` is large.
         Raises WireError if the trainer refuses the connection.
         """
         self.connection.check()
         while cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._socket.recv()  # a subscription message
             self._due = float("-inf")
-        is_unused = self._due == float("inf")
-        silent = time.monotonic() - self._opened if is_unused else self.unreceived_seconds
-        self.connection.reconnect_if_silent(silent)
+        if self._due == float("inf"):  # no trainer has ever subscribed
+            self.connection.reconnect_if_silent(time.monotonic() - self._opened)
+        else:
+            self.connection.reconnect_if_silent(self.unreceived_seconds)
         return time.monotonic() >= self._due
 
     def send(self, status: GeneratorStatus) -> None:
@@ -123,10 +127,11 @@ class GeneratorStatusSender:
 
 
 class GeneratorStatusReceiver:
-    """Binds the trainer's SUB socket and receives the statuses of the generators of one run.
+    """Binds the trainer's SUB socket and receives the statuses of one run.
 
-    An invalid message, one of another run, or one whose generator_id is not the name of the key
-    that sent it is counted in `refused`, logged and dropped. Use with `closing`.
+    Counts invalid messages in `refused`, logs and drops them. A message is also invalid if it
+    belongs to another run, or if its generator_id differs from the name of the sender's CURVE key.
+    Use with `closing`.
     """
 
     def __init__(
@@ -141,7 +146,7 @@ class GeneratorStatusReceiver:
         self._socket.subscribe(b"")
 
     def receive(self, *, timeout: float = 0.0) -> dict[str, GeneratorStatus]:
-        """Read up to MAX_AT_ONCE messages; returns the new status of each sender that sent one.
+        """Read up to MAX_AT_ONCE messages; returns sender -> newest status.
 
         Waits up to `timeout` seconds for the first message.
         """
@@ -173,7 +178,8 @@ class GeneratorStatusReceiver:
         if len(frames) > 1:
             raise WireError(f"{len(frames)} frames instead of one")
         status = decode_generator_status(frames[0].bytes)
-        owner = str(frames[0]["User-Id"]) if self._has_keys else None  # name of the sender's key
+        # The authenticator sets User-Id to the name of the sender's key.
+        owner = str(frames[0]["User-Id"]) if self._has_keys else None
         message_fields.check_owner(status.generator_id, owner)
         if status.run_id != self._run_id:
             raise WireError(f"generator status of another run, {status.run_id[:40]!a}")

@@ -1,9 +1,15 @@
-"""Columns of a group message, and the rules for its content: limits, lengths, values.
+"""Columns of a group message, and rules for limits, lengths and values.
 
-A group is all rollouts (scored completions) of one problem; messages.py encodes and decodes it. Its
-sender may be hostile or have other settings. So the sizes are checked before anything is built from
-them, and against the settings of the trainer (GroupLimits): a valid group costs the trainer no more
-memory and time than one of its own generators' groups. Each check raises ValueError.
+A group is all rollouts (scored completions) of one problem; messages.py encodes and decodes groups.
+The sender of a group may be hostile or have other settings. Therefore the receiver checks all sizes
+before it allocates memory. The limits are those of the trainer's settings (GroupLimits), so that a
+valid group costs no more than a group of the trainer's own generators. Each check raises
+ValueError.
+
+A turn of a rollout is a span of context tokens (the prompt, or an input between two completions)
+and a span of generated tokens. The policy step of a token is the number of training steps that
+produced the weights that sampled the token. A run is consecutive generated tokens with equal policy
+step.
 """
 
 from __future__ import annotations
@@ -18,22 +24,21 @@ import numpy as np
 from peralta_zmq.rollout import MAX_REWARD
 from peralta_zmq.wire import message_fields
 
-MAX_TOKENS = 1 << 20  # of all rollouts; a small frame could repeat a long shared prompt often
-MAX_COUNT = 1 << 12  # rollouts, turns, runs of tokens with equal policy step
+MAX_TOKENS = 1 << 20  # of all rollouts; a small frame can have many rollouts of one long prompt
+MAX_COUNT = 1 << 12  # of rollouts, of turns of all rollouts, and of runs
 MAX_VALUES = 1 << 16  # named rewards of all rollouts
 MAX_STEP = 2**31 - 1
 MAX_SAMPLE_INDEX = 2**53
 LOGPROB_SLACK = float(np.float32(1e-3))  # rounding may lift log(1) a little above 0
-# No softmax of a model gives less to a token that it samples; the square is finite in every loss.
-MIN_LOGPROB = -1e4
-UNSIGNED, FLOAT = np.dtype("<u4"), np.dtype("<f4")
+MIN_LOGPROB = -1e4  # a sampled token never has less; the square of a logprob must stay finite
+UNSIGNED, FLOAT = np.dtype("<u4"), np.dtype("<f4")  # types of token ids and of logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLimits:
-    """Limits that a receiver sets for a group; the defaults are those of the message format."""
+    """A receiver's limits of a group; the defaults are those of the message format."""
 
-    vocab_size: int  # token ids are below it
+    vocab_size: int  # every token id must be smaller
     max_rollouts: int = MAX_COUNT
     max_tokens: int = MAX_TOKENS  # of a rollout: prompt and completion, all turns
     max_generated: int = MAX_TOKENS  # tokens of a turn
@@ -41,14 +46,17 @@ class GroupLimits:
 
 
 class Columns(NamedTuple):
-    """K rollouts with S turns and G generated tokens; u2 = unsigned, 2 bytes, i4, f8 likewise."""
+    """A group: K rollouts, S turns, G generated tokens, in little-endian buffers.
+
+    Types are u (unsigned integer), i (signed integer) or f (float) with the number of bytes.
+    """
 
     turns: bytes  # u2 [K], number of turns of each rollout
     spans: bytes  # u4 [S, 2], number of context tokens and of generated tokens of each turn
-    prompt: bytes  # i4, first tokens of every rollout; empty when they differ
+    prompt: bytes  # i4, the prompt that all rollouts share; empty if the prompts differ
     tokens: bytes  # i4, all other tokens
     logprobs: bytes  # f4 [G]
-    policy_steps: bytes  # u4 [R, 2], R runs: policy step - that of the group, number of tokens
+    policy_steps: bytes  # u4 [R, 2], of R runs: policy step minus the group's, number of tokens
     rewards: bytes  # f8 [K]
     reward_names: str  # N names, each ended by NUL
     reward_values: bytes  # f8 [K, N], NaN = the rollout has no reward of this name
@@ -56,7 +64,10 @@ class Columns(NamedTuple):
 
 
 def check_envelope(envelope: tuple[Any, ...]) -> None:
-    """Names, steps and sequences must be within bounds; the order is that of ENVELOPE."""
+    """Names, steps and sequences must be valid.
+
+    `envelope` holds values in the order of ENVELOPE in messages.py.
+    """
     _, generator_id, incarnation, sequence, _, _, policy_step, _, *last = envelope
     min_sequence, sample_index, evaluation_step = last
     message_fields.check_identity(generator_id, incarnation)
@@ -70,7 +81,7 @@ def check_envelope(envelope: tuple[Any, ...]) -> None:
 
 def check_counts(columns: Columns, limits: GroupLimits) -> None:
     """The numbers of rollouts, turns, runs and rewards must not exceed the limits."""
-    count = len(columns.turns) >> 1
+    count = len(columns.turns) >> 1  # 2 bytes for each rollout
     if count > limits.max_rollouts:
         raise ValueError(f"more than {limits.max_rollouts} rollouts (sampling.num_generations)")
     if len(columns.spans) > 8 * MAX_COUNT or len(columns.policy_steps) > 8 * MAX_COUNT:
@@ -82,10 +93,10 @@ def check_counts(columns: Columns, limits: GroupLimits) -> None:
 def check_lengths(
     turns: Sequence[int], spans: Sequence[int], columns: Columns, limits: GroupLimits
 ) -> None:
-    """Tokens and logprobs must have the lengths that `spans` gives, within the limits."""
+    """Tokens and logprobs must have the lengths in `spans`, within the limits."""
     contexts, completions = spans[::2], spans[1::2]
     num_tokens, num_prompt_bytes = sum(spans), len(columns.prompt)
-    if num_prompt_bytes % 4:  # the vocabulary check would read other tokens than the decoder
+    if num_prompt_bytes % 4:  # `check_tokens` would read other tokens than the decoder
         raise ValueError("prompt is not whole tokens")
     if not turns or not all(turns) or not all(contexts):
         raise ValueError("a rollout without prompt or completion")
@@ -100,7 +111,8 @@ def check_lengths(
         raise ValueError(
             f"more than {limits.max_generated} generated tokens (sampling.max_completion_length)"
         )
-    if (  # rare, so checked separately
+    # In the usual case, one turn per rollout and all within the limits, these totals suffice.
+    if (
         len(spans) > 2 * len(turns)
         or max(contexts) + longest > limits.max_tokens
         or not all(completions)
@@ -112,7 +124,7 @@ def check_lengths(
 def _check_each_rollout(
     turns: Sequence[int], spans: Sequence[int], num_prompt_bytes: int, limits: GroupLimits
 ) -> None:
-    """Each must have a completion, not exceed the limits, and not be shorter than the prompt."""
+    """Each rollout must have a completion, fit the limits and contain the prompt."""
     start = 0
     for num_turns in turns:
         end = start + 2 * num_turns
@@ -136,10 +148,10 @@ def check_tokens(content: bytes, limits: GroupLimits) -> None:
 
 
 def check_logprobs(content: bytes) -> None:
-    """Logprobs must be at least MIN_LOGPROB and not above zero by more than rounding."""
+    """Logprobs must be in [MIN_LOGPROB, LOGPROB_SLACK]."""
     logprobs = np.frombuffer(content, FLOAT)
     highest, lowest = logprobs.item(logprobs.argmax()), logprobs.item(logprobs.argmin())
-    if not (highest < math.inf and lowest > -math.inf):  # argmax and argmin both find a NaN
+    if not (highest < math.inf and lowest > -math.inf):  # argmax and argmin return a NaN if any
         raise ValueError("logprob is not finite")
     if highest > LOGPROB_SLACK:
         raise ValueError("logprob above zero")
@@ -148,8 +160,9 @@ def check_logprobs(content: bytes) -> None:
 
 
 def check_rewards(values: Sequence[float]) -> None:
-    """Rewards must be finite and at most MAX_REWARD."""
-    if not math.hypot(*values) < MAX_REWARD:  # one call in the usual case
+    """Rewards must be finite, and at most MAX_REWARD in magnitude."""
+    # No value is larger than the hypotenuse, so one call suffices in the usual case.
+    if not math.hypot(*values) < MAX_REWARD:
         for value in values:
             if not -MAX_REWARD <= value <= MAX_REWARD:  # true for NaN, too
                 raise ValueError(f"reward {value} is not finite, or out of bounds")

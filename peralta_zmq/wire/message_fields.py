@@ -1,11 +1,11 @@
-"""Encoding and validation that all messages share: bounded msgpack maps with typed fields.
+"""Encoding and validation of all messages: bounded msgpack maps with typed fields.
 
-A message is one frame (bytes): a msgpack map of field name -> value, whose last field `crc32` is a
-checksum of all bytes before it. The sender of a frame may be hostile, so every length is limited
-before memory is allocated for it. A violation raises WireError, or ValueError in the functions
-whose caller turns it into a WireError with the message's type. A
-worker_info is a small map of texts that describes a process: versions of its libraries, its device
-and dtype. An incarnation is the 8 random bytes that a generator draws at each start.
+A message is one frame (bytes): a msgpack map of field name -> value. The last field, `crc32`, is a
+checksum of all bytes before its value. The sender of a frame may be hostile, so every length is
+limited before memory is allocated. Most checks raise ValueError; the decoder of the message then
+raises WireError with the type of the message. An incarnation is the 8 random bytes that a generator
+draws at each start. A worker_info is a small map of texts that describes a process: versions of
+libraries, device, dtype.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from peralta_zmq.atomic_files import MAX_NAME, PLAIN_NAME
 from peralta_zmq.errors import WireError
 
 # Limits of any message.
-MAX_MESSAGE = 16 << 20  # bytes; on a larger one libzmq closes the connection and drops its queue
+MAX_MESSAGE = 16 << 20  # bytes; when a larger message arrives, libzmq closes the connection
 MAX_TEXT = 1 << 10  # bytes of one string
-MAX_FACTS, MAX_FACT = 16, 128  # entries of a worker_info; characters of a key or a value
-LARGE = 1 << 18  # bytes; in a larger message the maps are counted before it is unpacked
-CRC_RESIDUE = 0x2144DF1C  # the CRC-32 of any bytes followed by their own CRC-32
+MAX_INFO_ENTRIES = 16  # entries of a worker_info
+MAX_INFO_CHARS = 128  # characters of a key or a value of a worker_info
+LARGE = 1 << 18  # bytes; a larger message is unpacked only after its maps were counted
+CRC_RESIDUE = 0x2144DF1C  # the CRC-32 of any bytes followed by the CRC-32 of these bytes
 MAP_PREFIXES = {*range(0x80, 0x90), 0xDE, 0xDF}  # first byte of a msgpack map
 MessageT = TypeVar("MessageT")
 
 
 def unpack(frame: bytes, *, max_map_len: int = 64, max_maps: int = 1) -> dict[str, Any]:
-    """Unpack a frame that is one msgpack map. Raises WireError if it is none or exceeds a limit.
+    """Unpack a frame that is one msgpack map.
 
-    `max_map_len` limits the entries of each map. `max_maps` limits the number of maps, the outer
-    one included, because the lengths of nested maps multiply. Lists are not allowed.
+    `max_map_len` limits the entries of each map. `max_maps` limits the number of maps, including
+    the outer map, because the lengths of nested maps multiply. Lists are not allowed. Raises
+    WireError if the frame is not a map or exceeds a limit.
     """
     map_numbers = count(1)
 
@@ -66,19 +68,20 @@ def unpack(frame: bytes, *, max_map_len: int = 64, max_maps: int = 1) -> dict[st
 
 
 def _check_maps(frame: bytes, max_map_len: int, max_maps: int) -> None:
-    """Raise ValueError if a frame has too many maps or too long ones, without unpacking it.
+    """Raise ValueError if a frame has too many or too long maps, without unpacking it.
 
-    `unpackb` calls its `object_hook` only at the end of each map, so a thousand nested maps would
-    occupy far more memory than the frame before they are counted. Raises UnpackException for bytes
-    that are not msgpack.
+    `unpackb` calls its `object_hook` only when a map is complete. Of a thousand nested maps, all
+    would be in memory before the first is counted; in a frame above LARGE they would occupy too
+    much. Raises UnpackException for bytes that are not msgpack.
     """
     unpacker = cast(Any, msgpack).Unpacker(max_buffer_size=len(frame))
     unpacker.feed(frame)
     num_maps, items_left = 0, 1  # the frame is one item; a map adds its keys and values
     while items_left:
         items_left -= 1
-        if not MAP_PREFIXES.intersection(frame[unpacker.tell() : unpacker.tell() + 1]):
-            unpacker.skip()
+        first_byte = frame[unpacker.tell() : unpacker.tell() + 1]  # empty at the frame's end
+        if not MAP_PREFIXES.intersection(first_byte):
+            unpacker.skip()  # raises if the frame has ended
             continue
         num_maps, length = num_maps + 1, unpacker.read_map_header()
         if num_maps > max_maps or length > max_map_len:
@@ -87,9 +90,9 @@ def _check_maps(frame: bytes, max_map_len: int, max_maps: int) -> None:
 
 
 def check_type(value: Any, expected: type, name: str) -> Any:
-    """Return `value`, the value of the field `name`. Raises ValueError unless it is `expected`.
+    """Return `value`; ValueError if its type is not `expected`.
 
-    A subclass is not accepted: True is no int.
+    `name` is that of the field, for the error. A subclass is not accepted: True is not an int.
     """
     if type(value) is not expected:
         raise ValueError(f"{name}: {type(value).__name__} is not {expected.__name__}")
@@ -97,13 +100,14 @@ def check_type(value: Any, expected: type, name: str) -> Any:
 
 
 def pack_with_checksum(message: dict[str, Any]) -> bytes:
-    """Encode fields as one msgpack map, with the field `crc32` after them."""
-    frame = cast(bytes, msgpack.packb({**message, "crc32": bytes(4)}))[:-4]
+    """Encode fields as one msgpack map, with the additional last field `crc32`."""
+    placeholder = bytes(4)  # counted in the headers of the map, then replaced by the checksum
+    frame = cast(bytes, msgpack.packb({**message, "crc32": placeholder}))[:-4]
     return frame + pack("<I", crc32(frame))
 
 
 def check_checksum(frame: bytes, checksum: bytes | None) -> None:
-    """Raise ValueError if the field `crc32` is missing (None), is wrong or is not the last one."""
+    """Raise ValueError if `checksum` is None (missing), wrong, or not the last field."""
     if crc32(frame) != CRC_RESIDUE or checksum != frame[-4:]:
         raise ValueError("checksum (crc32) does not match")
 
@@ -114,7 +118,7 @@ def fields_of(message: Any) -> dict[str, Any]:
 
 
 def encode_fields(message: Any) -> bytes:
-    """Encode a dataclass of numbers, texts, bytes and dicts as one msgpack map with checksum."""
+    """Encode a dataclass of numbers, texts, bytes and dicts; see `pack_with_checksum`."""
     return pack_with_checksum(fields_of(message))
 
 
@@ -125,11 +129,12 @@ def decode_fields(
     *,
     max_map_len: int = 64,
 ) -> MessageT:
-    """Decode a dataclass `kind` from a frame made by `encode_fields`, and call `check` with it.
+    """Decode an object of the dataclass `kind` from a frame made by `encode_fields`.
 
-    Unknown fields are ignored and missing ones take their default, so that two versions of the
-    program can exchange messages. Raises WireError for a wrong checksum, a missing required field,
-    a wrong type, an exceeded limit or a ValueError of `check`.
+    `check` gets the object and raises ValueError if it is invalid. Unknown fields are ignored and
+    missing fields take their defaults, so that two versions of the program can exchange messages.
+    Raises WireError for a wrong checksum, a missing required field, a wrong type, an exceeded limit
+    or a ValueError of `check`.
     """
     types = _field_types(kind)
     max_maps = 1 + sum(get_origin(expected) is dict for expected in types.values())
@@ -146,11 +151,15 @@ def decode_fields(
 
 @lru_cache
 def _field_types(kind: type) -> dict[str, Any]:
+    """The fields of a dataclass: name -> type."""
     return get_type_hints(kind)
 
 
 def _check_field(value: Any, expected: Any, name: str) -> Any:
-    """Return `value` if it has the type `expected`, of a dict also its keys and values."""
+    """Return `value`; ValueError if its type is not `expected`.
+
+    For a dict, the types of all keys and values are checked, too.
+    """
     if get_origin(expected) is not dict:
         return check_type(value, expected, name)
     key_type, value_type = get_args(expected)
@@ -161,9 +170,9 @@ def _check_field(value: Any, expected: Any, name: str) -> Any:
 
 
 def check_identity(generator_id: str, incarnation: bytes) -> None:
-    """Raise ValueError unless the name is a plain file name and the incarnation 8 bytes long.
+    """Raise ValueError for an invalid generator name or incarnation.
 
-    The name is printed, and it is part of file names and of metric names.
+    The name is printed, and is part of file names and of metric names.
     """
     if len(generator_id) > MAX_NAME:
         raise ValueError(f"generator name of more than {MAX_NAME} characters; shorten it")
@@ -176,20 +185,21 @@ def check_identity(generator_id: str, incarnation: bytes) -> None:
 
 
 def check_owner(name: str, owner: str | None) -> None:
-    """Raise WireError if the generator name in a message is not `owner`, the name of its key.
+    """Raise WireError if the generator name in a message differs from `owner`.
 
-    A socket without keys has no owner (None), and every name is accepted.
+    `owner` is the generator whose CURVE key authenticated the connection, or None on a socket
+    without keys, which accepts every name.
     """
     if owner is not None and name != owner:
         raise WireError(f"the key of {owner} was used under the name {name[:40]!a}")
 
 
-def check_facts(facts: dict[str, str]) -> None:
+def check_worker_info(worker_info: dict[str, str]) -> None:
     """Raise ValueError if a worker_info has too many, too long or unprintable entries."""
-    if len(facts) > MAX_FACTS:
-        raise ValueError(f"worker_info of more than {MAX_FACTS} entries")
-    for text in (*facts.keys(), *facts.values()):
-        if len(text) > MAX_FACT:
-            raise ValueError(f"worker_info with an entry of more than {MAX_FACT} characters")
+    if len(worker_info) > MAX_INFO_ENTRIES:
+        raise ValueError(f"worker_info of more than {MAX_INFO_ENTRIES} entries")
+    for text in (*worker_info.keys(), *worker_info.values()):
+        if len(text) > MAX_INFO_CHARS:
+            raise ValueError(f"worker_info with an entry of more than {MAX_INFO_CHARS} characters")
         if not (text.isascii() and text.isprintable()):
             raise ValueError(f"worker_info with {text!a:.40}, which is not printable ASCII")

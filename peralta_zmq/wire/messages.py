@@ -1,15 +1,18 @@
-"""Encoding of a group as bytes, and decoding.
+"""Encode a group as one frame of bytes, and decode frames.
 
 A group is all rollouts (scored completions) of one problem, sent by a generator to the trainer as
-one message. `incarnation` is 8 random bytes that the generator drew at its start, `sequence` counts
-the groups of one incarnation from 0; none below `min_sequence` will be sent again. The policy step
-of a token is the number of training steps that produced the weights that sampled it. A turn is a
-span of context tokens, followed by a span of generated tokens; a rollout has one or more turns.
+one message. `incarnation` is 8 random bytes that the generator draws at its start; `sequence`
+counts the groups of one incarnation from 0; the generator will not send a group below
+`min_sequence` again. The policy step of a token is the number of training steps that produced the
+weights that sampled the token. A turn is a span of context tokens followed by a span of generated
+tokens; a rollout has one or more turns. A run is consecutive generated tokens with equal policy
+step.
 
-The message is one frame: a msgpack map of the fields of RolloutGroup in ENVELOPE, the Columns
-(little-endian buffers), `format` (a version number), and `crc32`, a checksum of all bytes before
-it. A prompt that all rollouts share is sent once. Context tokens have logprob 0 and policy step -1,
-which are not sent. group_rules.py has the Columns and the rules for their content.
+The frame is a msgpack map with four parts: the fields of RolloutGroup in ENVELOPE, the Columns
+(little-endian buffers with the contents of all rollouts), `format` (version of the format), and
+`crc32` (checksum of all bytes before). A prompt that all rollouts share is sent once. The logprobs
+and policy steps of context tokens are not sent: they are 0 and -1. group_rules.py has the Columns
+and the rules for their content.
 """
 
 from __future__ import annotations
@@ -44,24 +47,26 @@ from peralta_zmq.wire.group_rules import (
 )
 from peralta_zmq.wire.message_fields import check_type
 
-FORMAT = 3
+FORMAT = 3  # version of the message format
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
-FINISH_CODES = bytes(range(len(FINISH_REASONS)))
+FINISH_CODES = bytes(range(len(FINISH_REASONS)))  # the valid bytes of column `finish_reasons`
 INT = np.dtype("<i4")
+# Name -> type: fields of RolloutGroup in the message, in the order of the class.
 ENVELOPE = {
     "run_id": str, "generator_id": str, "incarnation": bytes, "sequence": int, "problem_id": str,
     "task": str, "policy_step": int, "weights_id": str,
     "min_sequence": int, "sample_index": int, "evaluation_step": int,
 }  # fmt: skip
 OPTIONAL = {"sample_index": -1, "evaluation_step": -1}  # defaults of fields that may be missing
-FIELDS = {**ENVELOPE, **get_type_hints(Columns), "format": int}
+FIELDS = {**ENVELOPE, **get_type_hints(Columns), "format": int}  # name -> type, of all fields
 FIELD_TYPES = list[type](FIELDS.values())
-FORMAT_LIMITS = GroupLimits(vocab_size=2**31)  # what any receiver may accept
-_envelope_of, _values_of = attrgetter(*ENVELOPE), itemgetter(*FIELDS)
+FORMAT_LIMITS = GroupLimits(vocab_size=2**31)  # of the format; a trainer's own can be lower
+_envelope_of = attrgetter(*ENVELOPE)  # RolloutGroup -> values of ENVELOPE
+_values_of = itemgetter(*FIELDS)  # message -> values of FIELDS
 
 
 def encode_group(group: RolloutGroup) -> bytes:
-    """Encode a group as a frame. Raises WireError for a group that `decode_group` would refuse."""
+    """Encode a group as a frame; WireError if `decode_group` would refuse the group."""
     try:
         return _encode(group)
     except (ValueError, OverflowError, StructError) as error:
@@ -69,6 +74,7 @@ def encode_group(group: RolloutGroup) -> bytes:
 
 
 def _encode(group: RolloutGroup) -> bytes:
+    """Encode a group; ValueError, OverflowError or struct.error for an invalid group."""
     rollouts = group.rollouts
     if not rollouts:
         raise ValueError("it has no rollouts")
@@ -102,7 +108,10 @@ def _encode(group: RolloutGroup) -> bytes:
 
 
 def _encode_turns(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int], bytes, bytes]:
-    """The values of `turns` and `spans`; logprobs and policy steps of all generated tokens."""
+    """The numbers of columns `turns` and `spans`; logprobs and policy steps as bytes.
+
+    The logprobs (f4) and policy steps (i4) are those of all generated tokens.
+    """
     turns: list[int] = []
     spans: list[int] = []
     all_logprobs: list[bytes] = []
@@ -112,7 +121,7 @@ def _encode_turns(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int], by
         logprobs = np.asarray(rollout.logprobs, FLOAT).tobytes()
         policy_steps = np.asarray(rollout.policy_steps, INT).tobytes()
         while end < len(mask):
-            start = mask.find(1, end) % (len(mask) + 1)  # -1 (not found) becomes the end
+            start = mask.find(1, end) % (len(mask) + 1)  # -1 (not found) becomes len(mask)
             stop = mask.find(0, start) % (len(mask) + 1)
             spans += (start - end, stop - start)
             all_logprobs.append(logprobs[4 * start : 4 * stop])
@@ -161,7 +170,10 @@ def _check_size(message: dict[str, Any], *, num_bytes: int, num_tokens: int) -> 
 
 
 class InvalidGroupError(WireError):
-    """Only the rollouts are invalid; the trainer counts `group`, without rollouts, as dropped."""
+    """Only the rollouts of a group are invalid.
+
+    `group` is the group without rollouts; the trainer counts it as dropped.
+    """
 
     def __init__(self, reason: str, group: RolloutGroup) -> None:
         super().__init__(reason)
@@ -169,9 +181,9 @@ class InvalidGroupError(WireError):
 
 
 def decode_group(frame: bytes, limits: GroupLimits) -> RolloutGroup:
-    """Decode and validate a group; its Rollout objects are built when one is first accessed.
+    """Decode and validate a group; builds the Rollout objects on first access only.
 
-    Raises WireError with the reason; InvalidGroupError if only the rollouts are invalid.
+    Raises InvalidGroupError if only the rollouts are invalid, otherwise WireError.
     """
     message, envelope = message_fields.unpack(frame), ()
     try:
@@ -196,7 +208,7 @@ def decode_group(frame: bytes, limits: GroupLimits) -> RolloutGroup:
 
 
 def _read_fields(message: dict[str, Any], frame: bytes) -> tuple[tuple[Any, ...], Columns]:
-    """The values of ENVELOPE's fields and the columns, after checks of types and checksum."""
+    """Check types and checksum; returns the values of ENVELOPE and the columns."""
     if (version := check_type(message["format"], int, "format")) != FORMAT:
         raise ValueError(f"format {version} is not {FORMAT}; use one version of the program")
     try:
@@ -212,14 +224,14 @@ def _read_fields(message: dict[str, Any], frame: bytes) -> tuple[tuple[Any, ...]
     return envelope, Columns(*columns)
 
 
-@lru_cache(maxsize=1024)  # making a Struct takes as long as unpacking with it
+@lru_cache(maxsize=1024)  # making a Struct takes as long as unpacking with the Struct
 def _unpacker(count: int, letter: str) -> Callable[[bytes], tuple[Any, ...]]:
-    """A function that unpacks exactly `count` numbers of the type `letter` of module struct."""
+    """A function that unpacks `count` numbers; `letter` is their type in `struct`."""
     return Struct(f"<{count}{letter}").unpack
 
 
 def _decode_rollouts(columns: Columns, policy_step: int, limits: GroupLimits) -> LazyRollouts:
-    """Check the columns and return their rollouts; `policy_step` is that of the group."""
+    """Check the columns; returns the rollouts. `policy_step` is the group's."""
     check_counts(columns, limits)
     turns = _unpacker(len(columns.turns) >> 1, "H")(columns.turns)
     spans = _unpacker(len(columns.spans) >> 2, "I")(columns.spans)
@@ -258,9 +270,9 @@ def _decode_named_rewards(columns: Columns, count: int) -> list[dict[str, float]
 
 @dataclass(slots=True, eq=False)
 class LazyRollouts(Sequence[Rollout]):
-    """The rollouts of a received group, built from its validated columns on first access.
+    """The rollouts of a received group, built from validated columns on first access.
 
-    Admission (the decision to train or drop a group) needs no rollouts, only the `summary`.
+    The decision to train on a group or to drop it needs only the `summary`, not the rollouts.
     """
 
     columns: Columns
@@ -269,7 +281,7 @@ class LazyRollouts(Sequence[Rollout]):
     runs: tuple[int, ...]  # values of the column `policy_steps`
     policy_step: int  # of the group
     named_rewards: list[dict[str, float]]  # of each rollout
-    summary: tuple[tuple[float, ...], int]  # rewards, newest policy step; see RolloutGroup.summary
+    summary: tuple[tuple[float, ...], int]  # rewards of the rollouts, newest policy step
     _rollouts: tuple[Rollout, ...] | None = None
 
     def __len__(self) -> int:
@@ -282,7 +294,7 @@ class LazyRollouts(Sequence[Rollout]):
 
 
 def _build_rollouts(lazy: LazyRollouts) -> tuple[Rollout, ...]:
-    """Build the rollouts; their arrays are slices of arrays over the tokens of all rollouts."""
+    """Build the rollouts, as slices of arrays over all tokens of the group."""
     spans = zip(lazy.spans[::2], lazy.spans[1::2], strict=True)
     flags = b"".join([bytes(context) + b"\1" * generated for context, generated in spans])
     mask = np.frombuffer(flags, np.bool_)  # True on generated tokens
@@ -295,14 +307,23 @@ def _build_rollouts(lazy: LazyRollouts) -> tuple[Rollout, ...]:
     span_ends = [*accumulate(lazy.spans)]
     ends = [span_ends[2 * turn - 1] for turn in accumulate(lazy.turns)]  # of each rollout
     rollouts: list[Rollout] = []
-    start = first_byte = 0  # of the rollout: position in the arrays, byte in `tokens`
+    start = 0  # position of the rollout's first token in the arrays
+    first_byte = 0  # position of the rollout's first byte in the column `tokens`
     for index, end in enumerate(ends):
         last_byte = first_byte + 4 * (end - start) - len(lazy.columns.prompt)
         content = lazy.columns.prompt + lazy.columns.tokens[first_byte:last_byte]
         ids = np.frombuffer(content, INT).astype(np.int32, copy=False)
         part = slice(start, end)
-        reason = FINISH_REASONS[lazy.columns.finish_reasons[index]]
-        score = lazy.summary[0][index], reason, lazy.named_rewards[index]
-        rollouts.append(Rollout(ids, mask[part], logprobs[part], steps[part], *score))
+        rollouts.append(
+            Rollout(
+                token_ids=ids,
+                loss_mask=mask[part],
+                logprobs=logprobs[part],
+                policy_steps=steps[part],
+                reward=lazy.summary[0][index],
+                finish_reason=FINISH_REASONS[lazy.columns.finish_reasons[index]],
+                rewards=lazy.named_rewards[index],
+            )
+        )
         start, first_byte = end, last_byte
     return tuple(rollouts)

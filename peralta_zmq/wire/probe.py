@@ -1,9 +1,9 @@
-"""Probes: requests with which bin/doctor tests a generator's connection to the trainer's machine.
+"""Probes: requests by which bin/doctor tests the link to the trainer's machine.
 
-The client is bin/doctor on the generator's machine. The server is the trainer, or bin/doctor on the
-trainer's machine. A probe requests the identity and clock of the server ("info"), or a new file in
-the weights folder ("create_file": the client then checks that it finds the file there), or only
-carries data whose transfer is timed ("discard").
+The client is bin/doctor on a generator's machine. The server is the trainer, or bin/doctor on the
+trainer's machine. There are three requests. "info" returns the identity and clock of the server.
+"create_file" creates a file in the weights folder, and the client then checks that the folder on
+its machine has the file, too. "discard" only carries data; the client measures the throughput.
 """
 
 from __future__ import annotations
@@ -22,14 +22,19 @@ import zmq
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys
 from peralta_zmq.wire.connection import ClientConnection
-from peralta_zmq.wire.message_fields import check_facts, decode_fields, encode_fields, unpack
+from peralta_zmq.wire.message_fields import (
+    check_worker_info,
+    decode_fields,
+    encode_fields,
+    unpack,
+)
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
-PATIENCE_SECONDS = 3.0  # until a refused connection is reported; a person waits for the result
-POLL_SECONDS = 0.2  # maximum delay of closing the server and of reporting a refused connection
+PATIENCE_SECONDS = 3.0  # refusals are reported after this time; short, because a person waits
+POLL_SECONDS = 0.2  # interval of checks for `close`, a refused connection and the deadline
 MAX_REQUEST = 256 << 10  # bytes
 CHUNK = 64 << 10  # bytes of the payload of one request in a throughput measurement
-NUM_IN_FLIGHT = 8  # unanswered requests in a throughput measurement; one would measure latency
+NUM_IN_FLIGHT = 8  # unanswered requests in a throughput measurement; 1 would measure latency
 ProbeRequest: TypeAlias = Literal["info", "create_file", "discard"]
 logger = logging.getLogger(__name__)
 
@@ -43,13 +48,13 @@ class ProbeReply:
     run_id: str = ""  # empty if bin/doctor answers
     time: float = 0.0  # unix seconds of the reply, by the server's clock
     worker_info: dict[str, str] = field(default_factory=dict[str, str])
-    """Constant facts about the server's process, as in GeneratorStatus."""
+    """Constants of the server's process: versions of libraries, device, dtype."""
     created_file: str = ""  # for "create_file": name of the new file in the weights folder
-    error: str = ""  # for "create_file": why the file was not created; empty if it was
+    error: str = ""  # for "create_file": why no file was created; empty after a success
 
 
 def encode_probe_request(request: ProbeRequest, payload: bytes = b"") -> bytes:
-    """Encode a request; the server ignores the payload, which only adds bytes to transfer."""
+    """Encode a request; the server ignores the payload, which adds bytes to transfer."""
     return cast(bytes, msgpack.packb({"request": request, "payload": payload}))
 
 
@@ -70,7 +75,8 @@ def decode_probe_reply(frame: bytes) -> ProbeReply:
 
 
 def _check(reply: ProbeReply) -> None:
-    check_facts(reply.worker_info)
+    """Raise ValueError if a field is invalid."""
+    check_worker_info(reply.worker_info)
     if not math.isfinite(reply.time):
         raise ValueError("time is not finite")
 
@@ -78,8 +84,8 @@ def _check(reply: ProbeReply) -> None:
 class ProbeServer:
     """Answers probes in a thread, also while the trainer computes. Use with `closing`.
 
-    Each answer is `reply` with its last fields filled in: time, created_file, error. `create_file`
-    creates a file in the weights folder and returns the file's name; it may raise OSError.
+    Each answer is `reply` with the fields time, created_file and error filled in. The function
+    `create_file` creates a file in the weights folder and returns its name; it may raise OSError.
     """
 
     def __init__(
@@ -99,9 +105,9 @@ class ProbeServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering; after 2 s, a thread that is blocked by a dead mount is left running."""
+        """Stop answering; waits at most 2 s."""
         self._closed.set()
-        self._thread.join(timeout=2.0)
+        self._thread.join(timeout=2.0)  # `create_file` can block on an unresponsive mount
 
     def _serve(self) -> None:
         """The thread: answer requests until `close`."""
@@ -111,7 +117,7 @@ class ProbeServer:
         self._socket.close(linger=0)
 
     def _answer(self, frames: list[bytes]) -> bytes:
-        """The encoded reply; empty for an invalid request, because a REP socket must reply."""
+        """The encoded reply; empty for an invalid request, as a REP socket must reply."""
         try:
             request = decode_probe_request(frames[0])
         except WireError as error:
@@ -124,11 +130,11 @@ class ProbeServer:
     def _new_file(self) -> tuple[str, str]:
         """Create a file; returns (name, "") or ("", error)."""
         if self._create_file is None:
-            return "", "it has no weights folder to create a file in"
+            return "", "no weights folder to create a file in"
         try:
             return self._create_file(), ""
         except OSError as error:
-            return "", f"it cannot write its weights folder ({error.strerror or error})"
+            return "", f"the weights folder cannot be written ({error.strerror or error})"
 
 
 class ProbeClient:
@@ -151,7 +157,11 @@ class ProbeClient:
         return self._receive(started + timeout), time.monotonic() - started
 
     def measure_throughput(self, *, seconds: float, timeout: float) -> float:
-        """Send data for `seconds`; returns bytes per second. Raises WireError as `request` does."""
+        """Send data for `seconds`; returns bytes per second.
+
+        Raises WireError if the last reply does not come within `timeout` seconds of the start, or
+        the connection is refused.
+        """
         frame = encode_probe_request("discard", bytes(CHUNK))
         started, sent, received = time.monotonic(), 0, 0
         while time.monotonic() < started + seconds or received < sent:
@@ -168,15 +178,17 @@ class ProbeClient:
         self._socket.close(linger=0)
 
     def _send(self, frame: bytes, deadline: float) -> None:
+        """Send a request. Raises WireError at the deadline (monotonic seconds)."""
         self._wait(zmq.POLLOUT, deadline)  # a refused connection never becomes writable
         self._socket.send_multipart([b"", frame])  # REP expects the empty delimiter of a REQ
 
     def _receive(self, deadline: float) -> ProbeReply:
+        """Receive a reply. Raises WireError at the deadline (monotonic seconds)."""
         self._wait(zmq.POLLIN, deadline)
         return decode_probe_reply(self._socket.recv_multipart()[-1])
 
     def _wait(self, event: int, deadline: float) -> None:
-        """Wait for POLLIN or POLLOUT. Raises WireError at the deadline (monotonic seconds)."""
+        """Wait for POLLIN or POLLOUT. Raises WireError at the deadline, or if refused."""
         while not ready(self._socket, event, POLL_SECONDS):
             self._connection.check()
             if time.monotonic() > deadline:

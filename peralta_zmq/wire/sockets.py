@@ -1,10 +1,10 @@
-"""ZeroMQ sockets with the protocol's options; RolloutSender and RolloutReceiver for groups.
+"""ZeroMQ sockets with the protocol's options; sender and receiver of groups.
 
 A group is all rollouts of one problem, sent from a generator to the trainer as one frame
-(wire/messages.py). Groups in the queues of the two sockets are lost if a process crashes. Therefore
-the generator keeps a group, and resends it if it is lost (generator/trainer_connection.py), until
-the trainer announces that the group is in the journal on disk (wire/announcements.py). `hwm`
-(high-water mark) is the maximum number of messages in a socket's queue.
+(wire/messages.py). `hwm` (high-water mark) is the maximum number of messages in a socket's queue.
+If a process crashes, the groups in its sockets' queues are lost. Therefore the generator keeps each
+group until the trainer announces that the group is in the journal on disk (announcements.py), and
+resends lost groups (generator/trainer_connection.py).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from peralta_zmq.wire.group_rules import GroupLimits
 from peralta_zmq.wire.message_fields import MAX_MESSAGE, check_owner
 from peralta_zmq.wire.messages import InvalidGroupError, decode_group
 
-# Sizes of the kernel's TCP buffers in bytes. `hwm` does not count the groups in the send buffer,
-# which become stale there, so the buffer is small: a larger one would hold dozens of groups.
+# Sizes of the kernel's TCP buffers in bytes. The send buffer is small, because `hwm` does not count
+# the groups in it: dozens of groups would wait in a larger buffer, while their weights become old.
 SEND_BUFFER = 16 << 10
-# A buffer of less than two segments of the loopback device (64 KiB each) makes TCP often wait 40 ms
-# for an acknowledgement: 177 to 5,000 groups a second were received instead of 25,000.
+# With a buffer of less than two segments of the loopback device (64 KiB each), TCP often waits
+# 40 ms for an acknowledgement: 177 to 5,000 groups a second were received instead of 25,000.
 RECEIVE_BUFFER = 128 << 10
-# Milliseconds between two attempts to connect, doubled from the first to the second value; with a
-# maximum of 5000 a short run ended before its announcements were received.
+# Milliseconds between two attempts to connect; the time doubles from the first to the second value.
+# With a maximum of 5000 a short run ended before the generators received an announcement.
 RECONNECT, RECONNECT_MAX = 100, 1000
 STATUS_HWM = 100  # for messages that may be lost: announcements, generator status, probes
-MAX_REASONS = 100  # distinct reasons counted; a hostile sender must not fill the memory
+MAX_REASONS = 100  # distinct reasons of refusals counted; a hostile sender must not fill the memory
 logger = logging.getLogger(__name__)
 
 
@@ -70,12 +70,12 @@ def open_server(
 ) -> tuple[zmq.Socket[bytes], str]:
     """Open a socket, bind it to `address` and return it with the bound address.
 
-    With an authenticator the socket accepts known clients only. Raises WireError if the bind fails;
-    for a port in use, the error names the process that listens there.
+    With an authenticator, the socket accepts only clients with a known key. Raises WireError if the
+    bind fails; for a port in use, the error names the process that listens there.
     """
     server = open_socket(kind, hwm=hwm, max_bytes=max_bytes)
-    # TCP keepalive (in seconds) detects dead peers; ZeroMQ heartbeats would disconnect busy ones.
-    # The handshake's timeout (in ms) closes the idle connections of strangers.
+    # TCP keepalive (in seconds) detects dead peers; ZeroMQ heartbeats would disconnect busy peers.
+    # HANDSHAKE_IVL (in ms) closes connections on which a client does not complete the handshake.
     for option, value in (
         (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 60),
         (zmq.TCP_KEEPALIVE_INTVL, 15), (zmq.TCP_KEEPALIVE_CNT, 8),
@@ -97,18 +97,18 @@ def open_server(
 
 
 def ready(opened: zmq.Socket[bytes], event: int, timeout: float) -> bool:
-    """Wait up to `timeout` seconds for `event` (POLLIN or POLLOUT); False after the timeout."""
+    """Wait for `event`, POLLIN or POLLOUT; False after `timeout` seconds."""
     return bool(opened.poll(int(timeout * 1000), event))
 
 
 def next_port(address: str, by: int = 1) -> str:
-    """Increase the port of an address: by 1 for announcements, 2 generator status, 3 probes."""
+    """The address with the port + `by`: 1 announcements, 2 status, 3 probes."""
     host, _, port = address.rpartition(":")
     return f"{host}:{int(port) + by}"
 
 
 def port_in_use_message(port: int) -> str:
-    """Error text for a local port in use, with the process that listens on it if known."""
+    """Error text for a local port in use; names the process that listens, if known."""
     return (
         f"port {port} is in use by {_listener_of(port)}; "
         "stop it, or choose another with --wire.port"
@@ -118,7 +118,7 @@ def port_in_use_message(port: int) -> str:
 def _listener_of(port: int) -> str:
     """The process that listens on a local port, as 'pid 123 (python bin/trainer)'.
 
-    'another process' if the operating system does not show it to this user.
+    'another process' if the operating system does not show that process to this user.
     """
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
@@ -133,7 +133,10 @@ def _listener_of(port: int) -> str:
 
 
 class _Timeout:
-    """A socket's SNDTIMEO or RCVTIMEO, set only on change: setting costs as much as a receive."""
+    """A socket's SNDTIMEO or RCVTIMEO.
+
+    `set` changes the option only for a new value: changing it takes as long as a receive.
+    """
 
     def __init__(self, opened: zmq.Socket[bytes], option: int) -> None:
         self._socket, self._option, self._seconds = opened, option, -1.0
@@ -146,7 +149,7 @@ class _Timeout:
 
 
 class RolloutSender:
-    """A generator's PUSH socket, which sends encoded groups to the trainer. Use with `closing`."""
+    """A generator's PUSH socket for encoded groups. Use with `closing`."""
 
     def __init__(self, address: str, *, hwm: int = 1, keys: GeneratorKeys | None = None) -> None:
         self._socket = open_socket(zmq.PUSH, hwm=hwm)
@@ -156,10 +159,10 @@ class RolloutSender:
     def send(self, frame: bytes, *, timeout: float) -> bool:
         """Queue one encoded group; False if the queue stays full for `timeout` seconds.
 
-        With a timeout of 0 the result can be False although the queue has just become free. Raises
+        With a timeout of 0, the result can be False although the queue has just become free. Raises
         WireError if the trainer refuses the connection.
         """
-        failpoint("wire.send")
+        failpoint("wire.send")  # where a test can kill the process
         self._timeout.set(timeout)
         try:
             self._socket.send(frame)
@@ -175,10 +178,11 @@ class RolloutSender:
 
 
 class RolloutReceiver:
-    """Binds the trainer's PULL socket and receives the groups of one run. Use with `closing`.
+    """Binds the trainer's PULL socket and receives the groups of one run.
 
     Invalid messages are counted in `refused`, logged once per reason and dropped. With an
-    authenticator, a group is invalid unless its generator_id is the name of the key that sent it.
+    authenticator, a group is also invalid if its generator_id differs from the name of the sender's
+    CURVE key. Use with `closing`.
     """
 
     def __init__(
@@ -197,14 +201,15 @@ class RolloutReceiver:
         self._timeout = _Timeout(self._socket, zmq.RCVTIMEO)
 
     def receive(self, *, timeout: float) -> tuple[RolloutGroup, bytes] | None:
-        """The next group and its frame; None after `timeout` seconds or an invalid message.
+        """The next group and its frame; None after a timeout or an invalid message.
 
-        A group of which only the rollouts are invalid is returned without rollouts, so that the
-        trainer can count it as dropped.
+        Waits up to `timeout` seconds. If only the rollouts of a group are invalid, returns the
+        group without rollouts, so that the trainer can count the group as dropped.
         """
-        self._timeout.set(timeout)  # takes half the time of a poll before each receive
+        self._timeout.set(timeout)  # a receive with a timeout is twice as fast as a poll before it
         try:
-            first = self._socket.recv(copy=False)  # a Frame has `more` without a system call
+            # With copy=False the result is a Frame, whose `more` needs no system call.
+            first = self._socket.recv(copy=False)
         except zmq.Again:
             return None
         last, count = first, 1
@@ -231,7 +236,10 @@ class RolloutReceiver:
         self._socket.close(linger=0)
 
     def _check_message(self, first: zmq.Frame, count: int) -> tuple[RolloutGroup, bytes]:
-        """Decode a message of `count` frames. Raises WireError unless it is a group of the run."""
+        """Decode and check a message of `count` frames; returns the group and its frame.
+
+        Raises WireError unless the message is a group of the run.
+        """
         if count > 1:
             raise WireError(f"{count} frames instead of one")
         frame, invalid = first.bytes, None
@@ -239,6 +247,7 @@ class RolloutReceiver:
             group = decode_group(frame, self._limits)
         except InvalidGroupError as error:
             group, invalid = error.group, error
+        # The authenticator sets User-Id to the name of the sender's key.
         check_owner(group.generator_id, str(first["User-Id"]) if self._has_keys else None)
         if group.run_id != self._run_id:
             raise WireError(f"group of another run, {group.run_id[:40]!a}")

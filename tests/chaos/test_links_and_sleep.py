@@ -243,8 +243,8 @@ def test_trainer_without_a_free_descriptor_reports_it_and_recovers(run: RealRun)
 
 WITHOUT = (
     r"cannot write .*: Too many open files: the limit of this process is 64, and \d+ are "
-    r"connections \(\d+ to port PORT.*\); close them, or start it with a higher limit "
-    r"\(ulimit -n\)\. Waiting, nothing is lost"
+    r"connections \(\d+ to port PORT.*\); close connections, or start the program with "
+    r"a higher limit \(ulimit -n\)\. Waiting, nothing is lost"
 )
 
 

@@ -325,14 +325,14 @@ def test_group_too_large_to_encode_is_lost_and_skipped(
 
 
 @pytest.mark.parametrize(
-    ("step", "complete_run", "complete"),
+    ("step", "done_run_id", "complete"),
     [(79, "", False), (79, "another", False), (79, "run", True), (80, "", True)],
 )
 def test_silence_after_the_last_step_completes_the_run(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, step: int, complete_run: str, complete: bool
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, step: int, done_run_id: str, complete: bool
 ) -> None:
     connection = scene.start(step)._connection
-    scene.sockets.announcements.complete_run = complete_run
+    scene.sockets.announcements.done_run_id = done_run_id
     connection.exchange()
     assert not connection.is_run_complete
     monkeypatch.setattr(trainer_connection, "SILENCE_SECONDS", 0.0)

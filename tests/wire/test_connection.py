@@ -52,7 +52,7 @@ def test_damaged_status_subscription_is_requested_again(
     sender = stack.enter_context(closing(wire.GeneratorStatusSender(proxy.address)))
 
     def is_received() -> bool:
-        if sender.due:
+        if sender.check_due():
             sender.send(STATUS)
         return bool(receiver.receive(timeout=0.05))
 

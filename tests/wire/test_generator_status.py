@@ -102,9 +102,10 @@ def test_receive_waits_until_the_timeout_or_a_status(
 def test_largest_status_is_accepted_and_a_larger_message_not_queued(
     receiver: wire.GeneratorStatusReceiver, sender: wire.GeneratorStatusSender
 ) -> None:
-    longest = '"' * message_fields.MAX_FACT
+    longest = '"' * message_fields.MAX_INFO_CHARS
     facts = {
-        f"{n}{longest}"[: message_fields.MAX_FACT]: longest for n in range(message_fields.MAX_FACTS)
+        f"{n}{longest}"[: message_fields.MAX_INFO_CHARS]: longest
+        for n in range(message_fields.MAX_INFO_ENTRIES)
     }
     send_until_received(sender, receiver, dataclasses.replace(STATUS, worker_info=facts))
     bob = dataclasses.asdict(dataclasses.replace(STATUS, generator_id="bob"))
@@ -127,21 +128,21 @@ def test_status_is_due_after_a_subscription_and_every_two_seconds(
     sender: wire.GeneratorStatusSender,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    eventually(lambda: receiver.receive() or sender.due)
+    eventually(lambda: receiver.receive() or sender.check_due())
     now = [time.monotonic()]
     monkeypatch.setattr(generator_status.time, "monotonic", lambda: now[0])
     for _ in range(3):
         sender.send(STATUS)
         now[0] += 1.99
-        assert not sender.due
+        assert not sender.check_due()
         now[0] += 0.011
-        assert sender.due
+        assert sender.check_due()
     sender.send(STATUS)
-    assert receiver.receive(timeout=DEADLINE) and not sender.due
+    assert receiver.receive(timeout=DEADLINE) and not sender.check_due()
     receiver.close()
     restarted = bound_again(receiver.address, wire.GeneratorStatusReceiver, run_id=RUN)
     stack.enter_context(closing(restarted))
-    eventually(lambda: restarted.receive() or sender.due)  # with the clock stopped
+    eventually(lambda: restarted.receive() or sender.check_due())  # with the clock stopped
 
 
 def test_unread_subscription_is_no_silence(
@@ -149,13 +150,13 @@ def test_unread_subscription_is_no_silence(
 ) -> None:
     eventually(lambda: receiver.receive() or ready(sender._socket, zmq.POLLIN, 0.1))
     sender._opened -= 2 * connection.SILENT_SECONDS  # the generator loaded its model for so long
-    assert sender.due and sender.connection.num_reconnects == 0
+    assert sender.check_due() and sender.connection.num_reconnects == 0
 
 
 def test_sender_without_a_trainer_never_blocks_and_is_never_due(stack: ExitStack) -> None:
     sender = wire.GeneratorStatusSender("tcp://127.0.0.1:9")
     stack.callback(sender.close, linger_seconds=0)
-    assert not sender.due
+    assert not sender.check_due()
     for _ in range(1000):
         sender.send(STATUS)
 

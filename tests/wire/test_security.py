@@ -139,7 +139,7 @@ def refusal_of(address: str, stack: ExitStack, keys: GeneratorKeys | None) -> st
     [
         (lambda folder: None, "no keys"),
         (unknown_keys, r"has no key of ann; put ann\.public"),
-        (wrong_trainer_keys, r"trainer\.public is not its key"),
+        (wrong_trainer_keys, r"trainer\.public is not the trainer's key"),
     ],
     ids=["no key", "unknown key", "wrong server key"],
 )
