@@ -9,8 +9,9 @@ To add a loss, write a function here and add its line to the table in `registry.
     def name(tokens: Tokens, *, option: float = ...) -> (scalar, metrics)
 
 Each new keyword also needs a field in `LossSection` (config/training_sections.py), because unknown
-settings are rejected. A loss outside this package, named by its import path, gets its keywords from
-loss.kwargs.
+settings are rejected; a keyword that weights a term with `ref_logprobs` or `teacher_logprobs` also
+a line in `REQUIRED_MODELS` (build.py), which loads the model. A loss outside this package, named by
+its import path, gets its keywords from loss.kwargs.
 
 The loss and its metrics divide by `tokens.step_tokens` or `tokens.step_sequences`, the totals of
 the whole update. The trainer adds the results of all micro-batches and ranks, so their

@@ -2,11 +2,11 @@
 
 A group is all rollouts (scored completions) of one problem, sent by a generator to the trainer as
 one message. `incarnation` is 8 random bytes that the generator draws at its start; `sequence`
-counts the groups of one incarnation from 0; the generator will not send a group below
-`min_sequence` again. The policy step of a token is the number of training steps that produced the
-weights that sampled the token. A turn is a span of context tokens followed by a span of generated
-tokens; a rollout has one or more turns. A run is consecutive generated tokens with equal policy
-step.
+counts the groups of one incarnation from 0; the generator neither sends nor resends a group whose
+sequence is below `min_sequence`. The policy step of a token is the number of training steps that
+produced the weights that sampled the token. A turn is a span of context tokens followed by a span
+of generated tokens; a rollout has one or more turns. A run is consecutive generated tokens with
+equal policy step.
 
 The frame is a msgpack map with four parts: the fields of RolloutGroup in ENVELOPE, the Columns
 (little-endian buffers with the contents of all rollouts), `format` (version of the format), and
@@ -108,9 +108,10 @@ def _encode(group: RolloutGroup) -> bytes:
 
 
 def _encode_turns(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int], bytes, bytes]:
-    """The numbers of columns `turns` and `spans`; logprobs and policy steps as bytes.
+    """The values of the columns `turns` and `spans`; logprobs and policy steps as bytes.
 
-    The logprobs (f4) and policy steps (i4) are those of all generated tokens.
+    `turns` has the number of turns of each rollout, `spans` the lengths of context and generated
+    tokens of each turn. The logprobs (f4) and policy steps (i4) are those of all generated tokens.
     """
     turns: list[int] = []
     spans: list[int] = []
@@ -134,12 +135,15 @@ def _encode_turns(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int], by
 
 
 def _encode_runs(policy_steps: bytes, group_step: int) -> bytes:
-    """The column `policy_steps` from the i4 policy steps of all generated tokens."""
+    """The column `policy_steps`: a pair (step - group_step, number of tokens) for each run.
+
+    `policy_steps` (i4) has the step of each generated token; `group_step` is the lowest of them.
+    """
     length = len(policy_steps) // 4
     if policy_steps == policy_steps[:4] * length:  # the usual case: one run
         return pack("<2I", int.from_bytes(policy_steps[:4], "little") - group_step, length)
     steps = np.frombuffer(policy_steps, INT).astype(np.int64)
-    starts = np.flatnonzero(np.diff(steps, prepend=-2))  # no step is -2, so a run starts at 0
+    starts = np.flatnonzero(np.diff(steps, prepend=-2))  # token 0 starts a run: its step is not -2
     runs = np.stack([steps[starts] - group_step, np.diff(starts, append=length)], axis=1)
     return pack(f"<{runs.size}I", *runs.ravel().tolist())
 
@@ -301,17 +305,17 @@ def _build_rollouts(lazy: LazyRollouts) -> tuple[Rollout, ...]:
     logprobs = np.zeros(len(mask), np.float32)
     logprobs[mask] = np.frombuffer(lazy.columns.logprobs, FLOAT)
     runs = zip(lazy.runs[::2], lazy.runs[1::2], strict=True)
-    generated_steps = b"".join([pack("<i", lazy.policy_step + above) * n for above, n in runs])
+    generated_steps = b"".join([pack("<i", lazy.policy_step + offset) * n for offset, n in runs])
     steps = np.full(len(mask), -1, np.int32)
     steps[mask] = np.frombuffer(generated_steps, INT)
     span_ends = [*accumulate(lazy.spans)]
-    ends = [span_ends[2 * turn - 1] for turn in accumulate(lazy.turns)]  # of each rollout
+    ends = [span_ends[2 * num_turns - 1] for num_turns in accumulate(lazy.turns)]  # of rollouts
     rollouts: list[Rollout] = []
     start = 0  # position of the rollout's first token in the arrays
-    first_byte = 0  # position of the rollout's first byte in the column `tokens`
+    start_byte = 0  # position of the rollout's first byte in the column `tokens`
     for index, end in enumerate(ends):
-        last_byte = first_byte + 4 * (end - start) - len(lazy.columns.prompt)
-        content = lazy.columns.prompt + lazy.columns.tokens[first_byte:last_byte]
+        end_byte = start_byte + 4 * (end - start) - len(lazy.columns.prompt)
+        content = lazy.columns.prompt + lazy.columns.tokens[start_byte:end_byte]
         ids = np.frombuffer(content, INT).astype(np.int32, copy=False)
         part = slice(start, end)
         rollouts.append(
@@ -325,5 +329,5 @@ def _build_rollouts(lazy: LazyRollouts) -> tuple[Rollout, ...]:
                 rewards=lazy.named_rewards[index],
             )
         )
-        start, first_byte = end, last_byte
+        start, start_byte = end, end_byte
     return tuple(rollouts)
