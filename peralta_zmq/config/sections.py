@@ -150,7 +150,7 @@ class GeneratorSection(Section):
     count: PositiveInt = 1
     """number of generators between which the problems are divided; set it on all generators"""
     num_workers: PositiveInt = 1
-    """number of workers on the generator's machine, between which its CPU cores are divided"""
+    """number of trainer and generator processes on this machine, which share its CPU cores"""
 
     @property
     def full_name(self) -> str:

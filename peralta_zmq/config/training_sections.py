@@ -63,7 +63,7 @@ class DataSection(Section):
 
 
 class EnvSection(DataSection):
-    """An environment: a task with data. [task] and [data] define a single one."""
+    """An environment: a task with its data. A run with one environment uses [task] and [data]."""
 
     name: PlainName | None = None
     """name in metrics and at the verifier; None = name of the task"""
@@ -79,7 +79,7 @@ class EnvSection(DataSection):
 
     @property
     def data_options(self) -> dict[str, str]:
-        """The data settings that are not None, as keyword arguments for `problems`."""
+        """The data settings that are not None, as keyword arguments of the task's `problems`."""
         return self.model_dump(include=set(DataSection.model_fields), exclude_none=True)
 
 
@@ -143,7 +143,8 @@ class TrainSection(Section):
     max_steps: PositiveInt = 80
     """training steps of the whole run"""
     optim: Literal["adamw", "adamw_bf16", "adamw_8bit"] = "adamw"
-    """AdamW with float32, bfloat16 or 8-bit state (extra `optim`): 8, 4 or 2 bytes per weight"""
+    """AdamW with its state in float32, bfloat16 or 8 bits (8, 4 or 2 bytes per weight);
+    adamw_8bit needs the package extra `optim`"""
     learning_rate: PositiveFloat = 2e-4
     """peak learning rate"""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
@@ -163,10 +164,11 @@ class TrainSection(Section):
     oversize: Literal["truncate", "drop"] = "truncate"
     """rollouts longer than max_tokens_per_microbatch: train on their beginning, or drop them"""
     keep_zero_std: bool = False
-    """also train on groups with equal rewards: loss terms of a reference, a teacher or entropy
-    apply to such groups, and token_whitening over the whole step gives them advantages"""
+    """also train on groups with equal rewards; useful with a loss term for a reference, a teacher
+    or the entropy, or with token_whitening over the whole step, which gives them advantages"""
     num_iterations: PositiveInt = 1
-    """optimizer updates per training step, each on a different part of the batch (mini-batch)"""
+    """optimizer updates per training step, each on another part of the batch (a mini-batch);
+    unlike in TRL no rollout is used twice"""
     ref_sync_steps: PositiveInt | None = None
     """training steps between two updates of the reference model from the policy; None = never"""
     ref_mixup_alpha: Fraction = 1.0
@@ -176,15 +178,15 @@ class TrainSection(Section):
     gradient_checkpointing: bool = False
     """recompute each layer in the backward pass: less memory, a third more time"""
     max_async_level: NonNegativeInt = 1
-    """training steps for which generators sample in advance, with older weights; 0 = on-policy"""
+    """training steps that generators may run ahead, with older weights; 0 = on-policy"""
     max_off_policy_steps: NonNegativeInt = 8
-    """drop groups sampled by weights more than this many steps old; max_async_level 0 means 0"""
+    """drop groups sampled by weights more than this many steps old; 0 if max_async_level is 0"""
     max_mismatch_kl: PositiveFloat = 0.1
     """report a generator if the KL between its logprobs and the trainer's exceeds this"""
     on_mismatch: Literal["report", "drop"] = "report"
     """generator above max_mismatch_kl: only report it, or also drop its groups"""
     num_workers: PositiveInt = 1
-    """number of workers on the trainer's machine, between which its CPU cores are divided"""
+    """number of trainer and generator processes on this machine, which share its CPU cores"""
 
 
 class LossSection(Section):
@@ -195,7 +197,8 @@ class LossSection(Section):
     epsilon: Probability | None = None
     """grpo, decoupled_ppo, gspo: lower clip range of the importance ratio (1 - epsilon)"""
     epsilon_high: PositiveFloat | None = None
-    """upper clip range; None = epsilon (gspo: 4e-4). reinforce: upper limit of the ratio"""
+    """grpo, decoupled_ppo, gspo: upper clip range (1 + epsilon_high), None = epsilon (gspo: 4e-4);
+    reinforce: upper limit of the ratio (1 + epsilon_high), None = no limit"""
     c_clip: AboveOne | None = None
     """grpo, decoupled_ppo: dual clip, limits the loss to c_clip * |A| where the advantage A < 0"""
     use_decoupled_loss: bool = True
@@ -285,9 +288,9 @@ class RepetitionFilter(FilterOptions):
     """Detects many consecutive tokens with a probability near 1."""
 
     window: PositiveInt = 3000
-    """number of consecutive tokens; at most half of sampling.max_completion_length"""
+    """number of consecutive tokens; reduced to half of sampling.max_completion_length"""
     prob_threshold: Probability = 0.99
-    """tokens sampled with a probability above this count"""
+    """a token counts if its probability is above this"""
 
 
 class CustomFilter(FilterOptions):
@@ -301,15 +304,16 @@ class FilterSection(Section):
     """Filters that exclude rollouts from the loss, but not from the group's baseline."""
 
     gibberish: GibberishFilter | None = None
-    """rare token with a very low probability; a table of enforce (false = only count),
-    token_id_threshold (100000), logprob_offset (2.0)"""
+    """rare token with a very low probability; a table with the keys enforce (default
+    false: only count), token_id_threshold (100000) and logprob_offset (2.0)"""
     repetition: RepetitionFilter | None = None
-    """many consecutive tokens with a probability near 1; a table of enforce (false = only count),
-    window (3000), prob_threshold (0.99)"""
+    """many consecutive tokens with a probability near 1; a table with the keys enforce
+    (default false: only count), window (3000) and prob_threshold (0.99)"""
     overlong: FilterOptions | None = None
-    """completion truncated at the maximum length; a table of enforce (false = only count)"""
+    """completion truncated at the maximum length; a table with the key enforce (default
+    false: only count)"""
     custom: dict[str, CustomFilter] = Field(default={})
-    """custom filters: a table of enforce and kwargs for each import path"""
+    """custom filters: for each import path a table with the keys enforce and kwargs"""
 
 
 class EvalSection(Section):
