@@ -20,7 +20,7 @@ reading. Folders, and files in parentheses, need not be read; their line says wh
     generator/loop.py        choose a problem, sample K completions, score them, send one group
     engines/                 sample tokens with their logprobs; new weights apply between tokens
                              (requests.py: groups of requests for a problem)
-    environments/            problems, and reward functions with a timeout (reward_runner.py)
+    environments/            problems, and rewards with a timeout (dataset.py: Environments)
     generator/trainer_connection.py  resend each group until the trainer has it on disk
     wire/messages.py         a group as one msgpack frame (group_rules.py checks its content)
     wire/sockets.py          ZeroMQ PUSH/PULL; an invalid message is counted and dropped
@@ -28,7 +28,7 @@ reading. Folders, and files in parentheses, need not be read; their line says wh
     learning/admission.py    the decision: duplicate, stale, abandoned, without signal, or trained
     trainer/loop.py          per step: collect a batch, learn, publish weights, record, checkpoint
     learning/learner.py      per step: pack, reference logprobs, loss, backward, optimizer update
-                             (exclusion.py calls the loss, without groups that would spoil a step)
+                             (exclusion.py leaves out groups that would spoil an update)
     learning/advantages.py   filters, and advantages from the rewards of a group
     learning/packing.py      groups -> prefix trees (store a shared prompt once) -> micro-batches
     models/scoring.py        forward pass over prefix trees: one logprob per generated token

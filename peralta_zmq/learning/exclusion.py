@@ -15,13 +15,11 @@ be known before the first backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
-from peralta_zmq.learning.losses import Metrics, TokenLoss, Tokens, of_rollouts
+from peralta_zmq.learning.losses import LossResult, Tokens, of_rollouts
 from peralta_zmq.learning.step_metrics import Mismatch, mismatch_by
 
 # Mean of k3 = e^x - x - 1 per token, where x is the policy's logprob minus the generator's, clamped
@@ -33,45 +31,28 @@ MISMATCH, NOT_FINITE = "logprob mismatch", "loss not finite"  # reasons for an e
 EXCLUDED = "excluded/"  # a sum is named excluded/REASON/GROUP; `pop_excluded` removes it
 
 
-@dataclass(frozen=True, slots=True)
-class LossResult:
-    """A loss, and its gradients with respect to the logprobs and the entropy."""
-
-    tokens: Tokens
-    value: Tensor
-    metrics: Metrics  # without gradient, like `value`
-    inputs: list[Tensor]  # the logprobs; also the entropy if it was computed
-    gradients: tuple[Tensor, ...]  # of `value`, one per input
-
-    @property
-    def is_finite(self) -> bool:
-        """True if the value and all gradients are finite."""
-        return bool(torch.stack([t.isfinite().all() for t in (self.value, *self.gradients)]).all())
-
-    def backward(self) -> None:
-        """Accumulate the gradients of the policy's parameters."""
-        torch.autograd.backward(self.inputs, self.gradients)
-
-
-def compute_loss(
-    loss: TokenLoss, tokens: Tokens, groups: Sequence[str], mismatch: Sequence[Mismatch]
+def exclude_unusable(
+    evaluate: Callable[[Tokens], LossResult],
+    tokens: Tokens,
+    groups: Sequence[str],
+    mismatch: Sequence[Mismatch],
 ) -> tuple[LossResult | None, dict[str, str]]:
     """The loss of a micro-batch's usable groups, and the excluded groups' reasons.
 
-    The reasons are by group name. `groups` has the name of each rollout's group, and `mismatch` the
-    mismatch of each rollout. The loss is None if no group is usable. It can be not finite only if a
-    logprob of the policy is not finite.
+    The reasons are by group name. `evaluate` computes the loss of tokens, `groups` has the name of
+    each rollout's group, `mismatch` the mismatch of each rollout. The loss is None if no group is
+    usable. It can be not finite only if a logprob of the policy is not finite.
     """
     totals = mismatch_by(groups, mismatch)
     excluded = {name: MISMATCH for name, total in totals.items() if total.mean > MAX_GROUP_KL}
-    result = _without(excluded, loss, tokens, groups)
+    result = _without(excluded, evaluate, tokens, groups)
     if result is None or result.is_finite or not tokens.logprobs.isfinite().all():
         return result, excluded
     for name in [name for name in totals if name not in excluded]:
-        group_loss = _without(totals.keys() - {name}, loss, tokens, groups)
+        group_loss = _without(totals.keys() - {name}, evaluate, tokens, groups)
         if group_loss is not None and not group_loss.is_finite:
             excluded[name] = NOT_FINITE
-    return _without(excluded, loss, tokens, groups), excluded
+    return _without(excluded, evaluate, tokens, groups), excluded
 
 
 def summands(excluded: Mapping[str, str]) -> dict[str, float]:
@@ -93,7 +74,10 @@ def pop_excluded(sums: dict[str, float]) -> dict[str, str]:
 
 
 def _without(
-    excluded: Collection[str], loss: TokenLoss, tokens: Tokens, groups: Sequence[str]
+    excluded: Collection[str],
+    evaluate: Callable[[Tokens], LossResult],
+    tokens: Tokens,
+    groups: Sequence[str],
 ) -> LossResult | None:
     """The loss without the tokens of the excluded groups; None if no token is left."""
     if excluded:
@@ -101,8 +85,4 @@ def _without(
         if not any(keep):
             return None
         tokens = of_rollouts(tokens, torch.tensor(keep, device=tokens.logprobs.device))
-    value, metrics = loss(tokens)
-    inputs = [tensor for tensor in (tokens.logprobs, tokens.entropy) if tensor is not None]
-    gradients = torch.autograd.grad(value, inputs, materialize_grads=True)
-    detached = {name: metric.detach() for name, metric in metrics.items()}
-    return LossResult(tokens, value.detach(), detached, inputs, gradients)
+    return evaluate(tokens)

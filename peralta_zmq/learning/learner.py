@@ -36,7 +36,7 @@ from peralta_zmq.learning.distributed import (
     gather_tensor,
     shard_tensor,
 )
-from peralta_zmq.learning.losses import TokenLoss, Tokens
+from peralta_zmq.learning.losses import TokenLoss, Tokens, evaluate
 from peralta_zmq.learning.packing import Batch, PackedSample, Packing, make_batches, pack_groups
 from peralta_zmq.learning.reference_models import (
     ComputeLogprobs,
@@ -351,7 +351,9 @@ def _backward(loss: TokenLoss, tokens: Tokens, groups: Sequence[str]) -> dict[st
     result, summands = None, dict[str, Tensor | float]()
     if tokens.mask.any():  # not a filler (packing.make_batches)
         by_rollout = step_metrics.rollout_mismatch(tokens)
-        result, unusable = exclusion.compute_loss(loss, tokens, groups, by_rollout)
+        result, unusable = exclusion.exclude_unusable(
+            partial(evaluate, loss), tokens, groups, by_rollout
+        )
         summands |= step_metrics.mismatch_summands(tokens, groups, by_rollout)
         summands |= exclusion.summands(unusable)
     if result is None:  # ranks in lockstep must all run a backward pass

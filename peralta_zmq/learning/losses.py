@@ -13,6 +13,9 @@ settings are rejected; a keyword that weights a term with `ref_logprobs` or `tea
 a line in `REQUIRED_MODELS` (build.py), which loads the model. A loss outside this package, named by
 its import path, gets its keywords from loss.kwargs.
 
+The trainer takes the gradient through `logprobs` and `entropy` only. It may call the loss again
+with a part of the rollouts, if the loss of all is not finite.
+
 The loss and its metrics divide by `tokens.step_tokens` or `tokens.step_sequences`, the totals of
 the whole update. The trainer adds the results of all micro-batches and ranks, so their
 number and order do not change the gradient.
@@ -61,6 +64,35 @@ class Tokens:
 
 Metrics: TypeAlias = dict[str, Tensor]
 TokenLoss: TypeAlias = Callable[[Tokens], tuple[Tensor, Metrics]]
+
+
+@dataclass(frozen=True, slots=True)
+class LossResult:
+    """A loss, and its gradients with respect to the logprobs and the entropy."""
+
+    tokens: Tokens
+    value: Tensor
+    metrics: Metrics  # without gradient, like `value`
+    inputs: list[Tensor]  # the logprobs; also the entropy if it was computed
+    gradients: tuple[Tensor, ...]  # of `value`, one per input
+
+    @property
+    def is_finite(self) -> bool:
+        """True if the value and all gradients are finite."""
+        return bool(torch.stack([t.isfinite().all() for t in (self.value, *self.gradients)]).all())
+
+    def backward(self) -> None:
+        """Accumulate the gradients of the policy's parameters."""
+        torch.autograd.backward(self.inputs, self.gradients)
+
+
+def evaluate(loss: TokenLoss, tokens: Tokens) -> LossResult:
+    """Call the loss and differentiate it with respect to the logprobs and the entropy."""
+    value, metrics = loss(tokens)
+    inputs = [tensor for tensor in (tokens.logprobs, tokens.entropy) if tensor is not None]
+    gradients = torch.autograd.grad(value, inputs, materialize_grads=True)
+    detached = {name: metric.detach() for name, metric in metrics.items()}
+    return LossResult(tokens, value.detach(), detached, inputs, gradients)
 
 
 # Losses
