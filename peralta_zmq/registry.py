@@ -134,7 +134,7 @@ class Engine(Protocol):
 
 
 class EngineFactory(Protocol):
-    """Opens engines for up to `slots` concurrent sequences.
+    """The class of an engine; opens engines for up to `slots` concurrent sequences.
 
     `max_model_len` is the maximum number of tokens of prompt and completion together.
     """
@@ -172,8 +172,8 @@ class Loss(Protocol):
     """A function that returns the loss, a scalar tensor, and metrics by name.
 
     `tokens`, a `learning.losses.Tokens`, holds the tokens of one micro-batch. The trainer sums the
-    losses and metrics of all micro-batches of one parameter update. Therefore the function divides
-    the loss and the metrics by the totals of the whole update: `tokens.step_tokens` or
+    losses and metrics of all micro-batches of one optimizer step. Therefore the function divides
+    the loss and the metrics by the totals of the whole optimizer step: `tokens.step_tokens` or
     `tokens.step_sequences`.
     """
 
@@ -315,7 +315,8 @@ def check_options(
 ) -> None:
     """Raise ConfigError if the function cannot be called with these options.
 
-    The remedy names the table `kwargs`, which has the options of functions that a user wrote.
+    The error message tells the user to set the options in the table `kwargs`, which has the options
+    of functions that a user wrote.
     """
     try:
         inspect.signature(function).bind(*[None] * NUM_ARGUMENTS[kind], **options)

@@ -41,11 +41,11 @@ class Problem:
     """One question with a checkable answer."""
 
     id: str
-    task: str  # label of the problem's environment (a task with its data)
+    task: str  # label of the environment that the problem comes from
     messages: tuple[Message, ...]  # the prompt as a chat
     answer: str  # only for the reward function, never part of the prompt
     input_token_ids: tuple[int, ...] = ()  # the prompt as token ids; replaces `messages` if given
-    sample_index: int = -1  # as RolloutGroup.sample_index; -1 = not drawn from the sequence yet
+    sample_index: int = -1  # see RolloutGroup.sample_index; -1 = not assigned yet
 
     @property
     def question(self) -> str:
@@ -61,7 +61,7 @@ class TemperatureSchedule:
 
     kind: Literal["linear", "cosine"]
     start: float  # at policy step 0
-    end: float  # at policy step max_steps - 1, that of the weights before the last training step
+    end: float  # at policy step max_steps - 1: the last training step starts from these weights
     max_steps: int  # training steps of the run
 
     def __call__(self, policy_step: int) -> float:
@@ -157,14 +157,14 @@ class RolloutGroup:
     policy_step: int  # of the oldest weights that sampled a token of the group
     weights_id: str  # of the oldest weights: first 16 hex digits of their manifest's sha256
     rollouts: Sequence[Rollout]
-    min_sequence: int = 0  # the generator will not send groups with a lower sequence again
+    min_sequence: int = 0  # the generator will never send or resend a group with a lower sequence
     sample_index: int = -1
     """Position of the problem in the run's shuffled sequence of problems, which all generators
     share and which continues over epochs: 0, 1, 2, ...; -1 = unknown."""
     evaluation_step: int = -1  # policy step that the group evaluates; -1 = a group for training
     summary: InitVar[tuple[tuple[float, ...], int] | None] = None
-    """Values of `rewards` and `newest_step`; None = computed from the rollouts."""
-    rewards: tuple[float, ...] = field(init=False, repr=False)  # one for each rollout
+    """The two fields below, `rewards` and `newest_step`; None = computed from the rollouts."""
+    rewards: tuple[float, ...] = field(init=False, repr=False)  # Rollout.reward of each rollout
     newest_step: int = field(init=False, repr=False)  # policy step of the newest weights used
 
     def __post_init__(self, summary: tuple[tuple[float, ...], int] | None) -> None:
@@ -192,7 +192,10 @@ class RolloutGroup:
 
     @property
     def mean_reward(self) -> float:
-        """Mean reward; exactly 0 or 1 if all rewards are; 0 without rollouts."""
+        """Mean reward; 0 without rollouts.
+
+        Exactly 0 if every reward is 0, and exactly 1 if every reward is 1.
+        """
         return math.fsum(self.rewards) / max(1, len(self.rewards))
 
     @property

@@ -93,7 +93,7 @@ def run(config: Config) -> None:
 
 
 def sampling_seed(run_seed: int, sender: str, purpose: str) -> int:
-    """A seed that differs between runs, purposes and senders (starts of a generator)."""
+    """A seed that differs for each run, purpose and start of a generator (sender)."""
     return zlib.crc32(f"{run_seed}/{sender}/{purpose}".encode())
 
 
@@ -228,13 +228,13 @@ class Generator:
         """This generator's endless sequence of training problems in one run.
 
         A sample index is a position in the shuffled order of problems that all generators share.
-        When the first problem is requested, the sequence starts at the sample index that follows
-        all groups received by the trainer; before an announcement it starts at an estimate.
+        The start is chosen when the first problem is requested: the next sample index that the
+        trainer has announced, or an estimate from the policy step if there is no announcement.
         """
         config, environments, connection = self._config, self._environments, self._connection
 
         def excluded(position: int) -> bool:
-            """Whether the trainer excludes this problem of the same train set from sampling."""
+            """Whether the trainer excludes this problem; False if its train set differs."""
             announcement = connection.announcement
             return (
                 announcement is not None
@@ -263,8 +263,8 @@ class Generator:
         return outbox.has_room(num_in_flight) and self._pacer.may_start(
             announcement,
             step=self._engine.step,
-            num_pending=outbox.num_pending + num_in_flight,
-            num_undelivered=outbox.num_undelivered + num_in_flight,
+            num_pending=outbox.num_pending + num_in_flight,  # not trained or dropped yet
+            num_undelivered=outbox.num_undelivered + num_in_flight,  # not received yet
         )
 
     def _between_steps(self) -> None:
@@ -284,8 +284,8 @@ class Generator:
     def _refresh_weights(self) -> None:
         """Apply newer weights if there are any.
 
-        Raises ObsoleteGroupsError if the new weights belong to another run, or follow a roll-back
-        of the run. The trainer would then drop the groups in flight.
+        Raises ObsoleteGroupsError if the trainer would drop the groups in flight: the new weights
+        belong to another run or follow a roll-back. Also raised if a rejection leads to older ones.
         """
         previous = self._weights.version
         try:
@@ -296,7 +296,8 @@ class Generator:
                 self._connection.start_run()
                 self._samples = self._sample_problems()
             if version.run_id != previous.run_id or version.number > previous.number:
-                # Repeat evaluations after a roll-back (higher number), not a rejection (lower).
+                # A roll-back is published with a higher version number: repeat its evaluations.
+                # A rejection leads to a lower version number: do not repeat them.
                 self._evaluated_step = -1
             raise
 
@@ -380,7 +381,7 @@ def make_group(
     connection: TrainerConnection,
     evaluation_step: int,
 ) -> RolloutGroup:
-    """The next group; its policy step is the oldest that sampled a token (loss mask)."""
+    """The next group; its policy step is the oldest one of its generated tokens."""
     policy_step = min(int(rollout.policy_steps[rollout.loss_mask].min()) for rollout in rollouts)
     return RolloutGroup(
         run_id=weights.version.run_id,

@@ -9,9 +9,9 @@ following with each group:
     commit       write the journal to disk, with one fsync for many groups
     acknowledge  announce to the sender which groups are received, durable and consumed
 
-A sender is one start of one generator. It numbers its groups 0, 1, ...: the sequence. On arrival
-each group gets its outcome, such as "trained" or "stale", and is then called settled. So here a
-settled group is a received group. The ledger records the settled groups and counts the outcomes.
+A sender is one start of one generator. It numbers its groups 0, 1, ...: the sequence. A group with
+an outcome is settled. A received group gets its outcome on arrival, such as "trained" or "stale"; a
+group that will never arrive is "lost". The ledger records settled groups and counts the outcomes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from peralta_zmq.trainer.journal import DROPPED, DroppedGroup, Journal
 from peralta_zmq.trainer.session import Session, StatusPublisher
 
 # A commit is due after this number of groups or seconds, whichever comes first. Larger limits save
-# fsyncs, but each generator keeps its groups longer: until they are durable it may resend them.
+# fsyncs, but each generator must keep its groups longer, because it may have to resend every group
+# that is not durable yet.
 COMMIT_GROUPS, COMMIT_SECONDS = 32, 0.5
 # An announcement is a message to all n live senders and lists all of them, so its cost is O(n^2).
 # Announcements that only acknowledge groups are ACKNOWLEDGE_FACTOR * n^2 seconds apart: 20 ms for
@@ -90,9 +91,9 @@ class BatchCollector:
 
         The queue depth is the number of groups that were received before the queue was empty for
         the first time. Returns no groups if a stop is requested. The last journal commit continues
-        in the background while the step computes; the caller ends it with `commit`.
-        `between_groups` is called before each receive. Its argument is True if the previous receive
-        timed out after 0.2 s.
+        in the background while the step computes; the caller must call `commit`, which waits for
+        its end. `between_groups` is called before each receive. Its argument is True if the
+        previous receive timed out after 0.2 s.
         """
         depth, queued, idle, self.journal_seconds = 0, True, False, 0.0
         last_group = last_warning = time.monotonic()
@@ -142,7 +143,9 @@ class BatchCollector:
         if group.rollouts:
             self._generators.mark_alive(sender, step=step)
         elif not (self._generators.is_live(sender) or ledger.highest(sender) >= 0):
-            return "invalid"  # the decoder removed its rollouts, and the receiver has counted it
+            # The decoder removed the rollouts because they are invalid; the receiver has counted
+            # the group as refused.
+            return "invalid"
         decision = self.admission.admit(group, step=step)
         if decision in ADMITTED:
             self.journal.append(step, frame)  # durable after the next commit
@@ -189,7 +192,7 @@ class BatchCollector:
         Raises OutageError if a stop is requested during the retries.
         """
         started = time.monotonic()
-        if self.session.wait_out(self.journal.commit):
+        if self.session.wait_out(self.journal.commit):  # False if no record was waiting
             self.acknowledgements.mark_durable()
             self.journal_seconds += time.monotonic() - started
 
@@ -226,7 +229,8 @@ class BatchCollector:
         """
         ledger = self.admission.ledger
         made = ledger.made + self._generators.num_outstanding(ledger)
-        made = max(made, self.session.run_log.made_before)  # in the summary of an earlier session
+        # Not less than the number in the summary of an earlier session.
+        made = max(made, self.session.run_log.made_before)
         return {
             "made": made,
             **{outcome: ledger.outcomes[outcome] for outcome in admissions.OUTCOMES},
@@ -246,7 +250,7 @@ class BatchCollector:
         }
 
     def _warn_without_rollouts(self, seconds: float) -> None:
-        """Warn that no group was admitted for this number of seconds."""
+        """Warn that for `seconds` no group arrived, or only mismatched ones."""
         dropped = sorted({sender.rpartition("/")[0] for sender in self.admission.flagged})
         self.session.run_log.note(no_rollouts_text(seconds, self._receiver.address, dropped))
 
@@ -293,7 +297,8 @@ class Acknowledgements:
     durable: dict[str, int] = field(default_factory=dict[str, int])
     """Sender -> sequence up to which all its groups are durable."""
     consumed: dict[str, int] = field(default_factory=dict[str, int])
-    """Sender -> number of its consumed groups, minus 1; -1 = none, as in `durable`."""
+    """Sender -> number of its consumed groups, minus 1; -1 = none. A number, not a sequence,
+    because a group can be dropped, and so consumed, before earlier groups."""
     groups_in_step: int = 0  # groups in the batch of the newest step
     next_publish: float = 0.0  # monotonic seconds: earliest time of the next announcement
 
@@ -324,7 +329,10 @@ class Acknowledgements:
         self.next_publish = time.monotonic() + seconds
 
     def begin_step(self, num_groups: int) -> None:
-        """Count all received groups as consumed; `num_groups` are in the step that begins."""
+        """Count the groups of each sender up to the first missing one as consumed.
+
+        `num_groups` is the number of groups in the step that begins.
+        """
         self.consumed = self.admission.ledger.settled_by_sender
         self.groups_in_step = num_groups
 
@@ -333,12 +341,12 @@ class Acknowledgements:
         self.consumed[sender] = self.consumed.get(sender, -1) + 1
 
     def mark_durable(self) -> None:
-        """Count all received groups as durable."""
+        """Count the groups of each sender up to the first missing one as durable."""
         self.durable = self.admission.ledger.settled_by_sender
 
 
 def no_rollouts_text(seconds: float, address: str, dropped: Sequence[str]) -> str:
-    """Text of the warning that no group is admitted.
+    """Text of the warning that no group arrives, or only mismatched ones.
 
     `dropped` has the names of generators whose groups are dropped for their logprob mismatch.
     """

@@ -22,7 +22,7 @@ from peralta_zmq.environments.dataset import check_tokens
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.learning.distributed import DistributedRanks, Ranks
 from peralta_zmq.models import lora
-from peralta_zmq.observe.run_log import published_weights
+from peralta_zmq.observe.run_log import published_weights as recorded_weights_ids
 from peralta_zmq.rollout import Problem
 from peralta_zmq.trainer.ranks import LeadingLearner, PolicyLearner
 from peralta_zmq.trainer.session import Session
@@ -45,7 +45,7 @@ class Policy:
     base_folder: Path  # of the untrained model
     model: models.Model
     tokenizer: models.Tokenizer
-    companions: dict[str, bytes]  # config and tokenizer files of every version: content by name
+    companions: dict[str, bytes]  # files of every version: content by name; see companion_files
     manifest_fields: dict[str, str]  # additional fields of each version's manifest
     learner: PolicyLearner  # trains the model
     engine: registry.Engine  # samples from the model, for the trainer's own evaluations
@@ -100,6 +100,7 @@ def companion_files(
     if not lora.has_adapters(model):
         return models.companion_files(folder), {}
     name = config.model.name
+    # peft looks the base model up by folder or name; it does not have the name "embedded".
     content = lora.config_file(model, base=str(folder) if name == "embedded" else name)
     return {lora.CONFIG_FILE: content}, {
         "adapts": lora.weights_digest(folder),
@@ -114,8 +115,8 @@ def open_store(config: Config) -> WeightStore:
     """Open the weight store for publishing. Raises ConfigError for an http:// address."""
     if config.weights_address.startswith("http://"):
         raise ConfigError(
-            f"weights.dir {config.weights.dir} is for generators; the trainer needs a folder, "
-            "which weights.serve_port serves"
+            f"weights.dir {config.weights.dir} is an address for generators only; on the "
+            "trainer set weights.dir to a folder, and weights.serve_port to serve it over HTTP"
         )
     atomic_files.read_private_token(config.weights.token_file)  # a bad file raises before any write
     return WeightStore.open(config.weights_address)
@@ -139,7 +140,7 @@ class PolicyPublisher:
         writer = VersionWriter(
             store,
             companions=policy.companions,
-            about=self._manifest_fields,
+            about=self._manifest_fields,  # read for each version; `publish` sets the lineage
             retention=Retention(weights.keep_last, weights.keep_interval, weights.keep_seconds),
             keyframe_interval=weights.keyframe_interval,
             max_mbit_per_s=weights.max_mbit_per_s,
@@ -149,9 +150,10 @@ class PolicyPublisher:
         stack.callback(lambda: self._publisher.close(self._timeout()))
 
     def publish(self, step: int, *, keyframe: bool = False) -> float:
-        """Publish the weights of `step` in the background; return the seconds of the copy.
+        """Copy the weights of `step` and publish the copy in the background.
 
-        The last step is always published as a keyframe, whose folder transformers can load.
+        Returns the number of seconds that copying took. The last step is always published as a
+        keyframe, whose folder transformers can load.
         """
         keyframe = keyframe or step >= self._session.config.train.max_steps
         self._manifest_fields["lineage"] = self._session.run_log.lineage
@@ -198,7 +200,7 @@ class PolicyPublisher:
         except StoreError as error:
             self._session.run_log.note(str(error))
             return
-        recorded = published_weights(self._session.folder)
+        recorded = recorded_weights_ids(self._session.folder)
         for version in versions:
             if version.weights_id not in recorded:
                 self._record(version)
@@ -223,9 +225,10 @@ class PolicyPublisher:
 
 
 def final_weights(config: Config, policy: Policy, store: WeightStore) -> Path:
-    """Return a folder with the last weights that transformers can load.
+    """Return the folder of the last weights, which transformers can load.
 
-    It is the newest version's folder, or an export if that version has only LoRA adapters.
+    It is the newest version's folder, or an export if that version has only LoRA adapters. If the
+    store has no version, returns the folder of the store.
     """
     if lora.has_adapters(policy.model):
         return export_adapter(config, config.run_folder, policy.base_folder, policy.model)

@@ -13,11 +13,12 @@ A start brings the trainer to step N, the newest step that the run folder holds:
 3. Train the steps C+1 to N again from the journal, bit-identically on CPUs. Steps that are already
    in metrics.jsonl are not written again. The journaled groups of step N+1 are not a full batch
    yet; they become the first groups of the next batch.
-4. Update the records: steps that the journal has lost, versions published just before a kill.
+4. Correct the records: remove steps whose groups the journal has lost; add versions that were
+   published just before a kill. Include some of the excluded problems in sampling again.
 5. Publish the weights of step N, unless the weights folder has them; announce them.
 
-Groups that a kill lost in the sockets are not durable. Their generators send them again, because
-the trainer has not announced them as durable.
+Groups that are not in the journal on disk at a kill are lost. Their generators send them again,
+because the trainer has not acknowledged them as durable (in the journal on disk).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Recovery:
     train_again: Callable[[Sequence[RolloutGroup], float], None]  # arguments: groups, learning rate
 
     def run(self) -> bool:
-        """Recover the newest step; return False if a stop was requested in step 3.
+        """Recover the newest step; return False if a stop request ended the replay.
 
         Raises JournalError if checkpoint and journal contradict each other, are damaged, or belong
         to another run.
@@ -76,7 +77,7 @@ class Recovery:
         self._undo_lost_steps(step)
         self.publishing.record_unrecorded()
         self.collector.admission.abandoned = abandoned_weights(self.session.folder, step)
-        self._return_problems(step)
+        self._include_problems(step)
         self._report(step, restored_step)
         self._publish(step)
         return True
@@ -143,7 +144,8 @@ class Recovery:
         Called without a checkpoint: then the steps before the journal cannot be restored.
         """
         folder = self.session.folder / "journal"
-        # An empty journal was pruned after a checkpoint of the last step: it begins with the next.
+        # Pruning after a checkpoint of the last recorded step can empty the journal: it then
+        # counts as beginning with the next step (step 1 in a new run).
         next_step = self.session.run_log.last_step + 1
         if (first := min(files_in(folder), default=next_step)) > 1:
             raise JournalError(
@@ -168,7 +170,7 @@ class Recovery:
             limits = group_limits(self.previous_config, self.policy.model)
             while load_journaled_batch(self.collector, learner.step + 1, limits):
                 if learner.step >= self.previous_config.train.max_steps:
-                    break  # a full batch after the last step of the previous session: a new step
+                    break  # the previous session did not train this full batch: it is a new step
                 if self.session.stop.requested:
                     return False
                 self.train_again(self.collector.take_batch(), learning_rate(learner.step + 1))
@@ -185,7 +187,7 @@ class Recovery:
         self.checkpoints.write()
         write_resolved(self.session.config, self.session.folder)
 
-    # 4. Update the records.
+    # 4. Correct the records.
 
     def _undo_lost_steps(self, step: int) -> None:
         """Undo recorded steps that the journal has lost; they are trained on new groups."""
@@ -196,8 +198,8 @@ class Recovery:
                 f"the journal has lost groups: steps {step + 1} to {last} are trained again"
             )
 
-    def _return_problems(self, step: int) -> None:
-        """Return the configured fractions of the excluded problems to sampling."""
+    def _include_problems(self, step: int) -> None:
+        """Include configured fractions of the excluded problems in sampling again."""
         config = self.session.config
         num_returned = self.collector.curriculum.pools.return_to_normal(
             easy_fraction=config.curriculum.easy_fraction,
@@ -222,7 +224,7 @@ class Recovery:
     # 5. Publish the weights.
 
     def _publish(self, step: int) -> None:
-        """Publish the weights, or only announce the newest version if it has them."""
+        """Publish the weights of `step`, or announce them if the store has them."""
         newest = self.publishing.store.newest()
         if (
             newest is None
@@ -248,10 +250,10 @@ def _move_later(folder: Path, step: int, target: Path) -> None:
 def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.GroupLimits) -> bool:
     """Load the batch of `step` from the journal; return True if it can be trained.
 
-    Leaves out groups that exceed the limits. If the batch is too small without them, the step is
-    still trained if the journal has later steps. Waits while the journal cannot be read. Raises
-    JournalError if a group is in the checkpoint too, or if the batch is too small for another
-    reason and the journal has later steps.
+    Leaves out groups that exceed the limits. In the last step of the journal, a batch that is too
+    small is the start of the next batch (returns False). In an earlier step it is trained if it is
+    too small only because groups were left out; otherwise JournalError is raised. Also raises
+    JournalError if a group is in the checkpoint too. Waits while the journal cannot be read.
     """
     journal, wait_out = collector.journal, collector.session.wait_out
     groups: list[RolloutGroup] = []
@@ -263,7 +265,7 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
             outcome = "trained" if group.has_signal else "no_signal"
         else:
             outcome = group.outcome
-            num_refused += record.kind == GROUP
+            num_refused += record.kind == GROUP  # exceeds the limits; decoded as a DroppedGroup
         # `settle` returns False for a group that the checkpoint has counted.
         if not collector.admission.ledger.settle(
             group.sender, group.sequence, outcome, min_sequence=group.min_sequence
@@ -278,6 +280,7 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
         return True
     if groups and num_refused and step < max(wait_out(journal.steps)):
         return True
+    # Raises JournalError if the journal has later steps.
     wait_out(lambda: journal.check_last(step, "is missing or lacks groups"))
     return False
 
@@ -293,7 +296,7 @@ def _decode(
             raise ValueError(f"unknown outcome {group.outcome!a:.40}")
     except (WireError, ValueError, TypeError) as error:
         raise JournalError(
-            f"{file} has a whole record that cannot be read ({error}); use the version and the "
+            f"{file} has a complete record that cannot be read ({error}); use the version and the "
             "model that wrote it, or move it and those of later steps away to continue from step "
             f"{step - 1}"
         ) from None
