@@ -55,6 +55,7 @@ def earlier_config(config: Config, folder: Path) -> Config:
     if not (folder / RESOLVED).exists():
         return config
     try:
+        # As if the command line were `@ run_folder/config.toml`.
         earlier = load_config("config", ["@", str(folder / RESOLVED)])
     except ConfigError as error:
         raise ConfigError(
@@ -80,7 +81,10 @@ def toml_text(config: Config) -> str:
 
 
 def _without_null(value: Any) -> Any:
-    """Replace None by "None" in nested tables and lists; drop an empty `env`."""
+    """Replace None by "None" in nested tables and lists.
+
+    Leaves out every empty `env` (no [[env]], no [[eval.env]]).
+    """
     if isinstance(value, dict):
         table = cast("dict[str, Any]", value)
         return {k: _without_null(v) for k, v in table.items() if not (k == "env" and not v)}
@@ -90,7 +94,10 @@ def _without_null(value: Any) -> Any:
 
 
 def _settings(config: Config) -> Iterator[tuple[str, object]]:
-    """Yield (section.leaf, value) of all settings, without addresses of [[env]]."""
+    """Yield (section.leaf, value) of all settings.
+
+    The addresses of [[env]] are replaced by None, because a resumed run may change them.
+    """
     yield "env", tuple(env.model_copy(update={"address": None}) for env in config.env)
     for name, section in config:
         if name != "env":

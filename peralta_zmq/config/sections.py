@@ -74,7 +74,7 @@ class Section(BaseConfig):
     @field_validator("*", mode="before")
     @classmethod
     def _reject_misplaced_bool(cls, value: object, info: ValidationInfo) -> object:
-        """Reject true and false for a setting that is no bool: pydantic reads 1 and 0."""
+        """Reject bools for other settings; pydantic would convert them to 1 and 0."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and annotation is not bool:
             message = "should be a number or text; set a value, or leave it out for the default"
@@ -83,7 +83,7 @@ class Section(BaseConfig):
 
 
 def row_model_of(field: FieldInfo) -> type[Section] | None:
-    """Return the row model of a table array such as [[env]]; None for a setting."""
+    """Return the model of one table if `field` is an array of tables such as [[env]]."""
     if get_origin(field.annotation) is not tuple:
         return None
     kind = get_args(field.annotation)[0]
@@ -187,7 +187,7 @@ class WeightsSection(Section):
     keep_interval: PositiveInt | None = None
     """keep every n-th version permanently; None = off"""
     keep_seconds: NonNegativeFloat = 10.0
-    """seconds for which a version is kept at least, for slow readers; set 600 on a NAS"""
+    """minimum seconds to keep a version that is no longer needed, for slow readers (NAS: 600)"""
     poll_seconds: PositiveFloat = 2.0
     """seconds between two searches for a new version while the trainer announces none"""
     wait_for_weights_timeout: PositiveFloat | None = None
@@ -208,13 +208,14 @@ class CheckpointSection(Section):
     interval: PositiveInt = 20
     """training steps between two checkpoints"""
     keep_last: PositiveInt | None = 2
-    """number of newest checkpoints to keep; None here and in keep_interval = all"""
+    """number of newest checkpoints to keep; None = all, but 1 if keep_interval is set"""
     keep_interval: PositiveInt | None = None
     """also keep each checkpoint whose step is a multiple of this"""
     keep_journal: bool = False
     """keep the journal (recorded groups) from the first step, so that bin/replay can start at 0"""
     resume_step: Annotated[int, Field(ge=-1)] = -1
-    """roll back once to the checkpoint of this step; -1 = resume from the newest"""
+    """roll back to the checkpoint of this step, at the first start with this value only;
+    -1 = resume from the newest"""
 
 
 class VerifierSection(Section):

@@ -42,7 +42,8 @@ def generate_groups(
 
     The next problem is read when the engine can start another completion. `problems` may yield None
     for "no problem is available now"; the engine then continues and reads again later. The engine
-    calls `between_steps` whenever newer weights may be applied.
+    calls `between_steps` between decode steps (one new token for every completion in flight); this
+    function may apply newer weights or cancel the engine.
     """
     in_flight: dict[int, tuple[Problem, list[Completion]]] = {}  # by group number
 
@@ -81,9 +82,9 @@ def evaluate(
 ) -> list[tuple[Problem, list[Answer]]]:
     """Return each problem with its scored answers, in the order of `problems`.
 
-    `report_progress` receives the number of completed problems. If `between_steps` cancels the
-    engine, only the problems completed so far are returned. A problem is skipped and logged if the
-    reward function fails for it. Raises TaskError if the reward function fails for all problems.
+    `report_progress` receives the number of completed problems. If the engine is cancelled
+    (by `between_steps`), only the problems completed so far are returned. A problem is skipped and
+    logged if the reward function fails for it. Raises TaskError if it fails for all problems.
     """
     answered: dict[int, list[Answer]] = {}  # id() of a problem -> its answers
     failure: TaskError | None = None
@@ -101,6 +102,7 @@ def evaluate(
                 Answer(
                     problem.question,
                     completion.text,
+                    # `rollout_of` reduces a dict of rewards to one number.
                     rollout_of(completion, reward(problem, completion.text)).reward,
                 )
                 for completion in completions
@@ -154,9 +156,10 @@ def completion_of(
     policy_steps: NDArray[np.integer],  # [T]
     ended: bool,
 ) -> Completion:
-    """Build the completion of one request; its text ends before the first stop string.
+    """Build the completion of one request.
 
-    `ended` says whether the last token is an end token.
+    Its text is cut before the first stop string; its tokens are not cut. `ended` says whether the
+    last token is an end token.
     """
     text = _decode(tokenizer, token_ids.tolist())
     stop_at = min((text.find(string) for string in sampling.stop if string in text), default=None)
@@ -196,8 +199,8 @@ def end_token_ids(model: models.Model, tokenizer: models.Tokenizer) -> list[int]
 class LoraEngine:
     """Serves LoRA adapters by merging each adapter into the base weights.
 
-    `base` holds copies of the base weights, which `engine` must not change: every adapter is merged
-    into the unchanged base.
+    `base` is a separate copy of the base weights, because `engine` overwrites its own weights with
+    merged ones, and every adapter is merged into the unchanged base.
     """
 
     def __init__(self, engine: Engine, base: Mapping[str, Tensor]) -> None:
@@ -207,10 +210,10 @@ class LoraEngine:
     def apply(
         self, weights: Mapping[str, Tensor], *, step: int, folder: Path | None = None
     ) -> None:
-        """Sample from the base with adapter `weights` merged, from the next token on.
+        """Replace the engine's weights by the base with the adapter `weights` merged in.
 
         Raises ValueError, with nothing changed, if the adapter belongs to another model.
         """
-        # `folder` is not passed on, because its files are the adapter, not the merged weights.
+        # `folder` is not passed on: it has the files of the adapter, not of the merged weights.
         self._engine.apply(lora.MergedWeights(self._base, weights), step=step)
         self.step = step

@@ -31,7 +31,8 @@ BINARY_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fracti
 }
 
 
-@functools.lru_cache(maxsize=4096)  # completions of a problem share the target, often the text
+# Cached: all completions of a problem have the same target expression, and many are equal.
+@functools.lru_cache(maxsize=4096)
 def evaluate(text: str) -> Fraction:
     """The exact value of an arithmetic expression; ignores surrounding whitespace.
 
@@ -93,7 +94,11 @@ def _literal(node: ast.Constant, lines: list[str]) -> Fraction:
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    """The power; it has at most MAX_EXPONENT times as many digits as the base."""
+    """Return base ** exponent, after checking the exponent.
+
+    `_value` checks the magnitude only of the result, which therefore must not take long to compute:
+    it has at most MAX_EXPONENT times as many digits as the base.
+    """
     if exponent.denominator != 1:
         raise ValueError("an exponent that is not a whole number")
     if abs(exponent) > MAX_EXPONENT:

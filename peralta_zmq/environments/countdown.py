@@ -12,12 +12,12 @@ from peralta_zmq.rollout import Problem
 # Therefore `reward` is called without a separate process and timeout.
 REWARD_IS_BOUNDED = True
 NUMBER = re.compile(r"\d+")
-TARGET = re.compile(r"\s*\d{1,9}(?:\s+\d{1,9})*\s*=\s*\d{1,9}\s*")
+ANSWER = re.compile(r"\s*\d{1,9}(?:\s+\d{1,9})*\s*=\s*\d{1,9}\s*")
 FORBIDDEN = re.compile(r"\*\*|//|%|\.")  # arithmetic, but not part of the game
 
 
 def reward(problem: Problem, completion_text: str) -> float:
-    """1 for an expression of every number once with the target's value, else 0.
+    """1 for an expression that uses each number once and equals the target, else 0.
 
     Raises TaskError for a problem without numbers or target.
     """
@@ -37,7 +37,7 @@ def _parse_answer(answer: str) -> tuple[list[int], int]:
 
     Raises ValueError for another form; `parsed_answer` converts the error to TaskError.
     """
-    if not TARGET.fullmatch(answer):
+    if not ANSWER.fullmatch(answer):
         raise ValueError("not of the form NUMBERS = TARGET, as in 3 7 25 = 46")
     *numbers, target = map(int, NUMBER.findall(answer))
     return sorted(numbers), target

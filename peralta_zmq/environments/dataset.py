@@ -57,9 +57,9 @@ class RewardSource(Protocol):
 class Environments:
     """Problems and reward functions of all environments. Use with `closing`."""
 
-    sizes: Mapping[str, int]  # number of problems by environment
+    sizes: Mapping[str, int]  # number of problems by label of the environment
     problems: tuple[Problem, ...]  # grouped by environment, in the order of `sizes`
-    reward_sources: Mapping[str, RewardSource]  # by environment
+    reward_sources: Mapping[str, RewardSource]  # by label, which is the `task` of its problems
 
     def reward(self, problem: Problem, completion_text: str) -> float | dict[str, float]:
         """The reward of a completion in the problem's environment. Raises RewardError."""
@@ -93,7 +93,7 @@ def load_problems(
     try:
         inspect.signature(problems).bind(split, seed, **options)
     except TypeError as error:
-        raise ConfigError(f"[data] does not fit this task: {error}; remove the option") from None
+        raise ConfigError(f"options in [data] do not fit the task: {error}; correct them") from None
     loaded = list(wrap(problems(split, seed, **options)))
     if not loaded:
         raise TaskError(f"the task has no problems for '{split}'; choose a data set in [data]")
@@ -119,7 +119,7 @@ def problem_id(values: Sequence[str]) -> str:
 def labeled_problem(problem: Problem, label: str, keys: Sequence[str]) -> Problem:
     """The problem with its environment's `label` as task, and a new id.
 
-    The new id is a hash of the fields `keys` (task, prompt, answer, id): curriculum.hash_keys.
+    The new id is a hash of the fields named in `keys`, the setting curriculum.hash_keys.
     """
     contents = [message.content for message in problem.messages if message.role != "system"]
     values = {
@@ -145,14 +145,15 @@ def problems_from_files(
 ) -> Callable[..., Iterator[Problem]]:
     """The function `problems` of a task whose problems are the rows of a file.
 
-    `task` is the task's name; the other arguments are the defaults of settings in [data]. `check`
-    raises ValueError for an answer that the reward function cannot use. A row with an unusable
-    answer, an empty prompt or invalid `input_token_ids` is skipped and logged with its line number.
+    `task` is the task's name; `train`, `eval` and the columns are defaults of settings in [data].
+    `check` raises ValueError for an answer that the reward function cannot use. A row with an
+    unusable answer, an empty prompt or invalid `input_token_ids` is skipped and logged with its
+    line number.
     """
 
     def problems(
         split: Split,
-        seed: int,  # unused: the curriculum shuffles; other tasks generate problems from it
+        seed: int,  # unused here; a task that generates its problems needs it
         *,
         train: str = train,
         eval: str = eval,
@@ -216,7 +217,7 @@ def _usable_problems(
         try:
             problem = problem_of(row)
         except ValueError as reason:
-            refused.append(f"row={row.number} answer={row.answer!r:.80} reason='{reason}'")
+            refused.append(f"row={row.line_number} answer={row.answer!r:.80} reason='{reason}'")
         else:
             num_kept += 1
             yield problem
@@ -256,7 +257,7 @@ def _problem(row: DataRow, task: str, system_prompt: str) -> Problem:
 class DataRow(NamedTuple):
     """One row of a data set."""
 
-    number: int  # of the row's first line in the file
+    line_number: int  # of the row's first line in the file
     prompt: str  # empty if the row has no prompt column
     token_ids: str  # numbers separated by spaces; empty if the row has none
     answer: str
@@ -297,7 +298,7 @@ def _path(source: str) -> Path:
 
 
 def _suggestion(path: Path) -> str:
-    """', did you mean X?' for a data set or file in the folder with a similar name."""
+    """', did you mean X?' for a similarly named data set or file next to `path`."""
     names = {name: name for name in SHIPPED}
     if os.path.isdir(path.parent):
         names |= {file.name: str(file) for file in path.parent.glob("*.*")}
@@ -355,7 +356,7 @@ def _json_records(text: str) -> Iterator[tuple[int, Mapping[str, object]]]:
         try:
             record = json.loads(line, parse_int=str, parse_float=str)
         except (json.JSONDecodeError, RecursionError) as error:
-            reason = str(error).replace("line 1 ", "")  # counted within the text of this line
+            reason = str(error).replace("line 1 ", "")  # json counts lines from the start of `line`
             remedy = "write one flat object on each line"
             raise ValueError(f"line {number}: not JSON ({reason}); {remedy}") from None
         if not isinstance(record, dict):

@@ -30,7 +30,7 @@ def rows_of(source: str) -> list[tuple[int, str, str]]:
     """Line number, prompt and answer of each row."""
     rows = read_rows(source, prompt_column="q", answer_column="a")
     assert not any(row.token_ids for row in rows)
-    return [(row.number, row.prompt, row.answer) for row in rows]
+    return [(row.line_number, row.prompt, row.answer) for row in rows]
 
 
 def error_of(source: str) -> str:

@@ -1,9 +1,12 @@
-"""KV cache: keys and values of every row, allocated once.
+"""KV cache: keys and values of every row.
 
 Each row caches one sequence. A prefix that several rows have in common is stored once, in the
-shared part; the row's own part holds the rest of the sequence and starts at column 0. Rows are only
-as wide as the longest own part needs. When the width grows, the rows are moved, so that they remain
-contiguous: a CPU matmul would copy a slice of wider rows, because the slice is not contiguous.
+shared part; the row's own part holds the rest of the sequence and starts at column 0. The memory of
+the own parts is allocated once; the shared part is allocated again for each new prefix.
+
+Rows are only as wide as the longest own part needs. When the width grows, the rows are moved, so
+that they remain contiguous. Slices of rows of full width would need no move, but they are not
+contiguous, and a CPU matmul would copy them.
 
 Letters in shapes: n rows, H key heads, P positions of the shared part, W width of a row in columns
 (one per token), D head_dim, S new tokens per row.
@@ -99,7 +102,7 @@ class KVCache:
         self.spans = np.zeros((num_rows, 2), np.int64)  # a Span for each row
 
     def share(self, row: int, length: int) -> Span:
-        """Append the first `length` tokens of `row` to the shared part.
+        """Copy the first `length` tokens of `row` to the end of the shared part.
 
         The span of `row` must be empty. Returns the Span of the new tokens; the caller assigns this
         Span to the rows that use the tokens. Also removes the ranges of the shared part that no row
@@ -134,7 +137,8 @@ class KVCache:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy a sequence of `length` tokens from row `source` to row `target`."""
-        self.spans[target] = start, end = self.spans[source]
+        start, end = self.spans[source]
+        self.spans[target] = start, end
         own_length = length - (end - start)
         self._own[:, :, target, :, :own_length] = self._own[:, :, source, :, :own_length]
 
@@ -203,9 +207,9 @@ def check_memory(model: models.Model, *, slots: int, extra_rows: int, capacity: 
     """Raise ConfigError if the keys and values do not fit into the free memory.
 
     `extra_rows` are the rows that the engine needs beyond its slots, for prompts and for the shared
-    part. Other memory is not counted: the model is loaded already, the logits of a decode step are
-    small, and packing the weights (linears.py) needs one more matrix at a time and a second copy of
-    a tied head.
+    part. Other memory is not counted: the model is loaded already, and the logits of a decode step
+    are small. The check also ignores the memory for packing the weights (linears.py): one more
+    matrix at a time and a second copy of a tied head.
     """
     row_bytes = capacity * 2 * math.prod(cache_shape(model.config).values()) * model.dtype.itemsize
     needed, free = row_bytes * (slots + extra_rows), free_bytes(model.device)
@@ -220,7 +224,7 @@ def check_memory(model: models.Model, *, slots: int, extra_rows: int, capacity: 
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process may still allocate on a device, limited by its cgroup."""
+    """Bytes that can be allocated; on a CPU also limited by the process's cgroup."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
@@ -231,6 +235,6 @@ def free_bytes(device: torch.device) -> int:
         return free
     used = int((cgroup / "memory.current").read_text("ascii"))
     lines = (cgroup / "memory.stat").read_text("ascii").splitlines()
-    # The kernel frees the pages of files that are not in use before it enforces the limit.
+    # The kernel frees inactive pages of the file cache before it enforces the limit.
     reclaimable = int(dict(line.split() for line in lines)["inactive_file"])
     return min(free, int(limit.read_text("ascii")) - used + reclaimable)

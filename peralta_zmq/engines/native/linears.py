@@ -36,8 +36,8 @@ class FusedLinear:
         self._weight_names, self._bias_names = weight_names, bias_names
         self._sizes = [linear.out_features for linear in linears]  # number of outputs by layer
         self._dtype = linears[0].weight.dtype
-        self._input: Tensor | None = None  # of the matmul whose outputs are being read
-        self._outputs: tuple[Tensor, ...] = ()  # of the matmul whose outputs are being read
+        self._input: Tensor | None = None  # its outputs are in `_outputs`
+        self._outputs: tuple[Tensor, ...] = ()  # by layer; not used if `_input` is None
         self._pack([linear.weight for linear in linears], _biases_of(linears))
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -66,7 +66,8 @@ class FusedLinear:
     def _pack(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
         """Set the packed weight and the bias of all layers."""
         self._packed = pack(self._concatenated(weights))
-        # A copy, because a single bias may be a view of a mapped file that changes later.
+        # `_concatenated` does not copy a single bias, which may be a view of a memory-mapped file
+        # that changes later.
         self._bias = self._concatenated(biases).clone() if biases else None
         self._input = None  # outputs of the old weights are not used again
 
@@ -89,7 +90,7 @@ class PackedLinear(nn.Module):
 
 
 class ModelWeights:
-    """The weights of a model by name, which `apply` replaces.
+    """The weights of a model by name; `apply` replaces them with new values.
 
     If `pack` and if this machine supports it, the linear layers of the model are packed.
     """
@@ -97,7 +98,7 @@ class ModelWeights:
     def __init__(self, model: models.Model, *, pack: bool) -> None:
         weights = models.weights_of(model)
         self._shapes = {name: tensor.shape for name, tensor in weights.items()}
-        self._plain = dict(weights)  # weights that are not packed
+        self._plain = dict(weights)  # all weights, until `_pack` removes the packed ones
         self._fused: list[FusedLinear] = []
         if pack and model.device.type == "cpu" and can_pack(model.dtype):
             self._pack(model)
@@ -117,19 +118,20 @@ class ModelWeights:
 
     def _pack(self, model: models.Model) -> None:
         """Replace the linear layers of a model by PackedLinear layers."""
-        name_at = {tensor.data_ptr(): name for name, tensor in self._plain.items()}
+        # By address, so that each layer that uses a tied weight finds its name.
+        name_by_address = {tensor.data_ptr(): name for name, tensor in self._plain.items()}
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        embedding_names = {name_at[embedding.weight.data_ptr()] for embedding in embeddings}
+        embedding_names = {name_by_address[embedding.weight.data_ptr()] for embedding in embeddings}
         for parent in list(model.modules()):
             for attributes in _layer_groups(parent):
                 linears = [cast(nn.Linear, getattr(parent, name)) for name in attributes]
-                weight_names = [name_at[linear.weight.data_ptr()] for linear in linears]
-                bias_names = [name_at[bias.data_ptr()] for bias in _biases_of(linears)]
+                weight_names = [name_by_address[linear.weight.data_ptr()] for linear in linears]
+                bias_names = [name_by_address[bias.data_ptr()] for bias in _biases_of(linears)]
                 fused = FusedLinear(linears, weight_names, bias_names)
                 self._fused.append(fused)
                 for index, attribute in enumerate(attributes):
                     setattr(parent, attribute, PackedLinear(fused, index))
-                # The embedding needs its plain weight, also if the output head shares the weight.
+                # An embedding needs its weight unpacked, even if the output head has the same one.
                 for name in {*weight_names, *bias_names} - embedding_names:
                     del self._plain[name]
 

@@ -1,9 +1,9 @@
 """Sampling: from logits to one token per row and its logprob.
 
-The options have the same effect and order as in transformers: repetition penalty, min_tokens,
-temperature, top_k, top_p, min_p. With top_k, the code selects the top k logits before it applies
-the temperature. The result is the same, but the later operations process k values, which are
-already sorted for top_p, instead of the whole vocabulary.
+The options have the same effect as in transformers, which applies them in this order: repetition
+penalty, min_tokens (here `banned`), temperature, top_k, top_p, min_p. Here top_k comes before the
+temperature. The result is the same, but the later operations process k values, which are already
+sorted for top_p, instead of the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def _sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tenso
         threshold = sampling.min_p * probs.amax(-1, keepdim=True)
         probs = probs.masked_fill(probs < threshold, 0)
     # Inverse transform sampling: the first index at which the cumulated probs exceed the target.
-    # The target is below the sum of all probs, because uniform is at most 1 - 2^-24 in fp32.
+    # uniform is at most 1 - 2^-24 in fp32. Therefore the target, also when rounded, is below the
+    # sum of all probs, and the index is below the number of probs.
     cumulated = probs.cumsum(-1)
     target = uniform[:, None] * cumulated[:, -1:]
     index = (cumulated <= target).sum(-1)

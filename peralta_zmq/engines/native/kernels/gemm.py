@@ -2,9 +2,9 @@
 
 There are two packed orders, and both are faster than a plain weight. One is the order of oneDNN.
 The other is the order of gemm.c, which stores a weight in panels. On processors with AVX512-BF16,
-gemm.c is faster than oneDNN for few and for many rows (claims products_vs_onednn_* of
-`bin/bench generation`). Each implementation is checked against a plain matmul before use, because
-torch's operators for oneDNN are private, and gemm.c depends on the local compiler.
+gemm.c is faster than oneDNN for every measured number of input rows (products_vs_onednn_* in the
+results of `bin/bench generation`). Each implementation is checked against a plain matmul before
+use, because torch's operators for oneDNN are private, and gemm.c depends on the local compiler.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def can_pack(dtype: torch.dtype) -> bool:
 def supports_panels(cpu_features: str) -> bool:
     """Whether gemm.c is used on a CPU with these `compiler.cpu_features`.
 
-    gemm.c is not used on CPUs with AMX (matrix instructions), which oneDNN uses: gemm.c was not
-    measured on such CPUs.
+    On CPUs with AMX (matrix instructions), oneDNN uses AMX and gemm.c does not. gemm.c was not
+    measured on such CPUs; therefore it is not used there.
     """
     flags = cpu_features.split()
     return "avx512_bf16" in flags and "amx_bf16" not in flags
