@@ -32,7 +32,7 @@ reading. Folders, and files in parentheses, need not be read; their line says wh
     learning/advantages.py   filters, and advantages from the rewards of a group
     learning/packing.py      groups -> prefix trees (store a shared prompt once) -> micro-batches
     models/scoring.py        forward pass over prefix trees: one logprob per generated token
-    learning/losses.py       loss functions; a new one is a function here and a line in registry.py
+    learning/losses.py       loss functions; its docstring says how to add one
 
 Other questions:
 

@@ -1,9 +1,10 @@
 """Sampling pace: limits how far a generator samples ahead of the trainer.
 
-A group is all rollouts of one problem. A group is pending from its start until the trainer drops
-the group or begins the training step that consumes it. The policy step of weights is the number of
+A group is all rollouts of one problem. A group is pending from its start until it is consumed: the
+trainer has dropped it or has begun its training step. The policy step of weights is the number of
 training steps that produced the weights. The staleness of a group is the number of training steps
-between the step that produced its weights and the step that consumes the group.
+after the one that produced its weights and before the one that trains the group; 0 if the second
+directly follows the first.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class SamplingPacer:
     """Keeps the expected staleness of a generator's groups within `max_async_level`.
 
     Each of n generators is expected to supply one n-th of the `groups_per_step` groups of a
-    training step. From its number of pending groups a generator computes which training step will
-    consume its next group, and so the staleness of that group.
+    training step. From its number of pending groups a generator computes in which training step its
+    next group will be, and so the staleness of that group.
 
     A crashed generator or a lost announcement must not block other generators for long. Therefore a
     generator at its limit starts one more group after `STARVED_SECONDS` or `SILENCE_SECONDS`.

@@ -5,9 +5,10 @@ counters of the generator. An incarnation is the 8 random bytes that a generator
 and for each new run; `sequence` numbers the groups of one incarnation from 0.
 
 Announcements are the trainer's messages about its progress, about one per second. They acknowledge
-each group twice. A group is received when it is in the trainer's memory. It is durable when it is
-in the journal on the trainer's disk, or the trainer has dropped it. The outbox keeps a group until
-it is durable, so that the generator can send it again after a crash of the trainer.
+each group twice. A group is received when it is in the trainer's memory. It is durable when the
+journal on the trainer's disk has it, or has the reason why it was dropped. The outbox keeps a group
+until it is durable, so that the generator can send it again after a crash of the trainer. A group
+is consumed when the trainer has begun its training step or has dropped it.
 """
 
 from __future__ import annotations
@@ -237,7 +238,7 @@ class Outbox:
 
     @property
     def num_pending(self) -> int:
-        """Number of finished groups that the trainer has neither consumed nor dropped.
+        """Number of finished groups that the trainer has not consumed.
 
         An announcement without this sender leaves the number of consumed groups unchanged.
         """

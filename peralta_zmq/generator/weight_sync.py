@@ -2,10 +2,10 @@
 
 The engine samples completions. A weight version is one published set of weights with a manifest:
 number, policy step (training steps that produced it), weights_id (hash of the manifest), run and
-lineage (number of roll-backs to an older checkpoint). A version is complete when all its files are
-present and have the hashes of the manifest; WeightSubscriber offers only complete versions.
-Quarantine marks a version as bad: no generator loads it. A group (all rollouts of one problem) is
-in flight while the engine samples it.
+lineage (number of roll-backs to an older checkpoint). A version is loaded when WeightSubscriber has
+verified all its files and tensors against the manifest; it offers only loaded versions. Quarantine
+marks a version as bad: no generator loads it. A group (all rollouts of one problem) is in flight
+while the engine samples it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ServedWeights:
         self._subscriber.reject(self.version)
 
     def refresh(self, engine: registry.Engine, *, num_in_flight: int) -> None:
-        """Apply the newest complete version in place, if it may be applied now.
+        """Apply the newest loaded version in place, if it may be applied now.
 
         Raises ObsoleteGroupsError if the new version belongs to another run or lineage, after
         applying it.
@@ -98,7 +98,7 @@ class ServedWeights:
 def apply_newest(
     engine: registry.Engine, subscriber: WeightSubscriber, current: Version
 ) -> Version:
-    """Apply the newest complete version in place; returns the version now in use.
+    """Apply the newest loaded version in place; returns the version now in use.
 
     If the engine rejects the newest version, that version is quarantined and `current` stays.
     """
@@ -148,7 +148,7 @@ def open_engine(
     address: str,
     request_keyframe: Callable[[str], None],
 ) -> tuple[Version, registry.Engine, models.Tokenizer]:
-    """Wait for a complete version; return it with an engine and its tokenizer.
+    """Wait for a loaded version; return it with an engine and its tokenizer.
 
     `address` is the address of the trainer. While waiting, logs every LOG_SECONDS, and
     calls `request_keyframe(run_id)` at each announcement if the store has only deltas. Raises

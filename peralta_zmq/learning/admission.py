@@ -2,7 +2,8 @@
 
 A group is all rollouts of one problem, sent as one message. A sender is one start of one generator;
 it numbers its groups 0, 1, ...: the sequence. `Admission.admit` decides on a group for a training
-step. The first row that applies is the group's outcome:
+step. The first row that applies is the group's outcome; no_signal and trained mean that the group
+is admitted to the step's batch, and the others that it is dropped:
 
     invalid     the group has no rollouts, because the decoder rejected them
     abandoned   sampled from weights that a roll-back of the run has undone
@@ -10,12 +11,12 @@ step. The first row that applies is the group's outcome:
     mismatched  the sender is flagged: its logprobs differ too much from the trainer's
     stale       sampled from weights that are more than `max_off_policy_steps` steps old
     filtered    mean reward exactly 0 or 1, with `online_difficulty_filtering`
-    no_signal   in the batch, but all rewards are equal, so every advantage is 0
-    trained     in the batch
+    no_signal   admitted, but all rewards are equal, so every advantage is 0
+    trained     admitted
 
 One more outcome is `lost`: the group never arrived, and its sender will not send it again. A group
 with an outcome is settled; `Ledger` records the outcomes. A group that arrives after it was settled
-is a duplicate: it is dropped and counted.
+is a duplicate: it is dropped and counted. (trainer/collector.py lists all states of a group.)
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Admission:
     duplicates: int = 0  # groups received again
 
     def admit(self, group: RolloutGroup, *, step: int) -> AdmissionDecision:
-        """Decide on the group for training step `step`, and record the outcome."""
+        """Decide whether step `step` trains the group, and settle it with the outcome."""
         decision = self._decide(group, step)
         sequence, min_sequence = group.sequence, group.min_sequence
         if self.ledger.settle(group.sender, sequence, decision, min_sequence=min_sequence):
@@ -88,7 +89,8 @@ class Admission:
 def staleness(group: RolloutGroup, *, step: int) -> int:
     """Age, at training step `step`, of the oldest weights that sampled the group.
 
-    In steps; the newest weights, those of `step` - 1, have age 0.
+    The age is the number of training steps after the one that produced the weights and before
+    `step`; so the newest weights, those of `step` - 1, have age 0.
     """
     return max(0, step - 1 - group.policy_step)
 

@@ -10,11 +10,12 @@ To add a loss, write a function here and add its line to the table in `registry.
 
 Each new keyword also needs a field in `LossSection` (config/training_sections.py), because unknown
 settings are rejected; a keyword that weights a term with `ref_logprobs` or `teacher_logprobs` also
-a line in `REQUIRED_MODELS` (build.py), which loads the model. A loss outside this package, named by
-its import path, gets its keywords from loss.kwargs.
+a line in `REQUIRED_MODELS` (build.py), which loads the model. Checks of combinations of options go
+into `check_loss_options`. A loss outside this package, named by its import path, gets its keywords
+from loss.kwargs.
 
 The trainer takes the gradient through `logprobs` and `entropy` only. It may call the loss again
-with a part of the rollouts, if the loss of all is not finite.
+with a part of the rollouts, if the loss of all is not finite, so a loss must keep no state.
 
 The loss and its metrics divide by `tokens.step_tokens` or `tokens.step_sequences`, the totals of
 the whole update. The trainer adds the results of all micro-batches and ranks, so their

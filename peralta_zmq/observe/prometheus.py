@@ -44,18 +44,19 @@ def documented_name(key: str) -> str | None:
 def exposition(rows: Mapping[str, Mapping[str, object]]) -> str:
     """Format all finite numbers of `rows` (run name -> newest row of metrics.jsonl).
 
-    Each number is labelled with its run. If two metrics of a row become the same name and labels,
-    the second metric is omitted.
+    Each number is labelled with its run. If two metrics of a row get the same Prometheus name and
+    labels, only the first is exported.
     """
     # Prometheus name -> labels -> line with the number; the key "" has the HELP and TYPE lines.
     families: dict[str, dict[str, str]] = {}
     for run, row in rows.items():
         for key in row:
-            if math.isnan(value := number(row, key)):
+            if math.isnan(value := number(row, key)):  # NaN also if infinite or not a number
                 continue
             name, labels = _name_and_labels(key)
             label_text = ",".join(f'{k}="{_escape(v)}"' for k, v in {"run": run, **labels}.items())
             family = families.setdefault(name, {"": _help_and_type(name, key)})
+            # setdefault keeps the first metric with these labels.
             family.setdefault(label_text, f"{name}{{{label_text}}} {value!r}\n")
     return "".join(line for family in families.values() for line in family.values())
 

@@ -23,8 +23,8 @@ from peralta_zmq.operate import host_setup, ssh
 FAILED_STATES = ("gave up", "bad config", "crashed", "unknown")  # unknown: the query failed
 DEFAULT_LINES = 20  # earlier lines of each log that `bin/lan logs` prints
 RECONNECT_SECONDS = 5.0
-# Status of one worker: the JSON object of `supervisor.print_status` (name, state, since, restarts,
-# code: exit code, tail: last lines of the log), plus the host's name.
+# Status of one worker: the JSON object of `supervisor.print_status` plus the host's name. The keys
+# are name, host, state, since, restarts, code (exit code) and tail (last lines of the log).
 Row: TypeAlias = dict[str, object]
 T = TypeVar("T")
 R = TypeVar("R")
@@ -48,7 +48,8 @@ def running_workers(hosts: Hosts) -> list[str]:
 
 def trainer_exit_code(hosts: Hosts) -> int:
     """The exit code of the trainer; 1 if it still runs or its host cannot be reached."""
-    code = _query(hosts.trainer)[0]["code"]  # the trainer is the first worker of its host
+    # hosts.trainer is the trainer's host, and the trainer is the first worker there.
+    code = _query(hosts.trainer)[0]["code"]
     return code if isinstance(code, int) else 1
 
 
@@ -102,7 +103,7 @@ def follow_logs(
     """Print the logs until the workers end; returns False if Ctrl-C came first.
 
     `lines` is the number of earlier lines of each log to print. `hosts_option` is `--hosts FILE`,
-    which the commands suggested after Ctrl-C contain.
+    for the commands that the message after Ctrl-C suggests.
     """
     stopped = threading.Event()
     readers = [LogReader(host, names, lines, stopped) for host, names in selected]
@@ -140,6 +141,7 @@ class LogReader:
 
     def run(self) -> None:
         """Print the logs until the workers end."""
+        # A host without `ssh` is this machine, which has no connection to lose.
         while self._read() == ssh.SSH_FAILED and self._host.ssh:
             self._print(
                 f"{self._host.name}: connection lost, its workers continue; "
@@ -147,7 +149,7 @@ class LogReader:
             )
             if self._stopped.wait(RECONNECT_SECONDS):
                 return
-            # Do not print them again; lines written in the meantime are not printed.
+            # Print no earlier lines again; lines written while disconnected are never printed.
             self._num_earlier_lines = 0
 
     def close(self) -> None:

@@ -1,17 +1,18 @@
 """Batch collection: receive groups until a batch is full, and journal each group.
 
-A group is all rollouts of one problem, sent in one message (a frame). This module does the
-following with each group:
+A group is all rollouts of one problem, sent in one message (a frame). A sender is one start of one
+generator. It numbers its groups 0, 1, ...: the sequence. The states of a group:
 
-    receive      get the decoded and validated group together with its frame
-    admit        add it to the batch, or drop it, for example if stale (learning/admission.py)
-    journal      append the frame, or the reason of the drop, to the journal, a write-ahead log
-    commit       write the journal to disk, with one fsync for many groups
-    acknowledge  announce to the sender which groups are received, durable and consumed
+    received  read from the socket, decoded and validated
+    settled   it has an outcome, such as "trained" or "stale" (learning/admission.py), by which it
+              is either admitted to the batch or dropped; the ledger counts the outcomes
+    durable   the journal (a write-ahead log) on disk has its frame, or the outcome of a dropped one
+    consumed  its training step has begun; a dropped group is consumed at once
 
-A sender is one start of one generator. It numbers its groups 0, 1, ...: the sequence. A group with
-an outcome is settled. A received group gets its outcome on arrival, such as "trained" or "stale"; a
-group that will never arrive is "lost". The ledger records settled groups and counts the outcomes.
+A received group is settled and journaled at once, except duplicates and refused groups. A group
+that will never arrive is settled as "lost" and then acknowledged like a received one. A commit
+makes many groups durable with one fsync. Announcements acknowledge to each sender which of its
+groups are received, durable and consumed.
 """
 
 from __future__ import annotations
@@ -286,8 +287,7 @@ class Curriculum:
 class Acknowledgements:
     """Announces which groups of each live sender are received, durable and consumed.
 
-    A group is durable once it is in the journal on disk, so that a restart of the trainer restores
-    it. A group is consumed once its training step has begun, or once it was dropped.
+    The table in the module's docstring defines these states.
     """
 
     status: StatusPublisher

@@ -47,7 +47,7 @@ class Policy:
     tokenizer: models.Tokenizer
     companions: dict[str, bytes]  # files of every version: content by name; see companion_files
     manifest_fields: dict[str, str]  # additional fields of each version's manifest
-    learner: PolicyLearner  # trains the model
+    learner: PolicyLearner  # learning/learner.py, or its proxy if there are several ranks
     engine: registry.Engine  # samples from the model, for the trainer's own evaluations
     worker_info: Mapping[str, str]  # device and dtype, to show to users
 

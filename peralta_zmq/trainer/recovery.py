@@ -13,8 +13,9 @@ A start brings the trainer to step N, the newest step that the run folder holds:
 3. Train the steps C+1 to N again from the journal, bit-identically on CPUs. Steps that are already
    in metrics.jsonl are not written again. The journaled groups of step N+1 are not a full batch
    yet; they become the first groups of the next batch.
-4. Correct the records: remove steps whose groups the journal has lost; add versions that were
-   published just before a kill. Include some of the excluded problems in sampling again.
+4. Correct the records: remove steps whose groups the journal has lost, which counts as a
+   roll-back; add versions that were published just before a kill. Include some of the excluded
+   problems in sampling again.
 5. Publish the weights of step N, unless the weights folder has them; announce them.
 
 Groups that are not in the journal on disk at a kill are lost. Their generators send them again,

@@ -1,4 +1,4 @@
-"""`bin/replay`: train the steps of a run again from its journal.
+"""The tool `bin/replay`, not part of a restart: train the steps of a run again.
 
 The journal holds the rollouts of each training step. A replay needs no generators and does not
 change the run. With the run's settings it gives the weights that the run published, bit-identical

@@ -5,7 +5,7 @@ versions. A version is a keyframe (all weights) or a delta (the changes since an
 The generator polls for a loaded version, applies it to its engine, and then accepts or rejects it.
 Only the thread reads and writes files, so that an unresponsive mount blocks no other thread.
 
-A loaded version is complete and verified: the file STABLE has the hash of the manifest, each file
+A loaded version is complete (the file STABLE has the hash of the manifest) and verified: each file
 has the size and sha256 of the manifest, the tensors have the digest that the trainer computed, and
 all are finite.
 """

@@ -3,9 +3,10 @@
 Every announcement holds all fields, so the next one makes up for a lost one. A group is all
 rollouts of one problem, sent as one message. A sender is one running instance of a generator,
 'NAME/INCARNATION'; `sequence` numbers the groups of a sender from 0. A received group is in the
-trainer's memory; a durable group is in the journal on the trainer's disk. A status is a message
-with counters that each generator sends over another socket. A policy step is the number of training
-steps that produced some weights; a weight version is one publication of weights.
+trainer's memory; a durable group, or the reason why it was dropped, is in the journal on the
+trainer's disk. A status is a message with counters that each generator sends over another socket. A
+policy step is the number of training steps that produced some weights; a weight version is one
+publication of weights.
 
 The sockets are those of PUB/SUB in reverse: the trainer binds an XSUB and sends on it, and every
 connected XPUB receives the messages. The reason is memory: a PUB stores every subscription that it
@@ -53,7 +54,7 @@ class Announcement:
     received: dict[str, int] = field(default_factory=dict[str, int])
     """By active sender: all groups up to this sequence were received; -1 = none."""
     durable: dict[str, int] = field(default_factory=dict[str, int])
-    """By active sender: all groups up to this sequence are durable or dropped; -1 = none."""
+    """By active sender: all groups up to this sequence are durable; -1 = none."""
     highest_received: dict[str, int] = field(default_factory=dict[str, int])
     """By active sender: highest sequence received; above `received` while an earlier group is
     missing; -1 = none."""

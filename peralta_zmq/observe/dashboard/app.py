@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 
 class Connection(H11Protocol):
-    """Connection that is closed if there are too many or no request arrives in time."""
+    """Connection that closes if too many are open or its first request is late."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Override: limit the number of connections and the wait for the first request."""
@@ -118,7 +118,8 @@ class Dashboard:
             lifespan="off",
             log_config=None,
             log_level="critical",  # any client could fill the log with messages of lower levels
-            backlog=MAX_CONNECTIONS,  # asyncio accepts up to this number before connection_made
+            # asyncio may accept this number at once, before connection_made can close any.
+            backlog=MAX_CONNECTIONS,
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
@@ -230,7 +231,7 @@ class AccessControl:
 
     app: ASGIApp
     host: str  # address that the server listens on
-    token: str | None  # None = no token is needed
+    token: str | None  # not empty; None = no token is needed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
@@ -252,10 +253,12 @@ class AccessControl:
     def _is_own_name(self, host: str) -> bool:
         """True if `host`, a Host header, names this machine, not a domain of a web page.
 
-        A server for other machines accepts any IP address: DNS rebinding needs a domain name.
+        If the server is reachable from other machines, any IP address in `host` is allowed, because
+        DNS rebinding needs a domain name.
         """
         name = host.partition("]")[0].strip("[") if "[" in host else host.partition(":")[0]
         name = name.lower().removesuffix(".")
+        # Dashboard requires a token unless its host is loopback; make_app alone does not.
         if is_loopback(self.host) or not self.token:
             return is_loopback(name)
         try:

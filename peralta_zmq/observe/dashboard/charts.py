@@ -1,7 +1,8 @@
 """Charts of the dashboard: column store of the metrics, points for the browser.
 
-charts.toml lists the charts and their lines. A number that is missing, NaN or infinite is NaN in a
-column and null in the browser. A roll-back lets the trainer repeat the steps after a checkpoint.
+charts.toml lists the charts and their lines. A number that is missing, NaN or infinite is NaN in
+the columns here; the server sends NaN as null. After a roll-back to a checkpoint the trainer trains
+the later steps again, and Table replaces their rows.
 """
 
 from __future__ import annotations
@@ -96,8 +97,9 @@ class Table:
 def derived_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
     """Compute rates, sums and parts of the step time of one row, for the charts.
 
-    `numbers` are the finite numbers of the row. A missing activity or count of dropped groups is 0;
-    time/other is 0 without step_time. Any other result is NaN if a number that it needs is missing.
+    `numbers` are the finite numbers of the row. Activities and counts of dropped groups that are
+    missing count as 0; time/other is 0 without step_time. Any other result is NaN if a number that
+    it needs is missing.
     """
 
     def get(key: str, default: float = math.nan) -> float:
@@ -109,7 +111,7 @@ def derived_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
     reloads = generator_numbers(numbers, "reload_s").values()
     return {
         **activities,
-        "time/other": max(0.0, seconds - sum(activities.values())),
+        "time/other": max(0.0, seconds - sum(activities.values())),  # max(0.0, nan) is 0.0
         "rollouts_per_s": get("num_rollouts") * rate,
         "tokens_per_s": get("num_rollouts") * get("completions/mean_length") * rate,
         "dropped": sum(numbers[key] for key in numbers if key.startswith("dropped/")),
@@ -125,14 +127,16 @@ def points(chart: Json, table: Table, evaluations: Mapping[float, float], *, aft
     """Return a chart of CHARTS with its points from row `after` of the table on.
 
     The result also has `x`, the steps, and `columns`, the values of each line that the run has, NaN
-    if missing. Long columns are downsampled. `evaluations` maps steps to held-out accuracy; a chart
-    with the line EVAL always has all evaluations, and the rows of their steps.
+    if missing. Long columns are downsampled. `evaluations` maps steps to held-out accuracy. A chart
+    with the line EVAL has all evaluations, also those before `after`; downsampling keeps the rows
+    of their steps.
     """
-    lines = [
-        line
-        for line in chart.get("lines") or _generator_lines(chart["generator_metric"], table)
-        if (evaluations if line["key"] == EVAL else line["key"] in table.columns)
-    ]
+
+    def has_data(key: str) -> bool:
+        return bool(evaluations) if key == EVAL else key in table.columns
+
+    all_lines = chart.get("lines") or _generator_lines(chart["generator_metric"], table)
+    lines = [line for line in all_lines if has_data(line["key"])]
     keys = [line["key"] for line in lines]
     values = [table.values(key, after=after) for key in keys if key != EVAL]
     indices = {after + int(index) for index in downsample(values, num_buckets=NUM_BUCKETS)}
@@ -179,6 +183,6 @@ def downsample(columns: Sequence[Column], *, num_buckets: int) -> NDArray[np.int
 
 
 def _generator_lines(metric: str, table: Table) -> list[Json]:
-    """Return one line for each generator that ever reported `metric`."""
+    """Return a line per generator that ever reported `metric`, MAX_GENERATORS at most."""
     names = sorted(generator_numbers(dict.fromkeys(table.columns), metric))[:MAX_GENERATORS]
     return [{"key": f"gen/{name}/{metric}", "label": printable(name)} for name in names]
