@@ -18,8 +18,8 @@ A start brings the trainer to step N, the newest step that the run folder holds:
    problems in sampling again.
 5. Publish the weights of step N, unless the weights folder has them; announce them.
 
-Groups that are not in the journal on disk at a kill are lost. Their generators send them again,
-because the trainer has not acknowledged them as durable (in the journal on disk).
+Groups that are not in the journal on disk at a kill are missing from the trainer. Their generators
+send them again, because the trainer has not acknowledged them as durable (in the journal on disk).
 """
 
 from __future__ import annotations
