@@ -74,7 +74,7 @@ def publish_and_subscribe(root: Path, plan: str) -> None:
     The published steps are appended to `root/steps`.
     """
     atomic_files._failpoints = atomic_files.parse_failpoints(plan)
-    pruning.KEPT_LOADS = 0.0  # a concurrent load must not delay pruning
+    pruning.SLOWEST_LOAD_FACTOR = 0.0  # a concurrent load must not delay pruning
     store = WeightStore.open(root / "weights")
     store.claim("run")
     pruner = Pruner(store, Retention(last=1))

@@ -12,9 +12,10 @@ The K rollouts are one group, or all rollouts of the step if the function has a 
 
     def filter(rollout, *, option=...) -> bool
 
-returns True if it detects the rollout. An enforced filter removes the tokens of detected rollouts
-from the loss; the rewards of these rollouts still count in the metrics and in the advantages of the
-group. The keywords `vocab_size` and `max_completion_length` get their values from the run.
+returns True if the rollout has the defect that the filter detects. An enforced filter removes the
+tokens of such rollouts from the loss; the rewards of these rollouts still count in the metrics and
+in the advantages of the group. The keywords `vocab_size` and `max_completion_length` get their
+values from the run.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def advantages_of(
     trained = [group for group in groups if keep_zero_std or group.has_signal]
     rewards = [group.rewards for group in trained]
     lengths = [[rollout.num_generated for rollout in group.rollouts] for group in trained]
-    # `advantage` has its options bound (functools.partial), so the default is the configured value.
+    # `advantage` has its options bound (functools.partial). inspect.signature shows the value of a
+    # bound option as its default, so `option.default` is the configured value.
     option = inspect.signature(advantage).parameters.get("group_adv_norm")
     if option is None or option.default:
         by_group = map(advantage, rewards, lengths)
@@ -174,7 +176,7 @@ def repetition(
     """Detect `window` consecutive tokens that were almost certain (Surogate).
 
     Almost certain: a probability above prob_threshold. The window is at most half of
-    max_completion_length, so that short completions can be detected too.
+    max_completion_length, so that the filter also works in runs with short completions.
     """
     window = max(1, min(window, max_completion_length // 2))
     is_certain = rollout.logprobs[rollout.loss_mask] > math.log(prob_threshold)

@@ -97,8 +97,8 @@ def load_teacher(
 ) -> Model:
     """Load the model `name` in fp32, as a teacher of `policy`.
 
-    `policy_name` is the policy's model name. Raises ConfigError unless the teacher has the same
-    token ids, and logits for all of them.
+    `policy_name` is the policy's model name. Raises ConfigError if the vocabularies of the
+    tokenizers differ, or if the teacher has fewer logits than the policy.
     """
     folder = model_folder(name)
     teacher_ids, policy_ids = (
@@ -134,7 +134,8 @@ def _load_any_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
 def _check_code(folder: Path, trust_remote_code: bool) -> None:
     """Raise ConfigError if the folder has custom code that is not trusted.
 
-    transformers does not refuse custom code if transformers itself has a class for the model.
+    Needed because transformers raises no error for custom code if transformers itself has a class
+    for the model: it uses that class instead.
     """
     for file in CONFIG_FILES:
         settings: object = None
@@ -186,15 +187,17 @@ def apply_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -
 def check_weights(shapes: Mapping[str, torch.Size], weights: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError unless `weights` are floats of these names and shapes.
 
-    Whether the values are finite is checked earlier, during the download: here a generator has
-    paused sampling, and this check would take too long.
+    Does not check whether the values are finite, which takes longer: a generator has paused
+    sampling when it calls this function, and has checked the values before.
     """
     if different := sorted(shapes.keys() ^ weights.keys()):
         raise ValueError(f"tensor names differ, first {different[0]}")
     for name, shape in shapes.items():
         tensor = weights[name]
         if tensor.shape != shape or not tensor.is_floating_point():
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not {list(shape)}")
+            raise ValueError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, not a float tensor {list(shape)}"
+            )
 
 
 def companion_files(folder: Path) -> dict[str, bytes]:
@@ -205,7 +208,7 @@ def companion_files(folder: Path) -> dict[str, bytes]:
         if file.suffix in COMPANION_SUFFIXES
         and file.is_file()
         and "index" not in file.name  # the index of sharded weight files
-        and PLAIN_NAME.fullmatch(file.name)
+        and PLAIN_NAME.fullmatch(file.name)  # receivers refuse other names
     }
 
 

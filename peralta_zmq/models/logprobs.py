@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-# Number of logits to convert to fp32 at a time, by device type. On a CPU they take 8 MiB, which
-# malloc reuses without requesting new memory pages.
+# Number of logits to convert to fp32 at a time, by device type. The value for a CPU is small (8 MiB
+# of fp32), so that malloc reuses memory instead of requesting new pages.
 CHUNK_LOGITS = {"cpu": 1 << 21}
 DEFAULT_CHUNK_LOGITS = 1 << 26
 
@@ -23,7 +23,7 @@ def selected_logprobs(
     *,
     temperature: Tensor | float = 1.0,  # a scalar, or [...]
 ) -> Tensor:
-    """Return log softmax(logits / temperature) at `token_ids`, with their shape.
+    """Return log softmax(logits / temperature) at `token_ids`, shaped as `token_ids`.
 
     The result is fp32, or float64 for float64 logits.
     """
@@ -35,7 +35,10 @@ def entropies(
     *,
     temperature: Tensor | float = 1.0,  # a scalar, or [...]
 ) -> Tensor:
-    """Return -sum(p log p) of p = softmax(logits / temperature), in nats, [...]."""
+    """Return the entropy -sum(p log p) of p = softmax(logits / temperature).
+
+    The result is in nats and has the shape [...].
+    """
     if isinstance(temperature, Tensor):
         temperature = temperature.unsqueeze(-1)
     logprobs = (logits.to(_compute_dtype(logits)) / temperature).log_softmax(-1)
@@ -43,7 +46,10 @@ def entropies(
 
 
 class _SelectedLogprobs(torch.autograd.Function):
-    """`selected_logprobs` in both passes; saves memory: few rows at a time in fp32."""
+    """Forward and backward pass of `selected_logprobs`.
+
+    To save memory, both convert only a few rows to fp32 at a time.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, token_ids: Tensor, temperature: Tensor | float) -> Tensor:
@@ -79,7 +85,7 @@ def _compute_dtype(logits: Tensor) -> torch.dtype:
 
 
 def _chunks(rows: Tensor) -> list[slice]:
-    """Slices of consecutive rows; each has at most the device's number of logits."""
+    """Slices of as many rows as the limit in CHUNK_LOGITS allows, at least one."""
     limit = CHUNK_LOGITS.get(rows.device.type, DEFAULT_CHUNK_LOGITS)
     size = max(1, limit // rows.shape[1])
     return [slice(start, start + size) for start in range(0, len(rows), size)]

@@ -36,7 +36,10 @@ class StorageBackend(Protocol):
         ...
 
     def path(self, name: str) -> Path:
-        """Path of a folder in a local or mounted store; elsewhere the name alone."""
+        """Path of a folder in the store.
+
+        Path(name) if the store is not a folder of this machine: callers then use only the name.
+        """
         ...
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
@@ -47,7 +50,8 @@ class StorageBackend(Protocol):
         """Write a folder atomically: its files, then manifest.json, then STABLE.
 
         manifest.json has the sizes and hashes of the files, STABLE the hash of manifest.json.
-        `about` has the other fields of the manifest, or returns them after the files are written.
+        `about` is a mapping with the other fields of the manifest, or a function that returns the
+        mapping and is called after the files are written.
         """
         ...
 
@@ -166,14 +170,14 @@ class ProbeFile:
         self._folder = folder
 
     def create(self) -> str:
-        """Create a file with a new name, remove the previous one, and return the name."""
+        """Remove all probe files, create one with a new name, and return the name."""
         self.close()
         name = f"{PROBE_PREFIX}{os.urandom(4).hex()}"
         atomic_files.replace_file(self._folder / name, b"")
         return name
 
     def close(self) -> None:
-        """Remove all probe files, including those of killed processes."""
+        """Remove all probe files in the folder, including those of other processes."""
         with contextlib.suppress(OSError):
             for file in self._folder.glob(f"{PROBE_PREFIX}*"):
                 file.unlink(missing_ok=True)
@@ -193,7 +197,10 @@ class FolderWatcher:
         self._observer.start()
 
     def is_current(self) -> bool:
-        """Whether the path still leads to the watched folder; a mount may replace it."""
+        """Return False if the path now leads to another folder, e.g. after a mount.
+
+        Returns True also if the path cannot be read.
+        """
         with contextlib.suppress(OSError):
             return os.path.samestat(self._stat, os.stat(self._folder))
         return True
@@ -205,7 +212,7 @@ class FolderWatcher:
 
 
 class _NewNames(FileSystemEventHandler):
-    """Calls `on_change` for each new name that is not hidden."""
+    """Calls `on_change` for each rename, and for each created name that is not hidden."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
@@ -214,8 +221,8 @@ class _NewNames(FileSystemEventHandler):
         self._on_change()  # a version gets its name by a rename
 
     def on_created(self, event: FileSystemEvent) -> None:
-        if not Path(str(event.src_path)).name.startswith("."):  # a lease or temporary folder
-            self._on_change()
+        if not Path(str(event.src_path)).name.startswith("."):
+            self._on_change()  # hidden names are leases and temporary folders
 
 
 def filesystem_of(folder: Path) -> str:

@@ -2,13 +2,16 @@
 
 A changed element is stored as a gap (number of unchanged elements before it) and a step (distance
 between old and new value in the order of all floats: the next larger bfloat16 is one step, for
-either sign and including subnormals, infinities and NaN payloads). A gap of 255 or more takes
-several bytes: each byte 255 adds 255 to the byte after it. Steps are signed bytes; -128 stands for
-a larger step, which is in the stream of wide (16-bit) steps. All streams are compressed by zstd.
+either sign and including subnormals, infinities and NaN payloads). A gap is the sum of its bytes:
+as many bytes 255 as fit, then one byte below 255. Steps are signed bytes; -128 stands for a larger
+step, which is in the stream of wide (16-bit) steps. All streams are compressed by zstd. Integers
+are little-endian.
 
     file    = MAGIC tensor* END
-    tensor  = u16 length of name, name, u64 elements, piece*, u32 crc32 of the result
-    piece   = 3 x (u32 bytes, u32 compressed bytes), gaps, steps, wide     one per CHUNK elements
+    tensor  = u16 length of name, name, u64 number of elements, piece*, u32 crc32 of the result
+    piece   = 3 x (u32 size, u32 compressed size), gaps, steps, wide       one per CHUNK elements
+
+The three pairs of sizes, in bytes, are those of the streams gaps, steps and wide.
 """
 
 from __future__ import annotations
@@ -159,15 +162,17 @@ def _decompress(
 
     Raises ValueError if it is malformed, or too large for a piece of `elements` elements.
     """
-    # Wide steps take at most 2 bytes for each element; gaps take 1 byte for each change and 1 for
-    # every 255 unchanged elements. Compression adds little to a stream that it cannot shrink.
+    # One limit for all three streams. Steps take 1 byte for each change, wide steps at most 2, gaps
+    # 1 byte for each change and 1 for every 255 (CONTINUE) unchanged elements. Compression adds
+    # little to a stream that it cannot shrink.
     limit = 2 * elements + elements // CONTINUE
     _require(size <= limit and frame_size <= 2 * size + 64, "a stream exceeds its maximum size")
     if size == 0:
         return b""
     frame = _read(file, frame_size)
     try:
-        _require(zstandard.frame_content_size(frame) == size, "another size than in the header")
+        is_equal = zstandard.frame_content_size(frame) == size
+        _require(is_equal, "the sizes in a zstd frame and in the header of its piece differ")
         return cast(bytes, decompressor.decompress(frame))
     except zstandard.ZstdError as error:
         raise ValueError(f"not zstd: {error}") from None

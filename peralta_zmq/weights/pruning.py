@@ -14,7 +14,8 @@ from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import Version, folder_name
 
 MAX_OBSOLETE_VERSIONS = 64  # kept for slow readers; the oldest beyond these are removed at once
-KEPT_LOADS = 3.0  # an obsolete version is kept for this many times the duration of the slowest load
+# An obsolete version is kept for this many times the duration of the slowest load.
+SLOWEST_LOAD_FACTOR = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Retention:
 
     last: int = 3  # number of newest versions, which are not obsolete
     interval: int | None = None  # multiples of this number are not obsolete either
-    seconds: float = 0.0  # an obsolete version is kept at least for this time
+    seconds: float = 0.0  # up to MAX_OBSOLETE_VERSIONS obsolete ones are kept at least this long
 
 
 KEEP_LAST_THREE = Retention()
@@ -56,13 +57,16 @@ class Pruner:
         failpoint("publish.pruned")
 
     def _removable(self, numbers: list[int], now: float) -> list[int]:
-        """Numbers of the obsolete versions to remove now, newest first."""
+        """Numbers of the obsolete versions to remove now.
+
+        Newest first, so that a delta is removed before its parent.
+        """
         being_read = self._observe_readers(now)
         needed = self._needed(numbers)
         obsolete = [number for number in reversed(numbers) if number not in needed]
         known_since = self._obsolete_since
         self._obsolete_since = {number: known_since.get(number, now) for number in obsolete}
-        keep_seconds = max(self._retention.seconds, KEPT_LOADS * self._slowest_load)
+        keep_seconds = max(self._retention.seconds, SLOWEST_LOAD_FACTOR * self._slowest_load)
         return [
             number
             for rank, number in enumerate(obsolete)

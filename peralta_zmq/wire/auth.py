@@ -33,7 +33,8 @@ ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by the ZAP specification
 DOMAIN = b"peralta"  # ZAP domain of the protected sockets
 POLL_SECONDS = 0.2  # interval at which the authenticator's thread checks for `close`
 READ_SECONDS = 1.0  # minimum interval between two reads of the key folder
-HANDSHAKE_SECONDS = 5.0  # a server disconnects a client whose handshake takes longer
+# A server disconnects a client whose handshake takes longer (HANDSHAKE_IVL in sockets.py).
+HANDSHAKE_SECONDS = 5.0
 logger = logging.getLogger(__name__)
 
 
@@ -93,7 +94,7 @@ def generator_keys(folder: Path, name: str) -> GeneratorKeys:
     _check_name(name)
     secret = read_secret(folder / f"{name}{SECRET}")
     keys = GeneratorKeys(name, secret, _read_public(folder / f"{TRAINER}{PUBLIC}"))
-    _list_folder(folder)  # only for its check of the folder's permissions
+    _check_and_list(folder)  # only the check of the folder's permissions is needed here
     return keys
 
 
@@ -105,7 +106,7 @@ def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
     have the same key, or a read fails with an error that may be temporary.
     """
     names: dict[bytes, str] = {}
-    for entry in _list_folder(folder):
+    for entry in _check_and_list(folder):
         name, kind = os.path.splitext(entry)
         if kind != PUBLIC or name == TRAINER or not PLAIN_NAME.fullmatch(name):
             continue
@@ -138,8 +139,8 @@ def _read_public(file: Path) -> bytes:
     return key
 
 
-def _list_folder(folder: Path) -> list[str]:
-    """The file names in a key folder, sorted.
+def _check_and_list(folder: Path) -> list[str]:
+    """Check the permissions of a key folder; returns its file names, sorted.
 
     Raises WireError if the folder cannot be read, or if other users could add a key to the folder.
     """
@@ -164,7 +165,8 @@ def _read_key(file: Path) -> tuple[bytes, int]:
     except OSError as error:
         permanent = isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError))
         raise (KeyFileError if permanent else WireError)(
-            f"key {file}: {error.strerror}; make it with bin/doctor keygen, or copy it here"
+            f"key {file} cannot be read ({error.strerror}); "
+            "if it is missing, make it with bin/doctor keygen, or copy it here"
         ) from None
     if not KEY.fullmatch(key):
         raise KeyFileError(f"{file} is not a key; make a new pair with bin/doctor keygen")
@@ -206,7 +208,8 @@ class CurveAuthenticator:
         self._names: dict[bytes, str] | None = known_generators(folder)
         self._read_at = time.monotonic()
         self._closed = threading.Event()
-        # Used by the thread only. A ROUTER may leave a request without a reply, a REP may not.
+        # Used only by the thread once it runs. A ROUTER, because a REP must reply to every
+        # request, and `_reply` can return None.
         self._zap = zmq.Context.instance().socket(zmq.ROUTER)
         self._zap.setsockopt(zmq.LINGER, 0)
         try:
@@ -219,8 +222,9 @@ class CurveAuthenticator:
 
     def protect(self, server: zmq.Socket[bytes]) -> None:
         """Make a server socket accept only known clients; call `protect` before `bind`."""
-        # libzmq puts the client's name into the receive queue as a message and never counts this
-        # message as read, so a queue of length one would stay full for ever.
+        # After a client is accepted, libzmq puts the client's User-Id as a message into the receive
+        # queue of the connection, and never counts this message as read. It takes one place of the
+        # queue for ever, so add one; otherwise a queue of length one would stay full.
         queue = server.getsockopt(zmq.RCVHWM)
         assert isinstance(queue, int)
         server.setsockopt(zmq.RCVHWM, queue + 1)

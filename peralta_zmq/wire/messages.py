@@ -57,7 +57,9 @@ ENVELOPE = {
     "task": str, "policy_step": int, "weights_id": str,
     "min_sequence": int, "sample_index": int, "evaluation_step": int,
 }  # fmt: skip
-OPTIONAL = {"sample_index": -1, "evaluation_step": -1}  # defaults of fields that may be missing
+# Defaults of fields that may be missing. sample_index -1: the problem's position in the run's
+# shuffled sequence of problems is unknown. evaluation_step -1: a group for training.
+OPTIONAL = {"sample_index": -1, "evaluation_step": -1}
 FIELDS = {**ENVELOPE, **get_type_hints(Columns), "format": int}  # name -> type, of all fields
 FIELD_TYPES = list[type](FIELDS.values())
 FORMAT_LIMITS = GroupLimits(vocab_size=2**31)  # of the format; a trainer's own can be lower
@@ -197,17 +199,18 @@ def decode_group(frame: bytes, limits: GroupLimits) -> RolloutGroup:
         reason = f"malformed group: {type(error).__name__}: {error}"
         if not envelope:
             raise WireError(reason) from None
-        *identity, min_sequence, _, _ = envelope
-        group = RolloutGroup(*identity, rollouts=(), min_sequence=min_sequence)
+        # The trainer does not use sample_index and evaluation_step of an invalid group.
+        *required, min_sequence, _, _ = envelope
+        group = RolloutGroup(*required, rollouts=(), min_sequence=min_sequence)
         raise InvalidGroupError(reason, group) from None
-    *identity, min_sequence, sample_index, evaluation_step = envelope
+    *required, min_sequence, sample_index, evaluation_step = envelope
     return RolloutGroup(
-        *identity,
+        *required,
         rollouts=rollouts,
         min_sequence=min_sequence,
         sample_index=sample_index,
         evaluation_step=evaluation_step,
-        summary=rollouts.summary,
+        summary=rollouts.summary,  # rewards and newest policy step
     )
 
 
@@ -305,15 +308,17 @@ def _build_rollouts(lazy: LazyRollouts) -> tuple[Rollout, ...]:
     logprobs = np.zeros(len(mask), np.float32)
     logprobs[mask] = np.frombuffer(lazy.columns.logprobs, FLOAT)
     runs = zip(lazy.runs[::2], lazy.runs[1::2], strict=True)
-    generated_steps = b"".join([pack("<i", lazy.policy_step + offset) * n for offset, n in runs])
+    generated_steps = b"".join(
+        [pack("<i", lazy.policy_step + offset) * length for offset, length in runs]
+    )
     steps = np.full(len(mask), -1, np.int32)
     steps[mask] = np.frombuffer(generated_steps, INT)
     span_ends = [*accumulate(lazy.spans)]
-    ends = [span_ends[2 * num_turns - 1] for num_turns in accumulate(lazy.turns)]  # of rollouts
+    rollout_ends = [span_ends[2 * turns_so_far - 1] for turns_so_far in accumulate(lazy.turns)]
     rollouts: list[Rollout] = []
     start = 0  # position of the rollout's first token in the arrays
     start_byte = 0  # position of the rollout's first byte in the column `tokens`
-    for index, end in enumerate(ends):
+    for index, end in enumerate(rollout_ends):
         end_byte = start_byte + 4 * (end - start) - len(lazy.columns.prompt)
         content = lazy.columns.prompt + lazy.columns.tokens[start_byte:end_byte]
         ids = np.frombuffer(content, INT).astype(np.int32, copy=False)

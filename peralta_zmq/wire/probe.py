@@ -30,7 +30,8 @@ from peralta_zmq.wire.message_fields import (
 )
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
-PATIENCE_SECONDS = 3.0  # refusals are reported after this time; short, because a person waits
+# An error is raised if refusals last this long; short, because a person waits for bin/doctor.
+PATIENCE_SECONDS = 3.0
 POLL_SECONDS = 0.2  # interval of checks for `close`, a refused connection and the deadline
 MAX_REQUEST = 256 << 10  # bytes
 CHUNK = 64 << 10  # bytes of the payload of one request in a throughput measurement
@@ -54,7 +55,7 @@ class ProbeReply:
 
 
 def encode_probe_request(request: ProbeRequest, payload: bytes = b"") -> bytes:
-    """Encode a request; the server ignores the payload, which adds bytes to transfer."""
+    """Encode a request; the payload only makes it larger, the server ignores it."""
     return cast(bytes, msgpack.packb({"request": request, "payload": payload}))
 
 
@@ -179,7 +180,7 @@ class ProbeClient:
 
     def _send(self, frame: bytes, deadline: float) -> None:
         """Send a request. Raises WireError at the deadline (monotonic seconds)."""
-        self._wait(zmq.POLLOUT, deadline)  # a refused connection never becomes writable
+        self._wait(zmq.POLLOUT, deadline)  # `send` would block after a refusal
         self._socket.send_multipart([b"", frame])  # REP expects the empty delimiter of a REQ
 
     def _receive(self, deadline: float) -> ProbeReply:
