@@ -164,7 +164,8 @@ def test_keys_of_both_roles_are_checked(settings: list[str], tmp_path: Path) -> 
 def test_missing_key_names_the_keygen_command(settings: list[str], tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", "trainer")
     config = keyed(settings, tmp_path / "keys")
-    with pytest.raises(WireError, match=r"ann\.secret: No such file.*; make it with bin"):
+    message = r"ann\.secret cannot be read \(No such file.*make it with bin"
+    with pytest.raises(WireError, match=message):
         network_checks.check_keys(config, "generator", "ann")
     check = network_checks.check_keys(config, "trainer", "trainer")
     assert not check.ok and "keygen --generator.name NAME" in check.remedy
