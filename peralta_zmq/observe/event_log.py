@@ -23,7 +23,7 @@ from peralta_zmq.observe.metrics import JsonLines, Row
 FREQUENT = ("join", "leave", "worker_info", "silent", "mismatch")
 # Event -> lines per minute, generator and, for a drop, outcome. A generator may restart every 6 s
 # without omitted lines.
-LIMITS = {"drop": 1, "last_report": 100, **dict.fromkeys(FREQUENT, 10)}
+LIMITS = {"drop": 1, "last_report": 100, "exclude": 600, **dict.fromkeys(FREQUENT, 10)}
 MINUTE = 60.0  # seconds
 MAX_BYTES = 4 << 20  # size of all lines of one event in a run; about 30,000 joins
 MAX_COUNTS = 4096  # counters in a minute; beyond, generators share one counter per event
