@@ -31,6 +31,7 @@ FINAL_STATUS_SECONDS = 2.0  # timeout for the final statuses at the end of a run
 # Limits on the memory that a client with invented sender names can fill.
 MAX_LIVE = 4096  # live senders
 MAX_STARTS = 16  # live senders of one name: each is live for 30 s, so a restart every 2 s is fine
+MAX_IN_METRICS = 64  # generators in a row of metrics.jsonl, which is written in each step
 MAX_FINAL_STATUSES = 1 << 16  # senders whose final status is kept
 # Fields of a generator's status that become metrics.
 STATISTICS = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s", "step", "unscored")
@@ -115,6 +116,8 @@ class GeneratorRegistry:
         """
         name, fields = sender.rpartition("/")[0], {**_sender_fields(sender), "step": step}
         if sender not in self._last_message:
+            if worker_info is not None and len(self._last_message) >= MAX_LIVE:
+                return False  # before the search below, so that a flood of names costs little
             starts = {s: at for s, at in self._last_message.items() if s.startswith(f"{name}/")}
             if len(starts) >= MAX_STARTS:
                 without_group = starts.keys() - self._with_group
@@ -166,13 +169,15 @@ class GeneratorRegistry:
         self._run_log.event("leave", **_sender_fields(sender))
 
     def metrics(self, row: Mapping[str, float]) -> dict[str, float]:
-        """Metrics gen/NAME/STATISTIC of every live generator, from its newest status.
+        """Metrics gen/NAME/STATISTIC of live generators, from their newest statuses.
 
-        gen/NAME/step is the step of the generator's weights. `row` has the step of its trained
-        groups under the same name; the larger step is returned.
+        Of at most MAX_IN_METRICS senders; those that have sent a group come first. gen/NAME/step is
+        the step of the generator's weights. `row` has the step of its trained groups under the same
+        name; the larger step is returned.
         """
         metrics = dict[str, float]()
-        for sender in self.live():
+        senders = sorted(self.live(), key=lambda sender: sender not in self._with_group)
+        for sender in senders[:MAX_IN_METRICS]:
             if status := self.statuses.get(sender):
                 prefix = f"gen/{status.generator_id}/"
                 metrics |= {prefix + name: getattr(status, name) for name in STATISTICS}

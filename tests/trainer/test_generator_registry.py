@@ -152,6 +152,18 @@ def test_metrics_have_the_statistics_and_the_newest_step(
     }  # fmt: skip
 
 
+def test_metrics_are_bounded_and_prefer_senders_of_groups(
+    empty: GeneratorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator_registry, "MAX_IN_METRICS", 2)
+    for name in ("ann", "bob", "carl"):
+        status = replace(STATUS, generator_id=name)
+        empty._update({status.sender: status}, step=1)
+    assert empty.mark_alive(replace(STATUS, generator_id="carl").sender, step=1)  # for a group
+    names = {name.split("/")[1] for name in empty.metrics({})}
+    assert names == {"carl", "ann"}
+
+
 def test_silent_sender_leaves_once_after_the_trainer_received(
     registry: GeneratorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
