@@ -150,7 +150,7 @@ def _imported(main: Callable[..., int | None] | str) -> Callable[..., int | None
     """Return the function `main`; import it if `main` is a name.
 
     The garbage collector is off during the import and ignores the imported objects afterwards.
-    Torch creates so many objects that collections would take much of the start-up time.
+    Torch creates many objects, and each collection would scan all of them at the start.
     """
     if not isinstance(main, str):
         return main

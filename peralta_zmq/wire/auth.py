@@ -28,7 +28,7 @@ from peralta_zmq.errors import WireError
 TRAINER = "trainer"  # name of the trainer's key files
 PUBLIC, SECRET = ".public", ".secret"
 KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85, ZeroMQ's text encoding
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH  # mode bits: users besides the owner may write
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH  # mode bits: others than the owner can write
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by the ZAP specification
 DOMAIN = b"peralta"  # ZAP domain of the protected sockets
 POLL_SECONDS = 0.2  # interval at which the authenticator's thread checks for `close`
