@@ -15,11 +15,11 @@ be known before the first backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from peralta_zmq.learning.losses import LossResult, Tokens, of_rollouts
+from peralta_zmq.learning.losses import TokenLoss, Tokens, evaluate, of_rollouts
 from peralta_zmq.learning.step_metrics import Mismatch, mismatch_by
 
 # Mean of k3 = e^x - x - 1 per token, where x is the policy's logprob minus the generator's, clamped
@@ -31,28 +31,39 @@ MISMATCH, NOT_FINITE = "logprob mismatch", "loss not finite"  # reasons for an e
 EXCLUDED = "excluded/"  # a sum is named excluded/REASON/GROUP; `pop_excluded` removes it
 
 
-def exclude_unusable(
-    evaluate: Callable[[Tokens], LossResult],
-    tokens: Tokens,
-    groups: Sequence[str],
-    mismatch: Sequence[Mismatch],
-) -> tuple[LossResult | None, dict[str, str]]:
-    """The loss of a micro-batch's usable groups, and the excluded groups' reasons.
+def mismatched_groups(groups: Sequence[str], mismatch: Sequence[Mismatch]) -> dict[str, str]:
+    """The groups with a very large mismatch, each with MISMATCH as the reason.
 
-    The reasons are by group name. `evaluate` computes the loss of tokens, `groups` has the name of
-    each rollout's group, `mismatch` the mismatch of each rollout. The loss is None if no group is
-    usable. It can be not finite only if a logprob of the policy is not finite.
+    `groups` has the name of each rollout's group, and `mismatch` the mismatch of each rollout.
     """
     totals = mismatch_by(groups, mismatch)
-    excluded = {name: MISMATCH for name, total in totals.items() if total.mean > MAX_GROUP_KL}
-    result = _without(excluded, evaluate, tokens, groups)
-    if result is None or result.is_finite or not tokens.logprobs.isfinite().all():
-        return result, excluded
-    for name in [name for name in totals if name not in excluded]:
-        group_loss = _without(totals.keys() - {name}, evaluate, tokens, groups)
-        if group_loss is not None and not group_loss.is_finite:
-            excluded[name] = NOT_FINITE
-    return _without(excluded, evaluate, tokens, groups), excluded
+    return {name: MISMATCH for name, total in totals.items() if total.mean > MAX_GROUP_KL}
+
+
+def groups_without_finite_loss(
+    loss: TokenLoss, tokens: Tokens, groups: Sequence[str], excluded: Collection[str]
+) -> dict[str, str]:
+    """The groups, except the excluded ones, whose own loss or gradient is not finite.
+
+    Each has NOT_FINITE as the reason. `groups` has the name of each rollout's group.
+    """
+    names = dict.fromkeys(groups)
+    by_group = {name: without_groups(names.keys() - {name}, tokens, groups) for name in names}
+    return {
+        name: NOT_FINITE
+        for name, own_tokens in by_group.items()
+        if name not in excluded and own_tokens and not evaluate(loss, own_tokens).is_finite
+    }
+
+
+def without_groups(
+    excluded: Collection[str], tokens: Tokens, groups: Sequence[str]
+) -> Tokens | None:
+    """The tokens of all groups but the excluded ones; None if no group is left."""
+    if not excluded:
+        return tokens
+    keep = torch.tensor([name not in excluded for name in groups], device=tokens.logprobs.device)
+    return of_rollouts(tokens, keep) if keep.any() else None
 
 
 def summands(excluded: Mapping[str, str]) -> dict[str, float]:
@@ -71,18 +82,3 @@ def pop_excluded(sums: dict[str, float]) -> dict[str, str]:
         excluded[name] = reason
         del sums[key]
     return excluded
-
-
-def _without(
-    excluded: Collection[str],
-    evaluate: Callable[[Tokens], LossResult],
-    tokens: Tokens,
-    groups: Sequence[str],
-) -> LossResult | None:
-    """The loss without the tokens of the excluded groups; None if no token is left."""
-    if excluded:
-        keep = [name not in excluded for name in groups]
-        if not any(keep):
-            return None
-        tokens = of_rollouts(tokens, torch.tensor(keep, device=tokens.logprobs.device))
-    return evaluate(tokens)

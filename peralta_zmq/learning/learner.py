@@ -347,15 +347,19 @@ def _forward(
 
 
 def _backward(loss: TokenLoss, tokens: Tokens, groups: Sequence[str]) -> dict[str, Tensor | float]:
-    """Accumulate a micro-batch's gradients; returns its terms of the update's sums."""
+    """Compute a micro-batch's loss and gradients; returns its terms of the update's sums."""
     result, summands = None, dict[str, Tensor | float]()
     if tokens.mask.any():  # not a filler (packing.make_batches)
         by_rollout = step_metrics.rollout_mismatch(tokens)
-        result, unusable = exclusion.exclude_unusable(
-            partial(evaluate, loss), tokens, groups, by_rollout
-        )
+        excluded = exclusion.mismatched_groups(groups, by_rollout)
+        usable = exclusion.without_groups(excluded, tokens, groups)
+        result = usable and evaluate(loss, usable)
+        if result and not result.is_finite and tokens.logprobs.isfinite().all():
+            excluded |= exclusion.groups_without_finite_loss(loss, tokens, groups, excluded)
+            usable = exclusion.without_groups(excluded, tokens, groups)
+            result = usable and evaluate(loss, usable)
         summands |= step_metrics.mismatch_summands(tokens, groups, by_rollout)
-        summands |= exclusion.summands(unusable)
+        summands |= exclusion.summands(excluded)
     if result is None:  # ranks in lockstep must all run a backward pass
         (tokens.logprobs.sum() * 0.0).backward()
         return summands
