@@ -227,12 +227,6 @@ PLAIN = group_of([1, 0])
 GROUP = dataclasses.replace(PLAIN, rollouts=(*PLAIN.rollouts, long_rollout(), long_rollout()))
 
 
-def test_enforced_filter_removes_detected_rollouts() -> None:
-    stays, metrics = apply_filters([PLAIN, GROUP], [Filter("overlong", overlong, enforce=True)])
-    assert stays == [[True, True], [True, True, False, False]]
-    assert metrics == {"filter/overlong": 1 / 3, "filter/taken_out": 1 / 3}
-
-
 def test_filter_without_enforce_only_counts() -> None:
     stays, metrics = apply_filters([GROUP], [Filter("overlong", overlong)])
     assert stays == [[True] * 4]

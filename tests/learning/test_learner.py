@@ -62,18 +62,6 @@ def nan_loss(tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return tokens.logprobs.sum() * math.nan, {}
 
 
-def test_third_skipped_step_in_a_row_raises() -> None:
-    model = tiny_model()
-    before, learner = weights(model), tiny_learner(model, loss=nan_loss)
-    for step in (1, 2):
-        result = learner.learn(groups_of(step))
-        assert result.metrics["skipped"] == 1
-        assert result.skip_reason == "loss 'nan_loss' or its gradient is not finite"
-    with pytest.raises(TrainingError, match=r"^steps 1 to 3 had no finite gradient \(loss 'nan_l"):
-        learner.learn(groups_of(3))
-    assert identical(weights(model), before)
-
-
 def test_repeated_steps_may_all_be_skipped() -> None:
     learner = tiny_learner(tiny_model(), loss=nan_loss)
     for step in range(1, 5):
@@ -229,25 +217,6 @@ def test_restored_learner_has_its_reference(tmp_path: Path, sync_steps: int | No
     other = learner_with_reference(tiny_model(), sync_steps=sync_steps)
     other.restore(saved.step, saved.tensors)
     assert [other.learn(groups_of(step)).metrics["kl"] for step in range(3, 6)] == expected
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-def test_restored_learner_repeats_steps_bit_for_bit(tmp_path: Path, steps: int) -> None:
-    model = tiny_model(seed=1)
-    learner = tiny_learner(model)
-    for step in range(steps):
-        learner.learn(groups_of(step))
-    write_checkpoint(tmp_path, Checkpoint(steps, learner.state(), {}), run_id="run-1")
-    expected = [learner.learn(groups_of(step)).metrics["loss"] for step in range(10, 13)]
-
-    saved = newest(tmp_path, run_id="run-1")
-    assert saved is not None
-    other_model = tiny_model(seed=2)
-    other = tiny_learner(other_model)
-    other.restore(saved.step, saved.tensors)
-    assert [other.learn(groups_of(step)).metrics["loss"] for step in range(10, 13)] == expected
-    assert identical(weights(other_model), weights(model))
-    assert other.step == learner.step
 
 
 def test_restored_learner_has_the_same_random_state() -> None:

@@ -60,29 +60,15 @@ partial = functools.partial
     ("loss", "advantage", "expected"),
     [
         (reinforce, 0.75, 0.7125),  # .75 * (.5 + 1.2 + 2 + .1) / 4
-        (reinforce, -0.75, -0.7125),
         # ratios 1.105171, .818731, 12.182494, 1; with A > 0 the smaller: 1.05, .818731, 1.05, 1
         (partial(grpo, epsilon=0.05), 0.75, -0.734762),
-        # with A < 0 the larger: 1.105171, .95, 12.182494, 1; .75 * 15.237665 / 4
-        (partial(grpo, epsilon=0.05), -0.75, 2.857062),
-        # with c 3 the third is 3: .75 * (1.105171 + .95 + 3 + 1) / 4
+        # with A < 0 the larger, and with c 3 the third is 3: .75 * (1.105171 + .95 + 3 + 1) / 4
         (partial(grpo, epsilon=0.05, c_clip=3.0), -0.75, 1.135345),
-        (partial(grpo, epsilon=0.05, c_clip=3.0), 0.75, -0.734762),
-        # 1.105171, .818731, 1.2, 1 -> -.75 * 4.123902 / 4
-        (partial(grpo, epsilon=0.05, epsilon_high=0.2), 0.75, -0.773232),
-        # weights 1.02, .818731, 1.02, 1: .75 (.51 + .982477 + 2.04 + .1) / 4
-        (partial(reinforce, epsilon_high=0.02), 0.75, 0.681090),
         (importance, 0.75, 0.306574),
-        (partial(importance, kl_tau=0.1), 0.75, 0.310105),
         (partial(importance, ratio_type="sequence"), 0.75, 3.375),
-        # ratio (.75 + .1 (teacher - pi)): 1.105171 * .76, .818731 * .72, -, 1 * .74
-        # (.839930 * .5 + .589486 * 1.2 + .74 * .1) / 4
-        (partial(importance, teacher_tau=0.1), 0.75, 0.300337),
         (decoupled_ppo, 0.75, -0.958208),
-        (partial(decoupled_ppo, behav_imp_weight_cap=1.5), 0.75, -0.548232),
         # PPO on old, all weights 1: 1.105171, .818731, 1.2, 1 -> -.75 * 4.123902 / 4
         (partial(decoupled_ppo, use_decoupled_loss=False), 0.75, -0.773232),
-        (partial(decoupled_ppo, c_clip=3.0), -0.75, 1.573173),
         (grpo_kl, 0.75, -0.749964),
         (dppo, 0.75, -2.830874),
         # exp((.1 - .2 + 2.5 + 0) / 4) = 1.822119, clipped at 1.0004
@@ -94,22 +80,6 @@ def test_loss_matches_the_oracle(loss: Any, advantage: float, expected: float) -
     assert loss(oracle(advantage))[0].item() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("loss", "advantage", "expected"),
-    [
-        (reinforce, 0.75, [-0.1875] * 4),
-        # tokens 0 and 2 are above 1.05; the others get -.75 r / 4
-        (partial(grpo, epsilon=0.05), 0.75, [0, -0.153512, 0, -0.1875]),
-        # token 1 is below .95; the others get .75 r / 4
-        (partial(grpo, epsilon=0.05), -0.75, [0.207220, 0, 2.284218, 0.1875]),
-        (partial(grpo, epsilon=0.05, c_clip=3.0), -0.75, [0.207220, 0, 0, 0.1875]),
-        (importance, 0.75, [-0.207220, -0.153512, 0, -0.1875]),
-    ],
-)
-def test_gradient_matches_the_oracle(loss: Any, advantage: float, expected: list[float]) -> None:
-    assert gradient(loss, oracle(advantage)) == pytest.approx(expected, abs=1e-6)
-
-
 def test_k3_matches_the_oracle() -> None:
     # (.018731 + 0 + .106531 + .018731) / 4
     _, metrics = grpo_kl(oracle())
@@ -119,10 +89,6 @@ def test_k3_matches_the_oracle() -> None:
 def test_decoupled_without_prox_is_ppo_on_old_logprobs() -> None:
     # min of r and the clip at 1.2: 1.105171, .818731, 1.2, 1; .75 * 4.123902 / 4
     assert decoupled_ppo(oracle(prox=False))[0].item() == pytest.approx(-0.773232, abs=1e-6)
-
-
-def test_grpo_gradient_at_equal_weights_is_reinforce() -> None:
-    assert gradient(grpo, oracle(pi=MU)) == pytest.approx(gradient(reinforce, oracle(pi=MU)))
 
 
 @pytest.mark.parametrize(
