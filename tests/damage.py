@@ -1,9 +1,11 @@
-"""Ways in which a file can be damaged."""
+"""Damaged files, and arbitrary values for the fields of a message."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+from hypothesis import strategies as st
 
 
 def remove(file: Path) -> None:
@@ -31,3 +33,12 @@ def append(file: Path) -> None:
 
 
 CHANGES = (truncate, zero_tail, flip_bit, append)
+
+# Any value that msgpack can encode, for the fields of a message.
+ANY_VALUE = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers(-(2**63), 2**64 - 1)
+    | st.text(max_size=5) | st.binary(max_size=60),
+    lambda inner: st.lists(inner, max_size=4)
+    | st.dictionaries(st.text(max_size=3) | st.binary(max_size=3), inner, max_size=3),
+    max_leaves=10,
+)  # fmt: skip

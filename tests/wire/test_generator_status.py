@@ -11,6 +11,7 @@ from typing import Any
 import msgpack as partly_annotated_msgpack
 import pytest
 import zmq
+from damage import ANY_VALUE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_data import INCARNATION, RUN
@@ -192,12 +193,6 @@ def test_malformed_status_is_counted_and_dropped(
     assert not statuses
 
 
-ANY_VALUE = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=5)
-    | st.binary(max_size=9),
-    lambda inner: st.dictionaries(st.text(max_size=3) | st.binary(max_size=3), inner, max_size=3),
-    max_leaves=5,
-)  # fmt: skip
 DECODERS: dict[Callable[[bytes], Any], dict[str, Any]] = {
     generator_status.decode_generator_status: dataclasses.asdict(STATUS),
     announcements.decode_announcement: dataclasses.asdict(wire.Announcement(RUN)),

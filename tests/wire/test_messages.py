@@ -16,6 +16,7 @@ from typing import Any
 import msgpack as partly_annotated_msgpack
 import numpy as np
 import pytest
+from damage import ANY_VALUE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_data import RUN, VOCAB_SIZE, group_of, rollout_with
@@ -536,15 +537,6 @@ def test_100_000_mutated_messages_raise_only_wire_error() -> None:
         only_wire_error(rng.randbytes(rng.randint(0, 60)))
     growth = peak_memory() - before
     assert growth * 1024 < 50e6
-
-
-ANY_VALUE = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers(-(2**63), 2**64 - 1)
-    | st.text(max_size=5) | st.binary(max_size=60),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.text(max_size=3) | st.binary(max_size=3), inner, max_size=3),
-    max_leaves=10,
-)  # fmt: skip
 
 
 @given(fields=st.dictionaries(st.sampled_from(FIELDS), ANY_VALUE, min_size=1))

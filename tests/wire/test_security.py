@@ -459,17 +459,6 @@ def test_known_generators_refuses_one_key_with_two_names(folder: Path) -> None:
         known_generators(folder)
 
 
-def test_known_generators_omits_the_trainer(folder: Path) -> None:
-    assert set(known_generators(folder).values()) == {"ann", "bob"}
-    assert auth.TRAINER == "trainer" and GROUP.generator_id == "ann"
-
-
-def test_refusal_escapes_newlines_in_a_name() -> None:
-    with pytest.raises(WireError) as refused:
-        message_fields.check_owner("ann\ntrainer: forged line", "bob")
-    assert "\n" not in str(refused.value)
-
-
 def test_refusal_escapes_newlines_in_a_run_id(stack: ExitStack) -> None:
     opened = stack.enter_context(closing(receiver_at()))
     sender = sender_to(opened.address, stack)
