@@ -16,10 +16,6 @@ from peralta_zmq.config.sections import default_text, row_model_of
 from peralta_zmq.errors import ConfigError
 
 
-def test_load_without_arguments_gives_defaults() -> None:
-    assert load() == Config()
-
-
 def test_load_option_overrides_file_overrides_default(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("[train]\nmax_steps = 5\nwarmup_steps = 2\n")
     config = load("@", str(tmp_path / "a.toml"), "--train.warmup-steps", "3")
@@ -45,11 +41,6 @@ def test_weights_folder_defaults_to_run_folder() -> None:
     config = load("--run.dir", "/a", "--run.name", "b")
     assert (config.run_folder, config.weights_folder) == (Path("/a/b"), Path("/a/b/weights"))
     assert load("--weights.dir", "/nas/w").weights_folder == Path("/nas/w")
-
-
-def test_config_is_immutable() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        load().train.max_steps = 3
 
 
 def test_demo_file_differs_from_defaults_only_in_slots() -> None:

@@ -115,9 +115,3 @@ def test_unusable_file_is_refused_with_line_and_reason(write: Write, case: str) 
     assert error.startswith(f"'{path}' ")
     assert message in error
     assert not re.search(r"[\r\n]", error)
-
-
-def test_input_token_ids_may_replace_the_prompt(write: Write) -> None:
-    path = write("x.jsonl", '{"input_token_ids": [5, 0, 17], "a": "1"}\n{"q": "one", "a": "2"}')
-    rows = read_rows(path, prompt_column="q", answer_column="a")
-    assert rows == [(1, "", "5 0 17", "1"), (2, "one", "", "2")]

@@ -79,18 +79,6 @@ def test_scorer_repeats_tokens_shared_by_siblings() -> None:
 
 
 @torch.no_grad()
-def test_tokens_attend_to_their_own_sequence_only() -> None:
-    model, (tokens, scored) = tiny_model(), row()
-    scorer, other = Scorer(model), tokens.clone()
-    changed = [4, 5, 8, *range(9, 21)]  # all but the prompt and [3, 6, 7]
-    other[changed] = (tokens[changed] + 1) % VOCAB_SIZE
-    before, after = (scorer(each, TREES, scored) for each in (tokens, other))
-    seen = [SCORED.index(each) for each in (3, 6, 7)]
-    assert torch.equal(before[seen], after[seen])
-    assert int((before != after).sum()) == len(SCORED) - 3
-
-
-@torch.no_grad()
 def test_forward_pass_without_trees_is_unchanged() -> None:
     model, (tokens, scored) = tiny_model(), row()
     scorer, ids = Scorer(model), torch.tensor([[5, 9, 33, 0]])
