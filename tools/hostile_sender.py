@@ -1,28 +1,34 @@
-"""A sender that speaks the wire protocol and sends groups that the trainer must refuse."""
+"""A sender that speaks the wire protocol and sends groups that no trainer may learn from.
+
+INVALID groups break a limit of the message, so the decoder must refuse them. POISONED groups are
+within all limits: the trainer admits them to a batch, and must exclude them from the loss.
+"""
 
 from __future__ import annotations
 
 import json
 import random
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import TypeAlias, cast
 
 import msgpack
 import numpy as np
 
 from peralta_zmq import wire
-from peralta_zmq.observe.metrics import METRICS
+from peralta_zmq.observe.metrics import EVENTS, number, read_rows
 from peralta_zmq.rollout import Rollout, RolloutGroup
 from peralta_zmq.wire.auth import GeneratorKeys
-from tools.run_history import last_step
+from peralta_zmq.wire.group_rules import MIN_LOGPROB
 
 NAME = "hostile"  # of the sender
 NUM_PROMPT, NUM_GENERATED, NUM_ROLLOUTS = 8, 8, 4  # of a group within all limits
 FUTURE_STEPS = 1000
-CLOSE_SECONDS = 5.0  # in which libzmq connects and sends a group in the background
+CLOSE_SECONDS = 10.0  # in which libzmq connects and sends a group in the background
+SKEWED_LOGPROB = -60.0  # of all tokens of a group
 
 
 def group_within_limits(
@@ -63,9 +69,12 @@ def forge(frame: bytes, **columns: bytes) -> bytes:
     return content + zlib.crc32(content).to_bytes(4, "little")
 
 
-def _with_logprobs(group: RolloutGroup, logprob: float) -> bytes:
-    count = sum(rollout.num_generated for rollout in group.rollouts)
-    return forge(wire.encode_group(group), logprobs=np.full(count, logprob, "<f4").tobytes())
+def _with_logprobs(group: RolloutGroup, logprob: float, *, num_tokens: int | None = None) -> bytes:
+    """The group with another logprob of all generated tokens, or of the first `num_tokens`."""
+    frame = wire.encode_group(group)
+    logprobs = np.frombuffer(msgpack.unpackb(frame)["logprobs"], "<f4").copy()
+    logprobs[:num_tokens] = logprob
+    return forge(frame, logprobs=logprobs.tobytes())
 
 
 def _with_rewards(group: RolloutGroup, reward: float) -> bytes:
@@ -79,7 +88,8 @@ def _with_size(group: RolloutGroup, **sizes: int) -> bytes:
     return wire.encode_group(replace(large, **identity))
 
 
-ATTACKS: dict[str, Callable[[RolloutGroup], bytes]] = {
+Attack: TypeAlias = Callable[[RolloutGroup], bytes]
+INVALID: dict[str, Attack] = {
     "absurd logprobs": lambda group: _with_logprobs(group, -1e30),
     "NaN logprobs": lambda group: _with_logprobs(group, float("nan")),
     "infinite rewards": lambda group: _with_rewards(group, float("inf")),
@@ -87,13 +97,21 @@ ATTACKS: dict[str, Callable[[RolloutGroup], bytes]] = {
     "too many rollouts": lambda group: _with_size(group, num_rollouts=60),
     "too many tokens": lambda group: _with_size(group, num_generated=17_000),
 }
+# The mean mismatch of these groups is above MAX_GROUP_KL of learning/exclusion.py for any policy
+# that gives their tokens at least -50: 220 times, or 6 times with one of 32 tokens.
+POISONED: dict[str, Attack] = {
+    "skewed logprobs": lambda group: _with_logprobs(group, SKEWED_LOGPROB),
+    "one token of the least logprob": lambda group: _with_logprobs(
+        group, MIN_LOGPROB, num_tokens=1
+    ),
+}
 
 
 class HostileSender:
-    """Sends one invalid group at a time, each over a new connection, and logs it.
+    """Sends one INVALID or POISONED group at a time, each over a new connection, and logs it.
 
-    A valid group of weights that do not exist yet comes before it: the trainer then knows the
-    sender and counts its invalid groups. It drops the valid one as abandoned.
+    A valid group of weights that do not exist yet comes before an invalid one: the trainer then
+    knows the sender and records its invalid groups. It drops the valid one as abandoned.
     """
 
     def __init__(self, run_folder: Path, address: str, *, seed: int) -> None:
@@ -106,27 +124,40 @@ class HostileSender:
         self._sequence = 0
 
     def send(self, attack: str) -> bool:
-        """Send a group of one of ATTACKS; it is lost if the trainer is down for CLOSE_SECONDS.
+        """Send a group of this attack; it is lost if the trainer is down for CLOSE_SECONDS.
 
-        Returns False, without sending, before the first training step.
+        Returns False, without sending, before the first weights are published.
         """
-        newest_step = last_step(self._run_folder / METRICS)  # of an older one it would be stale
-        if newest_step == 0:
+        events = read_rows(self._run_folder / EVENTS)
+        published = [row for row in events if row.get("event") == "publish"]
+        if not published:
             return False
-        known = self._next("future weights", policy_step=newest_step + FUTURE_STEPS)
-        group = self._next(attack, policy_step=newest_step)
+        step, weights_id = int(number(published[-1], "step")), str(published[-1]["weights_id"])
+        if attack in POISONED:
+            frames = [POISONED[attack](self._next(attack, "excluded", step, weights_id))]
+        else:
+            known = self._next("future weights", "abandoned", step + FUTURE_STEPS, weights_id)
+            invalid = self._next(attack, "invalid", step, weights_id)
+            frames = [wire.encode_group(known), INVALID[attack](invalid)]
         sender = wire.RolloutSender(self._address, hwm=2, keys=self.keys)
-        for frame in (wire.encode_group(known), ATTACKS[attack](group)):
+        for frame in frames:
             sender.send(frame, timeout=0.0)
         sender.close(CLOSE_SECONDS)
         return True
 
-    def _next(self, attack: str, *, policy_step: int) -> RolloutGroup:
-        """A valid group with the next sequence, which is logged."""
+    def _next(self, attack: str, expected: str, policy_step: int, weights_id: str) -> RolloutGroup:
+        """A valid group with the next sequence, which is logged with its expected fate."""
         run_id = str(json.loads((self._run_folder / "RUN.json").read_bytes())["run_id"])
-        group = group_within_limits(run_id, policy_step=policy_step)
-        group = replace(group, incarnation=self._incarnation, sequence=self._sequence)
+        group = replace(
+            group_within_limits(run_id, policy_step=policy_step),
+            incarnation=self._incarnation,
+            sequence=self._sequence,
+            weights_id=weights_id,
+        )
         with self._log.open("a") as log:
-            log.write(f"hostile group={group.sender}/{group.sequence} attack={attack}\n")
+            log.write(
+                f"hostile group={group.sender}/{group.sequence} time={time.time():.3f} "
+                f"expected={expected} attack={attack}\n"
+            )
         self._sequence += 1
         return group

@@ -14,14 +14,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 from peralta_zmq.observe.metrics import Row, number
+from peralta_zmq.observe.run_state import SESSION_ENDS, SESSION_STARTS
+from tools.hostile_sender import CLOSE_SECONDS
 from tools.run_history import History, Key, Record, read_history
 
 IN_STEPS = ("trained", "no_signal")  # fates of groups in the batch of a training step
 RECORDED = (*IN_STEPS, "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid")
-HOSTILE_FATES = ("invalid", "abandoned")  # of the groups of tools.hostile_sender
-MIN_HOSTILE = 20  # groups of which some must arrive, although the trainer is killed at times
+# Fates of the groups of tools.hostile_sender, and what they are called in the report.
+HOSTILE_FATES = {
+    "invalid": "refused at decode",
+    "excluded": "excluded from the loss",
+    "abandoned": "abandoned, of future weights",
+    "stale": "poisoned but stale",
+    "in flight": "in flight at a kill or outage (not checked)",
+    "unaccounted": "unaccounted",
+}
+EXCLUSION_MINUTES = 10.0  # a soak of this length must exclude a group
+# A group must be recorded if the trainer took this number of steps, without a kill, while its
+# sender tried to deliver it: a step receives from every connection.
+DELIVERY_STEPS = 5
 # A silent connection is opened again after 10 s, then its groups are sent again.
 IN_FLIGHT_SECONDS = 15
 MAX_SHOWN = 5  # violations in one line
@@ -154,7 +168,7 @@ def accounts(history: History) -> Check:
     The trainer counts all groups of a sender whose last report it received; of another sender at
     least those up to the last one that arrived.
     """
-    fates, made = fates_of(history), history.logs.made.keys() | history.logs.hostile
+    fates, made = fates_of(history), history.logs.made.keys() | history.logs.hostile.keys()
     accounting = history.summary.get("accounting")
     if not isinstance(accounting, dict):
         return Check("P6", "accounting", ("the summary has none",))
@@ -199,20 +213,65 @@ def unexpected_ends(history: History) -> Check:
     return Check("ended", text, tuple(broken))
 
 
-def hostile_groups(history: History) -> Check:
-    """No promise: the groups of a hostile sender were dropped and counted, or did not arrive."""
-    hostile = history.logs.hostile
-    records = [record for record in history.journal if record.key in hostile]
-    fates = Counter(record.fate for record in records)
+def hostile_groups(history: History, *, minutes: float = 0.0) -> Check:
+    """No promise: every hostile group was refused or excluded, and no other group was excluded.
+
+    `minutes` is the length of the soak.
+    """
+    hostile, excluded = history.logs.hostile, _excluded(history)
+    fates = {key: _hostile_fate(history, key, excluded) for key in hostile}
     broken = [
-        f"{_shown(record.key)} is {record.fate}"
-        for record in records
-        if record.fate not in HOSTILE_FATES
+        f"{_shown(key)} is {fate}, not {hostile[key].expected}"
+        for key, fate in fates.items()
+        if fate not in (hostile[key].expected, "in flight")
+        and (fate, hostile[key].expected) != ("stale", "excluded")
     ]
-    if len(hostile) >= MIN_HOSTILE and not fates["invalid"]:
-        broken.append("none is invalid")
-    counted = ", ".join(f"{fates[fate]} {fate}" for fate in HOSTILE_FATES)
+    others = {name for name, _ in excluded} - {_shown(key) for key in hostile}
+    broken += [f"{name} is excluded, and its sender is not hostile" for name in sorted(others)]
+    counts = Counter(fates.values())
+    if minutes >= EXCLUSION_MINUTES and not counts["excluded"]:
+        broken.append("none is excluded from the loss")
+    counted = ", ".join(f"{counts[fate]} {text}" for fate, text in HOSTILE_FATES.items())
     return Check("hostile", f"{len(hostile)} groups sent: {counted}", tuple(broken))
+
+
+def _hostile_fate(history: History, key: Key, excluded: set[tuple[str, int]]) -> str:
+    """Fate of a hostile group: in the journal, or in a batch but excluded from its step's loss."""
+    record = next((record for record in history.journal if record.key == key), None)
+    if record is None:
+        is_due = _was_delivered(history, history.logs.hostile[key].time)
+        return "unaccounted" if is_due else "in flight"
+    if record.fate not in IN_STEPS:
+        return record.fate
+    if (_shown(key), record.step) in excluded:
+        return "excluded"
+    return record.fate if record.step <= _last_step(history) else "in flight"
+
+
+def _excluded(history: History) -> set[tuple[str, int]]:
+    """Names of the groups that were excluded from the loss of a step, and the step."""
+    return {
+        (name, int(number(row, "step")))
+        for row in _named(history, "exclude")
+        for name in cast("dict[str, str]", row["groups"])
+    }
+
+
+def _was_delivered(history: History, sent_at: float) -> bool:
+    """Whether a group sent at this time must have arrived and become durable.
+
+    True if the trainer took DELIVERY_STEPS steps before it was killed, ended or started, and
+    before the sender gave up.
+    """
+    boundaries = [
+        number(row, "time")
+        for row in history.events
+        if row.get("event") in (*SESSION_STARTS, *SESSION_ENDS)
+        or (row.get("event") == "killed" and row.get("worker") == "trainer")
+    ]
+    end = min((time for time in boundaries if time > sent_at), default=math.inf)
+    end = min(end, sent_at + CLOSE_SECONDS)
+    return sum(sent_at < number(row, "time") <= end for row in history.rows) >= DELIVERY_STEPS
 
 
 def _last_reports(history: History) -> dict[str, int]:

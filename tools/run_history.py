@@ -28,7 +28,8 @@ MADE = re.compile(
     r"made group=(\S+)/(\d+) step=(\d+) weights_id=(\w+)(?: newest=(\d+))?"
     r"(?: evaluation_step=(\d+))?"
 )
-LOST = re.compile(r"(lost|hostile) group=(\S+)/(\d+) ")
+LOST = re.compile(r"lost group=(\S+)/(\d+) ")
+HOSTILE = re.compile(r"hostile group=(\S+)/(\d+) time=([\d.]+) expected=(\w+) ")
 LOADED = re.compile(r"loaded version=(\d+) step=(\d+) weights_id=(\w+)")
 REFUSED = re.compile(r"refused (version=\d+)|unread (version=\d+).*does not verify")
 COMPLETE = "run complete"
@@ -59,6 +60,13 @@ class Load(NamedTuple):
     weights_id: str
 
 
+class HostileGroup(NamedTuple):
+    """A group that tools.hostile_sender has sent."""
+
+    time: float  # when it was sent, in seconds since 1970
+    expected: str  # its fate in promise_checker.hostile_groups
+
+
 @dataclass(slots=True)
 class Logs:
     """Content of the generators' logs."""
@@ -69,7 +77,7 @@ class Logs:
     newest: dict[Key, int] = field(default_factory=dict[Key, int])  # newest policy step in a group
     evaluating: set[Key] = field(default_factory=set[Key])  # made for an evaluation
     made_twice: list[Key] = field(default_factory=list[Key])
-    hostile: set[Key] = field(default_factory=set[Key])  # of tools.hostile_sender
+    hostile: dict[Key, HostileGroup] = field(default_factory=dict[Key, HostileGroup])
     lost: set[Key] = field(default_factory=set[Key])  # abandoned by the sender
     loads: list[Load] = field(default_factory=list[Load])
     refused: list[str] = field(default_factory=list[str])
@@ -143,9 +151,11 @@ def read_logs(files: Sequence[Path]) -> Logs:
     """Read the groups made and lost, and the versions loaded and refused, from generator logs."""
     logs = Logs()
     for file in files:
-        sender = ""
-        for line in file.read_text("utf-8", errors="replace").splitlines():
+        sender, text = "", file.read_text("utf-8", errors="replace")
+        for line in text.splitlines():
             sender = _read_line(line, sender, logs)
+        for match in HOSTILE.finditer(text):
+            logs.hostile[match[1], int(match[2])] = HostileGroup(float(match[3]), match[4])
     return logs
 
 
@@ -166,8 +176,7 @@ def _read_line(line: str, sender: str, logs: Logs) -> str:
         if match[6]:
             logs.evaluating.add(key)
     elif match := LOST.search(line):
-        keys = logs.lost if match[1] == "lost" else logs.hostile
-        keys.add((match[2], int(match[3])))
+        logs.lost.add((match[1], int(match[2])))
     elif match := LOADED.search(line):
         logs.loads.append(Load(int(match[1]), int(match[2]), match[3]))
     elif match := REFUSED.search(line):

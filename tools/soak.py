@@ -2,7 +2,8 @@
 
 `python -m tools.soak --minutes 30 --seed 7` trains the embedded model with three generators, each
 behind a link proxy, while workers are killed, frozen, disconnected, stopped and restarted, bits
-are flipped on the links, the disk of the weights fails, and a fourth sender sends invalid groups.
+are flipped on the links, the disk of the weights fails, and a fourth sender sends invalid and
+poisoned groups.
 Every second session of the trainer is with keys. Then the run finishes without faults and is
 checked. The disk is a mount: start the soak with `unshare --map-root-user --mount`.
 """
@@ -86,7 +87,7 @@ class FaultInjector:
             self._flip: 20,
             self._break_disk: 10,
             self._stop_generator: 4,
-            self._send_hostile: 12,
+            self._send_hostile: 20,
         }
 
     @property
@@ -175,7 +176,8 @@ class FaultInjector:
             self._end_later("stop", name, lambda group: group[name].resume())
 
     def _send_hostile(self, group: ProcessGroup) -> None:
-        attack = self._rng.choice(list(hostile_sender.ATTACKS))
+        attacks = self._rng.choice((hostile_sender.INVALID, hostile_sender.POISONED))
+        attack = self._rng.choice(list(attacks))
         if self._hostile.send(attack):
             self._record("fault", kind=f"{HOSTILE}{attack}", worker="trainer")
 
@@ -218,7 +220,7 @@ def soak(
     figures = figures_of(history)
     checks = [
         *check(history),
-        hostile_groups(history),
+        hostile_groups(history, minutes=minutes),
         unexpected_ends(history),
         check_kills(figures, minutes=minutes),
     ]

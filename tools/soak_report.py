@@ -78,7 +78,7 @@ def section(figures: Figures, checks: Sequence[Check], *, minutes: float, seed: 
         ("SIGKILLs", f"{kills.total()}: {kills['trainer']} trainer, {generators} generators"),
         ("flipped bits", _counts(faults, FLIP)),
         ("outages of the weights disk", _counts(faults, OUTAGE)),
-        ("invalid groups of a hostile sender", _counts(faults, HOSTILE)),
+        ("invalid and poisoned groups", _counts(faults, HOSTILE)),
         ("other faults", _counts(faults, "")),
         ("from a trainer's SIGKILL to its next step", f"median {recovery}"),
         ("training steps", f"{figures.steps}, the trainer started again {figures.resumes} times"),

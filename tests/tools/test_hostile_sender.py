@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sample_data import RUN
 from sockets import received, receiver_at
 
 from peralta_zmq import wire
-from peralta_zmq.observe.metrics import METRICS, JsonLines
+from peralta_zmq.learning.exclusion import MAX_GROUP_KL
+from peralta_zmq.observe.metrics import EVENTS, JsonLines
 from peralta_zmq.rollout import RolloutGroup
 from tools import hostile_sender
 from tools.hostile_sender import HostileSender
@@ -22,8 +25,9 @@ from tools.run_history import read_logs
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "logs").mkdir()
     (tmp_path / "RUN.json").write_text(json.dumps({"run_id": RUN}))
-    with JsonLines(tmp_path / METRICS) as metrics:
-        metrics.append({"step": 7})
+    with JsonLines(tmp_path / EVENTS) as events:
+        events.append_event("publish", step=6, weights_id="w6")
+        events.append_event("publish", step=7, weights_id="w7")
     return tmp_path
 
 
@@ -35,7 +39,9 @@ def sent(attack: str, folder: Path, receiver: wire.RolloutReceiver) -> RolloutGr
     assert group.policy_step == 7 and group.sequence == 1
     assert known.sender == group.sender and known.generator_id == hostile_sender.NAME
     logs = read_logs([folder / "logs" / "generator-hostile.log"])
-    assert logs.hostile == {(known.sender, 0), (known.sender, 1)} and not logs.made
+    fates = {key: group.expected for key, group in logs.hostile.items()}
+    assert fates == {(known.sender, 0): "abandoned", (known.sender, 1): "invalid"}
+    assert not logs.made
     return group
 
 
@@ -60,7 +66,28 @@ def test_hostile_group_has_another_size(
     assert len(rollouts) == num_rollouts and len(rollouts[0].token_ids) == num_tokens
 
 
-def test_hostile_sender_waits_for_the_first_step(folder: Path) -> None:
-    (folder / METRICS).unlink()
+@pytest.mark.parametrize("attack", hostile_sender.POISONED)
+def test_poisoned_group_is_within_all_limits_and_of_published_weights(
+    folder: Path, stack: ExitStack, attack: str
+) -> None:
+    limits = wire.GroupLimits(vocab_size=4, max_rollouts=4, max_tokens=16, max_generated=8)
+    receiver = stack.enter_context(closing(receiver_at(limits=limits)))
+    before = time.time()
+    assert HostileSender(folder, receiver.address, seed=7).send(attack)
+    group = received(receiver)
+    assert (group.policy_step, group.weights_id, group.sequence) == (7, "w7", 0)
+    assert group.has_signal and not receiver.refused
+    reported = np.concatenate([rollout.logprobs[rollout.loss_mask] for rollout in group.rollouts])
+    for logprob in (0.0, -2.0, -50.0):  # of the policy
+        log_ratio = np.clip(logprob - reported, -10, 10)
+        assert np.mean(np.exp(log_ratio) - log_ratio - 1) > MAX_GROUP_KL
+    logs = read_logs([folder / "logs" / "generator-hostile.log"])
+    ((key, logged),) = logs.hostile.items()
+    assert key == (group.sender, 0) and logged.expected == "excluded"
+    assert before - 0.001 <= logged.time <= time.time()
+
+
+def test_hostile_sender_waits_for_the_first_weights(folder: Path) -> None:
+    (folder / EVENTS).unlink()
     assert not HostileSender(folder, "tcp://127.0.0.1:9", seed=7).send("NaN rewards")
     assert not (folder / "logs" / "generator-hostile.log").exists()

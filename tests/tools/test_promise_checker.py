@@ -25,7 +25,7 @@ from peralta_zmq.config.training_sections import CurriculumSection, TrainSection
 from peralta_zmq.observe.metrics import JsonLines, Row
 from tools import promise_checker
 from tools.promise_checker import hostile_groups
-from tools.run_history import read_history, read_journal
+from tools.run_history import History, HostileGroup, Logs, read_history, read_journal
 
 INCARNATIONS = {"aa": b"\xaa" * 8, "bb": b"\xbb" * 8, "ee": b"\xee" * 8}
 A, B, HOSTILE = (f"ann/{incarnation.hex()}" for incarnation in INCARNATIONS.values())
@@ -242,27 +242,102 @@ def test_p3_reports_group_given_up_by_its_sender(tmp_path: Path) -> None:
     assert run.check(tmp_path) == {"P3": (f"{A}/3 was given up by its sender",)}
 
 
-def test_hostile_groups_are_counted_and_must_be_invalid(tmp_path: Path) -> None:
-    run = RecordedRun()
-    for sequence in (0, 1, 2):  # the last one did not arrive
-        run.log.append(f"hostile group={HOSTILE}/{sequence} attack=NaN rewards")
-    run.journal[2] += [("ee", 0, "invalid"), ("ee", 1, "invalid")]
-    run.accounting |= {"made": 9, "invalid": 2}
-    assert run.check(tmp_path / "refused") == {}
-    refused = hostile_groups(read_history(tmp_path / "refused"))
-    assert (refused.text, refused.broken) == ("3 groups sent: 2 invalid, 0 abandoned", ())
-    run.journal[2][-1] = ("ee", 1, "stale")
-    run.accounting |= {"invalid": 1, "stale": 2}
-    assert run.check(tmp_path / "admitted") == {}
-    admitted = hostile_groups(read_history(tmp_path / "admitted"))
-    assert admitted.broken == (f"{HOSTILE}/1 is stale",)
+# Hostile groups are refused or excluded from the loss.
 
 
-def test_hostile_groups_must_not_be_left_uncounted(tmp_path: Path) -> None:
+def hostile_line(sequence: int, expected: str, *, sent_at: float = 1.0) -> str:
+    return f"hostile group={HOSTILE}/{sequence} time={sent_at} expected={expected} attack=some kind"
+
+
+def test_excluded_and_refused_hostile_groups_break_no_promise(tmp_path: Path) -> None:
     run = RecordedRun()
-    run.log += [f"hostile group={HOSTILE}/{n} attack=NaN rewards" for n in range(20)]
+    fates = ("abandoned", "invalid", "excluded", "excluded", "invalid")  # the last does not arrive
+    run.log += [hostile_line(sequence, fate) for sequence, fate in enumerate(fates)]
+    run.journal[2] += [("ee", 0, "abandoned"), ("ee", 1, "invalid"), ("ee", 2, 1)]
+    run.journal[3].append(("ee", 3, "stale"))
+    exclusion: Row = {"event": "exclude", "step": 2, "groups": {f"{HOSTILE}/2": "mismatch"}}
+    run.events += [exclusion, exclusion]  # the trainer was killed and has repeated the step
+    run.accounting |= {"made": 11, "trained": 7, "stale": 2, "abandoned": 1, "invalid": 1}
     assert run.check(tmp_path) == {}
-    assert hostile_groups(read_history(tmp_path)).broken == ("none is invalid",)
+    result = hostile_groups(read_history(tmp_path), minutes=30)
+    assert result.text == (
+        "5 groups sent: 1 refused at decode, 1 excluded from the loss, 1 abandoned, of future "
+        "weights, 1 poisoned but stale, 1 in flight at a kill or outage (not checked), "
+        "0 unaccounted"
+    )
+    assert result.broken == ()
+
+
+@pytest.mark.parametrize(("expected", "fate", "broken"), [
+    ("excluded", 1, "trained, not excluded"),  # in the loss of step 2
+    ("excluded", "invalid", "invalid, not excluded"),
+    ("invalid", 1, "trained, not invalid"),
+    ("invalid", "stale", "stale, not invalid"),
+    ("abandoned", 1, "trained, not abandoned"),
+])  # fmt: skip
+def test_hostile_group_with_another_fate_is_reported(
+    tmp_path: Path, expected: str, fate: int | str, broken: str
+) -> None:
+    run = RecordedRun()
+    run.log.append(hostile_line(0, expected))
+    run.journal[2].append(("ee", 0, fate))
+    # An exclusion from another step does not count.
+    run.events.append({"event": "exclude", "step": 3, "groups": {f"{HOSTILE}/0": "mismatch"}})
+    run.check(tmp_path)
+    result = hostile_groups(read_history(tmp_path))
+    assert result.broken == (f"{HOSTILE}/0 is {broken}",)
+
+
+@pytest.mark.parametrize(("sent_at", "events", "fate"), [
+    (11.0, {}, "unaccounted"),
+    (11.0, {16.5: "killed"}, "unaccounted"),  # after five steps
+    (11.0, {15.5: "killed"}, "in flight"),  # after four
+    (11.0, {15.5: "complete"}, "in flight"),
+    (5.5, {}, "unaccounted"),
+    (1.5, {}, "in flight"),  # the sender gave up at 11.5 s, before the second step
+    (11.0, {9.0: "killed", 11.5: "resume"}, "in flight"),  # the trainer was down
+    (11.0, {9.0: "killed", 10.5: "resume"}, "unaccounted"),
+])  # fmt: skip
+def test_hostile_group_without_record_must_have_been_in_flight(
+    sent_at: float, events: dict[float, str], fate: str
+) -> None:
+    timeline = {0.0: "start", **events}
+    sender = (HOSTILE, 0)
+    history = History(
+        max_steps=10,
+        max_off_policy_steps=4,
+        rows=[{"step": step, "time": 10.0 + step} for step in range(1, 11)],
+        events=[
+            *({"event": name, "worker": "trainer", "time": at} for at, name in timeline.items()),
+            {"event": "killed", "worker": "generator-0", "time": 11.5},
+        ],
+        summary={},
+        journal=[],
+        logs=Logs(hostile={sender: HostileGroup(sent_at, "invalid")}),
+    )
+    result = hostile_groups(history)
+    is_due = fate == "unaccounted"
+    assert result.broken == ((f"{HOSTILE}/0 is unaccounted, not invalid",) if is_due else ())
+    assert f"{1 - is_due} in flight at a kill" in result.text
+    assert result.text.endswith(f", {int(is_due)} unaccounted")
+
+
+@pytest.mark.parametrize(("minutes", "broken"), [
+    (9, ()), (10, ("none is excluded from the loss",)),
+])  # fmt: skip
+def test_long_soak_must_exclude_a_hostile_group(
+    tmp_path: Path, minutes: float, broken: tuple[str, ...]
+) -> None:
+    RecordedRun().check(tmp_path)
+    assert hostile_groups(read_history(tmp_path), minutes=minutes).broken == broken
+
+
+def test_excluded_group_of_a_sender_that_is_not_hostile_is_reported(tmp_path: Path) -> None:
+    run = RecordedRun()
+    run.events.append({"event": "exclude", "step": 2, "groups": {f"{A}/2": "loss not finite"}})
+    assert run.check(tmp_path) == {}
+    broken = hostile_groups(read_history(tmp_path)).broken
+    assert broken == (f"{A}/2 is excluded, and its sender is not hostile",)
 
 
 DROPPED = ("stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid")

@@ -78,7 +78,7 @@ def test_section_is_written_between_its_markers(tmp_path: Path) -> None:
     assert "median 3.8 s, at most 5.5 s" in text
     assert "| flipped bits | 1 x statuses, with keys |" in text
     assert "| outages of the weights disk | 1 x away; 1 x full, with a restart |" in text
-    assert "| invalid groups of a hostile sender | 1 x NaN rewards |" in text
+    assert "| invalid and poisoned groups | 1 x NaN rewards |" in text
     assert "| other faults | 2 x freeze |" in text
     assert "FAIL  P1 torn 0: version=2 refused" in text
     assert "old" not in text
