@@ -295,7 +295,7 @@ def test_doctor_of_a_generator_reaches_a_running_trainer(machine: Machine) -> No
         assert text in doctor.printed
     doctor = machine.start("doctor", "--role", "trainer")
     assert doctor.wait() == 0, doctor.printed
-    assert "the trainer of run run has" in doctor.printed
+    assert "the running trainer of run run uses the ports" in doctor.printed
     trainer.process.terminate()
     assert trainer.wait() == 0, trainer.printed
     assert not list((machine.run / "weights").glob("doctor-*"))

@@ -101,9 +101,11 @@ class MemoryWatch:
     def now(self) -> int:
         """Resident memory in bytes; 0 if the process has ended."""
         try:
-            return psutil.Process(self._process.pid).memory_info().rss
+            memory = psutil.Process(self._process.pid).memory_info().rss
         except psutil.Error:
             return 0
+        self.peak = max(self.peak, memory)
+        return memory
 
     def __enter__(self) -> MemoryWatch:
         self._thread.start()
@@ -115,9 +117,7 @@ class MemoryWatch:
 
     def _watch(self) -> None:
         while not self._ended.wait(0.02):
-            memory = self.now
-            self.peak = max(self.peak, memory)
-            if memory > MAX_MEMORY:
+            if self.now > MAX_MEMORY:
                 self._process.kill()
                 self.was_killed = True
 
@@ -221,8 +221,8 @@ def measure(
         usual_growth = (start.disk - before.disk) / quiet_seconds * seconds
         return Cost(
             sent=sent,
-            peak=watch.peak - memory,
             kept=watch.now - memory,
+            peak=watch.peak - memory,  # read last: `now` updates it
             disk=stop.disk - start.disk - usual_growth,
             speed=(stop.steps - start.steps) / seconds / speed_before,
             end=end,
