@@ -3,7 +3,9 @@
 A trainer holds the publishing lease, so that no second trainer publishes to the folder. A process
 that reads a version marks it, so that the trainer does not remove it meanwhile. Leases and marks
 expire, because a killed process leaves its files behind. The age of a file is the difference of two
-mtimes in the folder, because the clocks of two machines on one NAS may differ.
+mtimes in the folder, because the clocks of two machines on one NAS may differ. A lease also expires
+if it is not renewed while this process waits: its mtime may be in the future, because the clock of
+the NAS was set back.
 """
 
 from __future__ import annotations
@@ -12,20 +14,16 @@ import contextlib
 import json
 import os
 import socket
+import time
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, cast
-
-import psutil
 
 from peralta_zmq.atomic_files import MALFORMED, PROCESS_TAG, read_chunks, replace_file, sweep
 
 LEASE, READ_MARK = ".lease-", ".reading-"  # beginnings of the file names
 LEASE_SECONDS = 30.0  # until a lease that is not renewed expires; trainers renew every 10 s
 READ_MARK_SECONDS = 3600.0  # until a read mark expires
-# Two reads of one process's start time may differ by this: Linux computes it from the boot time,
-# which is rounded to seconds and changes when the clock is set.
-START_TOLERANCE_SECONDS = 5.0
 
 
 class FolderLeases:
@@ -38,6 +36,9 @@ class FolderLeases:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._lease: Path | None = None  # file of this process's lease
+        # Lease of another process -> its mtime, and when this process first read this mtime, in
+        # monotonic seconds.
+        self._mtimes: dict[Path, tuple[float, float]] = {}
 
     def acquire(self) -> str | None:
         """Acquire the publishing lease; returns None, or the trainer that has it already.
@@ -48,8 +49,7 @@ class FolderLeases:
         if self._folder is None:
             return None
         self._lease = self._folder / f"{LEASE}{os.getpid()}-{PROCESS_TAG}"
-        started = psutil.Process().create_time()
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
+        owner = {"host": socket.gethostname(), "pid": os.getpid()}
         replace_file(self._lease, json.dumps(owner).encode())
         if holder := self.holder(now=self._lease.stat().st_mtime):
             self._lease.unlink(missing_ok=True)
@@ -81,9 +81,17 @@ class FolderLeases:
         for lease in self._other_leases(self._folder) if self._folder else ():
             with contextlib.suppress(FileNotFoundError, *MALFORMED):
                 owner = cast("dict[str, Any]", json.loads(b"".join(read_chunks(lease))))
-                if now - lease.stat().st_mtime < LEASE_SECONDS and _may_be_running(owner):
+                if self._is_renewed(lease, now) and _may_be_running(owner):
                     return f"pid {owner['pid']} on {owner['host']}"
         return None
+
+    def _is_renewed(self, lease: Path, now: float) -> bool:
+        """Whether a lease was renewed within LEASE_SECONDS, by mtimes and by this process's clock."""
+        mtime, read_at = lease.stat().st_mtime, time.monotonic()
+        if self._mtimes.get(lease, (None, 0.0))[0] != mtime:
+            self._mtimes[lease] = mtime, read_at
+        unchanged_seconds = read_at - self._mtimes[lease][1]
+        return max(now - mtime, unchanged_seconds) < LEASE_SECONDS
 
     def _other_leases(self, folder: Path) -> list[Path]:
         """Files of the leases of other processes, valid or expired."""
@@ -141,18 +149,18 @@ class FolderLeases:
 def _may_be_running(owner: Mapping[str, Any]) -> bool:
     """Whether the owner of a lease is another process, which may still be running.
 
-    False only for this process and for processes of this machine that have ended. The start time
-    distinguishes a process from a later process with the same pid.
+    False only for this process and for processes of this machine that have ended. True also if a
+    later process has the pid: the lease then expires, because that process does not renew it. (The
+    start time of a process would not distinguish them safely: on Linux, psutil computes it from the
+    clock, which may be set while the process runs.)
     """
+    pid = int(owner["pid"])
     if owner["host"] != socket.gethostname():
         return True
-    pid = int(owner["pid"])
-    if pid == os.getpid():
-        return False
     try:
-        started = psutil.Process(pid).create_time()
-    except psutil.NoSuchProcess:
+        os.kill(pid, 0)  # only checks whether the process exists
+    except ProcessLookupError:
         return False
-    except psutil.Error:  # the process belongs to another user
+    except PermissionError:  # it belongs to another user
         return True
-    return abs(started - float(owner["started"])) < START_TOLERANCE_SECONDS
+    return pid != os.getpid()

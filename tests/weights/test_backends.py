@@ -71,18 +71,41 @@ def test_lease_that_expired_or_of_a_dead_process_is_replaced(
     assert not (tmp_path / ".lease-other").exists()
 
 
-def test_lease_of_a_reused_process_number_is_replaced(tmp_path: Path, stack: ExitStack) -> None:
+def test_lease_of_a_live_process_is_valid_after_the_clock_was_set(
+    tmp_path: Path, stack: ExitStack
+) -> None:
     store = WeightStore.open(tmp_path)
     process = stack.enter_context(subprocess.Popen(["sleep", "60"]))
     stack.callback(process.kill)
-    started = psutil.Process(process.pid).create_time()
-    write = partial(write_lease, tmp_path, pid=process.pid, host=socket.gethostname(), age=0)
-    write(started=started)
+    started = psutil.Process(process.pid).create_time() - 3600  # by the clock before it was set
+    write = partial(write_lease, tmp_path, pid=process.pid, host=socket.gethostname())
+    write(age=0, started=started)
     with pytest.raises(OutageError, match=rf"another trainer \(pid {process.pid} on "):
         store.claim("run")
-    write(started=started - 60)
+    write(age=60, started=started)  # the process is another one with the same number
     store.claim("run")
     assert store.run_id == "run"
+
+
+def test_lease_from_the_future_expires_if_it_is_not_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, store = time.monotonic(), WeightStore.open(tmp_path)
+
+    def is_refused(*, after: float) -> bool:
+        monkeypatch.setattr(time, "monotonic", lambda: now + after)
+        try:
+            store.claim("run")
+        except OutageError:
+            return True
+        return False
+
+    write_lease(tmp_path, age=-3600)
+    assert is_refused(after=0) and is_refused(after=29)
+    write_lease(tmp_path, age=-3610)  # its trainer is running
+    assert is_refused(after=35) and is_refused(after=64)
+    assert not is_refused(after=66)
+    assert not (tmp_path / ".lease-other").exists()
 
 
 def test_trainer_whose_lease_was_taken_over_publishes_nothing(store: WeightStore) -> None:
