@@ -1,9 +1,10 @@
 """events.jsonl of a run, with limits on the events that other machines can cause.
 
 A generator that restarts again and again, for example, causes events without end. LIMITS lists
-these events, each with its maximum number of lines per minute and generator. Further events of the
-generator are only counted. After the minute, one line has the fields of the newest omitted event
-and, as `count`, the number of omitted events. A line without `count` stands for one event.
+these events, each with its maximum number of lines per minute and generator; an event that names no
+generator has one limit. Further events are only counted. After the minute, one line has the fields
+of the newest omitted event and, as `count`, the number of omitted events. A line without `count`
+stands for one event.
 
 If no keys are configured, a client can also use any number of generator names. Therefore all lines
 of one event together take at most MAX_BYTES in a run.
@@ -23,7 +24,11 @@ from peralta_zmq.observe.metrics import JsonLines, Row
 FREQUENT = ("join", "leave", "worker_info", "silent", "mismatch")
 # Event -> lines per minute, generator and, for a drop, outcome. A generator may restart every 6 s
 # without omitted lines.
-LIMITS = {"drop": 1, "last_report": 100, "exclude": 600, **dict.fromkeys(FREQUENT, 10)}
+LIMITS = {
+    **dict.fromkeys(FREQUENT, 10),
+    **dict.fromkeys(("exclude", "skip"), 600),  # at most one per step
+    **{"drop": 1, "last_report": 100, "pool_refilled": 10},
+}
 MINUTE = 60.0  # seconds
 MAX_BYTES = 4 << 20  # size of all lines of one event in a run; about 30,000 joins
 MAX_COUNTS = 4096  # counters in a minute; beyond, generators share one counter per event

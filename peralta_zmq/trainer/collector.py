@@ -275,8 +275,7 @@ class Curriculum:
             self.next_sample_index = max(self.next_sample_index, group.sample_index + 1)
         if outcome in (*ADMITTED, "filtered"):
             num_returned = self.pools.update(group.problem_id, group.mean_reward)
-            if num_returned:
-                self.run_log.event("pool_refilled", problems=num_returned)
+            if num_returned and self.run_log.event("pool_refilled", problems=num_returned):
                 self.run_log.note(
                     "no problem is left between curriculum.hard_threshold and easy_threshold; "
                     f"all {num_returned} are sampled again"

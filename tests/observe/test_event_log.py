@@ -69,7 +69,19 @@ def test_names_above_the_limit_share_one_count(
     assert written(tmp_path, "drop")[-1]["count"] == 2
 
 
-@pytest.mark.parametrize("event", ["join", "mismatch", "silent"])
+@pytest.mark.parametrize("event", ["exclude", "skip", "pool_refilled"])
+def test_events_without_a_generator_are_limited_per_minute(
+    tmp_path: Path, wait: Callable[[float], None], event: str
+) -> None:
+    with JsonLines(tmp_path / EVENTS) as file, EventLog(file, []) as events:
+        num_written = sum(events.append(event, step=number) for number in range(1000))
+        assert num_written == len(written(tmp_path, event)) == LIMITS[event]
+        wait(MINUTE)
+        events.flush()
+    assert written(tmp_path, event)[-1]["count"] == 1000 - num_written
+
+
+@pytest.mark.parametrize("event", ["join", "mismatch", "silent", "skip", "pool_refilled"])
 def test_lines_of_one_event_are_bounded_in_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, event: str
 ) -> None:
