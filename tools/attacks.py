@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -24,15 +25,15 @@ from peralta_zmq.weights.version import WEIGHTS_FILE, folder_name
 from peralta_zmq.wire.auth import GeneratorKeys, use_keys
 from peralta_zmq.wire.message_fields import encode_fields
 from tools.hostile_sender import NAME, group_within_limits
+from tools.link_proxy import LinkProxy
 
 SEND_SECONDS = 30.0
 STUCK_SECONDS = 3.0  # without progress of a send, until the attack ends
 LOAD_SECONDS = 10.0  # in which generators find and copy a version
 QUEUE = 1000  # messages in the sender's queue
+LARGE = 15 << 20  # bytes
 ROLLOUTS, ANNOUNCEMENTS, STATUSES = range(3)  # by position of the port
-# ZMTP 3.0: greeting with mechanism NULL, and the command READY of a socket type.
-GREETING = b"\xff" + bytes(7) + b"\1\x7f\3\0NULL" + bytes(48)
-READY = b"\4\x1a\5READY\x0bSocket-Type\0\0\0\4XPUB"
+PORTS = "groups", "announcements", "statuses"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,37 @@ class Client:
         """A ZeroMQ socket that is connected to a port of the trainer, 0 to 3."""
         opened = self.stack.enter_context(zmq.Context.instance().socket(kind))
         for option, value in (
-            (zmq.LINGER, 0), (zmq.SNDHWM, queue), (zmq.IMMEDIATE, 1),
+            (zmq.LINGER, 0), (zmq.SNDHWM, queue), (zmq.IMMEDIATE, int(kind == zmq.PUSH)),
             (zmq.SNDTIMEO, int(1000 * STUCK_SECONDS)), (zmq.RCVTIMEO, int(1000 * STUCK_SECONDS)),
         ):  # fmt: skip
             opened.setsockopt(option, value)
         use_keys(opened, self.keys)
         opened.connect(f"tcp://127.0.0.1:{self.target.port + port}")
+        return opened
+
+    def open_sender(self, port: int) -> zmq.Socket[bytes]:
+        """A socket from which the trainer receives messages on a port, 0 to 2.
+
+        An XPUB sends only to peers that have subscribed, which the trainer does on the port of the
+        statuses only. A proxy leads the connection there first and then to the announcements:
+        libzmq keeps the subscription. Raises zmq.Again if the trainer refuses the connection.
+        """
+        if port == ROLLOUTS:
+            return self.open(zmq.PUSH, ROLLOUTS)
+        if port == STATUSES:
+            return self._open_subscribed()
+        proxy = self.stack.enter_context(LinkProxy(self.target.port, kernel_buffer=1 << 20))
+        opened = replace(self, target=replace(self.target, port=proxy.port))._open_subscribed()
+        proxy.target -= STATUSES - ANNOUNCEMENTS
+        proxy.reset()
+        opened.recv()  # an announcement
+        return opened
+
+    def _open_subscribed(self) -> zmq.Socket[bytes]:
+        """An XPUB socket to the port of the statuses, after the trainer has subscribed."""
+        opened = self.open(zmq.XPUB, STATUSES)
+        opened.setsockopt(zmq.XPUB_NODROP, 1)  # wait for room in the queue instead
+        opened.recv()
         return opened
 
     def connect(self, port: int) -> socket.socket:
@@ -74,9 +100,10 @@ class Client:
         return connection
 
 
-def _send(opened: zmq.Socket[bytes], frames: Iterable[bytes]) -> int:
+def _send(client: Client, port: int, frames: Iterable[bytes]) -> int:
     ends, count = time.monotonic() + SEND_SECONDS, 0
     with suppress(zmq.Again):
+        opened = client.open_sender(port)
         for frame in frames:
             if time.monotonic() > ends:
                 break
@@ -86,13 +113,7 @@ def _send(opened: zmq.Socket[bytes], frames: Iterable[bytes]) -> int:
 
 
 def _send_statuses(client: Client, statuses: Iterable[wire.GeneratorStatus]) -> int:
-    opened = client.open(zmq.XPUB, STATUSES)
-    opened.setsockopt(zmq.XPUB_NODROP, 1)  # wait for room in the queue instead
-    try:
-        opened.recv()  # the trainer has subscribed
-    except zmq.Again:
-        return 0
-    return _send(opened, map(encode_fields, statuses))
+    return _send(client, STATUSES, map(encode_fields, statuses))
 
 
 def nothing(client: Client, count: int) -> int:
@@ -121,7 +142,7 @@ def stale_groups(client: Client, count: int) -> int:
     """Groups of the run's first weights."""
     group = replace(group_within_limits(client.target.run_id), incarnation=os.urandom(8))
     frames = (wire.encode_group(replace(group, sequence=n)) for n in range(count))
-    return _send(client.open(zmq.PUSH, ROLLOUTS), frames)
+    return _send(client, ROLLOUTS, frames)
 
 
 def huge_group(client: Client, count: int) -> int:
@@ -130,7 +151,7 @@ def huge_group(client: Client, count: int) -> int:
         client.target.run_id, num_rollouts=60, num_generated=16_992, policy_step=client.target.step
     )
     frames = (wire.encode_group(replace(group, incarnation=os.urandom(8))) for _ in range(count))
-    return _send(client.open(zmq.PUSH, ROLLOUTS), frames)
+    return _send(client, ROLLOUTS, frames)
 
 
 def idle_connections(client: Client, count: int) -> int:
@@ -147,34 +168,30 @@ def idle_page_connections(client: Client, count: int) -> int:
     return count
 
 
-def large_subscriptions(client: Client, count: int) -> int:
-    """Subscriptions of 15 MiB to announcements, each on a connection of its own."""
-    for _ in range(count):
-        opened = client.open(zmq.SUB, ANNOUNCEMENTS)
-        opened.subscribe(os.urandom(8) + bytes(15 << 20))
+def refused_subscriptions(client: Client, count: int, *, size: int) -> int:
+    """Subscriptions to announcements as of a SUB, which the trainer refuses in the handshake.
+
+    At most six connections; `size` is in bytes.
+    """
+    opened = [client.open(zmq.SUB, ANNOUNCEMENTS, queue=0) for _ in range(min(count, 6))]
+    for n in range(count):
+        opened[n % len(opened)].subscribe(os.urandom(8) + bytes(size - 8))
     return count
 
 
-def many_subscriptions(client: Client, count: int) -> int:
-    """Subscriptions of 200 bytes to announcements on one connection."""
-    opened = client.open(zmq.SUB, ANNOUNCEMENTS, queue=0)  # a full queue drops subscriptions
-    for _ in range(count):
-        opened.subscribe(os.urandom(200))
-    return count
-
-
-def sent_to_announcements(client: Client, count: int) -> int:
-    """Messages of 200 bytes to the port of the announcements, sent as its subscribers could."""
-    connection = client.connect(client.target.port + ANNOUNCEMENTS)
-    connection.settimeout(STUCK_SECONDS)
-    frames = b"".join(b"\0\xc8" + bytes(200) for _ in range(1000))
+def large_messages(client: Client, count: int) -> int:
+    """Messages of 15 MiB to the three ports, each on a connection of its own."""
     sent = 0
-    with suppress(OSError):
-        connection.sendall(GREETING + READY)
-        while sent < count:
-            connection.sendall(frames)
-            sent += 1000
+    with suppress(zmq.Again):
+        for n in range(count):
+            client.open_sender(n % len(PORTS)).send(bytes(LARGE))
+            sent += 1
     return sent
+
+
+def small_messages(client: Client, count: int, *, port: int) -> int:
+    """Messages of 200 bytes to a port, on one connection."""
+    return _send(client, port, (bytes(200) for _ in range(count)))
 
 
 def version_with_large_file(client: Client, count: int) -> int:
@@ -210,8 +227,14 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
     "a group of 60 rollouts of 17,000 tokens": (huge_group, 1),
     "2,000 idle connections to the four ports": (idle_connections, 2000),
     "2,000 idle connections to the dashboard": (idle_page_connections, 2000),
-    "a subscription of 15 MiB": (large_subscriptions, 1),
-    "six subscriptions of 15 MiB": (large_subscriptions, 6),
-    "400,000 subscriptions of 200 bytes": (many_subscriptions, 400_000),
-    "400,000 messages of 200 bytes to that port": (sent_to_announcements, 400_000),
-}
+    "a subscription of 15 MiB, refused": (partial(refused_subscriptions, size=LARGE), 1),
+    "six subscriptions of 15 MiB, refused": (partial(refused_subscriptions, size=LARGE), 6),
+    "400,000 subscriptions of 200 bytes, refused": (
+        partial(refused_subscriptions, size=200), 400_000,
+    ),
+    "18 messages of 15 MiB to groups, announcements, statuses": (large_messages, 18),
+    **{
+        f"400,000 messages of 200 bytes to {name}": (partial(small_messages, port=port), 400_000)
+        for port, name in enumerate(PORTS)
+    },
+}  # fmt: skip

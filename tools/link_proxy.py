@@ -13,17 +13,19 @@ NUM_PORTS = 4  # that a trainer listens on
 # Below the ephemeral range of the kernel: a restarted trainer finds its ports free, and no
 # generator that reconnects in a loop is connected to itself.
 PORTS = range(20_000, 32_000)
-KERNEL_BUFFER = 16 << 10  # bytes; larger ones would hide the sender's backpressure
+KERNEL_BUFFER = 16 << 10  # bytes; larger ones are faster, but hide the sender's backpressure
 
 
 class LinkProxy:
     """Forwards four local ports, from `port` on, to the four ports from `target` on.
 
     While the link is cut no byte passes and no connection is closed, as with a cable pulled out;
-    bytes already received are forwarded after `restore`. Use with `with`.
+    bytes already received are forwarded after `restore`. New connections go to the current value of
+    `target`. Use with `with`.
     """
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int, *, kernel_buffer: int = KERNEL_BUFFER) -> None:
+        self.target, self._kernel_buffer = target, kernel_buffer
         self._is_up = threading.Event()
         self._is_up.set()
         self._connections: set[socket.socket] = set()
@@ -31,7 +33,7 @@ class LinkProxy:
         self._flips: dict[int, int] = {}  # by port, from 0: number of bits before the flipped one
         self._listening = listening_ports()
         self._threads = [
-            threading.Thread(target=self._accept, args=(listening, target, port), daemon=True)
+            threading.Thread(target=self._accept, args=(listening, port), daemon=True)
             for port, listening in enumerate(self._listening)
         ]
 
@@ -82,19 +84,19 @@ class LinkProxy:
         self.restore()
         self.reset()
 
-    def _accept(self, listening: socket.socket, target: int, port: int) -> None:
+    def _accept(self, listening: socket.socket, port: int) -> None:
         with contextlib.suppress(OSError):  # the proxy is closing
             while True:
                 client, _ = listening.accept()
-                arguments = client, target, port
+                arguments = client, port
                 threading.Thread(target=self._connect, args=arguments, daemon=True).start()
 
-    def _connect(self, client: socket.socket, target: int, port: int) -> None:
+    def _connect(self, client: socket.socket, port: int) -> None:
         """Forward both directions of one connection until either end closes it."""
         with client:
             self._is_up.wait()
             try:
-                server = socket.create_connection(("127.0.0.1", target + port))
+                server = socket.create_connection(("127.0.0.1", self.target + port))
             except OSError:
                 return  # no program listens there: the client's connection is closed
             with server, self._registered(client, server):
@@ -107,7 +109,7 @@ class LinkProxy:
     @contextlib.contextmanager
     def _registered(self, *sockets: socket.socket) -> Generator[None, None, None]:
         for connection in sockets:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BUFFER)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._kernel_buffer)
         with self._lock:
             self._connections.update(sockets)
         try:

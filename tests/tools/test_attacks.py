@@ -68,6 +68,20 @@ def test_stale_groups_are_valid_and_of_one_sender(client: Client, stack: ExitSta
     assert len({group.sender for group in groups}) == 1 and not receiver.refused
 
 
+def test_large_messages_are_sent_to_three_ports(client: Client, stack: ExitStack) -> None:
+    stack.enter_context(closing(receiver_at(address(client, attacks.ROLLOUTS))))
+    opened = wire.AnnouncementPublisher(address(client, attacks.ANNOUNCEMENTS))
+    publisher = stack.enter_context(closing(opened))
+    statuses = wire.GeneratorStatusReceiver(address(client, attacks.STATUSES), run_id=RUN)
+    stack.enter_context(closing(statuses))
+    pool = stack.enter_context(ThreadPoolExecutor(1))
+    sent = pool.submit(attacks.large_messages, client, 3)
+    while not sent.done():  # the test has a timeout
+        statuses.receive(timeout=0.1)  # subscribes
+        publisher.publish(wire.Announcement(RUN))
+    assert sent.result() == 3
+
+
 def test_idle_connections_are_accepted(client: Client, stack: ExitStack) -> None:
     stack.enter_context(closing(receiver_at(address(client, attacks.ROLLOUTS))))
     assert attacks.idle_connections(client, 8) == 8
