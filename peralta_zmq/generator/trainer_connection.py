@@ -196,7 +196,8 @@ class TrainerConnection:
 
         The run then counts as complete if the last announcement reported its end, or if the
         weights come from the last training step. The trainer reports the end only shortly before it
-        exits, so a generator may miss these reports.
+        exits, so a generator may miss all reports but one. A single report before the silence is
+        enough: its checksum excludes a flipped bit, and an announcement without `done` revokes it.
         """
         announcements, version = self._sockets.announcements, self._weights.version
         now, received = time.monotonic(), announcements.received_at
