@@ -249,9 +249,12 @@ WITHOUT = (
 
 
 @chaos
-@pytest.mark.parametrize("port", ["rollouts", "announcements", "dashboard", "weights"])
+@pytest.mark.parametrize(
+    "port", ["rollouts", "announcements", "statuses", "probes", "dashboard", "weights"]
+)
 def test_steps_continue_during_2000_idle_connections(run: RealRun, port: str) -> None:
-    ports = {"rollouts": run.port, "announcements": run.port + 1, "weights": free_ports()}
+    names = ("rollouts", "announcements", "statuses", "probes")
+    ports = {name: run.port + n for n, name in enumerate(names)} | {"weights": free_ports()}
     settings = ("--train.max-steps", "40", "--weights.serve-port", str(ports["weights"]))
     trainer = run.trainer(*settings, shell='ulimit -n 256; exec "$@"')
     generator = run.generator("ann")
