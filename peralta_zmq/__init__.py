@@ -14,7 +14,8 @@ store). Any process can be killed and restarted alone.
     '-- apply <- verify <- newest STABLE <-- weights/step_N/ {model, manifest, STABLE} <-- publish
 
 From sampling to the loss: the files in the order in which a rollout passes them, about an hour of
-reading. Folders, and files in parentheses, need not be read; their line says what they do.
+reading. Folders, files in parentheses and other imports need not be read; a line says what they do.
+build.py connects the parts: it gives the learner its scorer and its loss.
 
     rollout.py               data types: Problem, Completion, Rollout, RolloutGroup
     generator/loop.py        choose a problem, sample K completions, score them, send one group
@@ -37,8 +38,11 @@ reading. Folders, and files in parentheses, need not be read; their line says wh
 Other questions:
 
     how weights return       weights/store.py defines a complete version, publishes and verifies it;
-                             subscriber.py loads it, generator/weight_sync.py applies it
-    what happens on restart  trainer/recovery.py: newest checkpoint, then the journal
+                             subscriber.py loads it into replica.py, generator/weight_sync.py
+                             applies it between two tokens
+    what happens on restart  trainer/recovery.py: newest checkpoint, then the journal; generators
+                             resend what is not on disk (generator/trainer_connection.py);
+                             operate/process_group.py restarts the workers of a machine
     where settings go        config/ reads them, build.py makes objects from them
     how to extend it         registry.py: protocols and names of tasks, engines, losses, filters
     how runs are watched     observe/: metrics, terminal, dashboard, the bottleneck in one sentence

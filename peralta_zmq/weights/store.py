@@ -6,9 +6,10 @@ chain of versions from the last keyframe on. The manifest of a version has the f
 digest of its weights; the manifest of a delta also has `base`, the `result` of the parent.
 
 The writer hashes and fsyncs all files, writes `manifest.json` with their sizes and hashes, then
-`STABLE` with the hash of the manifest, and only then gives the folder its name. A version is
-complete if STABLE has the hash of the manifest; `find` and `newest` return only complete versions.
-They do not check the other files: `read` verifies the size and hash of each.
+`STABLE` with the hash of the manifest, and only then gives the folder its name (in an object store,
+which cannot rename, STABLE is written last). A version is complete if STABLE has the hash of the
+manifest; `find` and `newest` return only complete versions. They do not check the other files:
+`read` verifies the size and hash of each.
 """
 
 from __future__ import annotations
