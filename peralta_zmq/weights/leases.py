@@ -86,7 +86,10 @@ class FolderLeases:
         return None
 
     def _is_renewed(self, lease: Path, now: float) -> bool:
-        """Whether a lease was renewed within LEASE_SECONDS, by mtimes and by this process's clock."""
+        """Whether a lease was renewed within LEASE_SECONDS, by mtimes and by the local clock.
+
+        `now` as in `holder`. The local clock is monotonic.
+        """
         mtime, read_at = lease.stat().st_mtime, time.monotonic()
         if self._mtimes.get(lease, (None, 0.0))[0] != mtime:
             self._mtimes[lease] = mtime, read_at
