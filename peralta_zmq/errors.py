@@ -27,6 +27,7 @@ import os
 import resource
 import socket
 import stat
+import sys
 import traceback
 from collections import Counter
 from typing import Any
@@ -95,6 +96,12 @@ def import_extra(library: str, *, extra: str, needed_by: str) -> Any:
         raise ConfigError(
             f"{needed_by} needs {library} ({error}); pip install 'peralta_zmq[{extra}]'"
         ) from None
+
+
+def program_name(name: str) -> str:
+    """Command of a program as the user has it: peralta-NAME if installed, else bin/NAME."""
+    is_installed = os.path.basename(sys.argv[0]).startswith("peralta-")
+    return f"peralta-{name}" if is_installed else f"bin/{name}"
 
 
 def printable(text: str, *, keep: str = "") -> str:

@@ -84,12 +84,20 @@ def literals(source: str) -> Iterator[str]:
     """Every string of a program; `...` replaces the values of f-strings and log arguments."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
-            parts = (
-                part.value if isinstance(part, ast.Constant) else "..." for part in node.values
-            )
-            yield "".join(map(str, parts))
+            yield "".join(map(_text_of, node.values))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield re.sub(r"%[.0-9]*[sdf]", "...", node.value)
+
+
+def _text_of(part: ast.expr) -> str:
+    """Text of a part of an f-string, as a program in bin/ prints it; `...` for a value."""
+    match part:
+        case ast.Constant(value):
+            return str(value)
+        case ast.FormattedValue(ast.Call(ast.Name("program_name"), [ast.Constant(name)])):
+            return f"bin/{name}"
+        case _:
+            return "..."
 
 
 PROGRAM = [

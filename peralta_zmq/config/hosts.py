@@ -18,7 +18,7 @@ from pydantic_config import ConfigFileError, cli  # pyright: ignore[reportMissin
 
 from peralta_zmq.config.load import FILE_SIGN, check_files, reason_of
 from peralta_zmq.config.sections import PlainName, Section, Text
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import ConfigError, program_name
 
 # A path may have no spaces or special characters, because the local shell and the shell on the host
 # expand it.
@@ -104,7 +104,7 @@ def load_hosts(path: Path) -> Hosts:
         check_files(arguments)
         return cli(Hosts, args=arguments)
     except (ConfigError, ConfigFileError, OSError, UnicodeDecodeError) as error:
-        text = " ".join(reason_of(error, "bin/lan", Hosts).split())
+        text = " ".join(reason_of(error, program_name("lan"), Hosts).split())
         raise ConfigError(f"{path}: {text}") from None
 
 

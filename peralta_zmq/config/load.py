@@ -29,23 +29,24 @@ from peralta_zmq.errors import ConfigError
 
 FILE_SIGN = "@"  # precedes the name of a config file on the command line
 USAGE = """\
-usage: {program} [@ FILE.toml ...] [--section.name VALUE ...]
+usage: {usage} [@ FILE.toml ...] [--section.name VALUE ...]
 
 Settings come from the defaults shown here, then from TOML files in their order, then from
-options:  {program} @ configs/lan.toml --train.learning-rate 1e-5
+options:  {example} @ configs/demo.toml --train.learning-rate 1e-5
 The same file configures the trainer and every generator."""
 FLAG_WIDTH = 43  # columns before the description of a setting in --help
 
 
-def load_config(program: str, arguments: Sequence[str]) -> Config:
+def load_config(program: str, arguments: Sequence[str], *, commands: Sequence[str] = ()) -> Config:
     """Return the settings for the `arguments` of a command line.
 
-    `program` is the command for the help and the errors. `--help` prints the help and exits. Raises
-    ConfigError, with a message of one line, for invalid arguments or files.
+    `program` is the command for the help and the errors, and `commands` are its subcommands, of
+    which the first takes `arguments`. `--help` prints the help and exits. Raises ConfigError, with
+    a message of one line, for invalid arguments or files.
     """
     words = _split_arguments(arguments)
     if {"-h", "--help"} & set(words):
-        sys.stdout.write(help_text(program))
+        sys.stdout.write(help_text(program, commands))
         raise SystemExit(0)
     try:
         check_files(words)
@@ -136,13 +137,14 @@ def _explain_wrong_value(problem: ErrorDetails) -> str:
     return f"{name} = {value} is wrong: {message}"
 
 
-def help_text(program: str) -> str:
+def help_text(program: str, commands: Sequence[str] = ()) -> str:
     """Return the text of --help, as wide as the terminal.
 
     The help of pydantic_config is not used: it takes 0.8 s, because it parses pydantic's source.
     """
     width = max(80, shutil.get_terminal_size().columns)
-    parts = [USAGE.format(program=program)]
+    usage = f"{program} {{{','.join(commands)}}}" if commands else program
+    parts = [USAGE.format(usage=usage, example=" ".join([program, *commands[:1]]))]
     for name, section in section_models().items():
         lines = [f"[{name}] {section.__doc__}"]
         for leaf, field in section.model_fields.items():

@@ -8,6 +8,7 @@ the import of torch.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import logging
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from peralta_zmq.config.load import load_config
 from peralta_zmq.config.schema import Config
-from peralta_zmq.errors import ConfigError, PeraltaError, printable
+from peralta_zmq.errors import ConfigError, PeraltaError, printable, program_name
 
 # Limits on the number of open files, tried in turn; macOS permits 10,240. Every connection to a
 # port of the process is an open file.
@@ -29,6 +30,9 @@ INTERRUPTED = 130  # exit code that a shell reports for SIGINT
 CHECKOUT_BIN = Path(__file__).resolve().parents[2] / "bin"
 # First arguments of peralta-lan that refer to the machines of a hosts file.
 LAN_COMMANDS = ("up", "sync", "status", "logs", "restart", "stop", "down", "enable", "disable")
+REPLAY_USAGE = """\
+{program} RUN [--from K] [--to N] [--section.name VALUE ...]
+       {program} export RUN STEP FOLDER"""
 
 
 def trainer() -> int:
@@ -61,7 +65,12 @@ def lan() -> int:
 
 def replay() -> int:
     """peralta-replay: repeat a run's training from its journal, or export weights."""
-    return run_plain_program("peralta_zmq.trainer.replay:main", program_name("replay"))
+
+    def start(arguments: Sequence[str]) -> int | None:
+        replay_options(arguments)  # ends the program for --help, before torch is imported
+        return _imported("peralta_zmq.trainer.replay:main")(arguments)
+
+    return run_plain_program(start, program_name("replay"))
 
 
 def dashboard() -> int:
@@ -76,10 +85,20 @@ def doctor() -> int:
     return run_plain_program("peralta_zmq.operate.doctor:main", program_name("doctor"))
 
 
-def program_name(name: str) -> str:
-    """Return the command by which this program was started: bin/NAME or peralta-NAME."""
-    installed = f"peralta-{name}"
-    return installed if Path(sys.argv[0]).stem == installed else f"bin/{name}"
+def replay_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of peralta-replay, and the other arguments, which are settings."""
+    program = program_name("replay")
+    usage = REPLAY_USAGE.format(program=program)
+    parser = argparse.ArgumentParser(program, usage=usage, allow_abbrev=False)
+    add = parser.add_argument
+    add("run", type=Path, help="folder of the run")
+    if arguments[:1] == ["export"]:
+        add("step", type=int, help="training step")
+        add("folder", type=Path, help="where to write; must not exist")
+        return parser.parse_args(arguments[1:]), []
+    add("--from", dest="first", type=int, help="first step (default: the earliest)")
+    add("--to", dest="last", type=int, help="last step (default: all there are)")
+    return parser.parse_known_args(arguments)
 
 
 def program_command(name: str) -> list[str]:
@@ -112,10 +131,10 @@ def run_program(
     `commands` is not empty, the first argument must be one of them. A PeraltaError is printed in
     one line, and the exit code is 2.
     """
-    usage = f"{program} {{{','.join(commands)}}}" if commands else program
 
     def start(arguments: Sequence[str]) -> int | None:
-        config = load_config(usage, _without_command(program, arguments, commands))
+        settings = _without_command(program, arguments, commands)
+        config = load_config(program, settings, commands=commands)
         logging.getLogger("peralta_zmq").setLevel(config.log.level.upper())
         return _imported(main)(config)
 

@@ -19,7 +19,7 @@ from peralta_zmq.atomic_files import is_loopback
 from peralta_zmq.config import sections
 from peralta_zmq.config import training_sections as training
 from peralta_zmq.config.sections import Section
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import ConfigError, program_name
 
 # bfloat16 has a relative resolution of 1/256. With a beta above this limit, an update changes the
 # optimizer state by less than 1 %, and most of that change is rounded away.
@@ -210,7 +210,7 @@ def _check_security(config: Config) -> None:
     if not (is_loopback(bind) or security.keys or security.insecure):
         raise ConfigError(
             f"wire.bind {bind} accepts connections from other machines, and there are no keys; "
-            "make them with bin/doctor keygen --security.keys DIR, "
+            f"make them with {program_name('doctor')} keygen --security.keys DIR, "
             "or allow unauthenticated connections with --security.insecure"
         )
 

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 from peralta_zmq.environments.reward_runner import checked_reward
-from peralta_zmq.errors import RewardError, TaskError
+from peralta_zmq.errors import RewardError, TaskError, program_name
 from peralta_zmq.rollout import Message, Problem
 
 RETRY_SECONDS = 60.0  # time without a response after which the client raises an error
@@ -96,7 +96,7 @@ class RemoteEnvironment:
             if time.monotonic() - started > self._retry_seconds:
                 raise TaskError(
                     f"env.address {self._url} has not responded for {self._retry_seconds:.0f} s "
-                    f"({reason}); start it: bin/verifier @ CONFIG"
+                    f"({reason}); start it: {program_name('verifier')} @ CONFIG"
                 )
             if not waiting:
                 logger.info("waiting for the verifier url=%s reason=%s", self._url, reason)

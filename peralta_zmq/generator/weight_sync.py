@@ -17,7 +17,7 @@ from collections.abc import Callable
 from peralta_zmq import build, models, registry, wire
 from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.config import Config, files_given
-from peralta_zmq.errors import StoreError
+from peralta_zmq.errors import StoreError, program_name
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import PendingWeights, WeightSubscriber
 from peralta_zmq.weights.version import Version
@@ -161,7 +161,8 @@ def open_engine(
         if now - started > timeout:
             raise StoreError(
                 f"no weights in {config.weights_address} after {timeout:g} s "
-                f"(weights.wait_for_weights_timeout). Start the trainer: bin/trainer{files_given()}"
+                "(weights.wait_for_weights_timeout). "
+                f"Start the trainer: {program_name('trainer')}{files_given()}"
             )
         announcement = announcements.receive()
         if announcement is not None and subscriber.wants_keyframe:
@@ -183,8 +184,8 @@ def waiting_text(address: str, seconds: float, weights: str, *, answers: bool) -
     connections.
     """
     files, start = files_given(), f"waiting for trainer {address} ({seconds:.0f} s)"
-    diagnose = f"Diagnose: bin/doctor{files}"
+    diagnose = f"Diagnose: {program_name('doctor')}{files}"
     if answers:
         reason = f"it answers, but {weights} has no weights. Is that the trainer's weights.dir?"
         return f"{start}: {reason} {diagnose}"
-    return f"{start}: no TCP answer. Start it: bin/trainer{files}. {diagnose}"
+    return f"{start}: no TCP answer. Start it: {program_name('trainer')}{files}. {diagnose}"

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+from peralta_zmq.errors import program_name
 from peralta_zmq.observe import report
 from peralta_zmq.observe.dashboard.view import write_report
 from peralta_zmq.observe.event_log import EventLog
@@ -204,7 +205,8 @@ class RunLog:
             write_report([self._folder], self._folder / report.REPORT)
         except Exception as error:  # noqa: BLE001 - a saved run must end without an error
             self.note(
-                f"reward.png or report.html not written ({error}); try bin/dashboard {self._folder}"
+                f"reward.png or report.html not written ({error}); "
+                f"try {program_name('dashboard')} {self._folder}"
             )
 
 

@@ -21,6 +21,7 @@ from typing import Literal, TypeAlias
 
 from rich.filesize import decimal
 
+from peralta_zmq.errors import program_name
 from peralta_zmq.observe.event_log import MINUTE
 from peralta_zmq.observe.metrics import number
 from peralta_zmq.observe.run_state import (
@@ -48,7 +49,7 @@ RELOAD_SECONDS = 0.1  # time to load a version; faster loading is never a bottle
 SLOW = 0.5  # fraction of the generators' median speed; a generator below it is reported
 NO_SIGNAL = 0.8  # share of groups with equal rewards
 SOLVED, HOPELESS = 0.9, 0.1  # mean reward: at least SOLVED, at most HOPELESS
-START_GENERATOR = "start one: bin/generator @ CONFIG"
+START_GENERATOR = f"start one: {program_name('generator')} @ CONFIG"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +198,7 @@ def _weights(state: RunState) -> Iterator[Verdict]:
         yield Verdict(
             f"{oldest.name} still samples from the weights of step {oldest.step:.0f}, which are "
             f"{steps:.0f} steps or {seconds:.0f} s old",
-            "check its link to weights.dir with bin/doctor on that machine",
+            f"check its link to weights.dir with {program_name('doctor')} on that machine",
         )
     if (share := state.share("time/publish")) >= BLOCKING:
         yield Verdict(
@@ -290,7 +291,7 @@ def _one_blocked(state: RunState) -> Iterator[Verdict]:
             f"only {worst.name} is blocked, {worst.blocked:.0%} of its time "
             f"{_cause(worst)}, the others {others:.0%}; the trainer waits "
             f"{state.waiting:.0%} for rollouts",
-            "check its link to the trainer with bin/doctor on that machine"
+            f"check its link to the trainer with {program_name('doctor')} on that machine"
             if _is_queue_full(worst)
             else f"raise train.max_async_level: {worst.name} has spare capacity",
         )

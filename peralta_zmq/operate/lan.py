@@ -23,11 +23,11 @@ from typing import TypeAlias
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.config.hosts import Host, Hosts, load_hosts
 from peralta_zmq.config.programs import LAN_COMMANDS
-from peralta_zmq.errors import ConfigError, printable
+from peralta_zmq.errors import ConfigError, printable, program_name
 from peralta_zmq.operate import host_setup, lan_monitor, ssh
 from peralta_zmq.operate.lan_monitor import in_parallel
 
-PROGRAM = "bin/lan"
+PROGRAM = program_name("lan")
 STARTING = ("up", "sync")  # commands that need the code and the settings
 HOSTS_FILE, EXAMPLE = Path("configs/hosts.toml"), Path("configs/hosts.example.toml")
 # Start of the line that bin/doctor prints when it begins to answer the doctors of other machines.

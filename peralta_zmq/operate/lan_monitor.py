@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias, TypeVar, cast
 
 from peralta_zmq.config.hosts import Host, Hosts
-from peralta_zmq.errors import printable
+from peralta_zmq.errors import printable, program_name
 from peralta_zmq.observe.run_state import format_duration
 from peralta_zmq.operate import host_setup, ssh
 
@@ -116,8 +116,8 @@ def follow_logs(
     except KeyboardInterrupt:
         stopped.set()
         sys.stdout.write(
-            f"\nthe run continues; logs: bin/lan logs {hosts_option}, "
-            f"stop: bin/lan down {hosts_option}\n"
+            f"\nthe run continues; logs: {program_name('lan')} logs {hosts_option}, "
+            f"stop: {program_name('lan')} down {hosts_option}\n"
         )
     finally:
         for reader in readers:

@@ -26,7 +26,7 @@ from peralta_zmq import wire
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.config import Config, files_given
 from peralta_zmq.environments.curriculum import DifficultyPools
-from peralta_zmq.errors import WireError
+from peralta_zmq.errors import WireError, program_name
 from peralta_zmq.learning import admission as admissions
 from peralta_zmq.learning.admission import ADMITTED, Admission, AdmissionDecision
 from peralta_zmq.observe.run_log import RunLog
@@ -351,7 +351,7 @@ def no_rollouts_text(seconds: float, address: str, dropped: Sequence[str]) -> st
     """
     names = ", ".join(dropped)
     others = f", except dropped ones of {names} (logprob mismatch)" if dropped else ""
-    start = f"Start a generator: bin/generator{files_given()}"
+    start = f"Start a generator: {program_name('generator')}{files_given()}"
     return f"no rollouts for {seconds:.0f} s on {address}{others}. {start}"
 
 

@@ -8,7 +8,6 @@ on CPUs. With other settings (`--loss.name grpo`) it shows their effect on the s
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import shutil
 import sys
@@ -20,7 +19,8 @@ import torch
 from peralta_zmq import build, models
 from peralta_zmq.atomic_files import MANIFEST
 from peralta_zmq.config import RESOLVED, Config, load_config
-from peralta_zmq.errors import ConfigError, JournalError, StoreError, failure_text
+from peralta_zmq.config.programs import replay_options
+from peralta_zmq.errors import ConfigError, JournalError, StoreError, failure_text, program_name
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import METRICS, number, read_rows
@@ -35,9 +35,6 @@ from peralta_zmq.weights.store import WeightStore, version_of_step
 from peralta_zmq.weights.tensor_set import MappedTensors
 from peralta_zmq.weights.version import RUN_FILE, WEIGHTS_FILE, Version
 
-USAGE = """\
-bin/replay RUN [--from K] [--to N] [--section.name VALUE ...]
-       bin/replay export RUN STEP FOLDER"""
 PRINTED = ("reward", "loss", "grad_norm", "learning_rate")  # metrics in the line of each step
 DIFFERENT, DAMAGED = 1, 3  # exit codes: see `main`; the exit code of errors is 2
 
@@ -54,13 +51,9 @@ def main(arguments: Sequence[str]) -> int:
     metrics.jsonl, different weights are not an error, because the rate may have been another one.
     Raises ConfigError or JournalError if there is nothing to replay.
     """
+    options, settings = replay_options(arguments)
     if arguments[:1] == ["export"]:
-        return export(arguments[1:])
-    parser = argparse.ArgumentParser(prog="bin/replay", usage=USAGE, allow_abbrev=False)
-    parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("--from", dest="first", type=int, help="first step (default: the earliest)")
-    parser.add_argument("--to", dest="last", type=int, help="last step (default: all there are)")
-    options, settings = parser.parse_known_args(arguments)
+        return export(options.run, options.step, options.folder)
     run: Path = options.run
     config, run_config = _load_config(run, settings), _load_config(run)
     rates = _recorded_rates(run)
@@ -137,22 +130,17 @@ def replay(
         raise JournalError(f"--from {first}: the last step that can be replayed is {learner.step}")
 
 
-def export(arguments: Sequence[str]) -> int:
-    """Write one published version as a folder that transformers can load.
+def export(run: Path, step: int, target: Path) -> int:
+    """Write the published version of a step as a folder that transformers can load.
 
     LoRA adapters are merged into their base model. Raises StoreError if there is no version of the
     step, if the version cannot be read, or if the folder exists or cannot be written.
     """
-    parser = argparse.ArgumentParser(prog="bin/replay export", usage=USAGE)
-    parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("step", type=int, help="training step")
-    parser.add_argument("folder", type=Path, help="where to write; must not exist")
-    options = parser.parse_args(arguments)
-    config, target = _load_config(options.run), options.folder
+    config = _load_config(run)
     if target.exists():
         raise StoreError(f"{target} exists; choose a new folder")
     store = WeightStore.open(config.weights_address)
-    version = version_of_step(store, options.step)
+    version = version_of_step(store, step)
     with load_version(store, version) as local:
         try:
             if version.field("adapts") is None:  # not LoRA adapters, but a whole model
@@ -194,7 +182,7 @@ def _load_config(run: Path, settings: Sequence[str] = ()) -> Config:
     file = run / RESOLVED
     if not file.exists():
         raise ConfigError(f"{run} has no {RESOLVED}; give the folder of a run, such as runs/demo")
-    return load_config("bin/replay RUN", ["@", str(file), *settings])
+    return load_config(f"{program_name('replay')} RUN", ["@", str(file), *settings])
 
 
 def _recorded_rates(run: Path) -> dict[int, float]:

@@ -23,7 +23,7 @@ import zmq
 from zmq.utils import z85
 
 from peralta_zmq.atomic_files import PLAIN_NAME
-from peralta_zmq.errors import WireError
+from peralta_zmq.errors import WireError, program_name
 
 TRAINER = "trainer"  # name of the trainer's key files
 PUBLIC, SECRET = ".public", ".secret"
@@ -166,10 +166,12 @@ def _read_key(file: Path) -> tuple[bytes, int]:
         permanent = isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError))
         raise (KeyFileError if permanent else WireError)(
             f"key {file} cannot be read ({error.strerror}); "
-            "if it is missing, make it with bin/doctor keygen, or copy it here"
+            f"if it is missing, make it with {program_name('doctor')} keygen, or copy it here"
         ) from None
     if not KEY.fullmatch(key):
-        raise KeyFileError(f"{file} is not a key; make a new pair with bin/doctor keygen")
+        raise KeyFileError(
+            f"{file} is not a key; make a new pair with {program_name('doctor')} keygen"
+        )
     return key, mode
 
 

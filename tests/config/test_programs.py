@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from config_files import REPO
 
-from peralta_zmq.config import Config
+from peralta_zmq.config import Config, load_config
 from peralta_zmq.config.programs import run_plain_program, run_program
 from peralta_zmq.config.schema import section_models
 from peralta_zmq.config.sections import default_text, row_model_of
-from peralta_zmq.errors import WireError
+from peralta_zmq.errors import ConfigError, WireError
+
+PROGRAMS = ("trainer", "generator", "lan", "verifier", "replay", "doctor", "dashboard")
 
 
 def exit_code(
@@ -53,7 +55,9 @@ def test_program_escapes_control_characters_in_logs_and_errors() -> None:
     code = """
 import logging, sys
 from peralta_zmq.config.programs import run_plain_program
-from peralta_zmq.errors import WireError
+from peralta_zmq.errors import ConfigError, WireError
+
+PROGRAMS = ("trainer", "generator", "lan", "verifier", "replay", "doctor", "dashboard")
 
 def main(arguments):
     logging.getLogger("peralta_zmq.x").warning("refused %s", sys.argv[1])
@@ -95,17 +99,23 @@ def test_help_lists_commands(
     with pytest.raises(SystemExit) as caught:
         exit_code(monkeypatch, "local", "--help")
     assert caught.value.code == 0
-    assert capsys.readouterr().out.startswith("usage: bin/x {local,chaos} [@ FILE.toml ...]")
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: bin/x {local,chaos} [@ FILE.toml ...]")
+    assert "options:  bin/x local @ configs/demo.toml --train." in printed
 
 
-def run_and_list_imports(name: str, argument: str) -> tuple[str, str]:
-    """The output of a program, and its exit code with the large libraries that it imported."""
+def run_and_list_imports(name: str, argument: str, *, command: str = "") -> tuple[str, str]:
+    """The output of a program, and its exit code with the large libraries that it imported.
+
+    `command` is the name by which the program is started, if it is not bin/NAME.
+    """
     code = f"""
-import runpy, sys
-sys.argv = ["bin/{name}", {argument!r}]
-sys.path.insert(0, {str(REPO / "bin")!r})
+import sys
+sys.argv = [{command or f"bin/{name}"!r}, {argument!r}]
+sys.path.insert(0, {str(REPO)!r})
+from peralta_zmq.config import programs
 try:
-    runpy.run_path({str(REPO / "bin" / name)!r})
+    sys.exit(programs.{name}())
 except SystemExit as error:
     large = {{"torch", "transformers", "numpy", "zmq"}} & set(sys.modules)
     print(error.code, sorted(large), file=sys.stderr)
@@ -127,6 +137,20 @@ def test_help_lists_all_settings_without_large_imports(name: str) -> None:
             default = default_text(field)
             flag = f"--{section}.{leaf.replace('_', '-')} {default} {field.description}"
             assert " ".join(flag.split()) in words
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_names_the_command_and_imports_no_torch(name: str) -> None:
+    for command in (f"bin/{name}", f"/venv/bin/peralta-{name}"):
+        printed, ended = run_and_list_imports(name, "--help", command=command)
+        assert printed.startswith(f"usage: {command.removeprefix('/venv/bin/')} ")
+        assert ended == ("0 ['numpy']" if name == "dashboard" else "0 []")
+
+
+def test_remedy_names_the_installed_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/venv/bin/peralta-trainer"])
+    with pytest.raises(ConfigError, match="make them with peralta-doctor keygen"):
+        load_config("peralta-trainer", ["--wire.bind", "0.0.0.0"])
 
 
 @pytest.mark.parametrize("name", ["trainer", "generator"])

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from peralta_zmq.atomic_files import read_private_token
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import ConfigError, program_name
 from peralta_zmq.observe.dashboard.run_files import CONFIG
 from peralta_zmq.observe.dashboard.view import write_report
 from peralta_zmq.observe.metrics import EVENTS, METRICS
@@ -20,7 +20,7 @@ OPTIONS = ("--export", "--host", "--port", "--token-file")
 
 def main(arguments: Sequence[str]) -> int:
     """Serve until Ctrl-C, or with --export write one file. Raises ConfigError."""
-    parser = argparse.ArgumentParser(prog="bin/dashboard", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=program_name("dashboard"), allow_abbrev=False)
     add = parser.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
     add("--export", type=Path, metavar="FILE", help="write one HTML file instead of serving")

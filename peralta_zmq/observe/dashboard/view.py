@@ -25,7 +25,7 @@ from typing import Any, cast
 import numpy as np
 
 from peralta_zmq.atomic_files import replace_file
-from peralta_zmq.errors import printable
+from peralta_zmq.errors import printable, program_name
 from peralta_zmq.observe.dashboard.charts import CHARTS, Json, points
 from peralta_zmq.observe.dashboard.run_files import (
     CONFIG,
@@ -229,6 +229,7 @@ def _header(run: RunFiles, status: str, session: Session, now: float) -> Json:
     return {
         "run": run.name,
         "folder": str(run.folder),
+        "dashboard": f"{program_name('dashboard')} {run.folder}",
         "model": str(model.get("name", "")),
         "task": ", ".join(tasks) or str(config.get("task", {}).get("name", "")),
         "status": status,

@@ -18,7 +18,7 @@ from typing import ParamSpec
 from peralta_zmq.errors import PeraltaError, described, printable
 
 # Remedies of a check that raised an unexpected exception, and of a check that did not return.
-CRASHED = "this is a bug of bin/doctor, or of the code that it called; the other checks still ran"
+CRASHED = "this is a bug of the doctor, or of the code that it called; the other checks still ran"
 HANGS = "a mount hangs: is the NAS on? Unmount it (umount -l) and mount it again"
 MOUNT_SECONDS = 120.0  # time limit of a check of a folder that may be on a dead mount
 

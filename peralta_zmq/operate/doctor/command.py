@@ -16,16 +16,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from peralta_zmq.config import Config, load_config
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import ConfigError, program_name
 from peralta_zmq.operate.doctor.checks import Check, Report, failed_check
 
-PROGRAM = "bin/doctor"
-USAGE = """\
-usage: bin/doctor [--json] [--role trainer|generator] [--wait SECONDS] [@ FILE.toml ...] [OPTIONS]
-       bin/doctor keygen --security.keys DIR [--generator.name NAME]
+PROGRAM = program_name("doctor")
+USAGE = f"""\
+usage: {PROGRAM} [--json] [--role trainer|generator] [--wait SECONDS] [@ FILE.toml ...] [OPTIONS]
+       {PROGRAM} keygen --security.keys DIR [--generator.name NAME]
 
 Checks this machine with the settings of a run; exit code 1 if a check fails.
-  --json          the last line is {"checks": [{"name", "ok", "detail", "remedy"}]}
+  --json          the last line is {{"checks": [{{"name", "ok", "detail", "remedy"}}]}}
   --role ROLE     role of this machine; default: trainer if wire.host is this machine, else
                   generator
   --wait SECONDS  trainer: answer the doctors of generators for this long, or until a pipe at
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = load_config(PROGRAM, settings)
     except ConfigError as error:
-        report.add("config", failed_check(error, "see bin/doctor --help"))
+        report.add("config", failed_check(error, f"see {PROGRAM} --help"))
         return report.close(as_json=options.json)
     from peralta_zmq.operate.doctor import role_checks  # imports numpy, too slow for --help
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from peralta_zmq import wire
 from peralta_zmq.atomic_files import is_held, is_loopback
 from peralta_zmq.config import Config
-from peralta_zmq.errors import WireError
+from peralta_zmq.errors import WireError, program_name
 from peralta_zmq.operate.doctor.checks import Check, failed_check
 from peralta_zmq.operate.doctor.machine_checks import LOCAL_NETWORK
 
@@ -108,7 +108,7 @@ def _connect_remedy(error: OSError, host: str, port: int, *, is_first: bool) -> 
     if error.errno == errno.EHOSTUNREACH and sys.platform == "darwin":
         return LOCAL_NETWORK
     if error.errno == errno.ECONNREFUSED and is_first:
-        return "start the trainer (bin/trainer @ CONFIG), with wire.bind = 0.0.0.0"
+        return f"start the trainer ({program_name('trainer')} @ CONFIG), with wire.bind = 0.0.0.0"
     if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
         return f"is {host} on, and in the same network or VPN? Try ping {host}"
     return f"open port {port} in the firewall of {host}"
@@ -183,7 +183,7 @@ def check_keys(config: Config, role: str, name: str) -> Check:
 
     folder, bind = config.keys_folder, config.wire.bind
     if folder is None:
-        remedy = "make keys with bin/doctor keygen --security.keys DIR"
+        remedy = f"make keys with {program_name('doctor')} keygen --security.keys DIR"
         is_exposed = role == "trainer" and not is_loopback(bind)
         return Check(True, "no keys, and so no encryption", remedy if is_exposed else "")
     if role == "generator":
@@ -192,8 +192,8 @@ def check_keys(config: Config, role: str, name: str) -> Check:
     auth.trainer_secret(folder)
     names = sorted(auth.known_generators(folder).values())
     if not names:
-        detail = f"{folder} has no generator's public key"
-        return Check(False, detail, "make one with bin/doctor keygen --generator.name NAME")
+        remedy = f"make one with {program_name('doctor')} keygen --generator.name NAME"
+        return Check(False, f"{folder} has no generator's public key", remedy)
     return Check(True, f"{folder} admits {', '.join(names)}")
 
 

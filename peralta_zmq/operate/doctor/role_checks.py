@@ -16,7 +16,7 @@ import psutil
 
 from peralta_zmq import wire
 from peralta_zmq.config import Config, earlier_config
-from peralta_zmq.errors import ConfigError, WireError
+from peralta_zmq.errors import ConfigError, WireError, program_name
 from peralta_zmq.operate.doctor import machine_checks, network_checks, weights_checks
 from peralta_zmq.operate.doctor.checks import Check, Report, failed_check
 
@@ -133,7 +133,7 @@ def _create_file(client: wire.ProbeClient) -> str:
     """
     reply, _ = client.request("create_file", timeout=network_checks.PROBE_SECONDS)
     if reply.error:
-        raise WireError(f"the trainer's machine: {reply.error}; run bin/doctor there")
+        raise WireError(f"the trainer's machine: {reply.error}; run {program_name('doctor')} there")
     return reply.created_file
 
 

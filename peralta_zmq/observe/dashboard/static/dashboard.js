@@ -177,7 +177,7 @@
   }
 
   function showDisconnected() {
-    const state = runs[selected]?.state, folder = state?.header.folder ?? "RUN";
+    const state = runs[selected]?.state;
     if (state) {
       const isUp = generator => generator.state !== "gone";
       showGenerators(state.generators.map(generator =>
@@ -186,7 +186,7 @@
     }
     showStatus("reconnecting", "reconnecting",
       `No response from ${location.host} for ${formatAge((Date.now() - lastUpdate) / 1000)}; showing the ` +
-      `last data and reconnecting automatically. If the run has ended: bin/dashboard ${folder}`);
+      `last data and reconnecting automatically. If the run has ended: ${state?.header.dashboard ?? "bin/dashboard RUN"}`);
     showAge();
   }
 
