@@ -14,10 +14,13 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, cast
+
+import psutil
 
 from peralta_zmq.atomic_files import MALFORMED, PROCESS_TAG, read_chunks, replace_file, sweep
 
@@ -49,7 +52,8 @@ class FolderLeases:
         if self._folder is None:
             return None
         self._lease = self._folder / f"{LEASE}{os.getpid()}-{PROCESS_TAG}"
-        owner = {"host": socket.gethostname(), "pid": os.getpid()}
+        pid = os.getpid()
+        owner = {"host": socket.gethostname(), "pid": pid, "started": _start_of(pid)}
         replace_file(self._lease, json.dumps(owner).encode())
         if holder := self.holder(now=self._lease.stat().st_mtime):
             self._lease.unlink(missing_ok=True)
@@ -152,18 +156,34 @@ class FolderLeases:
 def _may_be_running(owner: Mapping[str, Any]) -> bool:
     """Whether the owner of a lease is another process, which may still be running.
 
-    False only for this process and for processes of this machine that have ended. True also if a
-    later process has the pid: the lease then expires, because that process does not renew it. (The
-    start time of a process would not distinguish them safely: on Linux, psutil computes it from the
-    clock, which may be set while the process runs.)
+    False only for this process and for processes of this machine that have ended. The start
+    distinguishes a process from a later process with the same pid.
     """
     pid = int(owner["pid"])
     if owner["host"] != socket.gethostname():
         return True
     try:
         os.kill(pid, 0)  # only checks whether the process exists
-    except ProcessLookupError:
-        return False
+        return pid != os.getpid() and owner["started"] == _start_of(pid)
     except PermissionError:  # it belongs to another user
         return True
-    return pid != os.getpid()
+    except ProcessLookupError:
+        return False
+
+
+def _start_of(pid: int) -> float:
+    """When a process started, independent of later changes of the clock.
+
+    On Linux in clock ticks since the boot: psutil computes the time from the clock, which may be
+    set while the process runs. Elsewhere the time that the system has recorded, in seconds.
+    Raises ProcessLookupError or PermissionError.
+    """
+    if sys.platform == "linux":
+        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+        return float(stat.rpartition(")")[2].split()[19])  # proc(5): field 22
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        raise ProcessLookupError(pid) from None
+    except psutil.AccessDenied:
+        raise PermissionError(pid) from None

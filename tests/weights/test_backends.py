@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import socket
 import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +70,28 @@ def test_lease_that_expired_or_of_a_dead_process_is_replaced(
     assert not (tmp_path / ".lease-other").exists()
 
 
-def test_lease_of_a_live_process_is_valid_after_the_clock_was_set(
-    tmp_path: Path, stack: ExitStack
+HOLD_LEASE = """
+import sys; from pathlib import Path; from peralta_zmq.weights.leases import FolderLeases
+print(FolderLeases(Path(sys.argv[1])).acquire(), flush=True); input()
+"""
+
+
+def test_lease_is_bound_to_the_start_of_its_process_whatever_the_clock_says(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    command = [sys.executable, "-c", HOLD_LEASE, str(tmp_path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    holder = stack.enter_context(process)
+    stack.callback(holder.kill)
+    assert holder.stdout and holder.stdout.readline() == b"None\n"  # no other trainer has it
+    boot_time = psutil.boot_time() + 3600  # as after a step of the clock by an hour
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_time, raising=False)
     store = WeightStore.open(tmp_path)
-    process = stack.enter_context(subprocess.Popen(["sleep", "60"]))
-    stack.callback(process.kill)
-    started = psutil.Process(process.pid).create_time() - 3600  # by the clock before it was set
-    write = partial(write_lease, tmp_path, pid=process.pid, host=socket.gethostname())
-    write(age=0, started=started)
-    with pytest.raises(OutageError, match=rf"another trainer \(pid {process.pid} on "):
+    with pytest.raises(OutageError, match=rf"another trainer \(pid {holder.pid} on "):
         store.claim("run")
-    write(age=60, started=started)  # the process is another one with the same number
+    (lease,) = tmp_path.glob(".lease-*")
+    owner = json.loads(lease.read_bytes())
+    lease.write_text(json.dumps({**owner, "started": owner["started"] - 1}))  # the pid is reused
     store.claim("run")
     assert store.run_id == "run"
 
