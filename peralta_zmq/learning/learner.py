@@ -353,11 +353,11 @@ def _backward(loss: TokenLoss, tokens: Tokens, groups: Sequence[str]) -> dict[st
         by_rollout = step_metrics.rollout_mismatch(tokens)
         excluded = exclusion.mismatched_groups(groups, by_rollout)
         usable = exclusion.without_groups(excluded, tokens, groups)
-        result = usable and evaluate(loss, usable)
+        result = evaluate(loss, usable) if usable else None
         if result and not result.is_finite and tokens.logprobs.isfinite().all():
             excluded |= exclusion.groups_without_finite_loss(loss, tokens, groups, excluded)
             usable = exclusion.without_groups(excluded, tokens, groups)
-            result = usable and evaluate(loss, usable)
+            result = evaluate(loss, usable) if usable else None
         summands |= step_metrics.mismatch_summands(tokens, groups, by_rollout)
         summands |= exclusion.summands(excluded)
     if result is None:  # ranks in lockstep must all run a backward pass
