@@ -4,8 +4,8 @@ The engine samples completions. A weight version is one published set of weights
 number, policy step (training steps that produced it), weights_id (hash of the manifest), run and
 lineage (number of roll-backs to an older checkpoint). A version is loaded when WeightSubscriber has
 verified all its files and tensors against the manifest; it offers only loaded versions. Quarantine
-marks a version as bad: no generator loads it. A group (all rollouts of one problem) is in flight
-while the engine samples it.
+marks a version as bad: this process does not load it again. A group (all rollouts of one problem)
+is in flight while the engine samples it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Run a group of worker processes: restart with back-off, stop all, no orphans.
 
-A worker is a command, such as the trainer or one generator. The first worker is the leader: when it
-ends, the group ends and the other workers are stopped. A worker that rejects its settings or
-crashes too often is given up: it is not restarted. The group ends when the leader, or every other
-worker, is given up.
+A worker is a command, such as the trainer or one generator. A worker that crashes is restarted. One
+that rejects its settings or crashes too often is given up: it is not restarted. The first worker is
+the leader: when it has finished (exit code 0), the group ends and the other workers are stopped.
+The group also ends when the leader, or every other worker, is given up.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def supervise(
     record: Record,
     on_tick: Callable[[ProcessGroup], None] | None = None,
 ) -> int:
-    """Run the workers until the leader ends; returns the exit code of the group.
+    """Run the workers until the leader finishes; returns the exit code of the group.
 
     A worker that fails is restarted; after exit code 2 or 5 crashes in 60 s it is given up. The
     group ends early if the leader, or every other worker, is given up. The first SIGINT or SIGTERM

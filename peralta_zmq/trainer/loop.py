@@ -158,7 +158,7 @@ class Trainer:
     def learn(
         self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None
     ) -> StepResult:
-        """Take the next training step on a batch and journal its groups.
+        """Take the next training step on a batch; returns when its groups are in the journal.
 
         `learning_rate`, if not None, replaces the learning rate of the schedule.
         """
