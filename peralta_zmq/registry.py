@@ -193,7 +193,7 @@ class Advantage(Protocol):
     ) -> list[float]: ...
 
 
-class Filter(Protocol):
+class FilterFunction(Protocol):
     """A function that returns True for a rollout that should not be trained on."""
 
     def __call__(self, rollout: Rollout, **options: Any) -> bool: ...

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from itertools import accumulate
 
-MAX_LENGTH = 256  # characters, without the whitespace around the expression
+MAX_EXPRESSION_LENGTH = 256  # characters, without the whitespace around the expression
 MAX_NODES = 128  # numbers and operations
 MAX_DEPTH = 40  # of parentheses, and of operations inside operations
 MAX_MAGNITUDE = 10**15  # of every intermediate numerator and denominator
@@ -56,8 +56,8 @@ def _check_text(source: str) -> None:
     """Raise ValueError for text that is slow to parse or is not arithmetic."""
     if not source:
         raise ValueError("an empty text")
-    if len(source) > MAX_LENGTH:
-        raise ValueError(f"more than {MAX_LENGTH} characters")
+    if len(source) > MAX_EXPRESSION_LENGTH:
+        raise ValueError(f"more than {MAX_EXPRESSION_LENGTH} characters")
     if foreign := sorted(set(source) - CHARACTERS):
         raise ValueError(f"{foreign[0]!a} is not arithmetic")
     if max(accumulate((char == "(") - (char == ")") for char in source)) > MAX_DEPTH:

@@ -13,7 +13,7 @@ from peralta_zmq.environments.dataset import parsed_answer, problems_from_files
 from peralta_zmq.errors import import_extra
 from peralta_zmq.rollout import Problem
 
-MAX_LENGTH = 2000  # characters at the end of a completion that are searched for the answer
+SEARCHED_LENGTH = 2000  # characters at the end of a completion that are searched for the answer
 TIMEOUT_SECONDS = 3  # for parsing one answer, and for comparing it
 
 
@@ -26,7 +26,7 @@ def reward(problem: Problem, completion_text: str) -> float:
     """
     library = _library()
     target = parsed_answer(problem, _parse_target)
-    parsed = library.parse(completion_text[-MAX_LENGTH:], parsing_timeout=_timeout())
+    parsed = library.parse(completion_text[-SEARCHED_LENGTH:], parsing_timeout=_timeout())
     return float(bool(parsed) and library.verify(list(target), parsed, timeout_seconds=_timeout()))
 
 

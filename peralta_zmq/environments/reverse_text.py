@@ -7,8 +7,8 @@ from difflib import SequenceMatcher
 from peralta_zmq.environments.dataset import problems_from_files
 from peralta_zmq.rollout import Problem
 
-MAX_LENGTH = 256  # characters; the run time of the comparison grows with its square
-# MAX_LENGTH bounds the run time, so `reward` is called without a separate process and timeout.
+MAX_ANSWER_LENGTH = 256  # characters; the run time of the comparison grows with its square
+# The limit bounds the run time, so `reward` is called without a separate process and timeout.
 REWARD_IS_BOUNDED = True
 
 
@@ -17,10 +17,10 @@ def reward(problem: Problem, completion_text: str) -> float:
 
     The similarity is 2 M / T for M characters in matching blocks and T characters in both texts
     together (difflib's ratio). Whitespace around the completion is ignored. A text longer than
-    MAX_LENGTH earns 0.
+    MAX_ANSWER_LENGTH earns 0.
     """
     text = completion_text.strip()
-    if max(len(text), len(problem.answer)) > MAX_LENGTH:
+    if max(len(text), len(problem.answer)) > MAX_ANSWER_LENGTH:
         return 0.0
     return SequenceMatcher(None, problem.answer, text, autojunk=False).ratio()
 
@@ -29,8 +29,8 @@ def _check_answer(answer: str) -> None:
     """Raise ValueError for an empty or too long answer; its row is then skipped."""
     if not answer.strip():
         raise ValueError("the answer is empty")
-    if len(answer) > MAX_LENGTH:
-        raise ValueError(f"the answer is longer than {MAX_LENGTH} characters")
+    if len(answer) > MAX_ANSWER_LENGTH:
+        raise ValueError(f"the answer is longer than {MAX_ANSWER_LENGTH} characters")
 
 
 problems = problems_from_files(

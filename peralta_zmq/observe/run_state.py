@@ -46,7 +46,7 @@ class GeneratorStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class SessionState:
     """The trainer's newest session, according to its events."""
 
     start: float  # unix seconds; NaN if unknown
@@ -73,7 +73,7 @@ class RunState:
 
     rows: Rows  # at most WINDOW; empty before the first step
     events: Rows
-    session: Session
+    session: SessionState
     generators: Sequence[GeneratorStats]  # generators in the newest row, sorted by name
     gone: Sequence[str]  # generators that stopped reporting or left during the recent rows
     idle_seconds: float  # since the newest step; NaN if no step is expected
@@ -176,13 +176,13 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
-def _newest_session(events: Rows) -> Session:
+def _newest_session(events: Rows) -> SessionState:
     starts = [index for index, event in enumerate(events) if event.get("event") in SESSION_STARTS]
     start = number(events[starts[-1]], "time") if starts else math.nan
     session = events[starts[-1] :] if starts else events
     evaluations = [event for event in session if event.get("event") in EVALUATION_EVENTS]
     up, left = membership(session)
-    return Session(
+    return SessionState(
         start=start,
         active_since=number(evaluations[-1], "time") if evaluations else start,
         is_evaluating=bool(evaluations) and evaluations[-1].get("event") == EVALUATION_EVENTS[0],

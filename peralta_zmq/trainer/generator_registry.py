@@ -22,7 +22,7 @@ from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.terminal import worker_info_text
 from peralta_zmq.trainer.session import Session
 
-SILENCE_SECONDS = 30.0  # a sender without a message for this time is no longer live
+LIVE_SECONDS = 30.0  # a sender without a message for this time is no longer live
 REPORT_SECONDS = 60.0  # interval of reports of the same silent connection
 # Two senders of one name that send within this time are two running generators: a restart of one
 # generator takes longer.
@@ -155,9 +155,9 @@ class GeneratorRegistry:
             self._run_log.event("last_report", **_sender_fields(sender), made=made)
 
     def live(self) -> list[str]:
-        """Remove senders without a message in SILENCE_SECONDS; return all others."""
+        """Remove senders without a message in LIVE_SECONDS; return all others."""
         for sender, received_at in list(self._last_message.items()):
-            if self._received_until - received_at >= SILENCE_SECONDS:
+            if self._received_until - received_at >= LIVE_SECONDS:
                 self._remove(sender)
         return list(self._last_message)
 

@@ -88,7 +88,7 @@ def test_starts_of_one_name_are_bounded(
     rows = read_rows(tmp_path / EVENTS)
     assert {row["event"] for row in rows} == {"join"} and len(rows) <= 1 + len(first)
     registry.receive_status(step=1)
-    monkeypatch.setattr(generator_registry, "SILENCE_SECONDS", 0.0)
+    monkeypatch.setattr(generator_registry, "LIVE_SECONDS", 0.0)
     assert registry.live() == []
     assert registry.mark_alive(f"bob/{1000:016x}", step=1)  # the others have left
 
@@ -167,7 +167,7 @@ def test_metrics_are_bounded_and_prefer_senders_of_groups(
 def test_silent_sender_leaves_once_after_the_trainer_received(
     registry: GeneratorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generator_registry, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(generator_registry, "LIVE_SECONDS", 0.2)
     time.sleep(0.2)
     assert len(registry.live()) == 1  # nothing was received meanwhile: no silence of the sender
     eventually(lambda: registry.receive_status(step=2) or not registry.live())
@@ -190,7 +190,7 @@ def test_sender_with_an_unread_status_has_not_left(
 
     eventually(queued)
     monkeypatch.setattr(generator_status, "MAX_AT_ONCE", 1)  # part of the queue stays
-    monkeypatch.setattr(generator_registry, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(generator_registry, "LIVE_SECONDS", 0.2)
     time.sleep(0.2)
     registry.receive_status(step=2)
     assert ann in registry.live()

@@ -17,7 +17,7 @@ from test_resume import Session
 from peralta_zmq import wire
 from peralta_zmq.observe import report
 from peralta_zmq.observe.metrics import EVENTS, Row, read_rows
-from peralta_zmq.trainer.generator_registry import SILENCE_SECONDS
+from peralta_zmq.trainer.generator_registry import LIVE_SECONDS
 from peralta_zmq.trainer.loop import Trainer
 from peralta_zmq.trainer.session import StopSignal
 
@@ -41,7 +41,7 @@ def test_long_last_evaluation_makes_no_generator_leave(
     clock, passed, evaluate = time.monotonic, [0.0], trainer.evaluations.evaluate
 
     def evaluate_slowly(step: int) -> bool:
-        passed[0] += SILENCE_SECONDS + 1
+        passed[0] += LIVE_SECONDS + 1
         return evaluate(step)
 
     monkeypatch.setattr(time, "monotonic", lambda: clock() + passed[0])

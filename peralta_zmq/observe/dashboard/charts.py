@@ -24,7 +24,7 @@ Column: TypeAlias = NDArray[np.float64]
 Json: TypeAlias = dict[str, Any]
 EVAL = "eval"  # key of the line of held-out accuracy, which is not a column of Table
 MAX_COLUMNS = 2000  # limits the memory if many generators with different names join
-MAX_GENERATORS = 12  # lines in one chart
+MAX_CHART_LINES = 12  # lines in one chart
 NUM_BUCKETS = 120  # buckets of the x axis for downsampling
 
 # Title, unit and lines of each chart; the comment in charts.toml explains the fields.
@@ -183,6 +183,6 @@ def downsample(columns: Sequence[Column], *, num_buckets: int) -> NDArray[np.int
 
 
 def _generator_lines(metric: str, table: Table) -> list[Json]:
-    """Return a line per generator that ever reported `metric`, MAX_GENERATORS at most."""
-    names = sorted(generator_numbers(dict.fromkeys(table.columns), metric))[:MAX_GENERATORS]
+    """Return a line per generator that ever reported `metric`, MAX_CHART_LINES at most."""
+    names = sorted(generator_numbers(dict.fromkeys(table.columns), metric))[:MAX_CHART_LINES]
     return [{"key": f"gen/{name}/{metric}", "label": printable(name)} for name in names]

@@ -40,7 +40,7 @@ from peralta_zmq.observe.report import SUMMARY, change_text
 from peralta_zmq.observe.run_state import (
     EVALUATION_EVENTS,
     RunState,
-    Session,
+    SessionState,
     format_duration,
     membership,
     run_state,
@@ -50,7 +50,7 @@ from peralta_zmq.observe.verdict import verdict
 
 NUM_CHANGE = 20  # the mean reward of the newest 20 steps is compared with that of the 20 before
 MAX_EVENTS, MAX_MARKERS = 60, 80  # newest events and markers in one update
-MAX_GENERATORS = 200  # first generators by name in one update
+MAX_LISTED = 200  # first generators by name in one update
 MAX_SAMPLES = 12  # newest groups in one response
 MAX_ROLLOUTS, MAX_TEXT = 64, 6000  # rollouts of one group; characters of one text
 MAX_EVENT_TEXT = 300  # characters
@@ -128,7 +128,7 @@ def state(run: RunFiles, *, now: float) -> Json:
             for key, text in asdict(verdict(rows, events, now=None if is_over else now)).items()
         },
         "cards": _cards(run, recent, generators),
-        "generators": generators[:MAX_GENERATORS],
+        "generators": generators[:MAX_LISTED],
         "events": [_event(row) for row in list(run.events)[: -MAX_EVENTS - 1 : -1]],
         "markers": _markers(run),
         "num_samples": run.samples[-1][0] if run.samples else 0,
@@ -220,7 +220,7 @@ def _hash(content: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 
-def _header(run: RunFiles, status: str, session: Session, now: float) -> Json:
+def _header(run: RunFiles, status: str, session: SessionState, now: float) -> Json:
     config = run.content(CONFIG)
     train, model = config.get("train", {}), config.get("model", {})
     tasks = [str(env.get("task")) for env in config.get("env", [])]
@@ -269,7 +269,7 @@ def _status_texts(run: RunFiles, now: float) -> dict[str, tuple[str, str]]:
     }
 
 
-def _eta(run: RunFiles, session: Session, steps_left: float) -> str:
+def _eta(run: RunFiles, session: SessionState, steps_left: float) -> str:
     """Return the estimated time left; empty before the first step of the session.
 
     Rows of earlier sessions are ignored, so that a pause does not count.
