@@ -115,8 +115,8 @@ def claims(count: int, paced: dict[str, Any], free: dict[str, Any]) -> Iterator[
     """The claims for one number of generators."""
     yield of_parts(f"groups_per_s_{count}_paced", paced["rates"], "groups/s", bound=count * RATE)
     yield of_parts(f"groups_per_s_{count}_free", free["rates"], "groups/s")
-    yield of_parts(f"cpu_per_group_{count}_paced", paced["costs"], "CPU us, trainer side")
-    yield of_parts(f"cpu_per_group_{count}_free", free["costs"], "CPU us, trainer side")
+    yield of_parts(f"cpu_per_group_{count}_paced", paced["costs"], "us of CPU time, trainer side")
+    yield of_parts(f"cpu_per_group_{count}_free", free["costs"], "us of CPU time, trainer side")
     yield Claim(f"memory_{count}", paced["memory"], "private bytes, trainer side")
     yield Claim(f"announcement_{count}", paced["announcement"], "bytes, to each generator")
     yield Claim(f"staleness_{count}_paced", paced["staleness"], "steps, mean")
@@ -140,7 +140,7 @@ def faster(
         )
         yield reached
         yield of_parts(
-            f"cpu_per_group_{count}_at_{offered:g}", side["costs"], "CPU us, trainer side"
+            f"cpu_per_group_{count}_at_{offered:g}", side["costs"], "us of CPU time, trainer side"
         )
         if reached.ours < KEPT * offered:
             break
