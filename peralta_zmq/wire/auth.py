@@ -125,18 +125,29 @@ def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
 
 def read_secret(file: Path) -> bytes:
     """Read a secret key; WireError if the file holds no key or others can access it."""
-    key, mode = _read_key(file)
-    if mode & 0o077:
+    key, status = _read_key(file)
+    if status.st_mode & 0o077:
         raise WireError(f"{file} can be read by others; chmod 600 {file}")
+    _check_writers(file, status)
     return key
 
 
 def _read_public(file: Path) -> bytes:
     """Read a public key; KeyFileError if it is unusable or others can replace it."""
-    key, mode = _read_key(file)
-    if mode & OTHERS_WRITE:
-        raise KeyFileError(f"{file} can be written by others; chmod go-w {file}")
+    key, status = _read_key(file)
+    _check_writers(file, status)
     return key
+
+
+def _check_writers(path: Path, status: os.stat_result) -> None:
+    """Raise KeyFileError if users other than root and this one can write or chmod `path`."""
+    if status.st_uid not in (0, os.geteuid()):
+        raise KeyFileError(
+            f"{path} belongs to another user (uid {status.st_uid}); sudo chown {os.geteuid()} "
+            f"{path}, or copy the keys to a local disk if a network mount changes the owners"
+        )
+    if status.st_mode & OTHERS_WRITE:
+        raise KeyFileError(f"{path} can be written by others; chmod go-w {path}")
 
 
 def _check_and_list(folder: Path) -> list[str]:
@@ -145,23 +156,22 @@ def _check_and_list(folder: Path) -> list[str]:
     Raises WireError if the folder cannot be read, or if other users could add a key to the folder.
     """
     try:
-        mode, names = folder.stat().st_mode, sorted(os.listdir(folder))
+        status, names = folder.stat(), sorted(os.listdir(folder))
     except OSError as error:
         raise WireError(f"key folder {folder} cannot be read ({error.strerror})") from None
-    if mode & OTHERS_WRITE:
-        raise WireError(f"{folder} can be written by others; chmod go-w {folder}")
+    _check_writers(folder, status)
     return names
 
 
-def _read_key(file: Path) -> tuple[bytes, int]:
-    """Read a key file; returns the key and the mode bits of the file.
+def _read_key(file: Path) -> tuple[bytes, os.stat_result]:
+    """Read a key file; returns the key and the status of the file.
 
     Raises KeyFileError if the file is missing, not readable or not a key; WireError for an error
     that may be temporary, such as that of an unresponsive mount.
     """
     try:
         with file.open("rb") as opened:
-            mode, key = os.fstat(opened.fileno()).st_mode, opened.read(100).strip()
+            status, key = os.fstat(opened.fileno()), opened.read(100).strip()
     except OSError as error:
         permanent = isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError))
         raise (KeyFileError if permanent else WireError)(
@@ -172,7 +182,7 @@ def _read_key(file: Path) -> tuple[bytes, int]:
         raise KeyFileError(
             f"{file} is not a key; make a new pair with {program_name('doctor')} keygen"
         )
-    return key, mode
+    return key, status
 
 
 def _write_key(file: Path, key: bytes, mode: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shutil
 import socket
@@ -408,6 +409,27 @@ def test_public_key_writable_by_others_is_refused(folder: Path, mode: int) -> No
     (folder / "trainer.public").chmod(mode)
     with pytest.raises(WireError, match=r"trainer\.public can be written by others; chmod go-w "):
         generator_keys(folder, "ann")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("name", ["", "trainer.secret", "trainer.public", "ann.public"])
+def test_key_or_key_folder_of_another_user_is_refused(folder: Path, name: str) -> None:
+    os.chown(folder / name, 12345, -1)
+    remedy = rf"belongs to another user \(uid 12345\); sudo chown 0 .*{name or 'keys'}, or copy"
+    with pytest.raises(WireError, match=remedy):
+        if name == "trainer.public":
+            generator_keys(folder, "ann")
+        else:
+            wire.CurveAuthenticator(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_keys_of_root_are_accepted_by_another_user(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert generator_keys(folder, "ann").name == "ann"
+    assert sorted(known_generators(folder).values()) == ["ann", "bob"]
 
 
 def test_running_trainer_ignores_a_key_that_became_writable(folder: Path) -> None:
