@@ -18,7 +18,7 @@ from weight_sets import COMPANIONS, loaded, publish, reports_of, same, weights_a
 
 from peralta_zmq.weights import publisher as publisher_module
 from peralta_zmq.weights.pruning import Pruner, Retention
-from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
+from peralta_zmq.weights.publisher import Snapshot, VersionWriter, WeightPublisher
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import Version
 
@@ -235,6 +235,35 @@ def test_failed_publication_is_reported_and_retried(
     while not (reports := [report for report in publisher.take_reports() if report.version]):
         publisher.wait(0.1)
     assert [report.step for report in reports] == [1]
+
+
+def test_retry_follows_an_outage_within_5_seconds_on_average(
+    open_publisher: Opener, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = open_publisher()
+    back_off, now = publisher._back_off, 0.0
+    tries = [0.0]  # simulated seconds since the first failure, without newer snapshots
+    is_over = threading.Event()
+
+    def back_off_without_waiting(snapshot: Snapshot, delay: float) -> None:
+        nonlocal now
+        now += delay
+        tries.append(now)
+        if now > 300:
+            monkeypatch.setattr(store.backend, "free_bytes", lambda: 1 << 40)
+            is_over.set()
+        back_off(snapshot, 0.0)
+
+    monkeypatch.setattr(publisher, "_back_off", back_off_without_waiting)
+    monkeypatch.setattr(store.backend, "free_bytes", lambda: 0)
+    publisher.publish(1, masters(1))
+    assert is_over.wait(30)
+    # An outage of 20 s ends at most 20 s after the first failure; longer ones end at any time.
+    for longest in (20.0, 300.0):
+        ends = [0.1 * number for number in range(1, round(longest / 0.1) + 1)]
+        waited = [min(each for each in tries if each >= end) - end for end in ends]
+        # Of the 10 s, 2 s are for the writing of the version.
+        assert max(waited) <= 8 and sum(waited) / len(waited) <= 5
 
 
 def test_delta_after_a_failure_has_a_published_base(
