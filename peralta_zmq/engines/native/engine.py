@@ -257,7 +257,8 @@ class DecodeLoop:
         ended = (tokens[:, None] == self._end_ids).any(1)
         ended |= (self.rows.num_tokens == self.rows.limits)[: self.rows.count]
         if self._sampling.stop:
-            ended |= np.array([self._has_stopped(row) for row in range(self.rows.count)])
+            stopped = map(self._has_stopped, range(self.rows.count))
+            ended |= np.fromiter(stopped, np.bool_)  # of no row, too
         return np.flatnonzero(ended)[::-1].tolist()
 
     def _has_stopped(self, row: int) -> bool:

@@ -9,6 +9,7 @@ import shutil
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -244,8 +245,12 @@ def test_samples_are_determined_by_the_seed_and_siblings_differ(
     assert first[0] != first[1]
 
 
-def test_none_among_requests_does_not_end_the_source(engine: NativeEngine) -> None:
+@pytest.mark.parametrize("stop", [(), ("never generated",)])
+def test_none_among_requests_does_not_end_the_source(
+    engine: NativeEngine, stop: tuple[str, ...]
+) -> None:
     calls: list[int] = []
+    sampling = replace(GREEDY, stop=stop)
 
     def source() -> Iterator[Request | None]:
         yield None
@@ -254,8 +259,8 @@ def test_none_among_requests_does_not_end_the_source(engine: NativeEngine) -> No
             yield None
         yield requests()[1]
 
-    completions = sampled(engine, GREEDY, source(), between_steps=lambda: calls.append(1))
-    assert tokens(completions) == tokens(sampled(engine, GREEDY, requests()[:2]))
+    completions = sampled(engine, sampling, source(), between_steps=lambda: calls.append(1))
+    assert tokens(completions) == tokens(sampled(engine, sampling, requests()[:2]))
 
 
 def test_requests_are_read_only_when_rows_are_free(engine: NativeEngine) -> None:
