@@ -208,14 +208,14 @@ class CheckpointSection(Section):
     interval: PositiveInt = 20
     """training steps between two checkpoints"""
     keep_last: PositiveInt | None = 2
-    """number of newest checkpoints to keep; None = all, but 1 if keep_interval is set"""
+    """number of newest checkpoints to keep; None = all, or only one if keep_interval is set"""
     keep_interval: PositiveInt | None = None
     """also keep each checkpoint whose step is a multiple of this"""
     keep_journal: bool = False
     """keep the journal (recorded groups) from the first step, so that bin/replay can start at 0"""
     resume_step: Annotated[int, Field(ge=-1)] = -1
-    """roll back to the checkpoint of this step, at the first start with this value only;
-    -1 = resume from the newest"""
+    """roll back to the checkpoint of this step, once: later starts with the same value resume from
+    the newest; -1 = always resume from the newest"""
 
 
 class VerifierSection(Section):

@@ -45,7 +45,7 @@ class RewardRunner:
         self._timeout, self._bounded = timeout_seconds, bounded
         self._name = f"{function.__module__}:{function.__qualname__}"
         self._process: subprocess.Popen[bytes] | None = None  # imports the function and calls it
-        self._pipe: Connection | None = None  # to this process
+        self._pipe: Connection | None = None  # to `_process`
         self._num_failures = 0  # since the last reward
 
     def reward(self, problem: Problem, completion_text: str) -> Reward:

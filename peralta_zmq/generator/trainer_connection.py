@@ -4,11 +4,11 @@ A group is all rollouts of one problem, sent as one message (frame). A status is
 counters of the generator. An incarnation is the 8 random bytes that a generator draws at its start
 and for each new run; `sequence` numbers the groups of one incarnation from 0.
 
-Announcements are the trainer's messages about its progress, about one per second. They acknowledge
-each group twice. A group is received when it is in the trainer's memory. It is durable when the
-journal on the trainer's disk has it, or has the reason why it was dropped. The outbox keeps a group
-until it is durable, so that the generator can send it again after a crash of the trainer. A group
-is consumed when the trainer has begun its training step or has dropped it.
+Announcements are the trainer's messages about its progress, about one per second. They report how
+far the trainer is with the groups. A group is received when it is in the trainer's memory. It is
+durable when the journal on the trainer's disk has it, or has the reason why it was dropped. It is
+consumed when the trainer has begun its training step or has dropped it. The outbox keeps a group
+until it is durable, so that the generator can send it again after a crash of the trainer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from peralta_zmq.rollout import RolloutGroup, sender_of
 
 SLOWEST_LINK = 125_000  # bytes/s (1 Mbit/s) of the slowest link; a large group takes seconds
 RESEND_SECONDS = 2.0  # between two resends, so that the first can be acknowledged
-LOST_SECONDS = 5.0  # sent groups that a receiving trainer has not received after this are lost
+LOST_SECONDS = 5.0  # if the trainer reads for so long without receiving a group, send it again
 logger = logging.getLogger(__name__)
 
 
@@ -94,8 +94,8 @@ class TrainerConnection:
     def send(self, group: RolloutGroup) -> None:
         """Send a group and keep it in the outbox until it is durable.
 
-        A group that cannot be encoded is dropped. The next group reports the drop to the trainer
-        by its field `min_sequence`.
+        A group that cannot be encoded is dropped. The trainer learns this from `min_sequence` of
+        a later group, as soon as no earlier group is in the outbox.
         """
         newest = f" newest={group.newest_step}" if group.newest_step > group.policy_step else ""
         evaluated = f" evaluation_step={step}" if (step := group.evaluation_step) >= 0 else ""
@@ -114,7 +114,7 @@ class TrainerConnection:
         failpoint("generator.sent")
 
     def exchange(self, *, timeout: float = 0.0) -> wire.Announcement | None:
-        """Send a due status, receive announcements, and resend lost groups.
+        """Send a due status, receive announcements, and resend groups that may not have arrived.
 
         Waits up to `timeout` seconds for a new announcement. Returns the property `announcement`.
         """
@@ -172,7 +172,8 @@ class TrainerConnection:
     def _receive(self, timeout: float) -> wire.Announcement | None:
         """Like `exchange`, but without resending groups.
 
-        Connects again if the trainer receives groups, but none of this generator for some time.
+        Opens the connection for groups again if the trainer receives groups of other generators,
+        but for some time none of this one.
         """
         self.report_when_due()
         latest = self._sockets.announcements.receive(timeout=timeout)
@@ -195,9 +196,10 @@ class TrainerConnection:
         """Log if no announcement has arrived for SILENCE_SECONDS.
 
         The run then counts as complete if the last announcement reported its end, or if the
-        weights come from the last training step. The trainer reports the end only shortly before it
-        exits, so a generator may miss all reports but one. A single report before the silence is
-        enough: its checksum excludes a flipped bit, and an announcement without `done` revokes it.
+        weights come from the last training step. The trainer announces the end (`done`) several
+        times, but only shortly before it exits: this process may receive only one of them. One is
+        enough, because the checksum of a message reveals a flipped bit, and any later announcement
+        without `done` takes it back.
         """
         announcements, version = self._sockets.announcements, self._weights.version
         now, received = time.monotonic(), announcements.received_at
@@ -282,12 +284,14 @@ class Outbox:
         """Apply the acknowledgements of an announcement; remove durable frames.
 
         If the trainer waits for groups, or has started a step since the previous announcement, it
-        has read all groups that had arrived. If none of these frames was among them, the time since
-        the previous announcement, at most a second, is added to `_unreceived_seconds`.
+        has read all groups that had arrived. If it has nevertheless received no further frame of
+        the outbox, the time since the previous announcement, at most a second, is added to
+        `_unreceived_seconds`.
         """
         previous, self._announcement = self._announcement, announcement
         if announcement is previous:
             return
+        # The trainer, too, draws an incarnation at each start.
         restarted = previous.incarnation not in (b"", announcement.incarnation)
         self.must_resend |= restarted
         durable = announcement.durable.get(self.sender, -1)
@@ -302,15 +306,16 @@ class Outbox:
         self._received, self._announced_at = received, now
         self._frames = {number: frame for number, frame in self._frames.items() if number > durable}
         if self.sender in announcement.consumed:
-            self._num_consumed = announcement.consumed[self.sender] + 1  # announced minus 1
+            # An announcement has the number of consumed groups minus 1.
+            self._num_consumed = announcement.consumed[self.sender] + 1
 
     def frames_to_resend(self) -> list[bytes]:
         """Count and return the frames to send again now, in order.
 
         All frames that the trainer has not received are sent again if `must_resend` is set (the
         trainer has restarted, or the connection was opened again), or if the trainer could have
-        received a frame for LOST_SECONDS, but did not. If the trainer has received a later group,
-        only the missing frames before that group are sent again.
+        received a frame for LOST_SECONDS, but did not. Otherwise, at most every RESEND_SECONDS, the
+        frames between the groups that it has received without a gap and the highest received one.
         """
         elapsed = time.monotonic() - self._resent_at
         if self.must_resend or min(elapsed, self.undelivered_seconds) > LOST_SECONDS:

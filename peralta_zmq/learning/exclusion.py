@@ -22,13 +22,14 @@ import torch
 from peralta_zmq.learning.losses import TokenLoss, Tokens, evaluate, of_rollouts
 from peralta_zmq.learning.step_metrics import Mismatch, mismatch_by
 
-# Mean of k3 = e^x - x - 1 per token, where x is the policy's logprob minus the generator's, clamped
-# to +-10. Older weights or another dtype cause less than 1. A token with x < 0 adds at most 9, and
-# a token with x > 0 less than e^x. For any two policies the expected mean of e^x is at most 1, so
-# the mean exceeds 91 (= 100 - 9) with a probability of at most 1 / 91 (Markov's inequality).
+# Largest mean of k3 = e^x - x - 1 per token, where x is the policy's logprob minus the generator's,
+# clamped to +-10. If only the generator's weights are older, or its dtype is another one, this mean
+# is less than 1. The bound spares every honest generator with probability 90/91: k3 is at most 9
+# where x < 0 and less than e^x where x > 0, so a mean of k3 above 100 needs a mean of e^x above 91.
+# But for tokens sampled by the generator, the expected value of e^x is 1 (Markov's inequality).
 MAX_GROUP_KL = 100.0
 MISMATCH, NOT_FINITE = "logprob mismatch", "loss not finite"  # reasons for an exclusion
-EXCLUDED = "excluded/"  # a sum is named excluded/REASON/GROUP; `pop_excluded` removes it
+EXCLUDED = "excluded/"  # excluded/REASON/GROUP is a key in the results of `summands`
 
 
 def mismatched_groups(groups: Sequence[str], mismatch: Sequence[Mismatch]) -> dict[str, str]:
@@ -67,9 +68,9 @@ def without_groups(
 
 
 def summands(excluded: Mapping[str, str]) -> dict[str, float]:
-    """One sum per excluded group.
+    """One key per excluded group, to be added to the update's sums.
 
-    Adding the sums of all micro-batches and ranks unites the groups.
+    Only the keys count: the sums over all micro-batches and ranks have those of all their groups.
     """
     return {f"{EXCLUDED}{reason}/{name}": 1.0 for name, reason in excluded.items()}
 

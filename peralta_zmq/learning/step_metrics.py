@@ -1,9 +1,10 @@
 """Metrics of a training step: rollout groups, entropy and logprob mismatch.
 
 Logprob mismatch: the trainer computes another logprob for a token than the generator reported. The
-causes are newer weights, another dtype, or an error in one of the two programs. The measure is the
-k3 estimate of the KL divergence (`losses.k3`), over all tokens and for each sender. A sender is one
-start of one generator, named GENERATOR/INCARNATION; its groups are named SENDER/SEQUENCE.
+causes are that its weights are newer than the generator's, another dtype, or an error in one of the
+two programs. The measure is the k3 estimate of the KL divergence (`losses.k3`), over all tokens and
+for each sender. A sender is a generator from one start of its process to the next, and is named
+GENERATOR/INCARNATION; its groups are named SENDER/SEQUENCE (0, 1, ...).
 docs/metrics.md lists the metrics; a metric that TRL also has keeps TRL's name.
 """
 
@@ -21,10 +22,11 @@ from peralta_zmq.learning import losses
 from peralta_zmq.learning.admission import staleness
 from peralta_zmq.rollout import RolloutGroup
 
-# Both count only steps that had groups of the sender.
+# WINDOW and MIN_STEPS count only steps that had groups of the sender.
 WINDOW = 4  # a sender's mean mismatch covers its last 4 steps
 MIN_STEPS = 2  # a sender can be flagged from its second step on
-# Prefixes of the names of a sender's sums; `pop_mismatch` removes them from the metrics.
+# The sums of an update over its micro-batches and ranks (`mismatch_summands`) contain two for each
+# sender, named with these prefixes; `pop_mismatch` takes them out before the sums become metrics.
 SENDER_KL, SENDER_TOKENS = "sender_kl/", "sender_tokens/"
 MAX_SENDERS = 4096  # senders in memory; the least recently active is dropped first
 
@@ -89,10 +91,10 @@ class Mismatch:
 
 
 class MismatchStatistics:
-    """Mean mismatch of each sender; a sender above `bound` is flagged for good.
+    """Mean mismatch of each sender; a sender above `bound` is flagged and remains flagged.
 
-    Another dtype or older weights cause a small mismatch. The mismatch from wrong kernels or wrong
-    weights is larger by orders of magnitude.
+    A generator with another dtype or older weights than the trainer's causes a small mismatch. The
+    mismatch from wrong kernels or wrong weights is larger by orders of magnitude.
     """
 
     def __init__(self, *, bound: float) -> None:
@@ -151,11 +153,12 @@ def mismatch_by(names: Sequence[str], parts: Sequence[Mismatch]) -> dict[str, Mi
 def mismatch_summands(
     tokens: losses.Tokens, groups: Sequence[str], rollouts: Sequence[Mismatch]
 ) -> dict[str, Tensor | float]:
-    """A micro-batch's terms of the sums for mismatch_kl, ess and each Mismatch.
+    """What a micro-batch adds to the update's sums for the metrics of mismatch.
 
-    A sum covers all micro-batches of the update; there is one Mismatch per sender.
-    ess, the effective sample size, is sum(ratio)^2 / (tokens * sum(ratio^2)). `groups` has the name
-    of each rollout's group, and `rollouts` the mismatch of each rollout.
+    These are mismatch_kl, the mean over all tokens of the update; the sums from which the learner
+    computes ess, the effective sample size: sum(ratio)^2 / (number of tokens * sum(ratio^2)); and
+    the Mismatch of each sender. A name with a leading underscore is a sum that is no metric.
+    `groups` has the name of each rollout's group, `rollouts` the mismatch of each rollout.
     """
     log_ratio = tokens.logprobs - tokens.old_logprobs
     ratio = losses.ratio_of(log_ratio, limit=losses.STRICT_LOG_RATIO)

@@ -59,10 +59,10 @@ def supervise(
 ) -> int:
     """Run the workers until the leader finishes; returns the exit code of the group.
 
-    A worker that fails is restarted; after exit code 2 or 5 crashes in 60 s it is given up. The
-    group ends early if the leader, or every other worker, is given up. The first SIGINT or SIGTERM
-    is passed to the leader only, the second one kills all workers. `record` gets the events
-    restart, killed and given_up. `on_tick` is called 5 times a second.
+    A worker that fails is restarted; after 5 crashes in 60 s, or after exit code 2, it is given up.
+    The group ends early if the leader, or every other worker, is given up. The first SIGINT or
+    SIGTERM is passed to the leader only, the second one kills all workers. `record` gets the events
+    restart, killed and given_up. `on_tick` is called at least 5 times a second.
     """
     with catch_signals() as wait_for_signals, ProcessGroup(workers, record) as group:
         while (code := group.poll()) is None:

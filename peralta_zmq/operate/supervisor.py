@@ -211,8 +211,8 @@ def follow(names: Sequence[str], *, lines: int) -> None:
 def _restart_grace(names: Sequence[str]) -> float:
     """Seconds without a running worker after which `follow` ends.
 
-    Longer if a restart may follow: after a stop, which is the first half of the command `restart`,
-    and after a supervisor was killed (no exit code), because systemd may start it again.
+    Longer if a worker may start again: it was stopped, which is the first half of the command
+    `restart`, or its supervisor was killed (no exit code), which systemd may start again.
     """
     states = [_read_state(name) for name in names]
     have_ended = all(state.code is not None and not state.stopped for state in states)

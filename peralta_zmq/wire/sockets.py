@@ -180,7 +180,8 @@ class RolloutSender:
 class RolloutReceiver:
     """Binds the trainer's PULL socket and receives the groups of one run.
 
-    Invalid messages are counted in `refused`, logged once per reason and dropped. With an
+    Invalid messages are counted in `refused` and logged once per reason; `receive` returns nothing
+    of them, or, if only the rollouts are invalid, the group without rollouts. With an
     authenticator, a group is also invalid if its generator_id differs from the name of the sender's
     CURVE key. Use with `closing`.
     """
