@@ -55,9 +55,7 @@ def test_program_escapes_control_characters_in_logs_and_errors() -> None:
     code = """
 import logging, sys
 from peralta_zmq.config.programs import run_plain_program
-from peralta_zmq.errors import ConfigError, WireError
-
-PROGRAMS = ("trainer", "generator", "lan", "verifier", "replay", "doctor", "dashboard")
+from peralta_zmq.errors import WireError
 
 def main(arguments):
     logging.getLogger("peralta_zmq.x").warning("refused %s", sys.argv[1])
