@@ -28,7 +28,8 @@ from peralta_zmq.wire.sockets import open_socket
 
 SIBLINGS, NUM_PROMPT, NUM_GENERATED = 8, 31, 12
 MAX_AHEAD = 1  # default of train.max_async_level
-RETRY_SECONDS = 0.01  # for a generator that may not start, or has a full queue
+RETRY_SECONDS = 0.01  # for a generator that may not start, or still has a full queue
+FULL_SECONDS = 0.001  # wait for room in the queue of one group; libzmq takes a group in less
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ class Scripted:
         mine = replace(
             group, generator_id=self.name, incarnation=self.incarnation, sequence=self.sequence
         )
-        if not self.rollouts.send(wire.encode_group(mine), timeout=0):
+        if not self.rollouts.send(wire.encode_group(mine), timeout=FULL_SECONDS):
             return False
         self.sequence += 1
         self.pace.record_start()
