@@ -233,7 +233,7 @@ def make_reference_models(
 
 
 def reference_models_used(config: Config) -> set[str]:
-    """Names of the models that the loss needs besides the policy: reference, teacher.
+    """Which of the two models 'reference' and 'teacher' the loss needs.
 
     A loss needs a model of REQUIRED_MODELS if the model's option is not 0. A user's loss may use a
     teacher without having the option: for a user's loss, setting `model.teacher` is enough.

@@ -258,7 +258,7 @@ class DecodeLoop:
         ended |= (self.rows.num_tokens == self.rows.limits)[: self.rows.count]
         if self._sampling.stop:
             stopped = map(self._has_stopped, range(self.rows.count))
-            ended |= np.fromiter(stopped, np.bool_)  # of no row, too
+            ended |= np.fromiter(stopped, np.bool_)  # np.array([]) would be of another dtype
         return np.flatnonzero(ended)[::-1].tolist()
 
     def _has_stopped(self, row: int) -> bool:
