@@ -83,6 +83,9 @@ data: setup  ## Rewrite the shipped data files from their seeds
 docs: setup  ## Write docs/config.md from the settings
 	@$(BIN)/python -m tools.config_reference
 
+pacing: setup  ## Measure the age of groups with slow generators; writes docs/pacing.md
+	@$(BIN)/python -m tools.pacing_report
+
 base-model: setup  ## Train the embedded base model from random weights (half an hour on 2 cores)
 	@$(BIN)/python -m tools.base_model
 
@@ -121,4 +124,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos run-lan soak attack-costs test test-slow test-chaos test-browser test-gpu test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model clean fresh torch package docs picture structure
+.PHONY: help setup run run-chaos run-lan soak attack-costs test test-slow test-chaos test-browser test-gpu test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model clean fresh torch package docs pacing picture structure

@@ -1,8 +1,9 @@
-"""Settings of all tests: one torch thread, no hub, closed sockets; a weight store."""
+"""Settings of all tests: one torch thread, no hub, closed sockets; common fixtures."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,14 @@ def signals() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def open_file_limits() -> Iterator[tuple[int, int]]:
+    """Limits of open files, soft and hard; restored at the end of the test."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield before
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pacing import LIMITS, RUNS, STEPS, paced
 
 from peralta_zmq.generator.pacing import SILENCE_SECONDS, STARVED_SECONDS, SamplingPacer
 from peralta_zmq.wire import Announcement
+from tools.pacing_report import LIMITS, RUNS, STEPS, paced
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A monotonic clock that tests advance."""
     now = [100.0]
@@ -38,6 +38,7 @@ def num_allowed(
     return count
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(
     ("level", "started_step", "groups"),
     [
@@ -55,6 +56,7 @@ def test_pacer_allows_groups_within_async_level(level: int, started_step: int, g
     assert num_allowed(pacer, step=7, started_step=started_step) == groups
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(("num_generators", "groups"), [(2, 8), (3, 6), (16, 1), (40, 1)])
 def test_pacer_divides_a_step_among_generators(num_generators: int, groups: int) -> None:
     pacer = SamplingPacer(16, max_async_level=0)
@@ -72,6 +74,7 @@ def test_pacer_gives_a_starved_or_silent_trainer_one_more_group(clock: list[floa
     assert num_allowed(pacer, started_step=2) == 1
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(
     ("factor", "by_tokens", "in_step", "groups"),
     [

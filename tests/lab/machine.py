@@ -84,7 +84,7 @@ class Machine:
             str(self._cache / "usr/bin/linux.uml"), f"mem={MEMORY}", *disks,
             "rootfstype=hostfs", "hostfs=/", "ro", "quiet", "con=null", "con0=null,fd:1",
             f"PYTHONPATH={TESTS}:{TESTS.parent}",  # unknown options go to init
-            f"init={sys.executable}", "--", "-B", "-m", "lab.inside", str(self.folder),
+            f"init={sys.executable}", "--", "-B", "-m", "lab.guest_init", str(self.folder),
         ]  # fmt: skip
         environment = {"PATH": "/usr/bin:/bin", "HOME": str(self.folder)}
         return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Scenarios that run in the guest, one function per row of the fault table.
+"""Scenarios that run in the guest, one function each.
 
 A scenario sends events to the host; the tests check them.
 """
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lab import cut
+from lab import failing_disk
 from lab.commands import disk, send_event, unmount
 from lab.network import cables, join, limit, plug, serve
 from lab.workers import Worker
@@ -31,10 +31,10 @@ def visible(protocol: str, rounds: int, poll_seconds: float, options: str = "") 
         publisher.call("claim", folder=folder)
         reader = Worker("b")
         for number in range(1, rounds + 1):
-            reader.ask("watch", folder=seen_as, number=number, poll_seconds=poll_seconds)
+            reader.send("watch", folder=seen_as, number=number, poll_seconds=poll_seconds)
             time.sleep(1.3 * poll_seconds)  # the reader has listed the folder without it
             done = publisher.call("publish", folder=folder, step=number, size=256 * KIB)
-            seen = reader.answer()
+            seen = reader.receive()
             loaded = reader.call("load", folder=seen_as, size=256 * KIB)
             send_event(event="version", by=by, done=done, seen=seen, loaded=loaded)
 
@@ -57,21 +57,22 @@ def full(protocol: str) -> None:
     publisher, reader = Worker("a"), Worker("b")
     here, seen_as = str(there["a"]), str(there["b"])
     publisher.call("claim", folder=here)
-    send_event(event="first", answer=publisher.call("publish", folder=here, step=1, size=MIB))
+    send_event(event="first", reply=publisher.call("publish", folder=here, step=1, size=MIB))
     limit("a", 12)  # 6 MiB take four seconds
-    publisher.ask("publish", folder=here, step=2, size=6 * MIB)
+    publisher.send("publish", folder=here, step=2, size=6 * MIB)
     _until_begun(there["server"])
     filler = there["server"].parent / "filler"
     _fill(filler)
-    answer = publisher.answer()
-    send_event(event="full", answer=answer, names=_names(there["server"]))
+    reply = publisher.receive()
+    send_event(event="full", reply=reply, names=_names(there["server"]))
     limit("a", 0)
-    send_event(event="again", answer=publisher.call("publish", folder=here, step=2, size=6 * MIB))
+    send_event(event="again", reply=publisher.call("publish", folder=here, step=2, size=6 * MIB))
     newest = reader.call("newest", folder=seen_as)
     send_event(event="meanwhile", newest=newest, names=_names(there["server"]))
     filler.unlink()
     send_event(
-        event="freed", answer=_patiently(publisher, "publish", folder=here, step=3, size=6 * MIB)
+        event="freed",
+        reply=_retry_for_a_minute(publisher, "publish", folder=here, step=3, size=6 * MIB),
     )
     until = reader.call("watch", folder=seen_as, number=3, poll_seconds=0.5)
     send_event(event="read", seen=until, loaded=reader.call("load", folder=seen_as, size=6 * MIB))
@@ -87,7 +88,7 @@ def pruned(protocol: str) -> None:
     reader.call("newest", folder=seen_as)
     limit("b", 10)  # 8 MiB take seven seconds
     careless.call("map_weights", folder=seen_as, number=1)
-    reader.ask("load", folder=seen_as, size=8 * MIB, number=1)
+    reader.send("load", folder=seen_as, size=8 * MIB, number=1)
     time.sleep(1.5)  # both are in the middle of the file
     for step in (2, 3):
         publisher.call("publish", folder=here, step=step, size=256 * KIB, keep_last=1)
@@ -95,12 +96,12 @@ def pruned(protocol: str) -> None:
     if by_hand := first.exists():  # a store that keeps what is being read
         shutil.rmtree(first)
     send_event(event="removed", by_hand=by_hand)
-    during = reader.answer()
+    during = reader.receive()
     limit("b", 0)
     send_event(
         event="reader", during=during, after=reader.call("load", folder=seen_as, size=256 * KIB)
     )
-    send_event(event="careless", answer=careless.call("read_mapped_end"))
+    send_event(event="careless", reply=careless.call("read_mapped_end"))
 
 
 def outage(protocol: str, seconds: float) -> None:
@@ -112,19 +113,19 @@ def outage(protocol: str, seconds: float) -> None:
         worker.call("claim", folder=str(folder))
         worker.call("publish", folder=str(folder), step=1, size=256 * KIB)
     follow = {"until": 2, "poll_seconds": 1.0, "give_up": seconds + 90}
-    reader.ask("follow", folder=str(there["b"] / "s"), size=256 * KIB, **follow)
+    reader.send("follow", folder=str(there["b"] / "s"), size=256 * KIB, **follow)
     time.sleep(4)  # it serves version 1
     plug("down")
     server.call("publish", folder=str(by_server), step=2, size=256 * KIB)
-    client.ask("publish", folder=str(by_client), step=2, size=256 * KIB)
+    client.send("publish", folder=str(by_client), step=2, size=256 * KIB)
     time.sleep(seconds)
     plug("up")
     back = time.monotonic()
-    send_event(event="reader", answer=reader.answer(seconds + 120), back=back)
-    first = client.answer(180)
+    send_event(event="reader", reply=reader.receive(seconds + 120), back=back)
+    first = client.receive(180)
     done = first
     if "error" in first:
-        done = _patiently(client, "publish", folder=str(by_client), step=2, size=256 * KIB)
+        done = _retry_for_a_minute(client, "publish", folder=str(by_client), step=2, size=256 * KIB)
     send_event(event="publisher", first=first, done=done, after=time.monotonic() - back)
     seen_as = str(there["b"] / "c")
     later.call("watch", folder=seen_as, number=2, poll_seconds=1)
@@ -140,15 +141,15 @@ def vanished(protocol: str) -> None:
     publisher.call("publish", folder=str(here), step=1, size=256 * KIB)
     unmount(here.parent, at_once=True)
     here.mkdir()  # the worst case: even the folder's name is there
-    answer = publisher.call("publish", folder=str(here), step=2, size=256 * KIB)
+    reply = publisher.call("publish", folder=str(here), step=2, size=256 * KIB)
     blind = publisher.call("newest", folder=str(here))
-    send_event(event="gone", answer=answer, newest=blind, local=os.listdir(here))
+    send_event(event="gone", reply=reply, newest=blind, local=os.listdir(here))
     here.rmdir()
-    answer = publisher.call("publish", folder=str(here), step=2, size=256 * KIB)
-    send_event(event="gone", answer=answer, newest=blind, local=os.listdir(here.parent))
+    reply = publisher.call("publish", folder=str(here), step=2, size=256 * KIB)
+    send_event(event="gone", reply=reply, newest=blind, local=os.listdir(here.parent))
     send_event(event="meanwhile", newest=reader.call("newest", folder=str(there["b"])))
     join("a", protocol, there["server"].parent)
-    done = _patiently(publisher, "publish", folder=str(here), step=2, size=256 * KIB)
+    done = _retry_for_a_minute(publisher, "publish", folder=str(here), step=2, size=256 * KIB)
     reader.call("watch", folder=str(there["b"]), number=2, poll_seconds=0.5)
     loaded = reader.call("load", folder=str(there["b"]), size=256 * KIB)
     send_event(event="back", done=done, loaded=loaded)
@@ -159,7 +160,8 @@ def publishing(first_step: int) -> None:
     folder = disk("big") / "weights"
     publisher = Worker()
     send_event(event="verified", **publisher.call("verify", folder=str(folder), size=256 * KIB))
-    _patiently(publisher, "claim", folder=str(folder))  # the last one's lease may look alive
+    # The last publisher's lease may still look valid.
+    _retry_for_a_minute(publisher, "claim", folder=str(folder))
     for step in range(first_step, first_step + 100_000):
         done = publisher.call("publish", folder=str(folder), step=step, size=256 * KIB)
         send_event(event="announced", **done)
@@ -171,31 +173,33 @@ def cuts(count: int, seed: int) -> None:
     As a control, a second store publishes to the same disk without fsync: if its versions survive
     as well, the cuts prove nothing.
     """
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     verifier = Worker()
-    cut.prepare()
+    failing_disk.prepare()
     for number in range(count):
-        cut.connect(SERVED)
+        failing_disk.connect(SERVED)
         publishers = {str(SERVED / f"{number}-{kind}"): Worker() for kind in ("synced", "void")}
         publishers[str(SERVED / f"{number}-void")].call("void_fsync")
         for folder, publisher in publishers.items():
             publisher.call("claim", folder=folder)
-            publisher.ask("publish_on", folder=folder, size=256 * KIB, first=1)
-        time.sleep(chance.uniform(0.3, 1.5))
-        cut.power()
+            publisher.send("publish_on", folder=folder, size=256 * KIB, first=1)
+        time.sleep(rng.uniform(0.3, 1.5))
+        failing_disk.cut_power()
         for publisher in publishers.values():
             publisher.kill()
-        said = {folder: publisher.unread() for folder, publisher in publishers.items()}
-        cut.disconnect(SERVED)
-        cut.connect(SERVED)
-        for folder, answers in said.items():
-            promised = {
-                each["number"]: each["weights_id"] for each in answers if "weights_id" in each
+        replies = {folder: publisher.unread() for folder, publisher in publishers.items()}
+        failing_disk.disconnect(SERVED)
+        failing_disk.connect(SERVED)
+        for folder in publishers:
+            announced = {
+                each["number"]: each["weights_id"]
+                for each in replies[folder]
+                if "weights_id" in each
             }
             found = verifier.call("verify", folder=folder, size=256 * KIB)
-            send_event(event=folder.split("-")[1], number=number, **_judged(promised, found))
+            send_event(event=folder.split("-")[1], number=number, **_compare(announced, found))
             shutil.rmtree(folder, ignore_errors=True)  # it may not have been there yet
-        cut.disconnect(SERVED)
+        failing_disk.disconnect(SERVED)
 
 
 def _network(protocol: str, *, name: str = "big", options: str = "") -> dict[str, Path]:
@@ -208,25 +212,25 @@ def _network(protocol: str, *, name: str = "big", options: str = "") -> dict[str
     }
 
 
-def _patiently(worker: Worker, do: str, **arguments: Any) -> dict[str, Any]:
-    """Ask again for up to a minute while the store refuses."""
+def _retry_for_a_minute(worker: Worker, do: str, **arguments: Any) -> dict[str, Any]:
+    """Call every second for up to a minute while the store refuses."""
     deadline = time.monotonic() + 60
-    answer = worker.call(do, **arguments)
-    while "error" in answer and time.monotonic() < deadline:
+    reply = worker.call(do, **arguments)
+    while "error" in reply and time.monotonic() < deadline:
         time.sleep(1)
-        answer = worker.call(do, **arguments)
-    return answer
+        reply = worker.call(do, **arguments)
+    return reply
 
 
 def _until_begun(folder: Path) -> None:
-    """Return when somebody is writing a version, but has not finished it."""
+    """Wait until a version is being written."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             if any(size for size in map(_size, folder.glob(".tmp*/*"))):
                 return
         time.sleep(0.01)
-    raise TimeoutError(f"nobody writes to {folder}")
+    raise TimeoutError(f"no process writes to {folder}")
 
 
 def _size(path: Path) -> int:
@@ -246,10 +250,10 @@ def _names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def _judged(promised: dict[int, str], found: dict[str, Any]) -> dict[str, Any]:
+def _compare(announced: dict[int, str], found: dict[str, Any]) -> dict[str, Any]:
     """How many versions were announced, which of them are lost, which have STABLE and are torn."""
     good = found["good"]
     lost = [
-        number for number, weights_id in promised.items() if good.get(str(number)) != weights_id
+        number for number, weights_id in announced.items() if good.get(str(number)) != weights_id
     ]
-    return {"announced": len(promised), "lost": lost, "torn": found["bad"], "good": len(good)}
+    return {"announced": len(announced), "lost": lost, "torn": found["bad"], "good": len(good)}

@@ -1,6 +1,6 @@
 """The weight store on real network file systems and through power cuts, in a guest kernel.
 
-Rows 5, 7, 14, 15 and 16 of the fault table. Each test prints what it measured (`pytest -s`).
+Each test prints what it measured (`pytest -s`).
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ def test_full_nas_refuses_a_version_and_recovers(machine: Machine, protocol: str
     first, full, again, meanwhile, freed, read = (
         _one(events, event) for event in ("first", "full", "again", "meanwhile", "freed", "read")
     )
-    print(f"\n{protocol}: {full['answer'].get('message')}; left: {_temporary(full)}")
-    assert first["answer"]["number"] == 1
+    print(f"\n{protocol}: {full['reply'].get('message')}; left: {_temporary(full)}")
+    assert first["reply"]["number"] == 1
     for refused in (full, again):
-        assert refused["answer"]["error"] == "StoreError"
+        assert refused["reply"]["error"] == "StoreError"
     for then in (full, meanwhile):
         assert {name for name in then["names"] if name.startswith("step_")} == FIRST_VERSION
         assert not [name for name in _temporary(then) if "/" in name], "what was half-written stays"
     assert meanwhile["newest"]["number"] == 1
-    assert freed["answer"]["number"] >= 2
-    assert read["loaded"]["weights_id"] == freed["answer"]["weights_id"]
+    assert freed["reply"]["number"] >= 2
+    assert read["loaded"]["weights_id"] == freed["reply"]["weights_id"]
     assert read["loaded"]["exact"]
 
 
@@ -89,7 +89,7 @@ FIRST_VERSION = {
 @pytest.mark.parametrize("protocol", ["nfs3", "nfs4"])
 def test_reader_survives_the_removal_of_its_version(machine: Machine, protocol: str) -> None:
     events = machine.run("pruned", protocol=protocol, timeout=120)
-    reader, careless = _one(events, "reader"), _one(events, "careless")["answer"]
+    reader, careless = _one(events, "reader"), _one(events, "careless")["reply"]
     print(f"\n{protocol}: {reader['during'].get('message', 'loaded it')}; mapped: {careless}")
     if protocol == "nfs3":  # the server of NFSv4 keeps what a client has open
         assert careless == {"died": signal.SIGBUS}, "the file was not removed under its readers"
@@ -103,7 +103,7 @@ def test_reader_survives_the_removal_of_its_version(machine: Machine, protocol: 
 def test_old_weights_are_used_while_the_nas_is_away(machine: Machine, protocol: str) -> None:
     events = machine.run("outage", protocol=protocol, seconds=OUTAGE_SECONDS, timeout=500)
     event = _one(events, "reader")
-    reader, publisher = event["answer"], _one(events, "publisher")
+    reader, publisher = event["reply"], _one(events, "publisher")
     caught_up = reader["at"] - event["back"]
     print(
         f"\n{protocol}: away for {OUTAGE_SECONDS:.0f} s; served on, longest pause "
@@ -127,10 +127,10 @@ def test_old_weights_are_used_while_the_nas_is_away(machine: Machine, protocol: 
 def test_lost_mount_gets_no_local_writes(machine: Machine, protocol: str) -> None:
     events = machine.run("vanished", protocol=protocol, timeout=120)
     empty, absent = _all(events, "gone")
-    print(f"\n{protocol}: {empty['answer'].get('message')}")
-    assert "RUN.json" in empty["answer"]["message"]
+    print(f"\n{protocol}: {empty['reply'].get('message')}")
+    assert "RUN.json" in empty["reply"]["message"]
     for gone in (empty, absent):
-        assert gone["answer"]["error"] == "StoreError"
+        assert gone["reply"]["error"] == "StoreError"
         assert gone["newest"]["number"] is None
         assert gone["local"] == []
     back = _one(events, "back")
@@ -154,11 +154,11 @@ def test_power_cuts_of_the_disk_lose_no_announced_version(machine: Machine) -> N
 
 
 def test_killed_kernel_loses_no_announced_version(machine: Machine) -> None:
-    chance = random.Random(7)
+    rng = random.Random(7)
     announced: dict[str, str] = {}
     count = max(3, CUTS // 3)
     for number in range(count):
-        announced |= _publish_until_cut(machine, announced, number * 100_000 + 1, chance)
+        announced |= _publish_until_cut(machine, announced, number * 100_000 + 1, rng)
     with machine.on("publishing", first_step=count * 100_000 + 1) as running:
         verified = next(
             each for each in running.events(timeout=60) if each.get("event") == "verified"
@@ -169,7 +169,7 @@ def test_killed_kernel_loses_no_announced_version(machine: Machine) -> None:
 
 
 def _publish_until_cut(
-    machine: Machine, before: dict[str, str], first_step: int, chance: random.Random
+    machine: Machine, before: dict[str, str], first_step: int, rng: random.Random
 ) -> dict[str, str]:
     """Verify the earlier versions, then publish for a while; returns the announced versions."""
     events: list[dict[str, Any]] = []
@@ -178,7 +178,7 @@ def _publish_until_cut(
         for event in running.events(timeout=90):
             events.append(event)
             if event["event"] == "announced" and deadline is None:
-                deadline = time.monotonic() + chance.uniform(0.2, 2.0)
+                deadline = time.monotonic() + rng.uniform(0.2, 2.0)
             if deadline is not None and time.monotonic() > deadline:
                 break
         events += running.cut_power()

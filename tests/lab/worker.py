@@ -1,6 +1,6 @@
 """Functions that call the weight store in a guest process.
 
-Requests and answers are JSON lines; an exception of the store is an answer. The tensors of a
+Requests and replies are JSON lines; an exception of the store is a reply. The tensors of a
 version are computed from its step, so a reader can compare all bits.
 """
 
@@ -31,22 +31,22 @@ KEYFRAME_INTERVAL = 5
 COMPANIONS = {"config.json": b"{}\n"}
 
 
-def work(requests: IO[str], answers: IO[str]) -> None:
-    """Answer requests until their pipe is closed."""
+def work(requests: IO[str], replies: IO[str]) -> None:
+    """Reply to requests until their pipe is closed."""
     torch.set_num_threads(1)
-    ANSWERS.append(answers)
+    REPLIES.append(replies)
     for line in requests:
         request = json.loads(line)
         start_time = time.monotonic()
         try:
-            answer = HANDLERS[request.pop("do")](**request)
+            reply = HANDLERS[request.pop("do")](**request)
         except StoreError as error:
-            answer = {"error": "StoreError", "message": str(error)}
+            reply = {"error": "StoreError", "message": str(error)}
         except OSError as error:  # a bug: the store must raise StoreError
-            answer = {"error": type(error).__name__, "message": str(error)}
-        answer["seconds"] = round(time.monotonic() - start_time, 3)
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+            reply = {"error": type(error).__name__, "message": str(error)}
+        reply["seconds"] = round(time.monotonic() - start_time, 3)
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
 
 
 def tensors_of(step: int, size: int) -> dict[str, torch.Tensor]:
@@ -83,10 +83,10 @@ def publish(folder: str, step: int, size: int, keep_last: int = KEEP_ALL) -> dic
 
 
 def publish_on(folder: str, first: int, size: int) -> dict[str, Any]:
-    """Publish versions forever, with one answer each."""
+    """Publish versions forever, with one reply each."""
     for step in range(first, KEEP_ALL):
-        ANSWERS[0].write(json.dumps(publish(folder, step, size)) + "\n")
-        ANSWERS[0].flush()
+        REPLIES[0].write(json.dumps(publish(folder, step, size)) + "\n")
+        REPLIES[0].flush()
     return {}
 
 
@@ -218,7 +218,7 @@ def _named(version: Version | None) -> dict[str, Any]:
 
 STORES: dict[str, WeightStore] = {}
 BASES: dict[str, Base] = {}  # last published version of each folder
-ANSWERS: list[IO[str]] = []
+REPLIES: list[IO[str]] = []
 MAPPED: list[mmap.mmap] = []
 HANDLERS = {
     handler.__name__: handler

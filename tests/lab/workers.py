@@ -1,6 +1,6 @@
 """Processes in the guest that use the weight store, on the server or on a client.
 
-Requests and answers are JSON lines in pipes; the functions that can be called are in `worker`.
+Requests and replies are JSON lines in pipes; the functions that can be called are in `worker`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from lab.network import enter
 
-ANSWER_SECONDS = 120
+REPLY_SECONDS = 120
 
 
 class Worker:
@@ -26,37 +26,37 @@ class Worker:
         from lab import worker  # torch: imported once, before the first fork
 
         commands, self._commands = os.pipe()
-        self._answers, answers = os.pipe()
+        self._replies, replies = os.pipe()
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self._commands)
-            os.close(self._answers)
+            os.close(self._replies)
             if client:
                 enter(client)
-            with os.fdopen(commands) as read, os.fdopen(answers, "w") as write:
+            with os.fdopen(commands) as read, os.fdopen(replies, "w") as write:
                 with contextlib.suppress(KeyboardInterrupt):
                     worker.work(read, write)
                 write.flush()
                 os._exit(0)
         os.close(commands)
-        os.close(answers)
+        os.close(replies)
         self._rest = b""
         self._status: int | None = None
 
-    def ask(self, do: str, **arguments: Any) -> None:
+    def send(self, do: str, **arguments: Any) -> None:
         """Start a function of `worker`."""
-        with contextlib.suppress(BrokenPipeError):  # it died: `answer` reports this
+        with contextlib.suppress(BrokenPipeError):  # it died: `receive` reports this
             os.write(self._commands, json.dumps({"do": do, **arguments}).encode() + b"\n")
 
-    def answer(self, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+    def receive(self, seconds: float = REPLY_SECONDS) -> dict[str, Any]:
         """The result of the function; {"died": signal} if the process has ended."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._rest:
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._answers], [], [], left)[0]:
-                raise TimeoutError(f"worker {self.pid} did not answer within {seconds} s")
-            read = os.read(self._answers, 65536)
+            if left <= 0 or not select.select([self._replies], [], [], left)[0]:
+                raise TimeoutError(f"worker {self.pid} did not reply within {seconds} s")
+            read = os.read(self._replies, 65536)
             if not read:
                 return {"died": self._signal()}
             self._rest += read
@@ -65,11 +65,11 @@ class Worker:
 
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Run a function and return its result."""
-        self.ask(do, **arguments)
-        return self.answer()
+        self.send(do, **arguments)
+        return self.receive()
 
     def kill(self) -> None:
-        """SIGKILL; answers already sent can still be read."""
+        """SIGKILL; replies already sent can still be read."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
@@ -79,9 +79,9 @@ class Worker:
         return os.WTERMSIG(self._status) if os.WIFSIGNALED(self._status) else 0
 
     def unread(self) -> list[dict[str, Any]]:
-        """Wait for the end of the process; returns its unread complete answers."""
+        """Wait for the end of the process; returns its unread complete replies."""
         self._signal()
-        while read := os.read(self._answers, 65536):
+        while read := os.read(self._replies, 65536):
             self._rest += read
         *lines, _ = self._rest.split(b"\n")
         return [json.loads(line) for line in lines]

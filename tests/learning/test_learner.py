@@ -1,19 +1,29 @@
+"""Training steps of the learner, and one update of the parameters."""
+
 from __future__ import annotations
 
 import functools
 import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from sample_data import group_of, siblings, tiny_learner, tiny_model
+from sample_data import group_of, packed, siblings, step_gradient, tiny_learner, tiny_model
+from torch import Tensor
 
 from peralta_zmq.errors import TrainingError
-from peralta_zmq.learning.losses import Tokens, grpo_kl, reinforce
+from peralta_zmq.learning.advantages import group_mean
+from peralta_zmq.learning.learner import StepResult, update_parameters
+from peralta_zmq.learning.losses import TokenLoss, Tokens, grpo, grpo_kl, reinforce
+from peralta_zmq.learning.packing import Batch, Packing, Temperature, make_batches
 from peralta_zmq.learning.reference_models import PolicyCopy, reference_logprobs
 from peralta_zmq.models.scoring import Scorer
-from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.rollout import PrefixTree, RolloutGroup, TreeSpan
 from peralta_zmq.trainer.checkpoint import Checkpoint, newest, write_checkpoint
 
 
@@ -21,11 +31,11 @@ def groups_of(step: int) -> list[RolloutGroup]:
     return [group_of([1, 0, 0, 1], seed=step, lengths=[4, 2, 6, 3])]
 
 
-def weights(model: Any) -> dict[str, torch.Tensor]:
+def weights(model: Any) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def identical(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+def identical(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     return all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
 
 
@@ -57,7 +67,7 @@ def test_step_without_signal_changes_no_weights() -> None:
     assert (learner.step, row["reward"], row["frac_reward_zero_std"]) == (1, 1, 1)
 
 
-def nan_loss(tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def nan_loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
     """A loss that is NaN."""
     return tokens.logprobs.sum() * math.nan, {}
 
@@ -89,7 +99,7 @@ def tokens_of_step(learner_of: Any, **options: Any) -> list[Tokens]:
     """Tokens that the loss gets in one step on four groups."""
     seen = list[Tokens]()
 
-    def loss(tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         seen.append(tokens)
         return reinforce(tokens)
 
@@ -124,7 +134,7 @@ def test_siblings_share_an_update_for_any_packing(options: dict[str, Any]) -> No
     }
     models, updates = [tiny_model(), tiny_model()], list[set[int]]()
 
-    def loss(tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         updates.append({known[each] for each in tokens.old_logprobs.tolist()})
         return reinforce(tokens)
 
@@ -132,10 +142,10 @@ def test_siblings_share_an_update_for_any_packing(options: dict[str, Any]) -> No
     tiny_learner(models[1], num_iterations=2, loss=loss, **options).learn(groups)
     half = len(updates) // 2
     assert [set().union(*updates[:half]), set().union(*updates[half:])] == [{0, 2}, {1, 3}]
-    whole, packed = map(weights, models)
+    whole, split = map(weights, models)
     for name, each in whole.items():
         # measured 4e-7 for updates of 2e-2; 4e-2 when siblings are in different updates
-        assert torch.allclose(packed[name], each, rtol=0, atol=1e-5), name
+        assert torch.allclose(split[name], each, rtol=0, atol=1e-5), name
 
 
 def test_prox_logprobs_precede_first_mini_batch() -> None:
@@ -243,3 +253,240 @@ def test_restore_rejects_state_of_another_model_or_without_its_reference(
     with pytest.raises(ValueError, match=reason):
         other.restore(0, state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state().items())
+
+
+# One update of the parameters
+
+GROUPS = [
+    siblings([1, 0, 0, 1], lengths=[4, 1, 7, 2], seed=1),
+    siblings([0, 0.5, 1], lengths=[3, 9, 5], seed=2, num_prompt=6),
+    siblings([1, 0], lengths=[2, 2], seed=3, num_prompt=2),
+]
+NUM_TOKENS = 35
+
+
+def per_sequence(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss over sequences: each is its mean, divided by the step's sequences."""
+    size = torch.zeros(tokens.num_sequences, dtype=tokens.logprobs.dtype)
+    size = size.index_add(0, tokens.sequence, tokens.mask.to(size.dtype))
+    each = tokens.mask * tokens.advantages * tokens.logprobs / size.clamp(min=1)[tokens.sequence]
+    value = -each.sum() / tokens.step_sequences
+    return value, {"kept": (size > 0).sum() / tokens.step_sequences}
+
+
+LOSSES = [reinforce, functools.partial(grpo, epsilon=0.2), per_sequence]
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Any]:
+    yield tiny_model().double()
+
+
+def batches_of(max_tokens: int = 1000, temperature: Temperature = 1.0) -> list[Batch]:
+    samples, _ = packed(GROUPS, max_tokens=max_tokens)
+    return make_batches(samples, Packing(max_tokens=max_tokens, temperature=temperature))
+
+
+def gradient(
+    model: Any, batches: Sequence[Batch], loss: TokenLoss, **options: Any
+) -> tuple[Tensor, dict[str, float]]:
+    """The whole gradient of a step, flat, and the step's metrics."""
+    found, result = step_gradient(model, batches, loss, **options)
+    return found, result.metrics
+
+
+def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
+    return bool((ours - theirs).norm() <= tolerance * theirs.norm())
+
+
+# Micro-batches and their order; test_distributed.py covers ranks
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("max_tokens", [15, 20, 40])
+def test_gradient_and_metrics_are_equal_for_any_micro_batches(
+    model: Any, loss: TokenLoss, max_tokens: int
+) -> None:
+    whole, expected = gradient(model, batches_of(), loss)
+    split = batches_of(max_tokens)
+    assert len(split) > 1
+    found, metrics = gradient(model, split, loss)
+    assert close(found, whole, 1e-6)
+    assert metrics == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradient_is_equal_for_any_order(model: Any, loss: TokenLoss) -> None:
+    whole, _ = gradient(model, batches_of(), loss)
+    samples, _ = packed(GROUPS, max_tokens=15)
+    random.Random(0).shuffle(samples)
+    shuffled = make_batches(samples, Packing(max_tokens=20))[::-1]
+    assert close(gradient(model, shuffled, loss)[0], whole, 1e-6)
+
+
+# Packed and padded rows
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_packed_and_padded_gradients_are_equal(model: Any, loss: TokenLoss) -> None:
+    shared, expected = gradient(model, batches_of(), loss)
+    scorer = Scorer(model)
+    scorer.padding_reason = "padded rows: forced by the test"
+    alone, _ = packed(GROUPS, max_tokens=1000, share_prompts=False)
+    padded = make_batches(alone, Packing(max_tokens=1000, share_prompts=False))
+    padded_gradient, metrics = gradient(model, padded, loss, compute_logprobs=scorer)
+    assert close(padded_gradient, shared, 1e-6)
+    assert metrics == pytest.approx(expected, rel=1e-6)
+
+
+def test_loss_is_the_mean_over_generated_tokens(model: Any) -> None:
+    total, count = 0.0, 0
+    for group in GROUPS:
+        for rollout, a in zip(group.rollouts, group_mean(group.rewards, []), strict=True):
+            ids = torch.from_numpy(rollout.token_ids).long()
+            table = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+            for t in np.flatnonzero(rollout.loss_mask):
+                total -= a * table[t - 1, ids[t]].item()
+                count += 1
+    assert count == NUM_TOKENS
+    _, metrics = gradient(model, batches_of(20), reinforce)
+    assert metrics["loss"] == pytest.approx(total / NUM_TOKENS, rel=1e-6)
+
+
+# One token by hand
+
+
+def by_hand(old: float) -> tuple[torch.nn.Parameter, Batch]:
+    """One generated token whose logprob is the only parameter, -1; its advantage is .5."""
+    parameter = torch.nn.Parameter(torch.tensor(-1.0, dtype=torch.float64))
+    one = torch.ones(1, dtype=torch.float64)
+    batch = Batch(
+        token_ids=torch.tensor([3, 4]),
+        trees=(PrefixTree((TreeSpan(-1, 2),)),), scored=torch.tensor([1]),
+        old_logprobs=one * old, advantages=one / 2, mask=one,
+        sequence=torch.tensor([0]), num_sequences=1, groups=("ann/0/7",),
+    )  # fmt: skip
+    return parameter, batch
+
+
+def masked_out(batch: Batch) -> Batch:
+    return replace(batch, mask=torch.zeros_like(batch.mask))
+
+
+def step_by_hand(
+    parameter: torch.nn.Parameter, batches: list[Batch], *, factor: float = 1.0, **options: Any
+) -> StepResult:
+    chosen: dict[str, Any] = {
+        "compute_logprobs": lambda ids, trees, scored, temperature: parameter.expand(1) * factor,
+        "loss": reinforce,
+        "max_grad_norm": 10.0,
+    }
+    optimizer = options.pop("optimizer", None) or torch.optim.SGD([parameter], lr=0.1)
+    return update_parameters(optimizer, batches, **{**chosen, **options})
+
+
+def test_mismatch_kl_of_one_token_by_hand() -> None:
+    # log ratio -1 - (-1.5) = .5; e^.5 - .5 - 1 = .148721
+    parameter, batch = by_hand(old=-1.5)
+    result = step_by_hand(parameter, [batch])
+    assert result.metrics["mismatch_kl"] == pytest.approx(0.148721, abs=1e-6)
+
+
+def test_effective_sample_size_and_entropy_estimate_by_hand() -> None:
+    parameter, batch = by_hand(old=-1.0)
+    other = replace(batch, old_logprobs=batch.old_logprobs - math.log(2))
+    metrics = step_by_hand(parameter, [batch, other]).metrics
+    # ratios 1 and 2: (1 + 2)^2 / (2 * (1 + 4)) = .9, over two micro-batches
+    assert metrics["ess"] == pytest.approx(0.9)
+    # -logprob 1, ratios 1 and 2: (1 * 1 + 2 * 1) / 2 tokens
+    assert metrics["entropy"] == pytest.approx(1.5)
+
+
+def test_entropy_of_the_loss_replaces_the_estimate() -> None:
+    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        return tokens.logprobs.sum(), {"entropy": torch.tensor(0.25)}
+
+    parameter, batch = by_hand(old=-1.0)
+    assert step_by_hand(parameter, [batch], loss=loss).metrics["entropy"] == 0.25
+
+
+def test_mismatch_by_sender_by_hand() -> None:
+    # ann: twice the k3 of .5; bob: k3 of 1, e - 2 = .718282; masked tokens have no sender
+    parameter, batch = by_hand(old=-1.5)
+    of_ann = replace(batch, groups=("ann/0/7",))
+    of_bob = replace(batch, groups=("bob/0/7",), old_logprobs=batch.old_logprobs - 0.5)
+    of_eve = masked_out(replace(batch, groups=("eve/0/7",)))
+    result = step_by_hand(parameter, [of_ann, of_bob, of_ann, of_eve])
+    assert result.mismatch.keys() == {"ann/0", "bob/0"}
+    assert result.mismatch["ann/0"].kl == pytest.approx(2 * 0.148721, abs=1e-6)
+    assert result.mismatch["ann/0"].num_tokens == 2
+    assert result.mismatch["bob/0"].mean == pytest.approx(0.718282, abs=1e-6)
+    assert not [name for name in result.metrics if "ann" in name or "bob" in name]
+
+
+def test_masked_tokens_are_in_no_metric() -> None:
+    parameter, batch = by_hand(old=-1.0)
+    other = masked_out(replace(batch, old_logprobs=batch.old_logprobs - 3))
+    result = step_by_hand(parameter, [batch, other])
+    assert (result.metrics["mismatch_kl"], result.metrics["ess"]) == (0, 1)
+    assert result.metrics["loss"] == 0.5  # not halved
+
+
+@pytest.mark.parametrize(("limit", "after"), [(10.0, -0.95), (0.25, -0.975)])
+def test_step_clips_gradient_at_max_grad_norm(limit: float, after: float) -> None:
+    # d(-.5 p)/dp = -.5, so p moves up by .1 * min(.5, limit)
+    parameter, batch = by_hand(old=-1.0)
+    result = step_by_hand(parameter, [batch], max_grad_norm=limit)
+    assert parameter.item() == pytest.approx(after, abs=1e-6)
+    assert result.metrics["grad_norm"] == pytest.approx(0.5)
+
+
+def test_loss_metrics_of_any_name_are_summed_over_batches() -> None:
+    names = ("share", "ratio", "usable", "not_finite")
+
+    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        return tokens.logprobs.sum(), dict.fromkeys(names, tokens.mask.sum() / tokens.step_tokens)
+
+    parameter, batch = by_hand(old=-1.0)
+    metrics = step_by_hand(parameter, [batch, batch, batch], loss=loss).metrics
+    assert {name: metrics[name] for name in names} == pytest.approx(dict.fromkeys(names, 1))
+
+
+def test_step_without_batches_changes_nothing() -> None:
+    parameter, _ = by_hand(old=-1.0)
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1)
+    metrics = step_by_hand(parameter, [], optimizer=optimizer).metrics
+    assert (parameter.item(), metrics["loss"], metrics["skipped"]) == (-1.0, 0.0, 0.0)
+
+
+def test_tokens_are_scored_at_batch_temperatures() -> None:
+    parameter, batch = by_hand(old=-1.0)
+    seen: list[object] = []
+
+    def score(ids: Tensor, trees: object, scored: Tensor, *, temperature: Tensor | float) -> Tensor:
+        seen.append(temperature)
+        return parameter.expand(1)
+
+    for each in (0.7, torch.tensor([0.5])):
+        step_by_hand(parameter, [replace(batch, temperatures=each)], compute_logprobs=score)
+        assert seen[-1] is each
+
+
+# Skipped steps and invalid losses
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_not_finite_gradient_skips_the_step(poison: float) -> None:
+    parameter, batch = by_hand(old=-1.0)
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    result = step_by_hand(parameter, [batch], optimizer=optimizer, factor=poison)
+    assert (parameter.item(), result.metrics["skipped"]) == (-1.0, 1.0)
+    assert result.skip_reason == "1 logprobs of the policy are not finite"
+
+
+def test_skipped_gradient_is_discarded() -> None:
+    parameter, batch = by_hand(old=-1.0)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for factor in (math.nan, 1.0):
+        result = step_by_hand(parameter, [batch], optimizer=optimizer, factor=factor)
+    assert (result.skip_reason, parameter.item()) == ("", pytest.approx(-0.95))

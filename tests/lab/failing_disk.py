@@ -28,7 +28,7 @@ def connect(folder: Path) -> None:
     mount(DEVICE, folder, "ext4", "commit=1")
 
 
-def power() -> None:
+def cut_power() -> None:
     """Cut the power: no write reaches the disk from now on."""
     _switch(good=False)
 

@@ -1,0 +1,156 @@
+"""Measure the age of trained groups with generators of unequal speed: `make pacing`.
+
+The first generator has one slot instead of eight, so that it is several times slower. The exit code
+is 1 if a limit is exceeded.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.report import when
+from peralta_zmq.config.programs import program_command
+from peralta_zmq.observe.metrics import number
+from peralta_zmq.operate.process_group import ProcessGroup, Worker, recorder, supervise
+from tools.link_proxy import free_ports
+from tools.promise_checker import IN_STEPS, unexpected_ends
+from tools.run_history import RECORDING_OPTIONS, History, read_history
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "pacing.md"
+STEPS = 40
+SETTINGS = (
+    *("--sampling.num-generations", "4", "--train.batch-size", "64"),
+    *("--train.max-steps", str(STEPS), "--train.max-off-policy-steps", "4"),
+    *("--train.num-workers", "2", "--generator.num-workers", "2"),
+    *("--engine.slots", "8", "--weights.poll-seconds", "1"),
+    *("--eval.num-examples", "4", "--no-eval.eval-base-model"),
+    *("--checkpoint.interval", "50", *RECORDING_OPTIONS),
+)
+RUNS = ((1, False), (2, False), (4, False), (2, True))  # generators, and whether one is killed
+LIMITS = {"mean": 1.0, "dropped": 0.02}  # max_async_level, share of all groups
+NEWEST = f"loaded version={STEPS // 3} "  # log line of the generator that is killed
+MAX_SECONDS = 400.0  # of a run
+TITLE = """\
+# Pacing
+
+Age of a group in training steps when it is admitted to a batch, including the time in queues, with
+`train.max_async_level` 1 and `train.max_off_policy_steps` 4. One generator is slow: it samples one
+completion at a time (`engine.slots` 1), the others eight. Limits: a mean age of at most 1, less
+than 2% of the groups dropped. In the last row the generator with the newest weights is killed in
+the middle of the run; its cost is at most the longest wait of the trainer for a batch.
+
+Made by `make pacing`: {steps} steps of 16 groups each, trainer and generators on one machine with 2
+cores, the embedded model. {when}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """The result of one run."""
+
+    name: str
+    ages: Counter[int]  # number of groups by age in steps
+    made_by: dict[str, int]  # groups in batches, by generator
+    dropped: int
+    seconds: float
+    longest_wait: float  # of the trainer for a batch, from the second step on
+
+    @property
+    def mean(self) -> float:
+        """Mean age in training steps."""
+        return sum(age * count for age, count in self.ages.items()) / self.ages.total()
+
+    @property
+    def share_dropped(self) -> float:
+        """Share of dropped groups in all groups received."""
+        return self.dropped / (self.ages.total() + self.dropped)
+
+
+def paced(folder: Path, num_generators: int, *, kill: bool = False) -> Paced:
+    """Run trainer and generators to the end; the first generator is slow.
+
+    Raises RuntimeError if a worker fails, and TimeoutError.
+    """
+    port = str(free_ports())
+    settings = ("--run.dir", str(folder), "--run.name", "run", "--wire.port", port, *SETTINGS)
+    logs = {f"g{index}": folder / f"g{index}.log" for index in range(num_generators)}
+    workers = [Worker("trainer", (*program_command("trainer"), *settings), folder / "trainer.log")]
+    for index, (name, log) in enumerate(logs.items()):
+        identity = ("--generator.name", name, "--generator.index", str(index),
+                    "--generator.count", str(num_generators))  # fmt: skip
+        slots = ("--engine.slots", "1") if index == 0 else ()
+        command = (*program_command("generator"), *settings, *identity, *slots)
+        workers.append(Worker(name, command, log))
+    started, killed = time.monotonic(), ""
+
+    def on_tick(group: ProcessGroup) -> None:
+        nonlocal killed
+        if time.monotonic() > started + MAX_SECONDS:
+            raise TimeoutError(f"the run has not ended after {MAX_SECONDS:.0f} s")
+        if kill and not killed:
+            text = {name: log.read_text("utf-8", "replace") for name, log in logs.items()}
+            killed = next((name for name in logs if NEWEST in text[name]), "")
+            if killed:
+                group[killed].kill()
+                group[killed].stop()  # it is not restarted
+
+    if code := supervise(workers, record=recorder(folder / "run"), on_tick=on_tick):
+        raise RuntimeError(f"the run ended with exit code {code}")
+    name = f"{num_generators}{', one killed' if kill else ''}"
+    return _measured(read_history(folder / "run", []), name, time.monotonic() - started)
+
+
+def _measured(history: History, name: str, seconds: float) -> Paced:
+    if crashed := unexpected_ends(history).broken:
+        raise RuntimeError(f"crashed and restarted: {', '.join(crashed)}")
+    admitted = [record for record in history.journal if record.outcome in IN_STEPS]
+    made_by = Counter(record.key[0].partition("/")[0] for record in admitted)
+    accounting = history.summary["accounting"]
+    assert isinstance(accounting, dict)
+    return Paced(
+        name,
+        ages=Counter(record.age for record in admitted),
+        made_by=dict(sorted(made_by.items())),
+        dropped=accounting["stale"] + accounting["abandoned"] + accounting["lost"],
+        seconds=seconds,
+        longest_wait=max(number(row, "time/wait_for_batch") for row in history.rows[1:]),
+    )
+
+
+def table(runs: list[Paced]) -> str:
+    """Histograms of the ages as a Markdown table, one row per run."""
+    ages = range(max(age for run in runs for age in run.ages) + 1)
+    head = ["generators", *(f"age {age}" for age in ages), "mean", "dropped", "groups by generator",
+            "longest wait"]  # fmt: skip
+    lines = [head, ["---"] * len(head)]
+    for run in runs:
+        shares = " ".join(f"{name} {count}" for name, count in run.made_by.items())
+        lines.append(
+            [run.name, *(str(run.ages[age]) for age in ages), f"{run.mean:.2f}",
+             f"{run.dropped} ({run.share_dropped:.1%})", shares, f"{run.longest_wait:.1f} s"]
+        )  # fmt: skip
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def main() -> int:
+    """Write docs/pacing.md, or the file in the first argument; 1 if a limit is exceeded."""
+    runs: list[Paced] = []
+    for num_generators, kill in RUNS:
+        with tempfile.TemporaryDirectory() as folder:
+            runs.append(paced(Path(folder), num_generators, kill=kill))
+        print(f"{runs[-1]}", file=sys.stderr)
+    file = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCUMENT
+    file.write_text(f"{TITLE.format(steps=STEPS, when=when())}\n{table(runs)}\n", "utf-8")
+    within_limits = all(
+        run.mean <= LIMITS["mean"] and run.share_dropped < LIMITS["dropped"] for run in runs
+    )
+    return 0 if within_limits else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
