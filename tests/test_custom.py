@@ -113,15 +113,15 @@ def test_task_reward_has_named_parts(tmp_path: Path) -> None:
     assert len(made) == 16
     problem = next(each for each in made if each.id == "2+3")
     assert isinstance(problem, Problem)
-    with closing(build.make_reward_runner(config, task)) as judge:
-        assert judge.reward(problem, " 5 ") == {"right": 1.0, "short": 0.1}
-        assert judge.reward(problem, "five") == {"right": 0.0, "short": 0.0}
+    with closing(build.make_reward_runner(config, task)) as runner:
+        assert runner.reward(problem, " 5 ") == {"right": 1.0, "short": 0.1}
+        assert runner.reward(problem, "five") == {"right": 0.0, "short": 0.0}
 
 
 def test_reward_setting_replaces_the_task_reward(tmp_path: Path) -> None:
     config = config_of(tmp_path, "terse")
     task: Any = registry.resolve("task", config.task.name)
     problem = Problem("1", "calculator", (), "2 + 3")
-    with closing(build.make_reward_runner(config, task)) as judge:
-        assert judge.reward(problem, "3 + 2") == 1.0
-        assert judge.reward(problem, "3 + 2        ") == 0.5
+    with closing(build.make_reward_runner(config, task)) as runner:
+        assert runner.reward(problem, "3 + 2") == 1.0
+        assert runner.reward(problem, "3 + 2        ") == 0.5

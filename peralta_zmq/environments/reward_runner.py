@@ -23,7 +23,6 @@ from peralta_zmq.errors import RewardError, TaskError, described
 from peralta_zmq.rollout import MAX_REWARD, Problem
 
 START_TIMEOUT_SECONDS = 120.0  # for importing the reward function
-MAX_FAILURES = 20  # failures in a row after which the function counts as broken (TaskError)
 Reward: TypeAlias = "float | dict[str, float]"  # a dict holds named terms, whose sum is the reward
 
 
@@ -46,25 +45,16 @@ class RewardRunner:
         self._name = f"{function.__module__}:{function.__qualname__}"
         self._process: subprocess.Popen[bytes] | None = None  # imports the function and calls it
         self._pipe: Connection | None = None  # to `_process`
-        self._num_failures = 0  # since the last reward
 
     def reward(self, problem: Problem, completion_text: str) -> Reward:
-        """The reward of a completion.
-
-        Raises RewardError if the function fails, TaskError after MAX_FAILURES failures in a row.
-        """
+        """The reward of a completion. Raises RewardError if the function fails."""
         result = self._call(problem, completion_text)
-        if not isinstance(result, str):  # text is the reason of a failure
-            self._num_failures = 0
-            return result
-        self._num_failures += 1
-        message = (
-            f"reward function {self._name} {result}, for a completion of problem {problem.id}; "
-            "fix the function (its timeout is task.reward_timeout)"
-        )
-        if self._num_failures >= MAX_FAILURES:
-            raise TaskError(f"{self._num_failures} rewards in a row failed, the last: {message}")
-        raise RewardError(message)
+        if isinstance(result, str):  # the reason of a failure
+            raise RewardError(
+                f"reward function {self._name} {result}, for a completion of problem {problem.id}; "
+                "fix the function (its timeout is task.reward_timeout)"
+            )
+        return result
 
     def close(self) -> None:
         """Kill the process of the reward function, if any, and its child processes."""
