@@ -174,7 +174,9 @@ class DifficultyPools:
         """
         if problem_id not in self:
             return 0
-        self._move(problem_id, self._pool_for_reward(mean_reward))
+        pool = self._pool_for_reward(mean_reward)
+        if pool != self._excluded.get(problem_id, "normal"):
+            self._move(problem_id, pool)
         if len(self._excluded) < len(self._positions):
             return 0
         return self._move_to_normal(list(self._excluded))

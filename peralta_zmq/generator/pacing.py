@@ -70,7 +70,7 @@ class SamplingPacer:
         groups_per_step = self._groups_per_step
         if self._follow_step_size and announcement.groups_in_step:
             groups_per_step = announcement.groups_in_step
-        num_generators = max(1, len(announcement.received))  # one entry per active generator
+        num_generators = max(1, len(announcement.received))  # one entry per live sender
         share = math.ceil(math.ceil(groups_per_step * self._oversampling_factor) / num_generators)
         started_step = max(announcement.started_step, step)  # the announcement may be old
         staleness = started_step + num_pending // share - step  # pending groups are consumed first

@@ -103,7 +103,7 @@ class TrainerConnection:
         logger.debug("made group=%s %s", group.name, facts)
         failpoint("generator.made")  # tests can crash the process here
         try:
-            frame = wire.encode_group(group)
+            frame = wire.encode_group(group, max_bytes=self.outbox.max_group_bytes)
         except WireError as error:
             logger.warning("lost group=%s reason=%s", group.name, error)
             self.outbox.skip()
@@ -253,6 +253,11 @@ class Outbox:
         return next(iter(self._frames), self.next_sequence)
 
     @property
+    def max_group_bytes(self) -> int:
+        """Size limit of the trainer for a frame."""
+        return self._announcement.max_group_bytes
+
+    @property
     def undelivered_seconds(self) -> float:
         """Seconds in which the trainer could have received a frame, but did not.
 
@@ -268,10 +273,7 @@ class Outbox:
     def add(self, frame: bytes) -> None:
         """Keep the frame of the next sequence; a full outbox drops its oldest frame."""
         if len(self._frames) == self._limit:
-            oldest = self.min_sequence
-            del self._frames[oldest]
-            self.num_lost += 1
-            logger.warning("lost group=%s/%d reason=outbox", self.sender, oldest)
+            self._drop(self.min_sequence, "outbox")
         self._frames[self.next_sequence] = frame
         self.next_sequence += 1
 
@@ -281,7 +283,7 @@ class Outbox:
         self.num_lost += 1
 
     def acknowledge(self, announcement: wire.Announcement) -> None:
-        """Apply the acknowledgements of an announcement; remove durable frames.
+        """Apply an announcement: remove durable frames, and those too large for the trainer.
 
         If the trainer waits for groups, or has started a step since the previous announcement, it
         has read all groups that had arrived. If it has nevertheless received no further frame of
@@ -305,6 +307,7 @@ class Outbox:
             self._unreceived_seconds += min(1.0, now - self._announced_at)
         self._received, self._announced_at = received, now
         self._frames = {number: frame for number, frame in self._frames.items() if number > durable}
+        self._drop_larger(announcement.max_group_bytes)
         if self.sender in announcement.consumed:
             # An announcement has the number of consumed groups minus 1.
             self._num_consumed = announcement.consumed[self.sender] + 1
@@ -332,3 +335,18 @@ class Outbox:
             self._resent_at = time.monotonic()
             self.num_resent += len(frames)
         return frames
+
+    def _drop_larger(self, max_bytes: int) -> None:
+        """Drop frames of former settings that the trainer no longer accepts.
+
+        Each one would close the connection, and block the acknowledgement of all later groups.
+        """
+        for sequence, frame in list(self._frames.items()):
+            if len(frame) > max_bytes:
+                self._drop(sequence, f"{len(frame)} bytes; the trainer accepts {max_bytes}")
+
+    def _drop(self, sequence: int, reason: str) -> None:
+        """Count a frame as lost and remove it."""
+        del self._frames[sequence]
+        self.num_lost += 1
+        logger.warning("lost group=%s/%d reason=%s", self.sender, sequence, reason)

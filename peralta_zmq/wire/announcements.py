@@ -1,7 +1,7 @@
 """Announcements: the trainer publishes its progress every second and on change.
 
 Every announcement holds all fields, so the next one makes up for a lost one. A group is all
-rollouts of one problem, sent as one message. A sender is one running instance of a generator,
+rollouts of one problem, sent as one message. A sender is one incarnation of a generator,
 'NAME/INCARNATION'; `sequence` numbers the groups of a sender from 0. A received group is in the
 trainer's memory; a durable group, or the reason why it was dropped, is in the journal on the
 trainer's disk. A status is a message with counters that each generator sends over another socket. A
@@ -27,7 +27,7 @@ import zmq
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys
 from peralta_zmq.wire.connection import ClientConnection
-from peralta_zmq.wire.message_fields import decode_fields, encode_fields
+from peralta_zmq.wire.message_fields import MAX_MESSAGE, decode_fields, encode_fields
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
 ANNOUNCE_SECONDS = 1.0
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 class Announcement:
     """Progress of the trainer and acknowledgements of groups.
 
-    An active sender is one whose messages the trainer has received recently.
+    A live sender is one from which the trainer has received a message in the last 30 s.
     """
 
     run_id: str
@@ -52,17 +52,17 @@ class Announcement:
     version: int = -1  # number of the newest weight version; -1 before the first
     weights_id: str = ""  # hash that identifies the newest weight version
     received: dict[str, int] = field(default_factory=dict[str, int])
-    """By active sender: all groups up to this sequence were received; -1 = none."""
+    """By live sender: all groups up to this sequence were received; -1 = none."""
     durable: dict[str, int] = field(default_factory=dict[str, int])
-    """By active sender: all groups up to this sequence are durable; -1 = none."""
+    """By live sender: all groups up to this sequence are durable; -1 = none."""
     highest_received: dict[str, int] = field(default_factory=dict[str, int])
-    """By active sender: highest sequence received; above `received` while an earlier group is
+    """By live sender: highest sequence received; above `received` while an earlier group is
     missing; -1 = none."""
     consumed: dict[str, int] = field(default_factory=dict[str, int])
-    """By active sender: how many groups were used in a started step or dropped, minus 1, so that
+    """By live sender: how many groups were used in a started step or dropped, minus 1, so that
     -1 = none as in the fields above."""
     without_status: dict[str, int] = field(default_factory=dict[str, int])
-    """By active sender whose groups arrive but whose statuses do not: for how many seconds."""
+    """By live sender whose groups arrive but whose statuses do not: for how many seconds."""
     waiting: bool = False  # for groups; False during a step, an evaluation and the start
     done: bool = False  # the run is complete; AnnouncementSubscriber passes on only a repeated True
     groups_in_step: int = 0  # groups in the batch of the newest started step; 0 before the first
@@ -76,6 +76,7 @@ class Announcement:
     evaluation_step: int = -1  # policy step to evaluate on held-out problems; -1 = no evaluation
     answered: bytes = b""
     """Bit field as in `excluded`: the held-out problems whose answers are complete."""
+    max_group_bytes: int = MAX_MESSAGE  # the trainer closes the connection of a larger group
 
 
 def decode_announcement(frame: bytes) -> Announcement:

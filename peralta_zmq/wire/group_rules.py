@@ -8,8 +8,8 @@ ValueError.
 
 A turn of a rollout is a span of context tokens (the prompt, or an input between two completions)
 and a span of generated tokens. The policy step of a token is the number of training steps that
-produced the weights that sampled the token. A run is consecutive generated tokens with equal policy
-step.
+produced the weights that sampled the token. A segment is consecutive generated tokens with equal
+policy step.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from peralta_zmq.rollout import MAX_REWARD
 from peralta_zmq.wire import message_fields
 
 MAX_TOKENS = 1 << 20  # of all rollouts; a small frame can have many rollouts of one long prompt
-MAX_COUNT = 1 << 12  # of rollouts, of turns of all rollouts, and of runs
+MAX_COUNT = 1 << 12  # of rollouts, of turns of all rollouts, and of segments
 MAX_VALUES = 1 << 16  # named rewards of all rollouts
+MAX_OTHER_BYTES = 1 << 14  # of a message outside its columns: names, texts and unknown fields
 MAX_STEP = 2**31 - 1
 MAX_SAMPLE_INDEX = 2**53
 LOGPROB_SLACK = float(np.float32(1e-3))  # rounding may lift log(1) a little above 0
@@ -43,6 +44,18 @@ class GroupLimits:
     max_tokens: int = MAX_TOKENS  # of a rollout: prompt and completion, all turns
     max_generated: int = MAX_TOKENS  # tokens of a turn
     max_turns: int = MAX_COUNT  # of a rollout
+    num_rollouts: int | None = None  # of a group for training; None: up to max_rollouts
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes of the largest message with a group within the limits."""
+        num_tokens = min(self.max_rollouts * self.max_tokens, MAX_TOKENS)
+        num_turns = min(self.max_rollouts * self.max_turns, MAX_COUNT)
+        # A name has at least a letter and NUL.
+        num_values = min(self.max_rollouts * message_fields.MAX_TEXT // 2, MAX_VALUES)
+        columns = 8 * (num_tokens + num_turns + MAX_COUNT + num_values) + 11 * self.max_rollouts
+        size = columns + message_fields.MAX_TEXT + MAX_OTHER_BYTES
+        return min(size, message_fields.MAX_MESSAGE)
 
 
 class Columns(NamedTuple):
@@ -56,7 +69,7 @@ class Columns(NamedTuple):
     prompt: bytes  # i4, the prompt that all rollouts share; empty if the prompts differ
     tokens: bytes  # i4, all other tokens
     logprobs: bytes  # f4 [G]
-    policy_steps: bytes  # u4 [R, 2], of R runs: policy step minus the group's, number of tokens
+    policy_steps: bytes  # u4 [R, 2], of R segments: policy step minus the group's, number of tokens
     rewards: bytes  # f8 [K]
     reward_names: str  # N names, each ended by NUL
     reward_values: bytes  # f8 [K, N], NaN = the rollout has no reward of this name
@@ -79,8 +92,14 @@ def check_envelope(envelope: tuple[Any, ...]) -> None:
         raise ValueError("sample_index or evaluation_step out of bounds")
 
 
+def check_num_rollouts(columns: Columns, limits: GroupLimits) -> None:
+    """A group for training must have exactly the configured number of rollouts."""
+    if limits.num_rollouts not in (None, len(columns.turns) >> 1):  # 2 bytes for each rollout
+        raise ValueError(f"not {limits.num_rollouts} rollouts (sampling.num_generations)")
+
+
 def check_counts(columns: Columns, limits: GroupLimits) -> None:
-    """The numbers of rollouts, turns, runs and rewards must not exceed the limits."""
+    """The numbers of rollouts, turns, segments and rewards must not exceed the limits."""
     count = len(columns.turns) >> 1  # 2 bytes for each rollout
     if count > limits.max_rollouts:
         raise ValueError(f"more than {limits.max_rollouts} rollouts (sampling.num_generations)")

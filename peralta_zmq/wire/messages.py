@@ -5,7 +5,7 @@ one message. `incarnation` is 8 random bytes that the generator draws at its sta
 counts the groups of one incarnation from 0; the generator neither sends nor resends a group whose
 sequence is below `min_sequence`. The policy step of a token is the number of training steps that
 produced the weights that sampled the token. A turn is a span of context tokens followed by a span
-of generated tokens; a rollout has one or more turns. A run is consecutive generated tokens with
+of generated tokens; a rollout has one or more turns. A segment is consecutive generated tokens with
 equal policy step.
 
 The frame is a msgpack map with four parts: the fields of RolloutGroup in ENVELOPE, the Columns
@@ -34,6 +34,7 @@ from peralta_zmq.rollout import FinishReason, Rollout, RolloutGroup
 from peralta_zmq.wire import message_fields
 from peralta_zmq.wire.group_rules import (
     FLOAT,
+    MAX_OTHER_BYTES,
     MAX_STEP,
     MAX_TOKENS,
     Columns,
@@ -42,6 +43,7 @@ from peralta_zmq.wire.group_rules import (
     check_envelope,
     check_lengths,
     check_logprobs,
+    check_num_rollouts,
     check_rewards,
     check_tokens,
 )
@@ -67,15 +69,18 @@ _envelope_of = attrgetter(*ENVELOPE)  # RolloutGroup -> values of ENVELOPE
 _values_of = itemgetter(*FIELDS)  # message -> values of FIELDS
 
 
-def encode_group(group: RolloutGroup) -> bytes:
-    """Encode a group as a frame; WireError if `decode_group` would refuse the group."""
+def encode_group(group: RolloutGroup, *, max_bytes: int = message_fields.MAX_MESSAGE) -> bytes:
+    """Encode a group as a frame of at most `max_bytes`.
+
+    Raises WireError if the frame is larger or `decode_group` would refuse the group.
+    """
     try:
-        return _encode(group)
+        return _encode(group, max_bytes)
     except (ValueError, OverflowError, StructError) as error:
         raise WireError(f"a group of {group.problem_id!a:.40} cannot be sent: {error}") from None
 
 
-def _encode(group: RolloutGroup) -> bytes:
+def _encode(group: RolloutGroup, max_bytes: int) -> bytes:
     """Encode a group; ValueError, OverflowError or struct.error for an invalid group."""
     rollouts = group.rollouts
     if not rollouts:
@@ -96,7 +101,7 @@ def _encode(group: RolloutGroup) -> bytes:
         prompt=prompt,
         tokens=b"".join([content[len(prompt) :] for content in tokens]),
         logprobs=logprobs,
-        policy_steps=_encode_runs(policy_steps, group.policy_step),
+        policy_steps=_encode_segments(policy_steps, group.policy_step),
         rewards=pack(f"<{len(rollouts)}d", *group.rewards),
         reward_names=reward_names,
         reward_values=reward_values,
@@ -105,7 +110,7 @@ def _encode(group: RolloutGroup) -> bytes:
     check_counts(columns, FORMAT_LIMITS)
     message = dict(zip(FIELDS, (*envelope, *columns, FORMAT), strict=True))
     frame = message_fields.pack_with_checksum(message)
-    _check_size(message, num_bytes=len(frame), num_tokens=sum(spans))
+    _check_size(message, max_bytes, num_bytes=len(frame), num_tokens=sum(spans))
     return frame
 
 
@@ -136,18 +141,18 @@ def _encode_turns(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int], by
     return turns, spans, b"".join(all_logprobs), b"".join(all_policy_steps)
 
 
-def _encode_runs(policy_steps: bytes, group_step: int) -> bytes:
-    """The column `policy_steps`: a pair (step - group_step, number of tokens) for each run.
+def _encode_segments(policy_steps: bytes, group_step: int) -> bytes:
+    """The column `policy_steps`: a pair (step - group_step, number of tokens) for each segment.
 
     `policy_steps` (i4) has the step of each generated token; `group_step` is the lowest of them.
     """
     length = len(policy_steps) // 4
-    if policy_steps == policy_steps[:4] * length:  # the usual case: one run
+    if policy_steps == policy_steps[:4] * length:  # the usual case: one segment
         return pack("<2I", int.from_bytes(policy_steps[:4], "little") - group_step, length)
     steps = np.frombuffer(policy_steps, INT).astype(np.int64)
-    starts = np.flatnonzero(np.diff(steps, prepend=-2))  # token 0 starts a run: its step is not -2
-    runs = np.stack([steps[starts] - group_step, np.diff(starts, append=length)], axis=1)
-    return pack(f"<{runs.size}I", *runs.ravel().tolist())
+    starts = np.flatnonzero(np.diff(steps, prepend=-2))  # token 0 starts one: its step is not -2
+    segments = np.stack([steps[starts] - group_step, np.diff(starts, append=length)], axis=1)
+    return pack(f"<{segments.size}I", *segments.ravel().tolist())
 
 
 def _encode_named_rewards(rollouts: Sequence[Rollout]) -> tuple[str, bytes]:
@@ -162,13 +167,15 @@ def _encode_named_rewards(rollouts: Sequence[Rollout]) -> tuple[str, bytes]:
     return "".join([f"{name}\0" for name in names]), pack(f"<{len(values)}d", *values)
 
 
-def _check_size(message: dict[str, Any], *, num_bytes: int, num_tokens: int) -> None:
+def _check_size(
+    message: dict[str, Any], max_bytes: int, *, num_bytes: int, num_tokens: int
+) -> None:
     """Raise ValueError if the receiver would refuse the message for its size."""
-    if num_bytes > message_fields.MAX_MESSAGE or num_tokens > MAX_TOKENS:
+    if num_bytes > max_bytes or num_tokens > MAX_TOKENS:
         raise ValueError(
             f"{num_bytes} bytes and {num_tokens} tokens exceed the limits of "
-            f"{message_fields.MAX_MESSAGE} and {MAX_TOKENS}; "
-            "lower sampling.max_completion_length or sampling.num_generations"
+            f"{max_bytes} and {MAX_TOKENS}; use the trainer's settings, or lower "
+            "sampling.max_completion_length or sampling.num_generations"
         )
     for name, value in message.items():
         if type(value) is str and len(value.encode()) > message_fields.MAX_TEXT:
@@ -194,6 +201,10 @@ def decode_group(frame: bytes, limits: GroupLimits) -> RolloutGroup:
     message, envelope = message_fields.unpack(frame), ()
     try:
         envelope, columns = _read_fields(message, frame)
+        if len(frame) - sum(map(len, columns)) > MAX_OTHER_BYTES:  # the journal stores whole frames
+            raise ValueError(f"more than {MAX_OTHER_BYTES} bytes outside the columns")
+        if envelope[-1] < 0:  # evaluation_step: a group for training
+            check_num_rollouts(columns, limits)
         rollouts = _decode_rollouts(columns, message["policy_step"], limits)
     except (LookupError, TypeError, ValueError, OverflowError, StructError) as error:
         reason = f"malformed group: {type(error).__name__}: {error}"
@@ -245,10 +256,10 @@ def _decode_rollouts(columns: Columns, policy_step: int, limits: GroupLimits) ->
     check_lengths(turns, spans, columns, limits)
     check_tokens(columns.prompt + columns.tokens, limits)
     check_logprobs(columns.logprobs)
-    runs = _unpacker(len(columns.policy_steps) >> 2, "I")(columns.policy_steps)
-    if len(runs) % 2 or 4 * sum(runs[1::2]) != len(columns.logprobs):
+    segments = _unpacker(len(columns.policy_steps) >> 2, "I")(columns.policy_steps)
+    if len(segments) % 2 or 4 * sum(segments[1::2]) != len(columns.logprobs):
         raise ValueError("policy steps and spans of unequal length")
-    newest_step = policy_step + max(runs[::2])
+    newest_step = policy_step + max(segments[::2])
     if newest_step > MAX_STEP:
         raise ValueError("policy step out of bounds")
     rewards = _unpacker(len(turns), "d")(columns.rewards)
@@ -256,7 +267,7 @@ def _decode_rollouts(columns: Columns, policy_step: int, limits: GroupLimits) ->
     if len(columns.finish_reasons) != len(turns) or columns.finish_reasons.strip(FINISH_CODES):
         raise ValueError("unknown finish reasons, or not one for each rollout")
     named_rewards, summary = _decode_named_rewards(columns, len(turns)), (rewards, newest_step)
-    return LazyRollouts(columns, turns, spans, runs, policy_step, named_rewards, summary)
+    return LazyRollouts(columns, turns, spans, segments, policy_step, named_rewards, summary)
 
 
 def _decode_named_rewards(columns: Columns, count: int) -> list[dict[str, float]]:
@@ -285,7 +296,7 @@ class LazyRollouts(Sequence[Rollout]):
     columns: Columns
     turns: tuple[int, ...]
     spans: tuple[int, ...]
-    runs: tuple[int, ...]  # values of the column `policy_steps`
+    segments: tuple[int, ...]  # values of the column `policy_steps`
     policy_step: int  # of the group
     named_rewards: list[dict[str, float]]  # of each rollout
     summary: tuple[tuple[float, ...], int]  # rewards of the rollouts, newest policy step
@@ -307,9 +318,9 @@ def _build_rollouts(lazy: LazyRollouts) -> tuple[Rollout, ...]:
     mask = np.frombuffer(flags, np.bool_)  # True on generated tokens
     logprobs = np.zeros(len(mask), np.float32)
     logprobs[mask] = np.frombuffer(lazy.columns.logprobs, FLOAT)
-    runs = zip(lazy.runs[::2], lazy.runs[1::2], strict=True)
+    segments = zip(lazy.segments[::2], lazy.segments[1::2], strict=True)
     generated_steps = b"".join(
-        [pack("<i", lazy.policy_step + offset) * length for offset, length in runs]
+        [pack("<i", lazy.policy_step + offset) * length for offset, length in segments]
     )
     steps = np.full(len(mask), -1, np.int32)
     steps[mask] = np.frombuffer(generated_steps, INT)

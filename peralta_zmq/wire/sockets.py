@@ -36,6 +36,7 @@ RECEIVE_BUFFER = 128 << 10
 # With a maximum of 5000 a short run ended before the generators received an announcement.
 RECONNECT, RECONNECT_MAX = 100, 1000
 STATUS_HWM = 100  # for messages that may be lost: announcements, generator status, probes
+CURVE_BYTES = 33  # that encryption adds to a message
 MAX_REASONS = 100  # distinct reasons of refusals counted; a hostile sender must not fill the memory
 logger = logging.getLogger(__name__)
 
@@ -181,9 +182,9 @@ class RolloutReceiver:
     """Binds the trainer's PULL socket and receives the groups of one run.
 
     Invalid messages are counted in `refused` and logged once per reason; `receive` returns nothing
-    of them, or, if only the rollouts are invalid, the group without rollouts. With an
-    authenticator, a group is also invalid if its generator_id differs from the name of the sender's
-    CURVE key. Use with `closing`.
+    of them, or, if only the rollouts are invalid, the group without rollouts. libzmq closes a
+    connection on a message of more than `limits.max_bytes`. With an authenticator, a group is also
+    invalid if its generator_id differs from the name of the sender's CURVE key. Use with `closing`.
     """
 
     def __init__(
@@ -198,7 +199,9 @@ class RolloutReceiver:
         self.refused: Counter[str] = Counter()  # reason -> number of messages
         self._run_id, self._limits = run_id, limits
         self._has_keys = authenticator is not None
-        self._socket, self.address = open_server(zmq.PULL, address, authenticator, hwm=hwm)
+        self._socket, self.address = open_server(
+            zmq.PULL, address, authenticator, hwm=hwm, max_bytes=limits.max_bytes + CURVE_BYTES
+        )
         self._timeout = _Timeout(self._socket, zmq.RCVTIMEO)
 
     def receive(self, *, timeout: float) -> tuple[RolloutGroup, bytes] | None:

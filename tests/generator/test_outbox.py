@@ -148,3 +148,14 @@ def test_undelivered_time_counts_only_while_the_trainer_takes_groups(
 def test_full_outbox_drops_its_oldest_frame_and_counts_it() -> None:
     outbox = outbox_with(3, limit=2)
     assert (len(outbox), outbox.min_sequence, outbox.num_lost) == (2, 1, 1)
+
+
+def test_frames_too_large_for_a_restarted_trainer_are_dropped_and_counted() -> None:
+    outbox = outbox_with(3)
+    outbox.add(b"large")  # made with former settings
+    outbox.add(b"4")
+    restarted = replace(acknowledging(2, 4, incarnation=b"2"), max_group_bytes=4)
+    assert resent(outbox, acknowledging(0, 4)) == [b"1", b"2", b"large"]
+    assert resent(outbox, restarted) == [b"4"]
+    assert (len(outbox), outbox.min_sequence, outbox.num_lost) == (1, 4, 1)
+    assert outbox.max_group_bytes == 4

@@ -32,9 +32,10 @@ def connection_of(
 class Trainer:
     """Receives groups of run RUN and announces each as received, while waiting for more."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, **limits: int) -> None:
+        self._limits = wire.GroupLimits(VOCAB_SIZE, **limits)
         self.receiver = stack.enter_context(
-            closing(wire.RolloutReceiver(ANYWHERE, run_id=RUN, limits=wire.GroupLimits(VOCAB_SIZE)))
+            closing(wire.RolloutReceiver(ANYWHERE, run_id=RUN, limits=self._limits))
         )
         self.publisher = stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE)))
         self.received: dict[str, int] = {}
@@ -43,7 +44,10 @@ class Trainer:
         """Receive a group if one has arrived, and announce."""
         if message := self.receiver.receive(timeout=0.05):
             self.received[message[0].sender] = message[0].sequence
-        self.publisher.publish(wire.Announcement(RUN, received=self.received, waiting=True))
+        announcement = wire.Announcement(
+            RUN, received=self.received, waiting=True, max_group_bytes=self._limits.max_bytes
+        )
+        self.publisher.publish(announcement)
 
 
 def test_groups_behind_a_damaged_length_are_delivered_after_a_reconnect(
@@ -80,6 +84,32 @@ def test_groups_behind_a_damaged_length_are_delivered_after_a_reconnect(
     eventually(is_delivered)
     assert rollouts.connection.num_reconnects >= 1  # more on a slow machine
     assert opened.outbox.num_lost == 0 and not trainer.receiver.refused
+
+
+def test_groups_too_large_for_the_trainer_do_not_block_others(
+    store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, stack: ExitStack
+) -> None:
+    trainer = Trainer(stack, max_rollouts=2, max_tokens=16)
+    rollouts = wire.RolloutSender(trainer.receiver.address)
+    stack.callback(rollouts.close, linger_seconds=0)
+    announcements = wire.AnnouncementSubscriber(trainer.publisher.address)
+    stack.enter_context(closing(announcements))
+    sockets = replace(sockets, rollouts=rollouts, announcements=announcements)
+    opened = connection_of(sockets, store, subscriber)
+    small = group_of([1.0, 0.0], run_id=RUN, generator_id="ann", incarnation=opened.incarnation)
+    large = replace(small, rollouts=group_of([1.0, 0.0], lengths=[10_000] * 2).rollouts)
+    opened.send(replace(large, sequence=0))  # before the first announcement: closes the connection
+    opened.send(replace(small, sequence=1))
+
+    def is_delivered() -> bool:
+        trainer.receive()
+        opened.exchange(timeout=0.05)
+        return trainer.received.get(small.sender) == 1
+
+    eventually(is_delivered)
+    opened.send(replace(large, sequence=2))
+    assert opened.outbox.num_lost == 2 and opened.outbox.next_sequence == 3
+    assert not trainer.receiver.refused
 
 
 def test_announced_lack_of_statuses_opens_the_status_connection_again(

@@ -56,7 +56,7 @@ def test_announcement_arrives_with_every_field(stack: ExitStack) -> None:
     sender = {"ann/00": 5}
     announcement = wire.Announcement(
         RUN, b"8 bytes.", 7, 8, 9, "0123456789abcdef", sender, sender, sender, sender, sender,
-        True, True, 4, 100, b"8 digest", b"\1", 6, b"\2",
+        True, True, 4, 100, b"8 digest", b"\1", 6, b"\2", 1000,
     )  # fmt: skip
     defaults = wire.Announcement(RUN)
     for field in dataclasses.fields(announcement)[1:]:

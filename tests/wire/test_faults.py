@@ -16,7 +16,7 @@ from time import monotonic
 import pytest
 import zmq
 from bad_network import Proxy
-from sample_data import RUN, group_of, resident_bytes
+from sample_data import RUN, VOCAB_SIZE, group_of, resident_bytes
 from sockets import (
     DEADLINE,
     GREETING,
@@ -254,6 +254,17 @@ def test_oversize_message_disconnects_its_client_only(stack: ExitStack) -> None:
         assert sender.send(numbered(number), timeout=DEADLINE)
         assert received(receiver).sequence == number
     assert not receiver.refused
+
+
+def test_length_above_any_group_of_the_run_closes_its_connection(stack: ExitStack) -> None:
+    limits = wire.GroupLimits(VOCAB_SIZE, max_rollouts=8, max_tokens=512, max_turns=64)
+    assert limits.max_bytes < 128 << 10
+    receiver = stack.enter_context(closing(receiver_at(limits=limits)))
+    hostile = socket.create_connection(("127.0.0.1", port_of(receiver.address)), timeout=10)
+    with closing(hostile), suppress(ConnectionError):
+        hostile.sendall(hello("PUSH") + frame_of(bytes(128 << 10))[:1000])
+        while hostile.recv(1000):
+            pass  # the greeting of the trainer, then the end
 
 
 class AttackedPorts:

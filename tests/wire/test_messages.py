@@ -188,12 +188,11 @@ def test_round_trip_keeps_any_group(
 # Groups that the sender refuses.
 
 
-def test_encode_refuses_a_group_above_the_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(message_fields, "MAX_MESSAGE", len(FRAME))
-    assert wire.encode_group(GROUP) == FRAME
-    monkeypatch.setattr(message_fields, "MAX_MESSAGE", limit := len(FRAME) - 1)
+def test_encode_refuses_a_group_above_the_size_limit() -> None:
+    assert wire.encode_group(GROUP, max_bytes=len(FRAME)) == FRAME
+    limit = len(FRAME) - 1
     with pytest.raises(WireError, match=rf"{limit}.*lower sampling\.max_completion_length"):
-        wire.encode_group(GROUP)
+        wire.encode_group(GROUP, max_bytes=limit)
 
 
 @pytest.mark.parametrize("field", ["run_id", "weights_id", "problem_id", "task"])
@@ -337,6 +336,16 @@ def test_decode_names_the_broken_rule(fields: dict[str, Any], reason: str) -> No
         decoded(changed(**fields))
 
 
+@pytest.mark.parametrize(("num_bytes", "is_valid"), [(15_000, True), (1 << 14, False)])
+def test_unknown_fields_are_bounded(num_bytes: int, is_valid: bool) -> None:
+    frame = sealed({"unknown": bytes(num_bytes), **msgpack.unpackb(FRAME)})
+    if is_valid:
+        assert equal(decoded(frame), GROUP)
+        return
+    with pytest.raises(wire.InvalidGroupError, match="bytes outside the columns"):
+        decoded(frame)
+
+
 @pytest.mark.parametrize(("prompt", "num"), [(1, 5), (2, 3), (3, 5)])
 def test_prompt_of_partial_tokens_hides_no_token_id(prompt: int, num: int) -> None:
     """In prompt + tokens every id is at most 5; cut into rollouts some would be 5 << 8."""
@@ -417,6 +426,35 @@ def test_decode_refuses_a_group_above_a_limit_of_the_receiver(
     with pytest.raises(wire.InvalidGroupError, match=reason) as caught:
         wire.decode_group(frame, dataclasses.replace(LIMITS, **lower))
     assert (caught.value.group.name, len(caught.value.group.rollouts)) == (group.name, 0)
+
+
+@pytest.mark.parametrize(("evaluation_step", "num_rollouts"), [(-1, 3), (0, 2), (0, 4)])
+def test_training_group_has_the_configured_number_of_rollouts(
+    evaluation_step: int, num_rollouts: int
+) -> None:
+    group = dataclasses.replace(GROUP, evaluation_step=evaluation_step)
+    limits = dataclasses.replace(LIMITS, num_rollouts=num_rollouts)
+    assert equal(wire.decode_group(wire.encode_group(group), limits), group)
+
+
+@pytest.mark.parametrize("num_rollouts", [2, 4])
+def test_training_group_with_another_number_of_rollouts_is_refused(num_rollouts: int) -> None:
+    limits = dataclasses.replace(LIMITS, num_rollouts=num_rollouts)
+    reason = rf"not {num_rollouts} rollouts \(sampling\.num_generations\)"
+    with pytest.raises(wire.InvalidGroupError, match=reason):
+        wire.decode_group(FRAME, limits)
+
+
+def test_largest_group_within_the_limits_has_at_most_max_bytes() -> None:
+    names = [chr(letter) for letter in range(1, 384)]  # 1,022 bytes, each with NUL after it
+    turns = rollout_of_turns([0, 0, *[1, 0] * 63, 1], [-1, -1, *range(3, 130)])
+    rollout = dataclasses.replace(turns, rewards=dict.fromkeys(names, 1.0))
+    texts = dict.fromkeys(("run_id", "problem_id", "task", "weights_id"), "x" * 1024)
+    group = dataclasses.replace(GROUP, rollouts=(rollout,) * 64, **texts)
+    frame = wire.encode_group(group)
+    limits = dataclasses.replace(LIMITS, max_rollouts=64, max_tokens=129, max_turns=64)
+    assert len(wire.decode_group(frame, limits).rollouts) == 64
+    assert len(frame) <= limits.max_bytes < 1.4 * len(frame)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from time import monotonic
 
 import pytest
 import zmq
-from sample_data import RUN, group_of
+from sample_data import RUN, VOCAB_SIZE, group_of
 from sockets import (
     ANYWHERE,
     DEADLINE,
@@ -153,6 +153,7 @@ def test_sockets_have_the_options_of_the_protocol(stack: ExitStack) -> None:
             zmq.HEARTBEAT_IVL: 0,  # would disconnect a busy trainer
         }  # fmt: skip
         if end is receiver:
-            options |= {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60,
+            largest = wire.GroupLimits(VOCAB_SIZE).max_bytes + wire_sockets.CURVE_BYTES
+            options |= {zmq.MAXMSGSIZE: largest, zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60,
                         zmq.TCP_KEEPALIVE_INTVL: 15, zmq.TCP_KEEPALIVE_CNT: 8}  # fmt: skip
         assert {option: end._socket.getsockopt(option) for option in options} == options
