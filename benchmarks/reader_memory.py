@@ -37,7 +37,7 @@ def main() -> None:
     sampling.start()
     with tempfile.TemporaryDirectory(prefix="bench-reader-") as folder:
         replica = LocalReplica(Path(folder))
-        for version in store.versions()[-2:]:
+        for version in list(store.versions())[-2:]:
             replica.advance(store, version)
     done.set()
     sampling.join()

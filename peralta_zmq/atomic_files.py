@@ -225,7 +225,7 @@ def remove_folder(folder: Path) -> None:
     trash = folder.with_name(f".trash-{folder.name}-{os.getpid()}")
     with contextlib.suppress(OSError):
         os.rename(folder, trash)
-    shutil.rmtree(trash, ignore_errors=True)
+    _delete(trash)
 
 
 def sweep(folder: Path) -> None:
@@ -234,10 +234,16 @@ def sweep(folder: Path) -> None:
     Call it only if no other process writes to `folder`: temporary files in use are deleted too.
     """
     for path in (*folder.glob(".tmp-*"), *folder.glob(".trash-*")):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
+        if os.path.isdir(path):  # Path.is_dir raises an error for some symbolic links
+            _delete(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder as far as possible. Ignores errors."""
+    with contextlib.suppress(RecursionError):  # folders nested 1,000 levels deep
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_held(lock: Path) -> bool | None:

@@ -1,25 +1,35 @@
 """HTTP server base of the trainer's weight server and of the verifier.
 
 Generators on other machines fetch published weights from the weight server, and problems and
-rewards from the verifier. Each connection has a daemon thread, which closes the connection when it
-is idle for IDLE_TIMEOUT_SECONDS. A server that other machines can reach must have a password, the
-token, which clients send in each request as a bearer token.
+rewards from the verifier. A server that other machines can reach must have a password, the token,
+which clients send in each request as a bearer token. Each connection has a daemon thread, which
+closes the connection when it is idle for IDLE_TIMEOUT_SECONDS. Connections without an authorized
+request are limited in number and time, so that a client without the password cannot exhaust
+threads or memory.
 """
 
 from __future__ import annotations
 
 import hmac
 import logging
+import socket
 import threading
+import time
+from contextlib import suppress
 from http import HTTPStatus
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedIOBase
 from typing import Any
 
 from peralta_zmq.atomic_files import is_loopback
 from peralta_zmq.errors import ConfigError
 
 IDLE_TIMEOUT_SECONDS = 60.0  # without a request, or while the client does not read the response
-STOP_POLL_SECONDS = 0.1  # between two checks whether `close` was called
+MAX_UNAUTHORIZED = 64  # connections without an authorized request; one more closes the oldest
+FIRST_REQUEST_SECONDS = 10.0  # a connection without an authorized request is closed after this time
+MAX_HEADER_BYTES = 16384  # all header lines of a request
+STOP_POLL_SECONDS = 0.1  # between two checks for `close` and for late connections
 logger = logging.getLogger(__name__)
 
 
@@ -36,9 +46,22 @@ class RequestHandler(BaseHTTPRequestHandler):
     def is_authorized(self) -> bool:
         """Whether the request has the password, or no password is needed."""
         sent = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        return self.token is None or hmac.compare_digest(
+        is_authorized = self.token is None or hmac.compare_digest(
             sent.encode("utf-8", "replace"), self.token.encode()
         )
+        if is_authorized:
+            assert isinstance(self.server, _Server)
+            self.server.unauthorized.pop(self.request, None)
+        return is_authorized
+
+    def parse_request(self) -> bool:
+        """Override: read at most MAX_HEADER_BYTES of header lines."""
+        stream = self.rfile
+        self.rfile = _HeaderReader(stream)
+        try:
+            return super().parse_request()
+        finally:
+            self.rfile = stream
 
     def respond(
         self, status: HTTPStatus, content: bytes = b"", *, content_type: str = "text/plain"
@@ -79,12 +102,11 @@ class HttpServer:
             )
         configured_handler = type("Handler", (handler,), {**attributes, "token": token})
         try:
-            self._server = ThreadingHTTPServer((host, port), configured_handler)
+            self._server = _Server((host, port), configured_handler)
         except OSError as error:
             raise ConfigError(
                 f"{port_setting} {port} cannot be used ({error.strerror}); choose another"
             ) from None
-        self._server.handle_error = _log_error
         self.port = int(self._server.server_address[1])  # the assigned port if `port` is 0
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(STOP_POLL_SECONDS,), daemon=True
@@ -98,6 +120,50 @@ class HttpServer:
         self._thread.join()
 
 
-def _log_error(request: object, client_address: object) -> None:
-    """Log an exception of a handler, at debug level only: clients may disconnect at any time."""
-    logger.debug("request failed client=%s", client_address, exc_info=True)
+class _Server(ThreadingHTTPServer):
+    """Closes late and excess connections that have sent no authorized request.
+
+    `unauthorized` has these connections, oldest first, with the time (monotonic) of their end.
+    """
+
+    def __init__(self, address: tuple[str, int], handler: type[RequestHandler]) -> None:
+        self.unauthorized: dict[Any, float] = {}
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Override: called for a new connection."""
+        self.unauthorized[request] = time.monotonic() + FIRST_REQUEST_SECONDS
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Override: called after each new connection, and every STOP_POLL_SECONDS."""
+        unauthorized, now = self.unauthorized.copy(), time.monotonic()
+        num_excess = len(unauthorized) - MAX_UNAUTHORIZED
+        for index, (request, end) in enumerate(unauthorized.items()):
+            if index < num_excess or end < now:
+                with suppress(OSError):  # closed meanwhile
+                    request.shutdown(socket.SHUT_RDWR)  # ends its thread
+
+    def shutdown_request(self, request: Any) -> None:
+        """Override: called at the end of a connection."""
+        self.unauthorized.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Override: log at debug level only, because clients may disconnect at any time."""
+        logger.debug("request failed client=%s", client_address, exc_info=True)
+
+
+class _HeaderReader(BufferedIOBase):
+    """Reads the header lines of a request from a stream."""
+
+    def __init__(self, stream: BufferedIOBase) -> None:
+        self._stream, self._num_left = stream, MAX_HEADER_BYTES
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """Read a line. Raises HTTPException above MAX_HEADER_BYTES in total."""
+        line = self._stream.readline(self._num_left + 1)
+        self._num_left -= len(line)
+        if self._num_left < 0:
+            raise HTTPException(f"more than {MAX_HEADER_BYTES} bytes")
+        return line

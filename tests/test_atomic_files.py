@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -276,6 +277,20 @@ def test_removed_folder_is_gone_with_all_its_files(folder: Path) -> None:
     for _ in range(2):  # the second call finds nothing
         atomic_files.remove_folder(folder)
         assert os.listdir(folder.parent) == []
+
+
+def test_sweep_continues_after_a_deep_folder_and_a_link_without_target(tmp_path: Path) -> None:
+    deepest = tmp_path.joinpath(".tmp-deep", *"a" * 1100)
+    folders = [deepest, *deepest.parents[:1100]]
+    for folder in reversed(folders):
+        folder.mkdir()
+    (tmp_path / ".tmp-link").symlink_to("x" * 300)  # a name that no file can have
+    (tmp_path / ".trash-file").touch()
+    atomic_files.sweep(tmp_path)
+    with contextlib.suppress(FileNotFoundError):  # if the deep folder was deleted, too
+        for folder in folders:
+            folder.rmdir()
+    assert os.listdir(tmp_path) == []
 
 
 def test_folder_that_cannot_be_renamed_stays_complete(

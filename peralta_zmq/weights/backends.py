@@ -22,7 +22,7 @@ from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.weights.leases import FolderLeases
 
 PROBE_PREFIX = "doctor-"  # beginning of a probe file's name
-MAX_SMALL_FILE = 64 << 20  # bytes, e.g. of a manifest
+MAX_SMALL_FILE = 256 << 10  # bytes of a manifest: 1,000 files
 
 
 class StorageBackend(Protocol):
@@ -91,13 +91,13 @@ def open_backend(address: str, *, token: str | None = None) -> StorageBackend:
     )
 
 
-def read_small(backend: StorageBackend, path: str) -> bytes:
-    """The content of a small file. Raises CorruptError if it exceeds MAX_SMALL_FILE."""
+def read_small(backend: StorageBackend, path: str, *, limit: int = MAX_SMALL_FILE) -> bytes:
+    """The content of a small file. Raises CorruptError if it exceeds `limit` bytes."""
     content = bytearray()
     for chunk in backend.read(path):
         content += chunk
-        if len(content) > MAX_SMALL_FILE:
-            raise CorruptError(f"{path} has more than {MAX_SMALL_FILE} bytes")
+        if len(content) > limit:
+            raise CorruptError(f"{path} has more than {limit} bytes")
     return bytes(content)
 
 

@@ -26,6 +26,7 @@ from peralta_zmq.weights.leases import FolderLeases
 from peralta_zmq.weights.version import RUN_FILE, VERSION_NAME
 
 CLIENT_TIMEOUT_SECONDS = 20.0  # without a byte from the server
+MAX_LISTING = 16 << 20  # bytes; a million versions
 RANGE = re.compile(r"bytes=(\d{1,18})-")  # value of the header Range, with which a client resumes
 VERSION_FILE = re.compile(rf"/({VERSION_NAME.pattern})/({PLAIN_NAME.pattern})")
 
@@ -48,7 +49,7 @@ class HttpBackend:
     def names(self) -> list[str]:
         """Names of the versions that the server lists."""
         try:
-            return list(map(str, json.loads(read_small(self, ""))))
+            return list(map(str, json.loads(read_small(self, "", limit=MAX_LISTING))))
         except (ValueError, TypeError):
             raise OSError(f"{self.address} does not list versions; is it a trainer?") from None
 

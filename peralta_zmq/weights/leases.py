@@ -27,6 +27,7 @@ from peralta_zmq.atomic_files import MALFORMED, PROCESS_TAG, read_chunks, replac
 LEASE, READ_MARK = ".lease-", ".reading-"  # beginnings of the file names
 LEASE_SECONDS = 30.0  # until a lease that is not renewed expires; trainers renew every 10 s
 READ_MARK_SECONDS = 3600.0  # until a read mark expires
+MAX_LEASE = 4096  # bytes of a lease; anyone with write access to the folder can write leases
 
 
 class FolderLeases:
@@ -84,8 +85,11 @@ class FolderLeases:
         """
         for lease in self._other_leases(self._folder) if self._folder else ():
             with contextlib.suppress(FileNotFoundError, *MALFORMED):
-                owner = cast("dict[str, Any]", json.loads(b"".join(read_chunks(lease))))
-                if self._is_renewed(lease, now) and _may_be_running(owner):
+                if not self._is_renewed(lease, now):
+                    continue
+                text = next(read_chunks(lease.parent, lease.name), b"")[:MAX_LEASE]
+                owner = cast("dict[str, Any]", json.loads(text))
+                if _may_be_running(owner):
                     return f"pid {owner['pid']} on {owner['host']}"
         return None
 
@@ -94,7 +98,7 @@ class FolderLeases:
 
         `now` as in `holder`. The local clock is monotonic.
         """
-        mtime, read_at = lease.stat().st_mtime, time.monotonic()
+        mtime, read_at = lease.lstat().st_mtime, time.monotonic()
         if self._mtimes.get(lease, (None, 0.0))[0] != mtime:
             self._mtimes[lease] = mtime, read_at
         unchanged_seconds = read_at - self._mtimes[lease][1]
@@ -102,7 +106,8 @@ class FolderLeases:
 
     def _other_leases(self, folder: Path) -> list[Path]:
         """Files of the leases of other processes, valid or expired."""
-        return [file for file in sorted(folder.glob(f"{LEASE}*")) if file != self._lease]
+        files = sorted(folder.glob(f"{LEASE}*"))
+        return [file for file in files if file != self._lease and not os.path.isdir(file)]
 
     def renew(self) -> None:
         """Renew the lease by setting its mtime.

@@ -47,11 +47,13 @@ class Pruner:
     def prune(self, published: Version) -> None:
         """Remove old versions after the publication of a new one.
 
-        Ignores OSError, because the next publication prunes again.
+        Leaves folders with higher numbers, which are not of this run. Ignores OSError, because the
+        next publication prunes again.
         """
         self._parents[published.number] = published.parent
         with contextlib.suppress(OSError):
-            for number in self._removable(self._store.numbers(), time.monotonic()):
+            numbers = [number for number in self._store.numbers() if number <= published.number]
+            for number in self._removable(numbers, time.monotonic()):
                 failpoint("prune.remove")  # here a test can kill the process
                 self._store.backend.remove(folder_name(number))
         failpoint("publish.pruned")

@@ -31,6 +31,7 @@ from peralta_zmq.weights.backends import StorageBackend, open_backend, read_smal
 from peralta_zmq.weights.version import (
     DELTA_FILE,
     FORMAT,
+    MAX_NUMBER,
     RUN_FILE,
     VERSION_NAME,
     WEIGHTS_FILE,
@@ -143,7 +144,9 @@ class WeightStore:
             needed = MIN_FREE_VERSIONS * tensor_set.file_size(specs)
             if (free := self.backend.free_bytes()) < needed:
                 raise OSError(f"{free >> 20} MiB free, {needed >> 20} MiB needed")
-            number = max([step, *(used + 1 for used in self.numbers())])  # above all used numbers
+            number = _next_number(self, step)
+            if base and base[0].number >= number:  # a delta has a higher number than its parent
+                base = None
             identity = {"format": FORMAT, "run_id": run_id, "number": number, "step": step}
             fields = {**(about or {}), **identity, "model": tensor_set.fingerprint(specs)}
             failpoint("publish.identity")  # here a test can kill the process
@@ -196,13 +199,16 @@ class WeightStore:
             return None
         return None if self._mismatches[version.weights_id] >= MAX_MISMATCHES else version
 
-    def versions(self) -> list[Version]:
-        """All valid versions of this run, oldest first. Raises StoreError if listing fails."""
+    def versions(self) -> Iterator[Version]:
+        """All valid versions of this run, oldest first. Raises StoreError if listing fails.
+
+        Reads one version at a time: there may be very many, with large manifests.
+        """
         try:
-            versions = [self.find(number) for number in self.numbers()]
+            run_id, found = self.run_id, map(self.find, self.numbers())
         except OSError as error:
             raise StoreError(f"{self.address} cannot be listed ({error.strerror})") from None
-        return [version for version in versions if version and version.run_id == self.run_id]
+        return (version for version in found if version and version.run_id == run_id)
 
     def chain(self, version: Version, local: Version | None = None) -> list[Version]:
         """The versions to read in order to load `version`, oldest first.
@@ -263,9 +269,23 @@ class WeightStore:
         self._mismatches[version.weights_id] = MAX_MISMATCHES
 
 
+def _next_number(store: WeightStore, step: int) -> int:
+    """The number of the next version: above those of this run, and not used by any folder.
+
+    Ignores higher numbers of other folders: above a folder step_99999999 there is no number.
+    """
+    used, newest = set(store.numbers()), store.newest()
+    number = max(step, newest.number + 1 if newest else 0)
+    if number > MAX_NUMBER:  # the newest version is forged
+        number = step
+    while number in used:
+        number += 1
+    return number
+
+
 def version_of_step(store: WeightStore, step: int) -> Version:
     """The newest version of a training step. Raises StoreError with the available steps."""
-    versions = store.versions()
+    versions = list(store.versions())
     for version in reversed(versions):
         if version.step == step:
             return version

@@ -252,7 +252,7 @@ class VersionLoader:
                 return self._load(target, model, before_change)
             except StoreError as error:
                 self.wants_keyframe = isinstance(error, ChainError)
-                self._log_once(f"unread version={target.number} reason={error}")
+                self._log_once(f"load failed version={target.number} reason={error}")
                 if self._store.find(target.number) is not None:
                     return None  # the error may be transient: try again at the next poll
                 # The version was quarantined or removed: try the version before it.
@@ -289,7 +289,8 @@ class VersionLoader:
         number, weights_id = self._announced
         if version.number == number and weights_id not in ("", version.weights_id):
             self._log_once(
-                f"unread version={number} reason=its id is {version.weights_id}, not {weights_id}"
+                f"load failed version={number} "
+                f"reason=its id is {version.weights_id}, not {weights_id}"
             )
             return False
         return all(

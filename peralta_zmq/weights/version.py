@@ -17,7 +17,10 @@ from peralta_zmq.atomic_files import CorruptError, Manifest
 WEIGHTS_FILE, DELTA_FILE = "model.safetensors", "delta.bin"
 RUN_FILE = "RUN.json"  # names the run that owns a weight store
 VERSION_NAME = re.compile(r"step_\d{8}")
+MAX_NUMBER = 99_999_999  # of a version
 FORMAT = 2  # number of the manifest's format
+MAX_INTEGER = 2**31 - 1  # the highest step in messages
+MAX_FILE = 2**63 - 1  # bytes
 # Integer fields of the manifest with their defaults; None: the field is required.
 INTEGER_FIELDS = {"number": None, "step": None, "parent": -1, "depth": 0, "lineage": 0}
 # Optional text fields. model: fingerprint of the tensor names and shapes. result: digest of this
@@ -48,10 +51,9 @@ class Version:
         """
         about = manifest.about
         values = [about.get(name, default) for name, default in INTEGER_FIELDS.items()]
-        if not all(type(value) is int for value in values):
-            raise CorruptError(
-                f"{folder.name}: one of {', '.join(INTEGER_FIELDS)} is not an integer"
-            )
+        if not all(type(value) is int and abs(value) <= MAX_INTEGER for value in values):
+            names = ", ".join(INTEGER_FIELDS)
+            raise CorruptError(f"{folder.name}: one of {names} is not an integer, or too large")
         number, step, parent, depth, lineage = cast("list[int]", values)
         if folder_name(number) != folder.name or step < 0:
             raise CorruptError(f"{folder.name}: its manifest has number {number}, step {step}")
@@ -60,6 +62,8 @@ class Version:
             raise CorruptError(f"{folder.name}: kind {kind!r:.80} with parent {parent}")
         if (WEIGHTS_FILE if kind == "keyframe" else DELTA_FILE) not in manifest.files:
             raise CorruptError(f"{folder.name}: a {kind} without its weights file")
+        if not all(0 <= size <= MAX_FILE for size, _ in manifest.files.values()):
+            raise CorruptError(f"{folder.name}: a file has an impossible size")
         if not all(isinstance(about.get(name), str | None) for name in TEXT_FIELDS):
             raise CorruptError(f"{folder.name}: one of {', '.join(TEXT_FIELDS)} is not a string")
         run_id = str(about.get("run_id"))  # 'None' if it is missing: not the id of any run

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,33 @@ def test_version_is_being_read_until_its_last_reader_has_finished(store: WeightS
             pass
         assert leases.being_read() == {"step_00000001"}
     assert leases.being_read() == set()
+
+
+def sparse_file(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(64 << 20)
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("put", [sparse_file, Path.mkdir, link_to_itself])
+@pytest.mark.parametrize("age", [0, 60])
+def test_file_that_is_no_lease_neither_fills_the_memory_nor_stops_publishing(
+    store: WeightStore, put: Callable[[Path], None], age: float
+) -> None:
+    (lease,) = store.folder.glob(".lease-*")
+    lease.unlink()
+    put(store.folder / ".lease-other")
+    seconds = time.time() - age
+    os.utime(store.folder / ".lease-other", (seconds, seconds), follow_symlinks=False)
+    tracemalloc.start()
+    publish(store, 1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20 and lease.exists()
+    WeightStore.open(store.folder).claim("run")
 
 
 @pytest.mark.timeout(10)  # opening a named pipe would block

@@ -1,6 +1,6 @@
 """Kills, failing system calls and stray folders: a reader gets an old version or a new one.
 
-Rows 3, 6 and 18 of the fault table.
+Rows 4 and 18 of the fault table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from child_processes import exit_code
-from weight_sets import loaded, publish, publish_and_subscribe, same, weights_at
+from weight_sets import loaded, publish, publish_and_subscribe, publish_chain, same, weights_at
 
 from peralta_zmq import atomic_files
 from peralta_zmq.errors import StoreError
@@ -179,6 +179,16 @@ def test_newest_opens_no_stray_folder(
     assert store.newest() == good
     assert opened == [good.number]
     assert cpu_seconds(WeightStore.open(store.folder).newest) < 0.2
+
+
+def test_versions_are_read_one_at_a_time(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = publish_chain(store, 3)
+    opened = record_finds(store, monkeypatch)
+    versions = store.versions()
+    assert opened == [] and next(versions) == published[0] and opened == [0]
+    assert list(versions) == published[1:]
 
 
 @MANY

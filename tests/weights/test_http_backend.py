@@ -6,8 +6,10 @@ import http.client
 import itertools
 import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from weight_sets import COMPANIONS, publish, publish_chain, same, weights_at
 
 from benchmarks.throttle import Link
+from peralta_zmq import http_server
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.http_server import HttpServer
 from peralta_zmq.weights.backends import open_backend
@@ -22,6 +25,7 @@ from peralta_zmq.weights.http_backend import serve_weights
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import ReadSpeedCheck, WeightSubscriber
+from peralta_zmq.weights.version import folder_name
 
 TOKEN = "0123456789abcdef"
 
@@ -94,6 +98,12 @@ def test_server_serves_nothing_but_versions(
     assert get(server, path) == (404, b"")
 
 
+def test_20000_versions_are_listed(store: WeightStore, server: HttpServer) -> None:
+    for number in range(20_000):
+        (store.folder / folder_name(number)).mkdir()
+    assert client_of(server).numbers() == list(range(20_000))
+
+
 @pytest.mark.parametrize(
     "kind", ["link to a file", "link to a version", "pipe", "folder", "linked run file"]
 )
@@ -155,6 +165,60 @@ def test_server_without_a_token_or_on_a_used_port_is_refused(
 def test_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"is (neither a folder nor|not) http://HOST:PORT"):
         open_backend(address)
+
+
+# Clients without the password.
+
+
+def connect(server: HttpServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def test_server_closes_the_oldest_of_too_many_idle_connections(
+    store: WeightStore, server: HttpServer, stack: ExitStack
+) -> None:
+    num_clients = http_server.MAX_UNAUTHORIZED + 1
+    clients = [stack.enter_context(connect(server)) for _ in range(num_clients)]
+    assert clients[0].recv(1) == b""
+    assert get(server, "/") == (200, b"[]")
+
+
+def test_server_closes_connections_without_a_request_in_time(
+    store: WeightStore, server: HttpServer, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    stack.enter_context(closing(known))
+
+    def status_of_next() -> int:
+        known.request("GET", "/", headers={"Authorization": f"Bearer {TOKEN}"})
+        response = known.getresponse()
+        response.read()
+        return response.status
+
+    assert status_of_next() == 200
+    monkeypatch.setattr(http_server, "FIRST_REQUEST_SECONDS", 0.5)
+    stranger = stack.enter_context(connect(server))
+    stranger.sendall(b"GET / HTTP/1.1\r\nX: ")
+    stranger.settimeout(0.05)
+    is_closed, deadline = False, time.monotonic() + 20
+    while not is_closed and time.monotonic() < deadline:
+        try:
+            stranger.sendall(b"x")
+            is_closed = stranger.recv(1) == b""
+        except ConnectionError:
+            is_closed = True
+        except TimeoutError:
+            pass
+    assert is_closed
+    assert status_of_next() == 200  # on a connection that has sent an authorized request
+
+
+def test_server_refuses_large_headers_before_their_end(
+    store: WeightStore, server: HttpServer
+) -> None:
+    with connect(server) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * http_server.MAX_HEADER_BYTES)
+        assert client.recv(12) == b"HTTP/1.1 431"
 
 
 # Slow links.

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from peralta_zmq import atomic_files
 from peralta_zmq.config import load_config, write_resolved
 from peralta_zmq.errors import StoreError
 from peralta_zmq.trainer import replay
+from peralta_zmq.weights.backends import MAX_SMALL_FILE
 from peralta_zmq.weights.pruning import Pruner, Retention
 from peralta_zmq.weights.replica import LocalReplica, load_version
 from peralta_zmq.weights.store import WeightStore
@@ -210,7 +212,9 @@ def test_third_mismatch_quarantines_a_version(store: WeightStore, replica: Local
         {"number": 7}, {"number": "1"}, {"number": True}, {"step": -1}, {"step": float("inf")},
         {"parent": 1}, {"parent": 5}, {"parent": None}, {"depth": "1"}, {"kind": "patch"},
         {"kind": "keyframe"}, {"files": []}, {"result": 5}, {"base": []}, {"model": {}},
-        {"run_id": 3}, {"lineage": 0.5},
+        {"run_id": 3}, {"lineage": 0.5}, {"step": 10**400}, {"step": 2**31}, {"lineage": 2**31},
+        {"depth": 2**31}, {"files": [{"name": DELTA_FILE, "bytes": 2**63, "sha256": ""}]},
+        {"unknown": "x" * MAX_SMALL_FILE},
     ],
 )  # fmt: skip
 def test_inconsistent_manifest_is_ignored(store: WeightStore, fields: dict[str, Any]) -> None:
@@ -218,6 +222,27 @@ def test_inconsistent_manifest_is_ignored(store: WeightStore, fields: dict[str, 
     assert rewritten(store, versions[1], **fields) is None
     newest = store.newest()
     assert newest is not None and newest.number == 0
+
+
+def test_forged_version_with_a_very_high_number_does_not_stop_publishing(
+    store: WeightStore,
+) -> None:
+    versions = [publish(store, 1)]
+    forged = replace(versions[0], number=99_999_998, folder=store.folder / "step_99999998")
+    shutil.copytree(versions[0].folder, forged.folder)
+    assert rewritten(store, forged, number=forged.number) == store.newest()
+    for step in (2, 3, 4):
+        versions.append(publish(store, step, base=versions[-1]))
+    assert [version.number for version in versions] == [1, 99_999_999, 3, 4]
+    assert [version.parent for version in versions] == [-1, 1, -1, 3]
+
+
+def test_delta_to_a_removed_version_becomes_a_keyframe(store: WeightStore) -> None:
+    publish_chain(store, 3)
+    version = publish(store, 1)  # number 3, as after a roll-back
+    store.backend.remove(version.folder.name)
+    again = publish(store, 2, base=version)
+    assert (again.number, again.kind) == (3, "keyframe")
 
 
 def test_versions_of_another_run_in_the_folder_are_ignored(

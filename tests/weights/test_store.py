@@ -16,6 +16,7 @@ from weight_sets import loaded, publish
 
 from peralta_zmq import models
 from peralta_zmq.errors import OutageError, StoreError
+from peralta_zmq.weights.pruning import Pruner, Retention
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import WEIGHTS_FILE
 
@@ -130,6 +131,14 @@ def test_publish_never_writes_to_an_unmounted_folder(
     with pytest.raises(StoreError, match="cannot publish step 1"):
         publish(store, 1)
     assert not store.folder.exists() or os.listdir(store.folder) == []
+
+
+def test_folder_with_the_highest_number_does_not_stop_publishing(store: WeightStore) -> None:
+    (store.folder / "step_99999999").mkdir()
+    pruner = Pruner(store, Retention(last=2))
+    versions = [publish(store, step, pruner=pruner) for step in range(4)]
+    assert store.newest() == versions[-1]
+    assert store.numbers() == [2, 3, 99_999_999]
 
 
 # Models.
