@@ -1,11 +1,11 @@
 """Build the objects of a run from settings: learner, loss, engine, environments.
 
-Only this module passes settings (`config`) to constructors; the classes that it builds take plain
-values. The policy is the model that is trained. The trainer's learner takes training steps; a
-generator's engine samples completions. An environment is a source of problems with a reward
-function; a verifier is a service that runs environments for generators. A weight version that the
-trainer publishes is a whole model or, with [lora], only adapters, which each machine adds to the
-base model. The base weights are those of `model.name`, before any training step.
+The classes that this module builds take plain values; the loops, the verifier and the programs that
+start them keep the settings (`config`). The policy is the model that is trained. The trainer's
+learner takes training steps; a generator's engine samples completions. An environment is a source
+of problems with a reward function; a verifier is a service that runs environments for generators. A
+weight version that the trainer publishes is a whole model or, with [lora], only adapters, which
+each machine adds to the base model. The base weights are those of `model.name`, untrained.
 """
 
 from __future__ import annotations

@@ -94,6 +94,6 @@ def test_only_bounded_rewards_run_in_this_process() -> None:
     named = config_of("--task.reward=peralta_zmq.environments.calculator:reward")
     problem = Problem("1", "calculator", (), "2 + 3")
     for config, is_here in ((config_of(), True), (named, False)):
-        with closing(build.make_reward_runner(config, task)) as judge:
-            assert judge.reward(problem, "5") == 1.0
-            assert (judge._process is None) == is_here
+        with closing(build.make_reward_runner(config, task)) as runner:
+            assert runner.reward(problem, "5") == 1.0
+            assert (runner._process is None) == is_here

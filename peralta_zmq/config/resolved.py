@@ -50,9 +50,12 @@ def earlier_config(config: Config, folder: Path) -> Config:
     """Return the settings of the last start of the run in `folder`.
 
     For a new run, returns `config` itself. Raises ConfigError if `config` changes a setting that
-    a resumed run may not change, or if config.toml in `folder` is not readable.
+    a resumed run may not change, or if config.toml in `folder` is damaged; OSError if config.toml
+    cannot be read now.
     """
-    if not (folder / RESOLVED).exists():
+    try:
+        (folder / RESOLVED).read_bytes()  # `load_config` would raise ConfigError for an OSError
+    except (FileNotFoundError, NotADirectoryError):
         return config
     try:
         # As if the command line were `@ run_folder/config.toml`.

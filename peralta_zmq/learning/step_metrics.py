@@ -28,6 +28,7 @@ MIN_STEPS = 2  # a sender can be flagged from its second step on
 # The sums of an update over its micro-batches and ranks (`mismatch_summands`) contain two for each
 # sender, named with these prefixes; `pop_mismatch` takes them out before the sums become metrics.
 SENDER_KL, SENDER_TOKENS = "sender_kl/", "sender_tokens/"
+MAX_NAMES = 64  # names in each metric of a step; senders of groups choose them
 MAX_SENDERS = 4096  # senders in memory; the least recently active is dropped first
 
 
@@ -45,6 +46,7 @@ def describe_groups(groups: Sequence[RolloutGroup], *, step: int) -> dict[str, f
         "frac_reward_zero_std": fmean(not group.has_signal for group in groups),
         "completions/mean_length": fmean(lengths),
         "completions/clipped_ratio": fmean(r.finish_reason == "length" for r in rollouts),
+        "num_groups": len(groups),
         "num_rollouts": len(rollouts),
         "num_tokens": sum(len(rollout.token_ids) for rollout in rollouts),
         "staleness/mean": fmean(ages),
@@ -60,18 +62,21 @@ def by_environment(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _mean_rewards(rewards: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Mean of the rewards of each name, as rewards/NAME/mean."""
+    """Mean of the rewards of each of the first MAX_NAMES names, as rewards/NAME/mean."""
     by_name: dict[str, list[float]] = {}
     for name, reward in rewards:
-        by_name.setdefault(name, []).append(reward)
+        if name in by_name or len(by_name) < MAX_NAMES:
+            by_name.setdefault(name, []).append(reward)
     return {f"rewards/{name}/mean": fmean(values) for name, values in by_name.items()}
 
 
 def _by_generator(groups: Sequence[RolloutGroup]) -> dict[str, int]:
-    """Per generator: the number of its groups, and their newest policy step."""
+    """Per generator, at most MAX_NAMES: number of its groups, and their newest policy step."""
     steps: dict[str, list[int]] = {}
     for group in groups:
-        steps.setdefault(group.generator_id, []).append(max(0, group.policy_step))
+        name = group.generator_id
+        if name in steps or len(steps) < MAX_NAMES:
+            steps.setdefault(name, []).append(max(0, group.policy_step))
     return {f"gen/{name}/groups": len(values) for name, values in steps.items()} | {
         f"gen/{name}/step": max(values) for name, values in steps.items()
     }
@@ -200,7 +205,7 @@ def pop_mismatch(sums: dict[str, float]) -> dict[str, Mismatch]:
 
 
 def mismatch_metrics(by_sender: Mapping[str, Mismatch]) -> dict[str, float]:
-    """Mean mismatch of each generator in a step, as gen/NAME/mismatch_kl."""
+    """Mean mismatch of at most MAX_NAMES generators in a step, as gen/NAME/mismatch_kl."""
     names = [sender.rpartition("/")[0] for sender in by_sender]
-    generators = mismatch_by(names, [*by_sender.values()])
-    return {f"gen/{name}/mismatch_kl": total.mean for name, total in generators.items()}
+    generators = [*mismatch_by(names, [*by_sender.values()]).items()][:MAX_NAMES]
+    return {f"gen/{name}/mismatch_kl": total.mean for name, total in generators}

@@ -32,6 +32,7 @@ Row: TypeAlias = dict[str, object]
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 SAMPLES, EVALUATIONS = "samples.jsonl", "eval.jsonl"
+LOCK = "lock"  # file in the run folder that the trainer keeps locked
 logger = logging.getLogger(__name__)
 
 
@@ -95,7 +96,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 def number(row: Mapping[str, object], key: str, default: float = math.nan) -> float:
     """Return a field as a finite float; `default` if this is not possible."""
     value = row.get(key)
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else default
+    if isinstance(value, (int, float)) and abs(value) <= sys.float_info.max:  # not NaN, not inf
+        return float(value)
+    return default
 
 
 def generator_numbers(row: Mapping[str, object], metric: str) -> dict[str, float]:
@@ -106,9 +109,15 @@ def generator_numbers(row: Mapping[str, object], metric: str) -> dict[str, float
 
 
 def finite_mean(values: Iterable[float], *, default: float = math.nan) -> float:
-    """Return the mean of the finite values; `default` if there are none."""
+    """Return the mean of the finite values; `default` if there are none.
+
+    Also returns `default` if the sum of the values is too large for a float.
+    """
     finite = [value for value in values if math.isfinite(value)]
-    return fmean(finite) if finite else default
+    try:
+        return fmean(finite) if finite else default
+    except OverflowError:
+        return default
 
 
 def format_number(value: float, spec: str, unit: str = "") -> str:

@@ -51,6 +51,7 @@ class CheckpointWriter:
 
         Groups that arrive after the copy belong to the next step.
         """
+        self._ledger = self._collector.admission.ledger.copy()
         self._progress = {**self._collector.state(), **self._policy.manifest_fields}
 
     def try_write(self) -> None:
@@ -75,7 +76,8 @@ class CheckpointWriter:
         if learner.step == self.saved_step:
             return
         folder = self._session.folder / "checkpoints"
-        saved = Checkpoint(learner.step, learner.state(), self._progress)
+        progress = {"ledger": self._ledger.saved(), **self._progress}
+        saved = Checkpoint(learner.step, learner.state(), progress)
         try:
             write_checkpoint(folder, saved, run_id=self._session.run_id)
             self.saved_step = learner.step

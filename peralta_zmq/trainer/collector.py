@@ -1,7 +1,7 @@
 """Batch collection: receive groups until a batch is full, and journal each group.
 
-A group is all rollouts of one problem, sent in one message (a frame). A sender is one start of one
-generator. It numbers its groups 0, 1, ...: the sequence. The states of a group:
+A group is all rollouts of one problem, sent in one message (a frame). A sender is one incarnation
+of a generator. It numbers its groups 0, 1, ...: the sequence. The states of a group:
 
     received  read from the socket, decoded and validated
     settled   it has an outcome, such as "trained" or "stale" (learning/admission.py), by which it
@@ -204,18 +204,15 @@ class BatchCollector:
         self.acknowledgements.mark_durable()
 
     def state(self) -> dict[str, Any]:
-        """Ledger and curriculum as JSON, for a checkpoint."""
-        ledger = self.admission.ledger
-        assert ledger.total == sum(ledger.outcomes.values()), "every settled group has one outcome"
+        """Duplicates and curriculum as JSON, for a checkpoint, which also has the ledger."""
         return {
-            "ledger": ledger.saved(),
             "duplicates": self.admission.duplicates,
             "pools": self.curriculum.pools.saved(),
             "next_sample_index": self.curriculum.next_sample_index,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore the ledger, and what `state` returned, from a checkpoint."""
         self.admission.ledger = admissions.Ledger(state["ledger"])
         self.admission.duplicates = state["duplicates"]
         self.curriculum.pools.restore(state["pools"])
@@ -240,7 +237,10 @@ class BatchCollector:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Number of dropped groups by reason since the run began, and sizes of the pools."""
+        """Number of dropped groups by reason since the run began, and sizes of the pools.
+
+        `dropped/invalid` counts refused messages, since the last start of the trainer.
+        """
         outcomes, pools = self.admission.ledger.outcomes, self.curriculum.pools
         reasons = ("stale", "abandoned", "lost", "filtered", "mismatched")
         return {

@@ -1,6 +1,6 @@
 """The generators of the run: liveness, reported statistics, logprob mismatch.
 
-A sender is one start of a generator, `NAME/INCARNATION`; the incarnation is a random id of the
+A sender is one incarnation of a generator, `NAME/INCARNATION`; an incarnation is a random id of the
 start. A generator sends groups (all rollouts of one problem) and statuses (messages with its
 counters and rates). A sender is live from its first valid group or status until the trainer has
 received nothing from it for 30 s. The number of live senders is limited, in total and per name.
@@ -110,33 +110,36 @@ class GeneratorRegistry:
 
         Also records the worker info of each sender once. `worker_info` describes the sender's
         machine. A status has it; for a group it is None. Returns False if the sender is new and a
-        limit is reached: it cannot register until another sender leaves. Exception: if MAX_STARTS
-        is reached, a sender with a group replaces a sender of the same name that has sent no group.
-        Otherwise forged statuses with the name of a generator could keep the generator out.
+        limit is reached: it cannot register until another sender leaves. Exception: a sender with a
+        group replaces the least recently active sender that has sent no group; if MAX_STARTS is
+        reached, one of the same name. Otherwise forged statuses could keep a generator out.
         """
-        name, fields = sender.rpartition("/")[0], {**_sender_fields(sender), "step": step}
         if sender not in self._last_message:
-            if worker_info is not None and len(self._last_message) >= MAX_LIVE:
+            name = sender.rpartition("/")[0]
+            is_full = len(self._last_message) >= MAX_LIVE
+            if worker_info is not None and is_full:
                 return False  # before the search below, so that a flood of names costs little
             starts = {s: at for s, at in self._last_message.items() if s.startswith(f"{name}/")}
-            if len(starts) >= MAX_STARTS:
-                without_group = starts.keys() - self._with_group
+            if len(starts) >= MAX_STARTS or is_full:
+                candidates = starts if len(starts) >= MAX_STARTS else self._last_message
+                without_group = candidates.keys() - self._with_group
                 if worker_info is not None or not without_group:
                     return False
-                self._remove(min(without_group, key=starts.__getitem__))
-            if len(self._last_message) >= MAX_LIVE:
-                return False
+                self._remove(min(without_group, key=candidates.__getitem__))
             latest = max(starts.values(), default=float("-inf"))
             is_same_name = self._received_until - latest < SAME_NAME_SECONDS
-            if self._run_log.event("join", **fields) and is_same_name:
+            is_logged = self._run_log.event("join", **_sender_fields(sender), step=step)
+            if is_logged and is_same_name:
                 self._run_log.note(
                     f"two generators are called {name}; "
                     "if both run, start one with another --generator.name"
                 )
         if worker_info and sender not in self._with_info:
             self._with_info.add(sender)
-            if self._run_log.event("worker_info", **fields, worker_info=dict(worker_info)):
-                self._run_log.note(worker_info_text(name, worker_info, trainer=self._trainer_info))
+            fields, info = _sender_fields(sender), dict(worker_info)
+            if self._run_log.event("worker_info", **fields, step=step, worker_info=info):
+                name = fields["generator"]
+                self._run_log.note(worker_info_text(name, info, trainer=self._trainer_info))
         self._last_message[sender] = time.monotonic()
         if worker_info is None:
             self._with_group.add(sender)
@@ -276,7 +279,7 @@ def report_mismatches(
             admission.flagged.add(sender)
             remedy = f"Its groups are dropped until {name} is started with another model.dtype"
         run_log.note(
-            f"generator {name} disagrees with the trainer about logprobs: mismatch_kl {mean:.3g} "
+            f"the logprobs of generator {name} differ from the trainer's: mismatch_kl {mean:.3g} "
             f"over its last {WINDOW} steps, bound {settings.max_mismatch_kl:g} "
             f"(train.max_mismatch_kl). {remedy}"
         )

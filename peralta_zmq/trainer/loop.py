@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 from peralta_zmq import models
 from peralta_zmq.atomic_files import failpoint
@@ -65,8 +66,11 @@ class Trainer:
         """Open all resources; `stack` closes them. Locks the run folder before any write."""
         stop = session.StopSignal()
         folder, name = config.run_folder, config.run.name
-        run_id = session.wait_out(lambda: session.run_id_of(folder, name), folder=folder, stop=stop)
-        self._previous_config = earlier_config(config, folder)
+        run_id, self._previous_config = session.wait_out(
+            lambda: (session.run_id_of(folder, name), earlier_config(config, folder)),
+            folder=folder,
+            stop=stop,
+        )
         check_trackers(config.run.report_to)
         train = open_environments(config, "train")
         held_out = open_environments(config, "eval", limit=config.eval.num_examples)
@@ -75,7 +79,11 @@ class Trainer:
         pools = _open_pools(config, train)
         self.policy = policy.open_policy(config, [*train.problems, *held_out.problems], ranks)
         worker_info = self.policy.worker_info
-        limits = policy.group_limits(config, self.policy.model)
+        # Only of received groups: the journal may have groups of former settings.
+        limits = replace(
+            policy.group_limits(config, self.policy.model),
+            num_rollouts=config.sampling.num_generations,
+        )
         receiver, status_receiver, status = session.open_sockets(
             config, stack, run_id, limits, worker_info, train.digest
         )
@@ -281,7 +289,7 @@ def _excluded_text(step: int, excluded: Mapping[str, str]) -> str:
     """Text that names groups which a step left out, shortened to 200 characters."""
     groups = textwrap.shorten(", ".join(f"{n} ({why})" for n, why in excluded.items()), 200)
     return (
-        f"step {step} goes on without {len(excluded)} groups: {groups}; "
+        f"step {step} left out {len(excluded)} groups: {groups}; "
         "check the generators that sent them"
     )
 

@@ -200,7 +200,8 @@ class PolicyPublisher:
         except StoreError as error:
             self._session.run_log.note(str(error))
             return
-        recorded = recorded_weights_ids(self._session.folder)
+        folder = self._session.folder
+        recorded = self._session.wait_out(lambda: recorded_weights_ids(folder))
         for version in versions:
             if version.weights_id not in recorded:
                 self._record(version)

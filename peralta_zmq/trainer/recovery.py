@@ -75,9 +75,10 @@ class Recovery:
         if not self._replay_journal():
             return False
         step = self.policy.learner.step
-        self._undo_lost_steps(step)
+        wait_out, folder = self.session.wait_out, self.session.folder
+        wait_out(lambda: self._undo_lost_steps(step))
         self.publishing.record_unrecorded()
-        self.collector.admission.abandoned = abandoned_weights(self.session.folder, step)
+        self.collector.admission.abandoned = wait_out(lambda: abandoned_weights(folder, step))
         self._include_problems(step)
         self._report(step, restored_step)
         self._publish(step)
@@ -95,7 +96,7 @@ class Recovery:
         wait_out = self.session.wait_out
         if step < 0:  # no roll-back is configured
             return
-        if target.exists():
+        if wait_out(target.exists):
             run_log.note(f"rolled back to step {step} already; to repeat it, move {target}")
             return
         checkpoints = wait_out(lambda: atomic_files.steps_in(folder / "checkpoints"))

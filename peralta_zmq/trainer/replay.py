@@ -20,7 +20,14 @@ from peralta_zmq import build, models
 from peralta_zmq.atomic_files import MANIFEST
 from peralta_zmq.config import RESOLVED, Config, load_config
 from peralta_zmq.config.programs import replay_options
-from peralta_zmq.errors import ConfigError, JournalError, StoreError, failure_text, program_name
+from peralta_zmq.errors import (
+    ConfigError,
+    JournalError,
+    StoreError,
+    failure_text,
+    printable,
+    program_name,
+)
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import METRICS, number, read_rows
@@ -60,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     schedule = build.learning_rate_schedule  # returns a partial: its keywords are the settings
     is_same_schedule = schedule(config).keywords == schedule(run_config).keywords
     published, problems = _published(config) if config == run_config else ({}, [])
-    sys.stderr.writelines(f"{problem}\n" for problem in problems)
+    sys.stderr.writelines(f"{printable(problem)}\n" for problem in problems)
     without_rate = [step for step in journal.files_in(run / "journal") if step not in rates]
     num_different = 0
     for step, metrics, digest in replay(

@@ -32,13 +32,14 @@ from peralta_zmq import atomic_files, wire
 from peralta_zmq.atomic_files import FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY
 from peralta_zmq.config import RESOLVED, Config, write_resolved
 from peralta_zmq.errors import ConfigError, JournalError, OutageError, StoreError, failure_text
+from peralta_zmq.observe.metrics import LOCK
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import open_trackers
 from peralta_zmq.trainer.journal import Journal
 from peralta_zmq.weights.backends import ProbeFile
 from peralta_zmq.weights.store import WeightStore
 
-IDENTITY, LOCK = "RUN.json", "lock"  # files in the run folder
+IDENTITY = "RUN.json"  # file in the run folder
 LOCK_RETRY_SECONDS = 0.1  # dashboard and bin/doctor test the lock, and hold it for less than this
 WARNING_SECONDS = 30.0  # interval of warnings during an outage
 Result = TypeVar("Result")
@@ -99,7 +100,7 @@ class StopSignal:
 
 
 class StatusPublisher:
-    """Publishes the trainer's status, a message (announcement) to all generators.
+    """Publishes announcements, which tell all generators the trainer's progress.
 
     Each caller changes some fields; each announcement has the newest values of all fields.
     Thread-safe.
@@ -231,7 +232,7 @@ def lock(folder: Path) -> IO[bytes]:
         except BlockingIOError:
             time.sleep(wait_seconds)
     opened.close()
-    raise ConfigError(f"another trainer works in {folder}; stop it, or choose another --run.name")
+    raise ConfigError(f"another trainer uses {folder}; stop it, or choose another --run.name")
 
 
 def run_id_of(folder: Path, name: str) -> str:
@@ -332,7 +333,10 @@ def open_sockets(
     )
     stack.enter_context(closing(probes))
     announcement = wire.Announcement(
-        run_id, incarnation=os.urandom(8), train_set_digest=train_set_digest
+        run_id,
+        incarnation=os.urandom(8),
+        train_set_digest=train_set_digest,
+        max_group_bytes=limits.max_bytes,
     )
     return receiver, statuses, StatusPublisher(publisher, announcement)
 

@@ -1,8 +1,9 @@
-"""Entry points: exit codes, one-line errors, --help without torch, the checkout's own Python."""
+"""Entry points: exit codes, one-line errors, --help without torch, Python to use, open files."""
 
 from __future__ import annotations
 
 import gc
+import resource
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -12,12 +13,13 @@ import pytest
 from config_files import REPO
 
 from peralta_zmq.config import Config, load_config
-from peralta_zmq.config.programs import run_plain_program, run_program
+from peralta_zmq.config.programs import raise_open_files_limit, run_plain_program, run_program
 from peralta_zmq.config.schema import section_models
 from peralta_zmq.config.sections import default_text, row_model_of
 from peralta_zmq.errors import ConfigError, WireError
 
 PROGRAMS = ("trainer", "generator", "lan", "verifier", "replay", "doctor", "dashboard")
+FILES = resource.RLIMIT_NOFILE
 
 
 def exit_code(
@@ -166,3 +168,17 @@ def test_program_reexecutes_with_python_of_checkout(name: str, tmp_path: Path) -
     command[0] = plain
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert result.stdout.startswith(f"usage: bin/{name} ")
+
+
+def test_raise_open_files_limit_raises_the_soft_limit(open_file_limits: tuple[int, int]) -> None:
+    resource.setrlimit(FILES, (512, open_file_limits[1]))
+    raise_open_files_limit()
+    raised, hard = resource.getrlimit(FILES)
+    assert hard == open_file_limits[1] and raised in {open_file_limits[1], 65_536, 10_240}
+
+
+def test_raise_open_files_limit_keeps_a_higher_limit(open_file_limits: tuple[int, int]) -> None:
+    raise_open_files_limit()
+    high = resource.getrlimit(FILES)
+    raise_open_files_limit()
+    assert resource.getrlimit(FILES) == high

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -130,6 +132,43 @@ def test_ledger_outcomes_sum_to_settled_groups(messages: list[tuple[str, int, in
         ledger.settle(sender, sequence, "trained", min_sequence=min(below, sequence))
         ledger = Ledger(json.loads(json.dumps(ledger.saved())))
         assert ledger.total == sum(ledger.outcomes.values())
+
+
+def test_ledger_copy_is_independent() -> None:
+    ledger = Ledger()
+    for sender, sequence in (("a", 0), ("a", 2), ("b", 3)):
+        ledger.settle(sender, sequence, "trained")
+    copied, saved = ledger.copy(), ledger.saved()
+    for sender, sequence in (("a", 1), ("b", 5), ("c", 0)):
+        ledger.settle(sender, sequence, "stale")
+    assert copied.saved() == saved != ledger.saved()
+
+
+def least_seconds(call: Callable[[], object]) -> float:
+    """CPU time of a call, the least of five."""
+    seconds: list[float] = []
+    for _ in range(5):
+        started = time.thread_time()
+        call()
+        seconds.append(time.thread_time() - started)
+    return min(seconds)
+
+
+def test_ledger_time_per_group_does_not_grow_with_gaps() -> None:
+    def settle_100(ledger: Ledger) -> None:
+        for _ in range(100):  # sequence 0 stays missing
+            ledger.settle("a", max(2, ledger.highest("a") + 1), "stale")
+
+    few, many = (
+        Ledger({
+            "senders": {f"b/{number}": (-1, [1]) for number in range(num)},
+            "outcomes": {"stale": num},
+            "forgotten": 0,
+        })
+        for num in (1, 60_000)
+    )  # fmt: skip
+    expected = least_seconds(lambda: settle_100(few))
+    assert least_seconds(lambda: settle_100(many)) < 10 * expected + 1e-3
 
 
 def test_ledger_counts_groups_of_forgotten_senders(monkeypatch: pytest.MonkeyPatch) -> None:

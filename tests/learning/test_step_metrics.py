@@ -7,6 +7,7 @@ from sample_data import group_of, rollout_with
 
 from peralta_zmq.learning import step_metrics
 from peralta_zmq.learning.step_metrics import (
+    MAX_NAMES,
     MIN_STEPS,
     WINDOW,
     Mismatch,
@@ -15,6 +16,7 @@ from peralta_zmq.learning.step_metrics import (
     describe_groups,
     mismatch_metrics,
 )
+from peralta_zmq.observe.metrics import generator_numbers
 
 GROUPS = [
     group_of([1, 0, 0, 1], lengths=[4, 4, 4, 8], policy_step=6),
@@ -29,6 +31,7 @@ GROUPS = [
         ("frac_reward_zero_std", 0.5),
         ("reward_std", 0.25),  # .5 and 0
         ("completions/mean_length", 4),  # (20 + 12) / 8
+        ("num_groups", 2),
         ("num_rollouts", 8),
         ("num_tokens", 32 + 8 * 3),  # with the prompts
         ("staleness/mean", 2),  # 8 - 1 - 6 and 8 - 1 - 4
@@ -50,6 +53,15 @@ def test_reward_parts_have_separate_means() -> None:
                 rollout_with(0.0, rewards={"right": 0.0, "short": 0.0}))  # fmt: skip
     row = describe_groups([replace(GROUPS[0], rollouts=rollouts)], step=8)
     assert (row["rewards/right/mean"], row["rewards/short/mean"]) == (0.5, 0.25)
+
+
+def test_names_of_rewards_are_bounded() -> None:
+    rewards = {f"part{number}": 1.0 for number in range(MAX_NAMES + 1)}
+    group = replace(GROUPS[0], rollouts=(rollout_with(1.0, rewards=rewards),))
+    row = describe_groups([group], step=8)
+    assert [name for name in row if name.startswith("rewards/")] == [
+        f"rewards/part{number}/mean" for number in range(MAX_NAMES)
+    ]
 
 
 def test_environments_have_separate_mean_rewards() -> None:
@@ -119,3 +131,14 @@ def test_mismatch_metrics_are_the_means_of_generators() -> None:
     assert row == {
         "gen/ann/mismatch_kl": pytest.approx(0.155), "gen/bob/mismatch_kl": pytest.approx(0.01),
     }  # fmt: skip
+
+
+def test_names_of_generators_are_bounded() -> None:
+    names = [f"gen{number}" for number in range(MAX_NAMES + 1)]
+    groups = [replace(GROUPS[0], generator_id=name) for name in [*names, *names]]
+    row = describe_groups(groups, step=8)
+    assert row["num_groups"] == 2 * len(names)
+    row |= mismatch_metrics({f"{name}/00ff": NEAR for name in names})
+    for metric, value in (("groups", 2), ("step", 6), ("mismatch_kl", NEAR.mean)):
+        expected = dict.fromkeys(names[:MAX_NAMES], value)
+        assert generator_numbers(row, metric) == expected

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peralta_zmq.observe.metrics import JsonLines, number, read_rows
+from peralta_zmq.observe.metrics import JsonLines, finite_mean, number, read_rows
 
 
 def test_row_is_written_immediately_with_null_for_nan(tmp_path: Path) -> None:
@@ -53,11 +53,17 @@ def test_two_writers_of_one_file_lose_no_event(tmp_path: Path) -> None:
     assert (restart["event"], join["event"]) == ("restart", "join")
 
 
-def test_number_returns_default_for_other_types() -> None:
-    row = {"a": 3, "b": None, "c": "7"}
+def test_number_returns_default_for_other_types_and_huge_integers() -> None:
+    row = {"a": 3, "b": None, "c": "7", "d": 10**400, "e": math.inf}
     assert number(row, "a") == 3.0
     assert math.isnan(number(row, "b"))
-    assert number(row, "c", 0.0) == number(row, "d", 0.0) == 0.0
+    assert all(number(row, name, 0.0) == 0.0 for name in "cdef")
+
+
+def test_finite_mean_of_no_or_too_large_values_is_the_default() -> None:
+    assert finite_mean([1.0, math.inf, math.nan, 2.0]) == 1.5
+    for values in ([], [math.nan], [1.7e308] * 2, [-1.7e308] * 2):
+        assert math.isnan(finite_mean(values)) and finite_mean(values, default=0.0) == 0.0
 
 
 def test_full_disk_loses_only_the_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -70,11 +70,29 @@ def test_invented_names_do_not_displace_live_senders(
 ) -> None:
     monkeypatch.setattr(generator_registry, "MAX_LIVE", 3)
     known, *_ = registry.live()
+    registry.mark_alive(known, step=1)  # for a group
     for number in range(10):
         registry.mark_alive(f"stranger-{number}/{'0' * 16}", step=1)
     assert registry.live() == [known, *(f"stranger-{number}/{'0' * 16}" for number in range(2))]
     joins = [row["generator"] for row in read_rows(tmp_path / EVENTS) if row["event"] == "join"]
     assert joins == ["ann", "stranger-0", "stranger-1"]
+
+
+def test_first_group_replaces_an_invented_sender_at_the_limit(
+    registry: GeneratorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator_registry, "MAX_LIVE", 3)
+    ann, *_ = registry.live()
+    assert registry.mark_alive(ann, step=1)
+    first, second = (f"stranger-{number}/{'0' * 16}" for number in range(2))
+    for stranger in (first, second):
+        assert registry.mark_alive(stranger, step=1, worker_info={})
+    bob, carl, dan = (f"{name}/{'0' * 16}" for name in ("bob", "carl", "dan"))
+    assert not registry.mark_alive(bob, step=1, worker_info={})
+    assert registry.mark_alive(bob, step=1) and registry.live() == [ann, second, bob]
+    assert registry.mark_alive(carl, step=1) and registry.live() == [ann, bob, carl]
+    assert not registry.mark_alive(dan, step=1)  # all others have sent a group
+    assert registry.live() == [ann, bob, carl]
 
 
 def test_starts_of_one_name_are_bounded(
@@ -116,14 +134,15 @@ def test_statuses_of_unregistered_starts_are_not_kept(
     starts = [number.to_bytes(8, "big") for number in range(3 * generator_registry.MAX_STARTS)]
     last = replace(STATUS, generator_id="cid")
 
-    def received() -> bool:
+    def all_received() -> bool:
         for incarnation in starts:
             sender.send(replace(STATUS, generator_id="bob", incarnation=incarnation, made=2**63))
         sender.send(last)
         registry.receive_status(step=1, timeout=0.1)
-        return last.sender in registry.statuses
+        return len(registry.live()) >= 2 + generator_registry.MAX_STARTS  # and ann and cid
 
-    eventually(received)
+    eventually(all_received)  # a round that is sent while it connects may arrive in part
+    all_received()
     eventually(lambda: registry.receive_status(step=1) or registry._receiver.is_empty)
     names = [status.generator_id for status in registry.statuses.values()]
     assert (names.count("bob"), len(set(names))) == (generator_registry.MAX_STARTS, 3)

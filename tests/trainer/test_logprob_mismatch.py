@@ -21,7 +21,7 @@ from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.loop import Trainer
 from tools.link_proxy import free_ports
 
-SKEW = 1.0  # nats; k3 of it is e - 2 = .718
+SKEW = 1.0  # nats; its k3 is e - 2 = .718
 STEPS = 4
 SETTINGS = (
     *("--sampling.num-generations=4", "--train.batch-size=16", f"--train.max-steps={STEPS}"),
@@ -79,7 +79,7 @@ def test_skewed_generator_is_reported_and_trained_by_default(
         assert row["gen/bob/mismatch_kl"] == pytest.approx(0.718, abs=0.01)
         assert 0 <= row["gen/ann/mismatch_kl"] < 1e-4
     assert (
-        "generator bob disagrees with the trainer about logprobs: mismatch_kl 0.718 over its last "
+        "the logprobs of generator bob differ from the trainer's: mismatch_kl 0.718 over its last "
         "4 steps, bound 0.1 (train.max_mismatch_kl). Start it with another model.dtype or device, "
         "or set train.on_mismatch = drop\n"
     ) in capsys.readouterr().out
@@ -138,8 +138,8 @@ def test_groups_with_absurd_logprobs_are_left_out_and_named(
     assert all(name.startswith("bob/") for row in excluded for name in row["groups"])
     assert {why for row in excluded for why in row["groups"].values()} == {"logprob mismatch"}
     printed = capsys.readouterr().out
-    assert "step 1 goes on without 2 groups: bob/" in printed
-    assert "generator bob disagrees with the trainer about logprobs" in printed
+    assert "step 1 left out 2 groups: bob/" in printed
+    assert "the logprobs of generator bob differ from the trainer's" in printed
     assert trainer.collector.accounting()["made"] >= 4 * STEPS
 
 

@@ -34,7 +34,7 @@ from peralta_zmq.errors import (
 )
 from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.learning.learner import StepResult
-from peralta_zmq.observe.metrics import EVENTS, read_rows
+from peralta_zmq.observe.metrics import EVENTS, LOCK, METRICS, read_rows
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint
@@ -42,7 +42,7 @@ from peralta_zmq.trainer import collector as collectors
 from peralta_zmq.trainer import loop as trainer
 from peralta_zmq.trainer.journal import DROPPED, GROUP, DroppedGroup
 from peralta_zmq.trainer.loop import Trainer
-from peralta_zmq.trainer.session import IDENTITY, LOCK, StopSignal, lock
+from peralta_zmq.trainer.session import IDENTITY, StopSignal, lock
 from tools.link_proxy import free_ports
 
 
@@ -124,7 +124,7 @@ def test_run_folder_with_other_settings_is_refused_and_unchanged(settings: list[
 def test_second_trainer_on_a_run_folder_is_refused(settings: list[str], port: int) -> None:
     with ExitStack() as stack:
         Trainer(config_of(*settings), stack)
-        with pytest.raises(ConfigError, match=r"another trainer works in .*--run\.name"):
+        with pytest.raises(ConfigError, match=r"another trainer uses .*--run\.name"):
             trainer.run(config_of(*settings, "--wire.port", str(port + 10)))
 
 
@@ -312,6 +312,33 @@ def test_recovery_waits_until_the_run_folder_can_be_listed(
     assert len(opened.collector.batch) == 1 and len(pauses) > 2
 
 
+def test_recovery_waits_until_its_records_can_be_read(
+    settings: list[str], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Trainer(config_of(*settings, "--checkpoint.resume-step", "0"), stack)
+    saved_by(opened)
+    (opened.session.folder / "rolled_back_to_000000").mkdir()
+    opened.session.run_log.step({"step": 1, "time": 1.0}, {})  # its groups are not in the journal
+    exists, found, is_broken = Path.exists, list[str](), [True]
+
+    def fails_at_first(path: Path) -> bool:
+        if path.suffix != ".jsonl" and not path.name.startswith("rolled_back"):
+            return exists(path)
+        if is_broken[0]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        is_broken[0] = True  # the next call fails again
+        found.append(path.name)
+        return exists(path)
+
+    def repair(stop: StopSignal, seconds: float) -> None:
+        is_broken[0] = False
+
+    monkeypatch.setattr(Path, "exists", fails_at_first)
+    monkeypatch.setattr(StopSignal, "pause", repair)
+    opened.recover()
+    assert found == ["rolled_back_to_000000", METRICS, EVENTS, EVENTS]
+
+
 def test_evaluation_request_waits_until_its_records_can_be_read(
     opened: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +367,20 @@ def test_checkpoints_that_cannot_be_listed_do_not_end_the_run(
     opened.checkpoints.try_write()
     event = read_rows(opened.session.folder / EVENTS)[-1]
     assert event["event"] == "checkpoint_failed" and "Stale file handle" in str(event["reason"])
+
+
+def test_progress_copy_takes_less_time_than_saving_it(opened: Trainer) -> None:
+    senders = {f"ann/{number:016x}": (-1, [1]) for number in range(60_000)}
+    ledger = Ledger({"senders": senders, "outcomes": {"stale": len(senders)}, "forgotten": 0})
+    opened.collector.admission.ledger = ledger
+
+    def seconds(call: Callable[[], object]) -> float:
+        started = time.thread_time()
+        call()
+        return time.thread_time() - started
+
+    copying = min(seconds(opened.checkpoints.update_progress) for _ in range(5))
+    assert copying < min(seconds(ledger.saved) for _ in range(5)) / 3
 
 
 def checkpoint_of_another_model(trainer: Trainer) -> None:

@@ -80,7 +80,7 @@ OUTAGES: dict[str, tuple[Outage, str]] = {
     "lease": (foreign_lease, "another trainer (pid 7 on elsewhere) publishes to"),
     **{
         name: (unusable(name), f"{name} cannot be used: Is a directory")
-        for name in ("RUN.json", "lock", "metrics.jsonl")
+        for name in ("RUN.json", "config.toml", "lock", "metrics.jsonl")
     },
 }
 
