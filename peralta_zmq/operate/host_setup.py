@@ -26,6 +26,7 @@ from peralta_zmq.operate.ssh import Command, Result, on_host
 from peralta_zmq.operate.supervisor import COPY_MARKER, FOLDER, Job, job_text
 
 REPO = Path(__file__).resolve().parents[2]
+HOSTS_FILE = Path("configs/hosts.toml")  # without --hosts
 # rsync patterns of files that are neither copied to the host nor deleted there.
 EXCLUDED = (
     *("/.git", "/.venv", "/.venv-other", "/.lan", "/runs", "/keys", "*.secret", "*.public"),
@@ -73,16 +74,22 @@ def probe(host: Host) -> list[Command]:
     return [on_host(host, "sh -s", script, find_problem=partial(_probe_problem, host))]
 
 
-def sync(host: Host, config: Config) -> list[Command]:
+def sync(host: Host, config: Config, hosts_file: Path) -> list[Command]:
     """Copy the code; the file COPY_MARKER exists while the copy is incomplete.
 
-    Files that no longer exist here are deleted on the host, but never runs or weights.
+    Files that no longer exist here are deleted on the host, but never runs or weights. Hosts files,
+    which may hold passwords, are not copied, and copies of them are deleted.
     """
     if host.folder is None:
         return []
-    excluded = [f"--exclude={name}" for name in (*EXCLUDED, *run_patterns(host, config))]
+    hosts_files = _hosts_files(hosts_file)
+    patterns = [*EXCLUDED, *map(_pattern, hosts_files), *run_patterns(host, config)]
+    excluded = [f"--exclude={name}" for name in patterns]
     marker = f"{host.folder}/{COPY_MARKER}"
     make_marker = f"mkdir -p {host.folder}/{FOLDER} && touch {marker}"
+    if (REPO / ".git").exists():  # a folder with .git may be this checkout: its files stay
+        copies = " ".join(f"{host.folder}/{shlex.quote(path)}" for path in hosts_files)
+        make_marker = f"test -e {host.folder}/.git || rm -f {copies}; {make_marker}"
     sources = sorted(str(path) for path in REPO.iterdir())
     return [
         on_host(host, make_marker, remedy="its folder cannot be created; choose another dir"),
@@ -97,8 +104,18 @@ def run_patterns(host: Host, config: Config) -> list[str]:
     paths = [str(config.run_folder) if runs == "." else runs]
     paths += [path for path in (host.weights_dir, config.weights.dir) if path and "://" not in path]
     inner_paths = [_path_in(host.folder or "", os.path.normpath(path)) for path in paths]
-    # Brackets around *, ? and [ make rsync take them literally.
-    return [re.sub(r"[*?[]", r"[\g<0>]", f"/{path}") for path in inner_paths if path]
+    return [_pattern(path) for path in inner_paths if path]
+
+
+def _pattern(path: str) -> str:
+    """The rsync pattern of a path in the project folder."""
+    return re.sub(r"[*?[]", r"[\g<0>]", f"/{path}")  # rsync takes a character in [] literally
+
+
+def _hosts_files(hosts_file: Path) -> list[str]:
+    """Paths in the project folder of `hosts_file`, if it is there, and of the default file."""
+    files = {REPO / HOSTS_FILE, hosts_file.resolve()}
+    return sorted(str(file.relative_to(REPO)) for file in files if file.is_relative_to(REPO))
 
 
 def _path_in(folder: str, path: str) -> str | None:

@@ -25,13 +25,12 @@ from peralta_zmq.config.hosts import Host, Hosts, load_hosts
 from peralta_zmq.config.programs import LAN_COMMANDS
 from peralta_zmq.errors import ConfigError, printable, program_name
 from peralta_zmq.operate import host_setup, lan_monitor, ssh
+from peralta_zmq.operate.doctor.checks import SERVING
 from peralta_zmq.operate.lan_monitor import in_parallel
 
 PROGRAM = program_name("lan")
 STARTING = ("up", "sync")  # commands that need the code and the settings
-HOSTS_FILE, EXAMPLE = Path("configs/hosts.toml"), Path("configs/hosts.example.toml")
-# Start of the line that bin/doctor prints when it begins to answer the doctors of other machines.
-DOCTOR_READY = "answering the doctors"
+HOSTS_FILE, EXAMPLE = host_setup.HOSTS_FILE, Path("configs/hosts.example.toml")
 LOOPBACK = ("127.0.0.1", "localhost")  # not 127.0.0.2, which tests use for another machine
 StepsOf: TypeAlias = Callable[[Host], list[ssh.Command]]  # commands of one phase for a host
 
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     if command in STARTING:
         config = load_config(f"{PROGRAM} up", ["@", hosts.config, *settings])
         check_addresses(hosts, config)
-        fleet = Fleet(hosts, config, hosts_option, options.partial, options.dry_run)
+        fleet = Fleet(hosts, config, path, options.partial, options.dry_run)
         if command == "sync":
             return fleet.sync()
         if (code := fleet.up()) or options.dry_run:
@@ -92,7 +91,7 @@ class Fleet:
 
     hosts: Hosts
     config: Config
-    hosts_option: str = ""  # `--hosts FILE`, for commands that messages suggest
+    hosts_file: Path = HOSTS_FILE
     partial: bool = False  # True: continue without a generator host that fails a phase
     dry_run: bool = False  # True: print the commands instead of running them
     failed: dict[str, str] = field(default_factory=dict[str, str])  # problem by host name
@@ -119,7 +118,9 @@ class Fleet:
     def _copy_and_install(self) -> bool:
         return (
             self._phase("probe", host_setup.probe)
-            and self._phase("copy", lambda host: host_setup.sync(host, self.config))
+            and self._phase(
+                "copy", lambda host: host_setup.sync(host, self.config, self.hosts_file)
+            )
             and self._phase("install", host_setup.install)
         )
 
@@ -140,7 +141,7 @@ class Fleet:
             run_doctors([trainer, *others])
             return True
         step = host_setup.doctor(trainer, self.config)
-        with ssh.run_in_background(step, DOCTOR_READY) as doctor:
+        with ssh.run_in_background(step, SERVING) as doctor:
             if doctor.is_ready:
                 run_doctors(others)
             problem = step.find_problem(doctor.end())
@@ -157,7 +158,7 @@ class Fleet:
         running = ", ".join(lan_monitor.running_workers(self.hosts)) or "no worker"
         sys.stderr.write(
             f"{', '.join(self.failed)} did not start completely; running now: {running}; "
-            f"bin/lan down {self.hosts_option} stops all\n"
+            f"bin/lan down --hosts {self.hosts_file} stops all\n"
         )
         return False
 

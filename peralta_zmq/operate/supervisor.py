@@ -238,7 +238,7 @@ def read_job(name: str) -> Job:
 def _check_copied() -> None:
     """Raise ConfigError while the copy of the code is incomplete."""
     if COPY_MARKER.exists():
-        raise ConfigError("the code is half copied: a sync was interrupted; run bin/lan sync")
+        raise ConfigError("the copied code is incomplete: a sync was interrupted; run bin/lan sync")
 
 
 def _lock(name: str) -> None:

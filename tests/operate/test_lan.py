@@ -122,6 +122,11 @@ def test_up_without_checkout_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
 # Files that a copy keeps.
 
 
+def copy_to(host: Host, settings: Config, hosts_file: Path) -> None:
+    for step in host_setup.sync(host, settings, hosts_file):
+        assert step.find_problem(ssh.run(step)) is None
+
+
 @needs_rsync
 def test_sync_keeps_runs_and_weights_on_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -131,10 +136,6 @@ def test_sync_keeps_runs_and_weights_on_the_host(
     host = Host(name="pc", dir=str(target), weights_dir=f"{target}/nas[1]/weights")
     settings = config(run=RunSection(dir="./out"), weights=WeightsSection(dir="configs/w"))
 
-    def copy() -> None:
-        for step in host_setup.sync(host, settings):
-            assert step.find_problem(ssh.run(step)) is None
-
     def put(*files: str) -> None:
         for file in map(tmp_path.joinpath, files):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -142,16 +143,40 @@ def test_sync_keeps_runs_and_weights_on_the_host(
 
     put("repo/bin/lan", "repo/bin/old", "repo/configs/a.toml", "repo/Makefile", "repo/runs/demo/1",
         "repo/out/mine/journal", "repo/nas[1]/weights/mine", "repo/.git/HEAD")  # fmt: skip
-    copy()
+    copy_to(host, settings, host_setup.HOSTS_FILE)
     copied = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
     assert copied == ["Makefile", "bin/lan", "bin/old", "configs/a.toml"]
     kept = ["target/out/demo/checkpoints/1", "target/nas[1]/weights/RUN.json", "target/runs/demo/1",
             "target/configs/w/RUN.json", "target/earlier/demo/checkpoints/1"]  # fmt: skip
     put(*kept, "target/bin/stray")
     (repo / "bin/old").unlink()
-    copy()
+    copy_to(host, settings, host_setup.HOSTS_FILE)
     assert all((tmp_path / path).exists() for path in kept)
     assert [job.name for job in (target / "bin").iterdir()] == ["lan"]
+
+
+@needs_rsync
+def test_sync_leaves_no_hosts_file_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo, target = tmp_path / "repo", tmp_path / "target"
+    monkeypatch.setattr(host_setup, "REPO", repo)
+    (repo / ".git").mkdir(parents=True)
+    for folder in (repo, target):  # the host has copies
+        (folder / "configs").mkdir(parents=True)
+        for name in ("configs/hosts.toml", "configs/my [hosts].toml", "lab.toml"):
+            (folder / name).write_text("a password")
+    (repo / "configs/a.toml").write_text("")
+
+    def copy(folder: Path, hosts_file: str) -> None:
+        copy_to(Host(name="pc", dir=str(folder)), config(), repo / hosts_file)
+
+    copy(target, "configs/my [hosts].toml")
+    assert [path.name for path in (target / "configs").iterdir()] == ["a.toml"]
+    copy(target, "lab.toml")
+    assert not (target / "lab.toml").exists()
+    copy(repo, "lab.toml")  # the checkout itself
+    assert len(list(repo.rglob("*.toml"))) == 4
 
 
 def test_sent_keys_are_in_a_folder_that_only_its_owner_can_write(tmp_path: Path) -> None:
@@ -250,7 +275,7 @@ def test_failed_ssh_connection_is_explained(err: str, expected: str) -> None:
 
 
 def test_interrupted_copy_names_code_and_remedy() -> None:
-    copy = host_setup.sync(PC, config())[1]
+    copy = host_setup.sync(PC, config(), host_setup.HOSTS_FILE)[1]
     assert copy.find_problem(Result((), 12, "", "rsync: connection unexpectedly closed")) == (
         "copying stopped halfway (rsync code 12: rsync: connection unexpectedly closed); "
         "the same command again continues the copy"
@@ -264,7 +289,7 @@ def test_missing_local_rsync_is_reported(
     host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    copy = host_setup.sync(host, config())[1]
+    copy = host_setup.sync(host, config(), host_setup.HOSTS_FILE)[1]
     assert copy.find_problem(ssh.run(copy)) == (
         "there is no rsync on this machine; install it (apt install rsync, or brew install rsync)"
     )

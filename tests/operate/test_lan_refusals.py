@@ -103,9 +103,8 @@ def test_interrupted_copy_starts_nothing(tmp_path: Path, tools: Path) -> None:
     assert not (tmp_path / "beta/.lan/copying").exists()
     (tmp_path / "beta/.lan/copying").touch()
     failed = up(tmp_path, {}, "beta", command="restart")
-    assert "beta: restart: the code is half copied: a sync was interrupted; run bin/lan sync" in (
-        failed.stderr
-    )
+    message = "the copied code is incomplete: a sync was interrupted; run bin/lan sync"
+    assert f"beta: restart: {message}" in failed.stderr
 
 
 @pytest.mark.skipif(OLD_PYTHON is None, reason="no Python older than 3.10 on this machine")

@@ -20,6 +20,8 @@ from peralta_zmq.errors import PeraltaError, described, printable
 # Remedies of a check that raised an unexpected exception, and of a check that did not return.
 CRASHED = "this is a bug of the doctor, or of the code that it called; the other checks still ran"
 HANGS = "a mount hangs: is the NAS on? Unmount it (umount -l) and mount it again"
+# Start of the line that the trainer's doctor prints when the doctors of generators can connect.
+SERVING = "waiting for the checks of generators"
 MOUNT_SECONDS = 120.0  # time limit of a check of a folder that may be on a dead mount
 
 

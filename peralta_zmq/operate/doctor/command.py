@@ -17,7 +17,7 @@ from contextlib import ExitStack
 
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError, program_name
-from peralta_zmq.operate.doctor.checks import Check, Report, failed_check
+from peralta_zmq.operate.doctor.checks import SERVING, Check, Report, failed_check
 
 PROGRAM = program_name("doctor")
 USAGE = f"""\
@@ -77,7 +77,7 @@ def _serve(seconds: float) -> None:
 
     Returns early if standard input is a pipe and its writer (bin/lan) closes it.
     """
-    sys.stdout.write(f"answering the doctors of generators for {seconds:g} s\n")
+    sys.stdout.write(f"{SERVING} for {seconds:g} s\n")
     sys.stdout.flush()
     deadline = time.monotonic() + seconds
     mode = os.fstat(sys.stdin.fileno()).st_mode

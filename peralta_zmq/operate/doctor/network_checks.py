@@ -20,6 +20,7 @@ from peralta_zmq import wire
 from peralta_zmq.atomic_files import is_held, is_loopback
 from peralta_zmq.config import Config
 from peralta_zmq.errors import WireError, program_name
+from peralta_zmq.observe.metrics import LOCK
 from peralta_zmq.operate.doctor.checks import Check, failed_check
 from peralta_zmq.operate.doctor.machine_checks import LOCAL_NETWORK
 
@@ -74,7 +75,7 @@ def check_ports(config: Config, stack: ExitStack) -> Check:
 
 def is_trainer_running(folder: Path) -> bool:
     """True if a trainer on this machine holds the lock of a run folder."""
-    return is_held(folder / "lock") is True
+    return is_held(folder / LOCK) is True
 
 
 def check_reach(config: Config, *, wait_seconds: float = 0.0) -> Check:

@@ -16,7 +16,7 @@ import psutil
 
 from peralta_zmq import wire
 from peralta_zmq.config import Config, earlier_config
-from peralta_zmq.errors import ConfigError, WireError, program_name
+from peralta_zmq.errors import ConfigError, WireError, failure_text, program_name
 from peralta_zmq.operate.doctor import machine_checks, network_checks, weights_checks
 from peralta_zmq.operate.doctor.checks import Check, Report, failed_check
 
@@ -103,7 +103,11 @@ def _check_run(config: Config) -> Check | None:
     Raises ConfigError if the settings of the existing run differ.
     """
     folder = config.run_folder
-    is_resumed = earlier_config(config, folder) is not config  # for a new run it returns config
+    try:
+        is_resumed = earlier_config(config, folder) is not config  # a new run: config itself
+    except OSError as error:
+        detail = f"{error.filename or folder} cannot be read ({failure_text(error)})"
+        return Check(False, detail, "mount it, or give this user the right to read it")
     return Check(True, f"resumes in {folder}") if is_resumed else None
 
 

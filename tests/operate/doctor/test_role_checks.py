@@ -73,6 +73,13 @@ def test_folder_and_weights_of_another_run_fail(
     (nas / "RUN.json").write_text('{"run_id": "other-1"}')
     code, checks = run_doctor("--role", "trainer", *settings)
     assert code == 0 and checks["run"]["detail"] == f"resumes in {run}"
+    (run / "config.toml").rename(run / "away")
+    (run / "config.toml").mkdir()
+    code, checks = run_doctor("--role", "trainer", *settings)
+    assert code == 1 and failed(checks) == ["run"]
+    assert "config.toml cannot be read (Is a directory)" in checks["run"]["detail"]
+    (run / "config.toml").rmdir()
+    (run / "away").rename(run / "config.toml")
     code, checks = run_doctor(
         "--role", "trainer", *settings, "--weights.dir", str(nas), "--loss.name", "grpo"
     )
