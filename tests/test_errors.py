@@ -1,4 +1,4 @@
-"""Error texts of a failed write, and the limit of open files."""
+"""Error texts of a failed write and of a missing file descriptor."""
 
 from __future__ import annotations
 
@@ -6,41 +6,17 @@ import errno
 import os
 import resource
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 import pytest
 
-from peralta_zmq.config.programs import raise_open_files_limit
 from peralta_zmq.errors import failure_text
 
 FILES = resource.RLIMIT_NOFILE
 
 
-@pytest.fixture
-def limits() -> Iterator[tuple[int, int]]:
-    """Restore the limits of open files, soft and hard."""
-    before = resource.getrlimit(FILES)
-    yield before
-    resource.setrlimit(FILES, before)
-
-
-def test_raise_open_files_limit_raises_the_soft_limit(limits: tuple[int, int]) -> None:
-    resource.setrlimit(FILES, (512, limits[1]))
-    raise_open_files_limit()
-    raised, hard = resource.getrlimit(FILES)
-    assert hard == limits[1] and raised in {limits[1], 65_536, 10_240}
-
-
-def test_raise_open_files_limit_keeps_a_higher_limit(limits: tuple[int, int]) -> None:
-    raise_open_files_limit()
-    high = resource.getrlimit(FILES)
-    raise_open_files_limit()
-    assert resource.getrlimit(FILES) == high
-
-
 def test_failure_without_a_descriptor_names_ports_and_remedy(
-    stack: ExitStack, limits: tuple[int, int]
+    stack: ExitStack, open_file_limits: tuple[int, int]
 ) -> None:
     servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
     ports = [server.getsockname()[1] for server in servers]
@@ -48,7 +24,7 @@ def test_failure_without_a_descriptor_names_ports_and_remedy(
         for _ in range(count):
             stack.enter_context(closing(socket.create_connection(server.getsockname(), 10)))
             stack.enter_context(server.accept()[0])
-    resource.setrlimit(FILES, (max(map(int, os.listdir("/dev/fd"))) + 1, limits[1]))
+    resource.setrlimit(FILES, (max(map(int, os.listdir("/dev/fd"))) + 1, open_file_limits[1]))
     with pytest.raises(OSError, match="Too many open files") as raised:
         for _ in range(10_000):
             descriptor = os.open(os.devnull, os.O_RDONLY)

@@ -134,8 +134,9 @@ def test_message_of_the_troubleshooting_page_is_printed(row: list[str]) -> None:
     # problems of a machine
     "cannot be reached; is it on", "does not accept your ssh key", "there is no ...; install it",
     "does not run Python 3.10", "is full:", "is listed", "are both the trainer",
-    "it is another folder", "another trainer works in", "another trainer (...) publishes to",
-    "copying stopped halfway", "is half copied", "disagrees with the trainer about logprobs",
+    "it is another folder", "another trainer uses", "another trainer (...) publishes to",
+    "copying stopped halfway", "copied code is incomplete",
+    "differ from the trainer's: mismatch_kl",
     # dashboard
     "no dashboard: ", "would let every machine", "dashboard stopped", "dashboard request failed",
     "reward.png or report.html not written",

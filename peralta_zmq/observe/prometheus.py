@@ -20,7 +20,7 @@ from peralta_zmq.observe.metrics import number, read_toml
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = {"gen": "generator", "rewards": "reward"}  # first part of a metric name -> label
 LABELLED = re.compile(r"(gen|rewards)/(.+)/([^/]+)", re.DOTALL)
-COUNTER_PREFIX = "dropped/"  # cumulative since the run began
+COUNTER_PREFIX = "dropped/"  # cumulative; dropped/invalid since the trainer's last start
 
 # section of docs/metrics.md -> documented name -> meaning
 SECTIONS: Mapping[str, Mapping[str, str]] = read_toml(Path(__file__).with_name("metric_names.toml"))

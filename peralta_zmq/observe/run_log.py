@@ -4,7 +4,7 @@ A session is one process of the trainer; a resumed run has several. A resumed tr
 from its journal (its log of received groups); a step that is already in the files is not written
 again. A roll-back returns to a checkpoint and lets the trainer repeat the later steps; the lineage
 is the number of roll-backs so far. A group is all rollouts of one problem. An incarnation is one
-process of a generator. A weights_id identifies the content of one published weight version.
+start of a generator. A weights_id identifies the content of one published weight version.
 """
 
 from __future__ import annotations

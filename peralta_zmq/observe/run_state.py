@@ -3,7 +3,7 @@
 The verdict and the dashboard are computed from this state. A session is one process of the trainer:
 it begins with the event "start" or "resume" and ends with "stop" or "complete". A step that a
 resumed trainer replays from its journal (its log of received groups) has step_time 0. An
-incarnation is one process of a generator: a generator that restarts keeps its name and gets a new
+incarnation is one start of a generator: a generator that restarts keeps its name and gets a new
 incarnation. A group is all rollouts of one problem.
 """
 
@@ -104,8 +104,7 @@ class RunState:
     @property
     def num_groups(self) -> float:
         """Groups consumed after the first row, in the steps that `growth` covers."""
-        counts = [generator_numbers(row, "groups").values() for row in self.rows[1:]]
-        return sum(count for row in counts for count in row if math.isfinite(count))
+        return sum(number(row, "num_groups", 0.0) for row in self.rows[1:])
 
 
 def run_state(rows: Rows, events: Rows, *, now: float | None = None) -> RunState:

@@ -16,14 +16,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 from typing import Literal, TypeAlias
 
 from rich.filesize import decimal
 
 from peralta_zmq.errors import program_name
 from peralta_zmq.observe.event_log import MINUTE
-from peralta_zmq.observe.metrics import number
+from peralta_zmq.observe.metrics import finite_mean, number
 from peralta_zmq.observe.run_state import (
     MIN_ROWS,
     WINDOW,
@@ -41,7 +41,7 @@ Level: TypeAlias = Literal["ok", "warn", "bad"]
 WAITING = 0.25  # share of time that the trainer or a generator waits
 ONE_BLOCKED = 0.5  # share of time that one generator is blocked, the others less than WAITING
 BLOCKING = 0.15  # share of the trainer's time spent on publishing, or on the journal
-LOST_GROUPS = 0.10  # share of groups that were dropped as stale, or whose reward failed
+DROPPED_GROUPS = 0.10  # share of groups that were dropped as stale, or whose reward failed
 FIRST_STEP_SECONDS = 120.0  # from the first join until the missing first step is reported
 OLD_SECONDS, OLD_STEPS = 10.0, 3  # a generator's weights are old if they have both ages
 SATURATED_SECONDS = 0.5  # time to publish a version; faster publishing is never a bottleneck
@@ -160,20 +160,20 @@ def _equal_groups(state: RunState) -> tuple[float, float]:
     With fewer than MIN_ROWS (3) rows, the share is 0, so that nothing is reported.
     """
     shares = [number(row, "frac_reward_zero_std", 0.0) for row in state.rows]
-    reward = fmean(number(row, "reward", 0.5) for row in state.rows)
-    return fmean(shares) if len(shares) >= MIN_ROWS else 0.0, reward
+    reward = finite_mean((number(row, "reward", 0.5) for row in state.rows), default=0.5)
+    return finite_mean(shares, default=0.0) if len(shares) >= MIN_ROWS else 0.0, reward
 
 
-def _lost_groups(state: RunState) -> Iterator[Verdict]:
+def _dropped_groups(state: RunState) -> Iterator[Verdict]:
     failed = {stats.name: state.growth(f"gen/{stats.name}/unscored") for stats in state.generators}
     num_failed, num_stale = sum(failed.values()), state.growth("dropped/stale")
-    if (share := num_failed / max(1.0, num_failed + state.num_groups)) >= LOST_GROUPS:
+    if (share := num_failed / max(1.0, num_failed + state.num_groups)) >= DROPPED_GROUPS:
         yield Verdict(
             f"{share:.0%} of groups got no reward, most of them on "
             f"{max(failed, key=failed.__getitem__)}",
             "check its log: the reward function fails or exceeds task.reward_timeout",
         )
-    if (share := num_stale / max(1.0, num_stale + state.num_groups)) >= LOST_GROUPS:
+    if (share := num_stale / max(1.0, num_stale + state.num_groups)) >= DROPPED_GROUPS:
         senders = Counter[str]()
         # A minute earlier: a generator has one line per minute, further drops are only counted.
         since = number(state.rows[0], "time") - MINUTE
@@ -244,8 +244,8 @@ def _balance(state: RunState) -> Iterator[Verdict]:
         yield Verdict("too few steps to name a bottleneck", "", "ok")
         return
     yield from _one_blocked(state)
-    blocked = fmean([generator.blocked for generator in state.generators] or [0.0])
-    queue = fmean([generator.queue for generator in state.generators] or [0.0])
+    blocked = finite_mean((stats.blocked for stats in state.generators), default=0.0)
+    queue = finite_mean((stats.queue for stats in state.generators), default=0.0)
     trainer, generators = f"{state.waiting:.0%}", f"{blocked:.0%}"
     if state.waiting >= WAITING and queue >= WAITING:
         yield Verdict(
@@ -285,7 +285,8 @@ def _one_blocked(state: RunState) -> Iterator[Verdict]:
     worst = max(state.generators, key=lambda generator: generator.blocked, default=None)
     if worst is None or len(state.generators) < 2 or worst.blocked < ONE_BLOCKED:
         return
-    others = fmean(generator.blocked for generator in state.generators if generator is not worst)
+    blocked = (stats.blocked for stats in state.generators if stats is not worst)
+    others = finite_mean(blocked, default=0.0)
     if others < WAITING:
         yield Verdict(
             f"only {worst.name} is blocked, {worst.blocked:.0%} of its time "
@@ -316,4 +317,4 @@ def _cause(generator: GeneratorStats) -> str:
     return "by a full send queue" if _is_queue_full(generator) else "until the trainer catches up"
 
 
-FINDINGS = (_stalled, _gone, _no_signal, _lost_groups, _weights, _journal, _solved, _balance)
+FINDINGS = (_stalled, _gone, _no_signal, _dropped_groups, _weights, _journal, _solved, _balance)

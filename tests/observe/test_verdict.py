@@ -26,12 +26,12 @@ def run(num_rows: int = 10, *generators: Row, **fields: object) -> list[Row]:
             "step": step, "time": 1000.0 + 2 * step, "step_time": 2.0, "reward": 0.5,
             "frac_reward_zero_std": 0.1, "time/wait_for_batch": 0.16, "time/journal": 0.04,
             "time/publish": 0.01, "weights/encode_seconds": 0.1, "weights/write_seconds": 0.1,
-            "weights/bytes": 2_000_000, "dropped/stale": 0,
+            "weights/bytes": 2_000_000, "dropped/stale": 0, "num_groups": 8,
         }  # fmt: skip
         for generator in generators or (gen("a"), gen("b")):
             row |= generator
         for name in {key.split("/")[1] for key in row if key.startswith("gen/")}:
-            row |= {f"gen/{name}/groups": 4, f"gen/{name}/step": step - 1} | {
+            row |= {f"gen/{name}/step": step - 1} | {
                 key: value for key, value in row.items() if key == f"gen/{name}/step"
             }
         rows.append(row | {name.replace("__", "/"): value for name, value in fields.items()})
@@ -282,6 +282,14 @@ def test_null_and_non_finite_numbers_count_as_absent(value: float | None) -> Non
         rows[4][key] = value
         del without_it[4][key]
         assert verdict(rows, [START], now=1021.0) == verdict(without_it, [START], now=1021.0)
+
+
+@pytest.mark.parametrize("value", [5e307, 1.7e308])
+def test_verdict_is_possible_if_sums_of_numbers_overflow(value: float) -> None:
+    rows = run(3, *(gen(name, queue_frac=0.0) for name in "abcde"))
+    for metric in {key.rpartition("/")[2] for key in rows[0]}:
+        keys = [key for key in rows[0] if key.rpartition("/")[2] == metric]
+        assert verdict([row | dict.fromkeys(keys, value) for row in rows], now=1021.0).sentence
 
 
 def test_verdict_takes_constant_time() -> None:

@@ -59,7 +59,7 @@ SECURITY_HEADERS = {
     "Cache-Control": "no-store",
 }
 COOKIE = "peralta_token"
-NUM_PORTS = 20  # ports that are tried, starting with the requested one
+NUM_TRIED_PORTS = 20  # ports that are tried, starting with the requested one
 LAST_PORT = 65_535
 MAX_CONNECTIONS = 64  # each needs a file descriptor; the trainer's process has a limited number
 FIRST_REQUEST_SECONDS = 5.0  # a connection without a request is closed after this time
@@ -304,7 +304,7 @@ def _listen(host: str, port: int) -> socket.socket:
     """Return a listening socket on `port`, or on the next free port."""
     if not 0 <= port <= LAST_PORT:
         raise ConfigError(f"dashboard.port {port} is invalid; choose one from 1 to {LAST_PORT}")
-    last = min(port + NUM_PORTS - 1, LAST_PORT)
+    last = min(port + NUM_TRIED_PORTS - 1, LAST_PORT)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     dualstack = ":" in host and socket.has_dualstack_ipv6()
     for candidate in range(port, last + 1) if port else [0]:

@@ -20,11 +20,10 @@ from typing import Any
 from peralta_zmq.atomic_files import is_held
 from peralta_zmq.observe import metrics
 from peralta_zmq.observe.dashboard.charts import Table
-from peralta_zmq.observe.metrics import EVALUATIONS, EVENTS, METRICS, SAMPLES, Row, number
+from peralta_zmq.observe.metrics import EVALUATIONS, EVENTS, LOCK, METRICS, SAMPLES, Row, number
 from peralta_zmq.observe.run_state import SESSION_ENDS, SESSION_STARTS, stall_limit
 
 CONFIG = "config.toml"
-LOCK = "lock"  # file that the trainer keeps locked
 NUM_ROWS = 64  # newest rows kept for the verdict and the cards
 NUM_EVENTS, NUM_SAMPLES = 400, 200  # newest events and samples kept
 FREQUENT_EVENTS = ("publish", "drop")  # kept separately, so that they do not displace other events

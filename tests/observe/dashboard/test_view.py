@@ -204,6 +204,16 @@ def test_sample_shows_null_for_a_missing_reward(tmp_path: Path) -> None:
     ]
 
 
+def test_silent_connection_is_listed_and_marked(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    connection = {"generator": "ann", "incarnation": "0a", "connection": "announcements", "step": 2}
+    append(folder / "events.jsonl", {"time": time.time(), "event": "silent", **connection})
+    update = view.update(read_run(folder), now=time.time())
+    for listed in (update["state"]["events"][0], update["state"]["markers"][-1]):
+        assert listed["event"] == "silent"
+        assert listed["text"] == "generator=ann  connection=announcements  step=2"
+
+
 def test_control_characters_are_escaped(tmp_path: Path) -> None:
     hostile, escaped = "a\x1b[2J\u202eb", r"a\x1b[2J\u202eb"
     folder = make_run(tmp_path / "hand", num_steps=2)
