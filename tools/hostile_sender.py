@@ -1,4 +1,4 @@
-"""A sender that speaks the wire protocol and sends groups that no trainer may learn from.
+"""A sender whose groups have the right format, and must never be trained on.
 
 INVALID groups break a limit of the message, so the decoder must refuse them. POISONED groups are
 within all limits: the trainer admits them to a batch, and must exclude them from the loss.
@@ -95,7 +95,7 @@ INVALID: dict[str, Attack] = {
     "infinite rewards": lambda group: _with_rewards(group, float("inf")),
     "NaN rewards": lambda group: _with_rewards(group, float("nan")),
     "too many rollouts": lambda group: _with_size(group, num_rollouts=60),
-    "too many tokens": lambda group: _with_size(group, num_generated=17_000),
+    "too many tokens": lambda group: _with_size(group, num_generated=1_000),
 }
 # The mean mismatch of these groups is above MAX_GROUP_KL of learning/exclusion.py for any policy
 # that gives their tokens at least -50: 220 times, or 6 times with one of 32 tokens.
@@ -146,7 +146,7 @@ class HostileSender:
         return True
 
     def _next(self, attack: str, expected: str, policy_step: int, weights_id: str) -> RolloutGroup:
-        """A valid group with the next sequence, which is logged with its expected fate."""
+        """A valid group with the next sequence, which is logged with its expected outcome."""
         run_id = str(json.loads((self._run_folder / "RUN.json").read_bytes())["run_id"])
         group = replace(
             group_within_limits(run_id, policy_step=policy_step),

@@ -1,7 +1,7 @@
 """Check the six promises of docs/reliability.md against the history of a run.
 
 `python -m tools.promise_checker RUN_FOLDER [GENERATOR_LOG ...]` prints one line per promise; the
-exit code is 1 if one is broken. The fate of a group is what the trainer's journal records about
+exit code is 1 if one is broken. The outcome of a group is what the trainer's journal records about
 it: trained, no_signal (in a batch, but with equal rewards), or the reason why it was dropped.
 """
 
@@ -21,10 +21,10 @@ from peralta_zmq.observe.run_state import SESSION_ENDS, SESSION_STARTS
 from tools.hostile_sender import CLOSE_SECONDS
 from tools.run_history import History, Key, Record, read_history
 
-IN_STEPS = ("trained", "no_signal")  # fates of groups in the batch of a training step
+IN_STEPS = ("trained", "no_signal")  # outcomes of groups in the batch of a training step
 RECORDED = (*IN_STEPS, "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid")
-# Fates of the groups of tools.hostile_sender, and what they are called in the report.
-HOSTILE_FATES = {
+# Outcomes of the groups of tools.hostile_sender, and what they are called in the report.
+HOSTILE_OUTCOMES = {
     "invalid": "refused at decode",
     "excluded": "excluded from the loss",
     "abandoned": "abandoned, of future weights",
@@ -63,7 +63,7 @@ def check(history: History) -> list[Check]:
     return [
         unpublished_loads(history),
         trained_twice(history),
-        lost_groups(history),
+        unaccounted_groups(history),
         too_old(history),
         steps_missing(history),
         accounts(history),
@@ -109,19 +109,21 @@ def trained_twice(history: History) -> Check:
     return Check("P2", f"twice {len(broken)}: {len(times)} groups in the journal", tuple(broken))
 
 
-def lost_groups(history: History) -> Check:
+def unaccounted_groups(history: History) -> Check:
     """P3: every group of a live generator was trained, dropped for a valid reason, or in flight."""
-    fates, logs = fates_of(history), history.logs
-    known = Counter(fates.values())
-    last_arrived = _last_arrived(history, fates)
-    broken = [f"{_shown(key)} was given up by its sender" for key in sorted(logs.lost - set(fates))]
+    outcomes, logs = outcomes_of(history), history.logs
+    known = Counter(outcomes.values())
+    last_arrived = _last_arrived(history, outcomes)
+    broken = [
+        f"{_shown(key)} was given up by its sender" for key in sorted(logs.lost - set(outcomes))
+    ]
     broken += [
-        f"{_shown(record.key)} is {record.fate} at step {record.step} without a cause"
+        f"{_shown(record.key)} is {record.outcome} at step {record.step} without a cause"
         for record in without_cause(history)
     ]
-    accounted = fates.keys() | logs.lost | history.rolled_back
+    accounted = outcomes.keys() | logs.lost | history.rolled_back
     broken += [
-        f"{_shown(key)} of step {step} has no fate"
+        f"{_shown(key)} of step {step} has no outcome"
         for key, step in logs.made.items()
         if key not in accounted and _must_have_arrived(history, key, last_arrived.get(key[0], -1))
     ]
@@ -133,7 +135,7 @@ def lost_groups(history: History) -> Check:
 def too_old(history: History) -> Check:
     """P4: no trained group exceeds the staleness limit, and ages agree with the senders' logs."""
     made = history.logs.made
-    in_steps = [record for record in history.journal if record.fate in IN_STEPS]
+    in_steps = [record for record in history.journal if record.outcome in IN_STEPS]
     broken = [
         f"{_shown(record.key)} is {record.age} steps old at step {record.step}"
         for record in in_steps
@@ -168,20 +170,20 @@ def accounts(history: History) -> Check:
     The trainer counts all groups of a sender whose last report it received; of another sender at
     least those up to the last one that arrived.
     """
-    fates, made = fates_of(history), history.logs.made.keys() | history.logs.hostile.keys()
+    outcomes, made = outcomes_of(history), history.logs.made.keys() | history.logs.hostile.keys()
     accounting = history.summary.get("accounting")
     if not isinstance(accounting, dict):
         return Check("P6", "accounting", ("the summary has none",))
     stated = Counter({str(name): int(count) for name, count in accounting.items()})
     last_received: dict[str, int] = {}
-    for sender, sequence in fates:
+    for sender, sequence in outcomes:
         last_received[sender] = max(last_received.get(sender, -1), sequence)
     reported = _last_reports(history)
     known = [key for key in made if key[0] in reported or key[1] <= last_received.get(key[0], -1)]
-    counted = Counter(fates.values())
-    counted["lost or in flight"] = stated["made"] - len(fates)
+    counted = Counter(outcomes.values())
+    counted["lost or in flight"] = stated["made"] - len(outcomes)
     stated["lost or in flight"] = stated["lost"] + stated["in_flight"]
-    broken = [f"{_shown(key)} was never made" for key in fates if key not in made]
+    broken = [f"{_shown(key)} was never made" for key in outcomes if key not in made]
     broken += [
         f"{name} is {stated[name]} in the summary, {counted[name]} in the records"
         for name in (*RECORDED, "lost or in flight")
@@ -196,7 +198,7 @@ def accounts(history: History) -> Check:
     if not len(known) <= stated["made"] <= len(made):
         between = " to ".join(str(count) for count in sorted({len(known), len(made)}))
         broken.append(f"made is {stated['made']} in the summary, {between} in the records")
-    gone = history.logs.lost | (history.rolled_back - fates.keys())
+    gone = history.logs.lost | (history.rolled_back - outcomes.keys())
     if stated["lost"] > len(gone):
         broken.append(f"lost is {stated['lost']} in the summary, {len(gone)} in the logs")
     uncounted = len(made) - len(known)
@@ -219,33 +221,33 @@ def hostile_groups(history: History, *, minutes: float = 0.0) -> Check:
     `minutes` is the length of the soak.
     """
     hostile, excluded = history.logs.hostile, _excluded(history)
-    fates = {key: _hostile_fate(history, key, excluded) for key in hostile}
+    outcomes = {key: _hostile_outcome(history, key, excluded) for key in hostile}
     broken = [
-        f"{_shown(key)} is {fate}, not {hostile[key].expected}"
-        for key, fate in fates.items()
-        if fate not in (hostile[key].expected, "in flight")
-        and (fate, hostile[key].expected) != ("stale", "excluded")
+        f"{_shown(key)} is {outcome}, not {hostile[key].expected}"
+        for key, outcome in outcomes.items()
+        if outcome not in (hostile[key].expected, "in flight")
+        and (outcome, hostile[key].expected) != ("stale", "excluded")
     ]
     others = {name for name, _ in excluded} - {_shown(key) for key in hostile}
     broken += [f"{name} is excluded, and its sender is not hostile" for name in sorted(others)]
-    counts = Counter(fates.values())
+    counts = Counter(outcomes.values())
     if minutes >= EXCLUSION_MINUTES and not counts["excluded"]:
         broken.append("none is excluded from the loss")
-    counted = ", ".join(f"{counts[fate]} {text}" for fate, text in HOSTILE_FATES.items())
+    counted = ", ".join(f"{counts[outcome]} {text}" for outcome, text in HOSTILE_OUTCOMES.items())
     return Check("hostile", f"{len(hostile)} groups sent: {counted}", tuple(broken))
 
 
-def _hostile_fate(history: History, key: Key, excluded: set[tuple[str, int]]) -> str:
-    """Fate of a hostile group: in the journal, or in a batch but excluded from its step's loss."""
+def _hostile_outcome(history: History, key: Key, excluded: set[tuple[str, int]]) -> str:
+    """Outcome of a hostile group: in the journal, or in a batch but excluded from the loss."""
     record = next((record for record in history.journal if record.key == key), None)
     if record is None:
         is_due = _was_delivered(history, history.logs.hostile[key].time)
         return "unaccounted" if is_due else "in flight"
-    if record.fate not in IN_STEPS:
-        return record.fate
+    if record.outcome not in IN_STEPS:
+        return record.outcome
     if (_shown(key), record.step) in excluded:
         return "excluded"
-    return record.fate if record.step <= _last_step(history) else "in flight"
+    return record.outcome if record.step <= _last_step(history) else "in flight"
 
 
 def _excluded(history: History) -> set[tuple[str, int]]:
@@ -282,14 +284,14 @@ def _last_reports(history: History) -> dict[str, int]:
     return {str(sender): int(count) for sender, count in reports.items()}
 
 
-def fates_of(history: History) -> dict[Key, str]:
-    """Fate of every group recorded in a training step that was taken."""
+def outcomes_of(history: History) -> dict[Key, str]:
+    """Outcome of every group recorded in a training step that was taken."""
     last = _last_step(history)
-    return {record.key: record.fate for record in history.journal if record.step <= last}
+    return {record.key: record.outcome for record in history.journal if record.step <= last}
 
 
 def without_cause(history: History) -> Iterator[Record]:
-    """Records whose fate is impossible for their group."""
+    """Records whose outcome is impossible for their group."""
     logs, flagged = history.logs, _flagged(history)
     undone, resumed_at = _undone_weights(history)
     for record in history.journal:
@@ -306,7 +308,7 @@ def without_cause(history: History) -> Iterator[Record]:
             "mismatched": flagged.get(record.key[0], record.step) < record.step,
             "invalid": False,  # a generator of this program never sends an invalid group
         }
-        if not causes.get(record.fate, not (evaluates or is_undone)):
+        if not causes.get(record.outcome, not (evaluates or is_undone)):
             yield record
 
 
@@ -352,10 +354,10 @@ def repeated_steps(history: History) -> list[int]:
     return repeated
 
 
-def _last_arrived(history: History, fates: Mapping[Key, str]) -> dict[str, int]:
+def _last_arrived(history: History, outcomes: Mapping[Key, str]) -> dict[str, int]:
     """Newest policy step of the groups that arrived, by sender."""
     last_arrived: dict[str, int] = {}
-    for key in fates.keys() & history.logs.made.keys():
+    for key in outcomes.keys() & history.logs.made.keys():
         last_arrived[key[0]] = max(last_arrived.get(key[0], -1), history.logs.made[key])
     return last_arrived
 

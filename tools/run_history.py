@@ -31,7 +31,7 @@ MADE = re.compile(
 LOST = re.compile(r"lost group=(\S+)/(\d+) ")
 HOSTILE = re.compile(r"hostile group=(\S+)/(\d+) time=([\d.]+) expected=(\w+) ")
 LOADED = re.compile(r"loaded version=(\d+) step=(\d+) weights_id=(\w+)")
-REFUSED = re.compile(r"refused (version=\d+)|unread (version=\d+).*does not verify")
+REFUSED = re.compile(r"refused (version=\d+)|load failed (version=\d+).*does not verify")
 COMPLETE = "run complete"
 DAY_SECONDS = 24 * 60 * 60
 
@@ -39,10 +39,10 @@ Key: TypeAlias = tuple[str, int]  # sender (generator NAME/INCARNATION), sequenc
 
 
 class Record(NamedTuple):
-    """Journal record of a group: its fate in the step whose batch it arrived for."""
+    """Journal record of a group: its outcome in the step whose batch it arrived for."""
 
     key: Key
-    fate: str  # trained, no_signal, or the reason why it was dropped
+    outcome: str  # trained, no_signal, or the reason why it was dropped
     step: int
     policy_step: int = -1  # oldest one that it was sampled with; -1 if it was dropped
 
@@ -64,7 +64,7 @@ class HostileGroup(NamedTuple):
     """A group that tools.hostile_sender has sent."""
 
     time: float  # when it was sent, in seconds since 1970
-    expected: str  # its fate in promise_checker.hostile_groups
+    expected: str  # its outcome in promise_checker.hostile_groups
 
 
 @dataclass(slots=True)
@@ -196,8 +196,8 @@ def _record_of(kind: int, content: bytes, *, step: int) -> Record:
         note = json.loads(content)
         return Record((note["sender"], note["sequence"]), note["outcome"], step)
     group = wire.decode_group(content, wire.GroupLimits(MAX_VOCAB_SIZE))
-    fate = "trained" if group.has_signal else "no_signal"
-    return Record((group.sender, group.sequence), fate, step, group.policy_step)
+    outcome = "trained" if group.has_signal else "no_signal"
+    return Record((group.sender, group.sequence), outcome, step, group.policy_step)
 
 
 def _records(content: bytes) -> Iterator[tuple[int, bytes]]:

@@ -14,7 +14,7 @@ from statistics import median
 from benchmarks.report import commit
 from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.observe.metrics import number
-from tools.promise_checker import Check, fates_of
+from tools.promise_checker import Check, outcomes_of
 from tools.run_history import History
 
 LONG_MINUTES, MIN_KILLS = 30.0, 200  # a soak of at least 30 minutes makes 200 SIGKILLs
@@ -24,12 +24,12 @@ BEGIN, END = "<!-- written by make soak: begin -->", "<!-- written by make soak:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Faults of a soak and their outcome."""
+    """Faults of a soak and their effects."""
 
     kills: Counter[str]  # by worker
     faults: Counter[str]  # by kind
     recoveries: list[float]  # seconds from a kill of the trainer to the next trained step
-    fates: Counter[str]
+    outcomes: Counter[str]
     steps: int
     resumes: int
     loads: int
@@ -52,7 +52,7 @@ def figures_of(history: History) -> Figures:
             str(row.get("kind")) for row in history.events if row.get("event") == "fault"
         ),
         recoveries=sorted(recoveries),
-        fates=Counter(fates_of(history).values()),
+        outcomes=Counter(outcomes_of(history).values()),
         steps=len({row.get("step") for row in history.rows}),
         resumes=events["resume"],
         loads=len(history.logs.loads),
@@ -70,6 +70,7 @@ def check_kills(figures: Figures, *, minutes: float) -> Check:
 def section(figures: Figures, checks: Sequence[Check], *, minutes: float, seed: int) -> str:
     """The generated section, in Markdown."""
     kills, faults = figures.kills, figures.faults
+    outcomes = ", ".join(f"{count} {name}" for name, count in figures.outcomes.most_common())
     generators = kills.total() - kills["trainer"]
     recovery = "none was killed"
     if figures.recoveries:
@@ -82,7 +83,7 @@ def section(figures: Figures, checks: Sequence[Check], *, minutes: float, seed: 
         ("other faults", _counts(faults, "")),
         ("from a trainer's SIGKILL to its next step", f"median {recovery}"),
         ("training steps", f"{figures.steps}, the trainer started again {figures.resumes} times"),
-        ("groups", ", ".join(f"{count} {fate}" for fate, count in figures.fates.most_common())),
+        ("groups", outcomes),
         ("versions loaded", f"{figures.loads}; {figures.unpublished} could not be published"),
     ]
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"

@@ -39,8 +39,8 @@ def sent(attack: str, folder: Path, receiver: wire.RolloutReceiver) -> RolloutGr
     assert group.policy_step == 7 and group.sequence == 1
     assert known.sender == group.sender and known.generator_id == hostile_sender.NAME
     logs = read_logs([folder / "logs" / "generator-hostile.log"])
-    fates = {key: group.expected for key, group in logs.hostile.items()}
-    assert fates == {(known.sender, 0): "abandoned", (known.sender, 1): "invalid"}
+    outcomes = {key: group.expected for key, group in logs.hostile.items()}
+    assert outcomes == {(known.sender, 0): "abandoned", (known.sender, 1): "invalid"}
     assert not logs.made
     return group
 
@@ -56,7 +56,7 @@ def test_hostile_group_with_impossible_values_is_refused(
 
 @pytest.mark.parametrize(
     ("attack", "num_rollouts", "num_tokens"),
-    [("too many rollouts", 60, 16), ("too many tokens", 4, 17_008)],
+    [("too many rollouts", 60, 16), ("too many tokens", 4, 1_008)],
 )
 def test_hostile_group_has_another_size(
     folder: Path, stack: ExitStack, attack: str, num_rollouts: int, num_tokens: int

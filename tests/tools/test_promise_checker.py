@@ -93,12 +93,12 @@ class RecordedRun:
         assert [result.promise for result in checks] == ["P1", "P2", "P3", "P4", "P5", "P6"]
         return {result.promise: result.broken for result in checks if result.broken}
 
-    def change_fate(self, sequence: int, fate: str) -> None:
-        """Record another fate for a group of `bb` that was trained in step 3."""
+    def change_outcome(self, sequence: int, outcome: str) -> None:
+        """Record another outcome for a group of `bb` that was trained in step 3."""
         index = self.journal[3].index(("bb", sequence, 1))
-        self.journal[3][index] = ("bb", sequence, fate)
+        self.journal[3][index] = ("bb", sequence, outcome)
         self.accounting["trained"] -= 1
-        self.accounting[fate] = self.accounting.get(fate, 0) + 1
+        self.accounting[outcome] = self.accounting.get(outcome, 0) + 1
 
 
 def write_journal(file: Path, groups: list[tuple[str, int, int | str]]) -> None:
@@ -152,8 +152,8 @@ def test_incomplete_last_record_and_copied_file_are_not_read(tmp_path: Path) -> 
     ("loaded version=0 step=0 weights_id=ff", "version=0 weights_id=ff was not published"),
     (f"made group={B}/9 step=2 weights_id=ee", "weights_id=ee was served and never loaded"),
     ("refused version=2 reason=shape", "version=2 refused"),
-    ("unread version=2 reason=version 2 does not verify: sha256", "version=2 refused"),
-    ("unread version=2 reason=version 2 was removed meanwhile", None),
+    ("load failed version=2 reason=version 2 does not verify: sha256", "version=2 refused"),
+    ("load failed version=2 reason=version 2 was removed meanwhile", None),
 ])  # fmt: skip
 def test_p1_reports_unpublished_and_refused_versions(
     tmp_path: Path, line: str, broken: str | None
@@ -219,7 +219,7 @@ def test_p3_reports_missing_group_of_a_generator_alive_at_the_end(
     run = RecordedRun(log=[*LOG[:-1], *end])
     del run.journal[3][0]  # the trainer has no record of group 0 of `bb`
     run.accounting |= {"stale": 0, "in_flight": 1}
-    lost = {"P3": (f"{B}/0 of step 0 has no fate",)}
+    lost = {"P3": (f"{B}/0 of step 0 has no outcome",)}
     assert run.check(tmp_path / "early") == (lost if is_lost else {})
     run.log[-2 - len(end)] = f"made group={B}/3 step=2 weights_id=w2"  # much later than group 0
     run.journal[3][1] = ("bb", 3, 2)
@@ -233,7 +233,7 @@ def test_p3_reports_missing_group_after_the_end_unless_the_run_was_continued(
     run.log.insert(5, "10:00:02 bin/generator run complete: groups=4")
     assert run.check(tmp_path / "continued") == {}
     run.log = [line for line in run.log if B not in line and "generator=" not in line]
-    assert run.check(tmp_path / "ended")["P3"] == (f"{A}/3 of step 0 has no fate",)
+    assert run.check(tmp_path / "ended")["P3"] == (f"{A}/3 of step 0 has no outcome",)
 
 
 def test_p3_reports_group_given_up_by_its_sender(tmp_path: Path) -> None:
@@ -251,8 +251,8 @@ def hostile_line(sequence: int, expected: str, *, sent_at: float = 1.0) -> str:
 
 def test_excluded_and_refused_hostile_groups_break_no_promise(tmp_path: Path) -> None:
     run = RecordedRun()
-    fates = ("abandoned", "invalid", "excluded", "excluded", "invalid")  # the last does not arrive
-    run.log += [hostile_line(sequence, fate) for sequence, fate in enumerate(fates)]
+    outcomes = ("abandoned", "invalid", "excluded", "excluded", "invalid")  # the last never arrives
+    run.log += [hostile_line(sequence, outcome) for sequence, outcome in enumerate(outcomes)]
     run.journal[2] += [("ee", 0, "abandoned"), ("ee", 1, "invalid"), ("ee", 2, 1)]
     run.journal[3].append(("ee", 3, "stale"))
     exclusion: Row = {"event": "exclude", "step": 2, "groups": {f"{HOSTILE}/2": "mismatch"}}
@@ -268,19 +268,19 @@ def test_excluded_and_refused_hostile_groups_break_no_promise(tmp_path: Path) ->
     assert result.broken == ()
 
 
-@pytest.mark.parametrize(("expected", "fate", "broken"), [
+@pytest.mark.parametrize(("expected", "outcome", "broken"), [
     ("excluded", 1, "trained, not excluded"),  # in the loss of step 2
     ("excluded", "invalid", "invalid, not excluded"),
     ("invalid", 1, "trained, not invalid"),
     ("invalid", "stale", "stale, not invalid"),
     ("abandoned", 1, "trained, not abandoned"),
 ])  # fmt: skip
-def test_hostile_group_with_another_fate_is_reported(
-    tmp_path: Path, expected: str, fate: int | str, broken: str
+def test_hostile_group_with_another_outcome_is_reported(
+    tmp_path: Path, expected: str, outcome: int | str, broken: str
 ) -> None:
     run = RecordedRun()
     run.log.append(hostile_line(0, expected))
-    run.journal[2].append(("ee", 0, fate))
+    run.journal[2].append(("ee", 0, outcome))
     # An exclusion from another step does not count.
     run.events.append({"event": "exclude", "step": 3, "groups": {f"{HOSTILE}/0": "mismatch"}})
     run.check(tmp_path)
@@ -288,7 +288,7 @@ def test_hostile_group_with_another_fate_is_reported(
     assert result.broken == (f"{HOSTILE}/0 is {broken}",)
 
 
-@pytest.mark.parametrize(("sent_at", "events", "fate"), [
+@pytest.mark.parametrize(("sent_at", "events", "outcome"), [
     (11.0, {}, "unaccounted"),
     (11.0, {16.5: "killed"}, "unaccounted"),  # after five steps
     (11.0, {15.5: "killed"}, "in flight"),  # after four
@@ -299,7 +299,7 @@ def test_hostile_group_with_another_fate_is_reported(
     (11.0, {9.0: "killed", 10.5: "resume"}, "unaccounted"),
 ])  # fmt: skip
 def test_hostile_group_without_record_must_have_been_in_flight(
-    sent_at: float, events: dict[float, str], fate: str
+    sent_at: float, events: dict[float, str], outcome: str
 ) -> None:
     timeline = {0.0: "start", **events}
     sender = (HOSTILE, 0)
@@ -316,7 +316,7 @@ def test_hostile_group_without_record_must_have_been_in_flight(
         logs=Logs(hostile={sender: HostileGroup(sent_at, "invalid")}),
     )
     result = hostile_groups(history)
-    is_due = fate == "unaccounted"
+    is_due = outcome == "unaccounted"
     assert result.broken == ((f"{HOSTILE}/0 is unaccounted, not invalid",) if is_due else ())
     assert f"{1 - is_due} in flight at a kill" in result.text
     assert result.text.endswith(f", {int(is_due)} unaccounted")
@@ -344,15 +344,15 @@ DROPPED = ("stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid
 
 
 @pytest.mark.parametrize(
-    ("fate", "filters", "is_valid"),
-    [*((fate, False, False) for fate in DROPPED), ("filtered", True, True)],
+    ("outcome", "filters", "is_valid"),
+    [*((outcome, False, False) for outcome in DROPPED), ("filtered", True, True)],
 )
 def test_p3_reports_drop_without_a_cause(
-    tmp_path: Path, fate: str, filters: bool, is_valid: bool
+    tmp_path: Path, outcome: str, filters: bool, is_valid: bool
 ) -> None:
     run = RecordedRun(filters=filters)
-    run.change_fate(2, fate)  # its age is within the limit
-    broken = {"P3": (f"{B}/2 is {fate} at step 3 without a cause",)}
+    run.change_outcome(2, outcome)  # its age is within the limit
+    broken = {"P3": (f"{B}/2 is {outcome} at step 3 without a cause",)}
     assert run.check(tmp_path) == ({} if is_valid else broken)
 
 
@@ -361,7 +361,7 @@ def test_p3_accepts_evaluated_group_only_if_made_for_an_evaluation(tmp_path: Pat
     run.log[-4] += " evaluation_step=1"
     broken = (f"{B}/2 is trained at step 3 without a cause",)
     assert run.check(tmp_path / "trained") == {"P3": broken}
-    run.change_fate(2, "evaluated")
+    run.change_outcome(2, "evaluated")
     assert run.check(tmp_path / "evaluated") == {}
 
 
@@ -375,7 +375,7 @@ def test_p3_accepts_mismatched_group_only_of_a_sender_flagged_before(
     tmp_path: Path, event: Row, is_valid: bool
 ) -> None:
     run = RecordedRun()
-    run.change_fate(2, "mismatched")
+    run.change_outcome(2, "mismatched")
     sender = {"generator": "ann", "incarnation": INCARNATIONS["bb"].hex()}
     run.events.append({"event": "mismatch", **sender, "step": 2, "dropped": True, **event})
     assert (run.check(tmp_path) == {}) == is_valid

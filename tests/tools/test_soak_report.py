@@ -52,7 +52,7 @@ def test_figures_count_events_and_groups() -> None:
     assert figures.kills == {"trainer": 3, "generator-0": 1}
     assert figures.faults["freeze"] == 2 and figures.faults.total() == 6
     assert figures.recoveries == [2.0, 5.5]  # the third kill came after the last step
-    assert figures.fates == {"trained": 2, "stale": 1}
+    assert figures.outcomes == {"trained": 2, "stale": 1}
     assert (figures.steps, figures.resumes, figures.loads, figures.unpublished) == (3, 2, 4, 1)
 
 
