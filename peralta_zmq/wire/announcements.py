@@ -33,6 +33,7 @@ from peralta_zmq.wire.sockets import open_server, open_socket, ready
 ANNOUNCE_SECONDS = 1.0
 DONE_SECONDS = 0.1  # replaces ANNOUNCE_SECONDS when the run is complete
 MAX_ANNOUNCEMENT = 4 << 20  # bytes; 4,096 senders with the longest names need 3.4 million
+PUBLISHER_HWM = 8  # announcements kept for a peer that does not read
 MAX_RECEIVED = 512  # bytes of a message to the trainer; a handshake with CURVE keys needs 300
 MAX_DISCARDED = 10_000  # messages discarded after each announcement; takes about 10 ms
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class AnnouncementPublisher:
         self._closed = False  # `close` was called
         self._seconds = ANNOUNCE_SECONDS  # until `_newest` is repeated
         self._socket, self.address = open_server(
-            zmq.XSUB, address, authenticator, max_bytes=MAX_RECEIVED
+            zmq.XSUB, address, authenticator, hwm=PUBLISHER_HWM, max_bytes=MAX_RECEIVED
         )
         self._thread = threading.Thread(target=self._publish, name="announcements", daemon=True)
         self._thread.start()

@@ -29,7 +29,9 @@ from peralta_zmq.generator.trainer_connection import Outbox
 from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.trainer.generator_registry import MAX_LIVE
 from peralta_zmq.wire import announcements, message_fields
+from peralta_zmq.wire.announcements import decode_announcement
 from peralta_zmq.wire.message_fields import pack_with_checksum
+from peralta_zmq.wire.sockets import open_socket
 
 
 def open_pair(stack: ExitStack) -> tuple[wire.AnnouncementPublisher, wire.AnnouncementSubscriber]:
@@ -83,6 +85,32 @@ def test_publisher_without_a_reader_never_blocks(stack: ExitStack, has_subscribe
     for step in range(5000):
         publisher.publish(wire.Announcement(RUN, step=step))
     assert monotonic() - started < DEADLINE
+
+
+def test_publisher_keeps_few_announcements_for_a_peer_that_does_not_read(stack: ExitStack) -> None:
+    publisher, _ = open_pair(stack)
+    peer = stack.enter_context(open_socket(zmq.XPUB, hwm=1))
+    peer.connect(publisher.address)
+    large = bytes(1 << 17)  # as large as the kernel's buffers
+
+    def publish(step: int) -> None:
+        publisher.publish(wire.Announcement(RUN, step=step, excluded=large))
+        eventually(lambda: not publisher._is_new)  # else the next announcement replaces it
+
+    def received() -> int:
+        return decode_announcement(peer.recv()).step
+
+    for _ in until():
+        publish(0)
+        if peer.poll(100):
+            break
+    for step in range(1, 61):
+        publish(step)
+    steps: set[int] = set()
+    while 100 not in steps:
+        steps.add(received())
+        publish(100)
+    assert len(steps) < 20, "the queue's limit, and the messages in the buffers of both sides"
 
 
 @pytest.mark.parametrize(
