@@ -1,6 +1,6 @@
 """Start a program of this checkout with its own Python; every file in bin/ calls it.
 
-Must stay readable for old Pythons, which are to be told that they are too old.
+This file uses old syntax only: a Python that is too old must be able to report that it is too old.
 """
 
 import importlib

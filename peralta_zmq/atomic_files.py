@@ -35,7 +35,7 @@ CHUNK = 1 << 20  # bytes read or written at a time
 PROCESS_TAG = os.urandom(4).hex()
 RETRY_DELAYS = (0.05, 0.2, 0.5)  # seconds before each retry of a rename or a removal
 # Seconds before the first retry during the outage of a disk or a NAS; doubled at each retry up to
-# the longest delay. A new version is promised within 10 s after an outage: 8 s delay, 2 s to write.
+# the longest delay. So a weight version is published within 10 s after an outage: 2 s to write it.
 FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY = 1.0, 8.0
 # Fields of a manifest other than `files`, or a function that returns the fields and is called after
 # the files are written.
@@ -186,11 +186,11 @@ def read_chunks(path: Path, *names: str, start: int = 0) -> Iterator[bytes]:
 
 
 def open_regular(path: Path, *names: str) -> int:
-    """Open a file for reading: `path`, or `names[-1]` in the folder `path`/`names[0]`/...
+    """Open the file `path` joined with `names` for reading.
 
-    Raises OSError; FileNotFoundError also for a file that is not regular (a named pipe would block)
-    and for a symbolic link in `names`: by a link, anyone with write access to the folder `path`
-    could make this process read or serve other files of this machine.
+    A symbolic link in `names` is not followed: anyone who can write to the folder `path` could use
+    it to make this process read or serve other files of this machine. Raises FileNotFoundError for
+    such a link and for a file that is not regular (a named pipe would block), otherwise OSError.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK  # O_NONBLOCK: opening a named pipe would block
     descriptor = os.open(path, flags)

@@ -29,7 +29,7 @@ IDLE_TIMEOUT_SECONDS = 60.0  # without a request, or while the client does not r
 MAX_UNAUTHORIZED = 64  # connections without an authorized request; one more closes the oldest
 FIRST_REQUEST_SECONDS = 10.0  # a connection without an authorized request is closed after this time
 MAX_HEADER_BYTES = 16384  # all header lines of a request
-STOP_POLL_SECONDS = 0.1  # between two checks for `close` and for late connections
+STOP_POLL_SECONDS = 0.1  # between two checks for `close` and for connections past their deadline
 logger = logging.getLogger(__name__)
 
 
@@ -121,7 +121,7 @@ class HttpServer:
 
 
 class _Server(ThreadingHTTPServer):
-    """Closes late and excess connections that have sent no authorized request.
+    """Closes connections without an authorized request: past a deadline, or too many.
 
     `unauthorized` has these connections, oldest first, with the time (monotonic) of their end.
     """

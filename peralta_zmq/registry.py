@@ -120,11 +120,12 @@ class Engine(Protocol):
     def apply(self, weights: Mapping[str, Any], *, step: int, folder: Path | None = None) -> None:
         """Replace the weights in place by the weights of policy step `step`.
 
-        Called between two decode steps, also with completions in flight: the next tokens of these
-        completions are sampled with the new weights. `weights` has all tensors by name; all values
-        are finite, and the tensors are valid during the call only. `folder` has the files of the
-        published weights; None if the weights exist in memory only. Raises ValueError, and changes
-        nothing, if the tensors do not fit the model.
+        Called between two decode steps, also with completions in flight: their next tokens are
+        sampled with the new weights. (HfEngine decodes whole batches: there it is called between
+        two batches.) `weights` has all tensors by name; all values are finite, and the tensors are
+        valid during the call only. `folder` has the files of the published weights; None if the
+        weights exist in memory only. Raises ValueError, and changes nothing, if the tensors do not
+        fit the model.
         """
         ...
 

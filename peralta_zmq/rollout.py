@@ -150,7 +150,7 @@ class RolloutGroup:
 
     run_id: str
     generator_id: str
-    incarnation: bytes  # 8 random bytes, new with each start of the generator
+    incarnation: bytes  # 8 random bytes, new with each start and each run of the generator
     sequence: int  # number of the group within an incarnation: 0, 1, 2, ...
     problem_id: str
     task: str  # Problem.task
@@ -194,7 +194,7 @@ class RolloutGroup:
     def mean_reward(self) -> float:
         """Mean reward; 0 without rollouts.
 
-        Exactly 0 if every reward is 0, and exactly 1 if every reward is 1.
+        Exactly 0 if every reward is 0, and exactly 1 if every reward is 1: the filter compares it.
         """
         return math.fsum(self.rewards) / max(1, len(self.rewards))
 
@@ -237,7 +237,7 @@ class Answer:
 
 
 def sender_of(generator_id: str, incarnation: bytes) -> str:
-    """The name of one incarnation (start) of a generator: 'NAME/0123456789abcdef'."""
+    """The name of a sender, which is one incarnation of a generator: 'NAME/0123456789abcdef'."""
     return f"{generator_id}/{incarnation.hex()}"
 
 

@@ -125,7 +125,7 @@ def test_top_level_has_the_documented_entries() -> None:
     assert entries == {"__init__", "build", "engines", "operate"} | TYPES | LEAVES | LOOPS
 
 
-def test_reading_list_is_the_measured_path_of_a_rollout() -> None:
+def test_reading_list_names_the_files_of_the_rollout_path() -> None:
     text = ast.get_docstring(TREES["__init__"]) or ""
     text = text.partition("a rollout passes")[2].partition("Other questions")[0]
     listed = re.findall(r"^    (\S+?)/?  +\S", text, re.MULTILINE)

@@ -51,7 +51,7 @@ def earlier_config(config: Config, folder: Path) -> Config:
 
     For a new run, returns `config` itself. Raises ConfigError if `config` changes a setting that
     a resumed run may not change, or if config.toml in `folder` is damaged; OSError if config.toml
-    cannot be read now.
+    cannot be read for another reason.
     """
     try:
         (folder / RESOLVED).read_bytes()  # `load_config` would raise ConfigError for an OSError

@@ -5,7 +5,7 @@ excludes
 
 - a group with a very large logprob mismatch: the trainer's logprobs differ from the reported ones.
   This is checked before the loss is computed;
-- a group whose loss, or the loss's gradient, is not finite although the policy's logprobs are.
+- a group whose loss, or the loss's gradient, is not finite, while the policy's logprobs are finite.
 
 The decision depends only on the group, its micro-batch and the policy, so a replay from the journal
 excludes the same groups. A group can be split over several micro-batches and be excluded in only
@@ -23,10 +23,11 @@ from peralta_zmq.learning.losses import TokenLoss, Tokens, evaluate, of_rollouts
 from peralta_zmq.learning.step_metrics import Mismatch, mismatch_by
 
 # Largest mean of k3 = e^x - x - 1 per token, where x is the policy's logprob minus the generator's,
-# clamped to +-10. If only the generator's weights are older, or its dtype is another one, this mean
-# is less than 1. The bound spares every honest generator with probability 90/91: k3 is at most 9
-# where x < 0 and less than e^x where x > 0, so a mean of k3 above 100 needs a mean of e^x above 91.
-# But for tokens sampled by the generator, the expected value of e^x is 1 (Markov's inequality).
+# clamped to +-10. A generator with older weights or another dtype has a mean below 1. No generator
+# that reports its true logprobs exceeds the bound with a probability above 1/91 per group: k3 is at
+# most 9 where x < 0, and less than e^x where x > 0, so a mean of k3 above 100 needs a mean of e^x
+# above 91. The expected mean of e^x is 1, as the generator sampled the tokens; Markov's inequality
+# gives 1/91.
 MAX_GROUP_KL = 100.0
 MISMATCH, NOT_FINITE = "logprob mismatch", "loss not finite"  # reasons for an exclusion
 EXCLUDED = "excluded/"  # excluded/REASON/GROUP is a key in the results of `summands`
@@ -70,7 +71,7 @@ def without_groups(
 def summands(excluded: Mapping[str, str]) -> dict[str, float]:
     """One key per excluded group, to be added to the update's sums.
 
-    Only the keys count: the sums over all micro-batches and ranks have those of all their groups.
+    Only the keys matter: summed over micro-batches and ranks, the metrics have the keys of all.
     """
     return {f"{EXCLUDED}{reason}/{name}": 1.0 for name, reason in excluded.items()}
 

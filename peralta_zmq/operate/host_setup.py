@@ -87,7 +87,8 @@ def sync(host: Host, config: Config, hosts_file: Path) -> list[Command]:
     excluded = [f"--exclude={name}" for name in patterns]
     marker = f"{host.folder}/{COPY_MARKER}"
     make_marker = f"mkdir -p {host.folder}/{FOLDER} && touch {marker}"
-    if (REPO / ".git").exists():  # a folder with .git may be this checkout: its files stay
+    # Remove hosts files of earlier copies; not from a checkout, which may be this one.
+    if (REPO / ".git").exists():
         copies = " ".join(f"{host.folder}/{shlex.quote(path)}" for path in hosts_files)
         make_marker = f"test -e {host.folder}/.git || rm -f {copies}; {make_marker}"
     sources = sorted(str(path) for path in REPO.iterdir())

@@ -24,18 +24,18 @@ from typing import BinaryIO, TypeAlias
 from peralta_zmq.observe.metrics import EVENTS, JsonLines
 
 FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0  # seconds before a restart; doubles with each crash
-# A worker is given up after this many crashes within CALM_SECONDS. A worker that ran longer is
-# restarted after FIRST_DELAY again.
+# A worker is given up after this many crashes within CALM_SECONDS. The delay of a worker that ran
+# longer than CALM_SECONDS before its crash begins at FIRST_DELAY again.
 MAX_CRASHES, CALM_SECONDS = 5, 60.0
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
-POLL_SECONDS = 0.2  # longest wait for a signal, and so between two calls of `on_tick`
+POLL_SECONDS = 0.2  # longest wait for a signal, and longest time between two calls of `on_tick`
 NUM_LOG_LINES = 20  # last lines of a log that are printed after a failure
 BAD_CONFIG = 2  # exit code of a program that rejects its settings
 SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 
-# Shell script that starts a guard process and then becomes the worker (exec). The guard waits for
-# the end of a pipe. Only this process holds the pipe's writing end, so the pipe ends when this
-# process ends, even by SIGKILL. The guard then kills its own process group, which has the worker.
+# Shell script that starts a guard process and then becomes the worker (exec). The guard reads from
+# a pipe until it is closed. Only the supervisor holds the writing end, so the pipe is closed when
+# the supervisor ends, even by SIGKILL. The guard then kills the worker and itself.
 GUARD = 'exec 3<&0; { read -r line <&3; kill -KILL 0; } >/dev/null 2>&1 & exec "$@" </dev/null 3<&-'
 
 Record: TypeAlias = Callable[..., None]  # called as record(event, **fields)

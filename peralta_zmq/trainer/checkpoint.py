@@ -100,7 +100,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, run_id: str) -> No
     }
     folder.mkdir(parents=True, exist_ok=True)
     failpoint("checkpoint.write")
-    # Exists if the checkpoint was corrupt at the restart and the step was trained again.
+    # `final` exists if it was corrupt at the restart, so that its step was trained again.
     atomic_files.remove_folder(final)
     atomic_files.write_folder(final, files, {"run_id": run_id, "step": checkpoint.step})
     failpoint("checkpoint.written")

@@ -7,18 +7,18 @@ not trained.
 
 A start brings the trainer to step N, the newest step that the run folder holds:
 
-1. If checkpoint.resume_step is set, roll back to that checkpoint by moving later files away. This
-   is done only once per step.
+1. If checkpoint.resume_step is set, roll back to that checkpoint by moving later files away; only
+   once, even if the next start has the same setting.
 2. Restore the newest checkpoint, of step C: weights, optimizer, RNG, counts of groups, curriculum.
 3. Train the steps C+1 to N again from the journal, bit-identically on CPUs. Steps that are already
    in metrics.jsonl are not written again. The journaled groups of step N+1 are not a full batch
    yet; they become the first groups of the next batch.
-4. Correct the records: remove steps whose groups the journal has lost, which counts as a
-   roll-back; add versions that were published just before a kill. Include some of the excluded
-   problems in sampling again.
-5. Publish the weights of step N, unless the weights folder has them; announce them.
+4. Correct the run log: remove steps whose groups the journal has lost, which counts as a
+   roll-back; add weight versions that were published just before a kill.
+5. Include some of the excluded problems in sampling again.
+6. Publish the weights of step N, unless the weights folder has them; announce them.
 
-Groups that are not in the journal on disk at a kill are missing from the trainer. Their generators
+A killed trainer loses the groups that are not in the journal on disk yet. Their generators
 send them again, because the trainer has not acknowledged them as durable (in the journal on disk).
 """
 
@@ -189,7 +189,7 @@ class Recovery:
         self.checkpoints.write()
         write_resolved(self.session.config, self.session.folder)
 
-    # 4. Correct the records.
+    # 4. Correct the run log.
 
     def _undo_lost_steps(self, step: int) -> None:
         """Undo recorded steps that the journal has lost; they are trained on new groups."""
@@ -199,6 +199,8 @@ class Recovery:
             run_log.note(
                 f"the journal has lost groups: steps {step + 1} to {last} are trained again"
             )
+
+    # 5. Include excluded problems, and report.
 
     def _include_problems(self, step: int) -> None:
         """Include configured fractions of the excluded problems in sampling again."""
@@ -223,7 +225,7 @@ class Recovery:
             event = "resume" if run_log.resuming else "start"
             run_log.event(event, step=step, checkpoint=restored_step, replayed=num_replayed)
 
-    # 5. Publish the weights.
+    # 6. Publish the weights.
 
     def _publish(self, step: int) -> None:
         """Publish the weights of `step`, or announce them if the store has them."""

@@ -22,7 +22,7 @@ from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.weights.leases import FolderLeases
 
 PROBE_PREFIX = "doctor-"  # beginning of a probe file's name
-MAX_SMALL_FILE = 256 << 10  # bytes of a manifest: 1,000 files
+MAX_SMALL_FILE = 256 << 10  # bytes; a manifest that lists 1,000 files is smaller
 
 
 class StorageBackend(Protocol):

@@ -88,7 +88,7 @@ class HttpBackend:
             raise OSError(f"{self.address} returned HTTP status {status} for {path}")
 
     def _refuse(self, *arguments: Any, **options: Any) -> Any:
-        """Raise StoreError; replaces the methods that write to a store."""
+        """Raise StoreError; replaces the methods that only a trainer calls, to publish."""
         raise StoreError(f"{self.address} is read-only; a trainer publishes to a folder")
 
     write_folder = write_file = remove = prepare = free_bytes = _refuse

@@ -2,10 +2,10 @@
 
 A trainer holds the publishing lease, so that no second trainer publishes to the folder. A process
 that reads a version marks it, so that the trainer does not remove it meanwhile. Leases and marks
-expire, because a killed process leaves its files behind. The age of a file is the difference of two
-mtimes in the folder, because the clocks of two machines on one NAS may differ. A lease also expires
-if it is not renewed while this process waits: its mtime may be in the future, because the clock of
-the NAS was set back.
+expire, because a killed process leaves its files behind. The clocks of two machines may differ, so
+the age of a file is the mtime of a file that was just written in the same folder, minus its own.
+The clock of the NAS can be set back, which makes an mtime lie in the future. Therefore a lease also
+expires when a process that checks it again and again sees no renewal for that time.
 """
 
 from __future__ import annotations

@@ -57,14 +57,14 @@ class Announcement:
     durable: dict[str, int] = field(default_factory=dict[str, int])
     """By live sender: all groups up to this sequence are durable; -1 = none."""
     highest_received: dict[str, int] = field(default_factory=dict[str, int])
-    """By live sender: highest sequence received; above `received` while an earlier group is
+    """By live sender: highest sequence received; greater than `received` while an earlier group is
     missing; -1 = none."""
     consumed: dict[str, int] = field(default_factory=dict[str, int])
     """By live sender: how many groups were used in a started step or dropped, minus 1, so that
     -1 = none as in the fields above."""
     without_status: dict[str, int] = field(default_factory=dict[str, int])
     """By live sender whose groups arrive but whose statuses do not: for how many seconds."""
-    waiting: bool = False  # for groups; False during a step, an evaluation and the start
+    waiting: bool = False  # whether the trainer waits for groups, and does nothing else
     done: bool = False  # the run is complete; AnnouncementSubscriber passes on only a repeated True
     groups_in_step: int = 0  # groups in the batch of the newest started step; 0 before the first
     next_sample_index: int = 0
@@ -77,7 +77,7 @@ class Announcement:
     evaluation_step: int = -1  # policy step to evaluate on held-out problems; -1 = no evaluation
     answered: bytes = b""
     """Bit field as in `excluded`: the held-out problems whose answers are complete."""
-    max_group_bytes: int = MAX_MESSAGE  # the trainer closes the connection of a larger group
+    max_group_bytes: int = MAX_MESSAGE  # a larger group makes the trainer close the connection
 
 
 def decode_announcement(frame: bytes) -> Announcement:
@@ -120,7 +120,7 @@ class AnnouncementPublisher:
             self._changed.notify()
 
     def close(self) -> None:
-        """Publish the newest announcement twice more and close; waits for no delivery."""
+        """Publish the newest announcement twice more and close, without waiting for delivery."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -135,15 +135,14 @@ class AnnouncementPublisher:
                 frame, closed, self._is_new = self._newest, self._closed, False
             for _ in range(2 if closed else 1):  # a subscriber must receive `done` twice
                 if frame is not None:
-                    # `send` never blocks: it drops messages to slow peers. It would send a frame
-                    # with a first byte of 0 or 1 as a subscription command, but a msgpack map
-                    # begins with 0x80 to 0x8f, 0xde or 0xdf.
+                    # `send` never blocks: it drops messages to slow peers. To an XSUB, a frame that
+                    # begins with 0 or 1 is a subscription command; no msgpack map begins so.
                     self._socket.send(frame)
             self._discard_received()
         self._socket.close(linger=500)  # milliseconds in which libzmq still sends in the background
 
     def _discard_received(self) -> None:
-        """Discard messages of peers: libzmq keeps unread ones after a disconnect."""
+        """Discard messages of peers, which libzmq keeps in memory even after a disconnect."""
         with contextlib.suppress(zmq.Again):
             for _ in range(MAX_DISCARDED):
                 self._socket.recv(zmq.NOBLOCK)

@@ -2,14 +2,14 @@
 
 A group is all rollouts (scored completions) of one problem; messages.py encodes and decodes groups.
 The sender of a group may be hostile or have other settings. Therefore the receiver checks all sizes
-before it allocates memory. The limits are those of the trainer's settings (GroupLimits), so that a
-valid group costs no more than a group of the trainer's own generators. Each check raises
+before it allocates memory. GroupLimits has the limits that follow from the trainer's settings, so
+that no valid group takes more memory and time than one made with these settings. Each check raises
 ValueError.
 
 A turn of a rollout is a span of context tokens (the prompt, or an input between two completions)
-and a span of generated tokens. The policy step of a token is the number of training steps that
-produced the weights that sampled the token. A segment is consecutive generated tokens with equal
-policy step.
+and a span of generated tokens. Weights with policy step s are the result of s training steps; the
+policy step of a token is that of the weights that sampled it. A segment is consecutive generated
+tokens with equal policy step.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ import numpy as np
 from peralta_zmq.rollout import MAX_REWARD
 from peralta_zmq.wire import message_fields
 
-MAX_TOKENS = 1 << 20  # of all rollouts; a small frame can have many rollouts of one long prompt
-MAX_COUNT = 1 << 12  # of rollouts, of turns of all rollouts, and of segments
+# Tokens of all rollouts together, and of one rollout. The size of a message does not limit them: a
+# prompt that all rollouts share is sent once.
+MAX_TOKENS = 1 << 20
+MAX_COUNT = 1 << 12  # limit for rollouts, for turns of all rollouts and for segments, each
 MAX_VALUES = 1 << 16  # named rewards of all rollouts
 MAX_OTHER_BYTES = 1 << 14  # of a message outside its columns: names, texts and unknown fields
 MAX_STEP = 2**31 - 1
 MAX_SAMPLE_INDEX = 2**53
 LOGPROB_SLACK = float(np.float32(1e-3))  # rounding may lift log(1) a little above 0
-MIN_LOGPROB = -1e4  # a sampled token never has less; the square of a logprob must stay finite
+MIN_LOGPROB = -1e4  # a sampled token never has less
 UNSIGNED, FLOAT = np.dtype("<u4"), np.dtype("<f4")  # types of token ids and of logprobs
 
 
@@ -51,8 +53,9 @@ class GroupLimits:
         """Bytes of the largest message with a group within the limits."""
         num_tokens = min(self.max_rollouts * self.max_tokens, MAX_TOKENS)
         num_turns = min(self.max_rollouts * self.max_turns, MAX_COUNT)
-        # A name has at least a letter and NUL.
+        # The names of all rewards have MAX_TEXT bytes; each is at least one letter and NUL.
         num_values = min(self.max_rollouts * message_fields.MAX_TEXT // 2, MAX_VALUES)
+        # 8 bytes each: token with logprob, span, segment, named reward; 11: the rest of a rollout.
         columns = 8 * (num_tokens + num_turns + MAX_COUNT + num_values) + 11 * self.max_rollouts
         size = columns + message_fields.MAX_TEXT + MAX_OTHER_BYTES
         return min(size, message_fields.MAX_MESSAGE)
@@ -69,7 +72,7 @@ class Columns(NamedTuple):
     prompt: bytes  # i4, the prompt that all rollouts share; empty if the prompts differ
     tokens: bytes  # i4, all other tokens
     logprobs: bytes  # f4 [G]
-    policy_steps: bytes  # u4 [R, 2], of R segments: policy step minus the group's, number of tokens
+    policy_steps: bytes  # u4 [R, 2], of R segments: (policy step - that of the group, tokens)
     rewards: bytes  # f8 [K]
     reward_names: str  # N names, each ended by NUL
     reward_values: bytes  # f8 [K, N], NaN = the rollout has no reward of this name
@@ -115,12 +118,13 @@ def check_lengths(
     """Tokens and logprobs must have the lengths in `spans`, within the limits."""
     contexts, completions = spans[::2], spans[1::2]
     num_tokens, num_prompt_bytes = sum(spans), len(columns.prompt)
-    if num_prompt_bytes % 4:  # `check_tokens` would read other tokens than the decoder
-        raise ValueError("prompt is not whole tokens")
+    # check_tokens reads prompt + tokens as one array: a partial token would shift the ids after it.
+    if num_prompt_bytes % 4:
+        raise ValueError("length of the prompt is not a multiple of 4 bytes")
     if not turns or not all(turns) or not all(contexts):
         raise ValueError("a rollout without prompt or completion")
     if 2 * sum(turns) != len(spans):
-        raise ValueError("turns and spans of unequal length")
+        raise ValueError("number of spans is not that of the turns")
     if num_tokens > MAX_TOKENS:
         raise ValueError(f"more than {MAX_TOKENS} tokens")
     num_token_bytes = num_prompt_bytes * len(turns) + len(columns.tokens)
@@ -130,7 +134,8 @@ def check_lengths(
         raise ValueError(
             f"more than {limits.max_generated} generated tokens (sampling.max_completion_length)"
         )
-    # In the usual case, one turn per rollout and all within the limits, these totals suffice.
+    # Usually each rollout has one turn, and the longest spans fit: then none of these holds, and no
+    # rollout needs a check of its own.
     if (
         len(spans) > 2 * len(turns)
         or max(contexts) + longest > limits.max_tokens
@@ -170,7 +175,7 @@ def check_logprobs(content: bytes) -> None:
     """Logprobs must be in [MIN_LOGPROB, LOGPROB_SLACK]."""
     logprobs = np.frombuffer(content, FLOAT)
     highest, lowest = logprobs.item(logprobs.argmax()), logprobs.item(logprobs.argmin())
-    if not (highest < math.inf and lowest > -math.inf):  # argmax and argmin return a NaN if any
+    if not (highest < math.inf and lowest > -math.inf):  # a NaN is both
         raise ValueError("logprob is not finite")
     if highest > LOGPROB_SLACK:
         raise ValueError("logprob above zero")
@@ -180,8 +185,8 @@ def check_logprobs(content: bytes) -> None:
 
 def check_rewards(values: Sequence[float]) -> None:
     """Rewards must be finite, and at most MAX_REWARD in magnitude."""
-    # No value is larger than the hypotenuse, so one call suffices in the usual case.
+    # No value is larger than the norm of all, so one call usually suffices. A NaN fails both tests.
     if not math.hypot(*values) < MAX_REWARD:
         for value in values:
-            if not -MAX_REWARD <= value <= MAX_REWARD:  # true for NaN, too
+            if not -MAX_REWARD <= value <= MAX_REWARD:
                 raise ValueError(f"reward {value} is not finite, or out of bounds")

@@ -90,5 +90,5 @@ def test_apply_between_two_completions_keeps_their_step(model: Any, tokenizer: A
     batch = [Request(0, prompt), Request(1, prompt)]
     completions = engine.generate(batch, Sampling(max_completion_length=2))
     next(completions)
-    engine.step = 9
+    engine.apply(models.weights_of(sharp_model(seed=8)), step=9)
     assert set(next(completions).policy_steps.tolist()) == {3}

@@ -26,7 +26,7 @@ PACKAGE = "peralta_zmq"
 # The first version that leaks interned strings and the first fixed one (cpython issue 113993).
 LEAKY_PYTHON = ((3, 12, 0), (3, 12, 6))
 SHOWN = ("torch", "transformers", "pyzmq")  # libraries whose versions are always shown
-# Remedies: a Mac without the Local Network permission, a Linux machine that may fall asleep.
+# Remedies for a Mac without the Local Network permission and for a Linux machine that may sleep.
 LOCAL_NETWORK = (
     "allow your terminal (or Python) in System Settings > Privacy & Security > Local Network, "
     "and start it again"

@@ -104,7 +104,7 @@ def _check_run(config: Config) -> Check | None:
     """
     folder = config.run_folder
     try:
-        is_resumed = earlier_config(config, folder) is not config  # a new run: config itself
+        is_resumed = earlier_config(config, folder) is not config  # which it returns for a new run
     except OSError as error:
         detail = f"{error.filename or folder} cannot be read ({failure_text(error)})"
         return Check(False, detail, "mount it, or give this user the right to read it")
