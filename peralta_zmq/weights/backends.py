@@ -7,6 +7,7 @@ checks that two machines have mounted the same folder.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.weights.leases import FolderLeases
 
 PROBE_PREFIX = "doctor-"  # beginning of a probe file's name
+# Errors of a rename that no retry helps against; others are those of a disk or NAS that is failing.
+CANNOT_RENAME = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EPERM}
 MAX_SMALL_FILE = 256 << 10  # bytes; a manifest that lists 1,000 files is smaller
 
 
@@ -137,7 +140,10 @@ class LocalBackend:
         atomic_files.remove_folder(self.folder / name)
 
     def prepare(self) -> None:
-        """Create the folder. Raises StoreError if folders in it cannot be renamed."""
+        """Create the folder.
+
+        Raises StoreError if its file system cannot rename folders, OSError after another failure.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         probe = self.folder / f".tmp-probe-{atomic_files.PROCESS_TAG}"
         renamed = self.folder / f".trash-probe-{atomic_files.PROCESS_TAG}"
@@ -145,6 +151,8 @@ class LocalBackend:
         try:
             probe.rename(renamed)
         except OSError as error:
+            if error.errno not in CANNOT_RENAME:
+                raise
             raise StoreError(
                 f"weights folder {self.folder} is on a file system that cannot rename folders "
                 f"({error.strerror}); choose another with --weights.dir"

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK = 1 << 20  # elements (or bytes) processed at a time
+MAX_ELEMENTS = 1 << 40  # of a tensor, an empty dimension counted as 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,8 @@ class MappedTensors(Mapping[str, torch.Tensor]):
         for name, entry in fields.items():
             if entry["dtype"] not in DTYPES:
                 raise ValueError(f"{name:.80} has dtype {entry['dtype']}, not {', '.join(DTYPES)}")
+            if math.prod(max(1, size) for size in entry["shape"]) > MAX_ELEMENTS:
+                raise ValueError(f"{name:.80} has shape {entry['shape']!s:.80}")  # 0 times 2**63
             self.specs[name] = Spec(DTYPES[entry["dtype"]], tuple(entry["shape"]))
             self._starts[name] = header_end + entry["data_offsets"][0]
 

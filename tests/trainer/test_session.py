@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,15 @@ def full_disk(config: Config, patched: pytest.MonkeyPatch) -> Callable[[], None]
     return lambda: patched.setattr(os, "fsync", fsync)
 
 
+def failing_rename(config: Config, patched: pytest.MonkeyPatch) -> Callable[[], None]:
+    def fails(source: Any, target: Any) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    rename = os.rename
+    patched.setattr(os, "rename", fails)
+    return lambda: patched.setattr(os, "rename", rename)
+
+
 def foreign_lease(config: Config, patched: pytest.MonkeyPatch) -> Callable[[], None]:
     lease = config.weights_folder / ".lease-other"
     lease.write_text(json.dumps({"pid": 7, "host": "elsewhere", "started": 0.0}))
@@ -73,6 +83,7 @@ def unusable(name: str) -> Outage:
 
 OUTAGES: dict[str, tuple[Outage, str]] = {
     "full disk": (full_disk, " cannot be written (No space left on device); mount it"),
+    "failing rename": (failing_rename, "cannot be written (Stale file handle); mount it"),
     "unmounted": (
         unmounted,
         "is gone; is it mounted? Mount it, or choose another",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -195,6 +197,22 @@ def test_wrong_digest_in_the_manifest_invalidates_the_copy(
     assert replica.version is None and replica.recover() is None
     replica.advance(store, publish(store, 2))  # a keyframe repairs it
     assert same(replica.tensors(), weights_at(2))
+
+
+def test_forged_tensor_of_an_impossible_shape_is_refused(
+    store: WeightStore, replica: LocalReplica
+) -> None:
+    version = publish(store, 0)
+    header = json.dumps(
+        {"a": {"dtype": "F32", "shape": [0, 2**63], "data_offsets": [0, 0]}}
+    ).encode()
+    content = struct.pack("<Q", len(header)) + header  # valid, with correct hashes
+    (version.folder / WEIGHTS_FILE).write_bytes(content)
+    entry = {"name": WEIGHTS_FILE, "bytes": len(content),
+             "sha256": hashlib.sha256(content).hexdigest()}  # fmt: skip
+    files = json.loads((version.folder / "manifest.json").read_text())["files"]
+    others = [each for each in files if each["name"] != WEIGHTS_FILE]
+    refuses(replica, store, rewritten(store, version, files=[entry, *others]), "has shape")
 
 
 def test_third_mismatch_quarantines_a_version(store: WeightStore, replica: LocalReplica) -> None:
