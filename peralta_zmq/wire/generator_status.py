@@ -27,9 +27,10 @@ from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
 STATUS_SECONDS = 2.0  # between two statuses
 MAX_AT_ONCE = 100  # messages read in one call: a flood of statuses must not delay the groups
-MAX_STATUS = 1 << 14  # bytes; bounds the memory of the receive queue while the trainer computes
+RECEIVER_HWM = 8  # unread statuses per connection, while the trainer computes
+MAX_STATUS = 1 << 14  # bytes
 POLLIN = int(zmq.POLLIN)  # the operators of an enum take longer
-MAX_NUMBER = 2.0**64  # of a count, rate or duration; sums of them must stay finite
+MAX_VALUE = 2.0**64  # of a count, rate or duration; sums of them must stay finite
 logger = logging.getLogger(__name__)
 
 
@@ -78,7 +79,7 @@ def _check(status: GeneratorStatus) -> None:
     """Raise ValueError if a field is invalid."""
     message_fields.check_identity(status.generator_id, status.incarnation)
     for name, value in message_fields.fields_of(status).items():
-        largest = 1.0 if name.endswith("_frac") else MAX_NUMBER
+        largest = 1.0 if name.endswith("_frac") else MAX_VALUE
         if type(value) in (int, float) and not 0 <= value <= largest:  # true for NaN, too
             raise ValueError(f"{name} {value} is negative or too large")
     message_fields.check_worker_info(status.worker_info)
@@ -143,7 +144,7 @@ class GeneratorStatusReceiver:
         self.is_empty = True  # False if the last `receive` left messages in the queue
         self._run_id, self._has_keys = run_id, authenticator is not None
         self._socket, self.address = open_server(
-            zmq.SUB, address, authenticator, max_bytes=MAX_STATUS
+            zmq.SUB, address, authenticator, hwm=RECEIVER_HWM, max_bytes=MAX_STATUS
         )
         self._socket.subscribe(b"")
 

@@ -33,9 +33,12 @@ from peralta_zmq.wire.sockets import open_server, open_socket, ready
 # An error is raised if refusals last this long; short, because a person waits for bin/doctor.
 PATIENCE_SECONDS = 3.0
 POLL_SECONDS = 0.2  # interval of checks for `close`, a refused connection and the deadline
-MAX_REQUEST = 256 << 10  # bytes
 CHUNK = 64 << 10  # bytes of the payload of one request in a throughput measurement
+MAX_REQUEST = CHUNK + 1024  # bytes
 NUM_IN_FLIGHT = 8  # unanswered requests in a throughput measurement; 1 would measure latency
+# Unread requests per connection. libzmq notes the free places of a queue late, when half of them
+# are free, and a REP drops a reply without a place.
+SERVER_HWM = 2 * NUM_IN_FLIGHT
 ProbeRequest: TypeAlias = Literal["info", "create_file", "discard"]
 logger = logging.getLogger(__name__)
 
@@ -100,7 +103,7 @@ class ProbeServer:
         self.reply = reply
         self._create_file, self._closed = create_file, threading.Event()
         self._socket, self.address = open_server(
-            zmq.REP, address, authenticator, max_bytes=MAX_REQUEST
+            zmq.REP, address, authenticator, hwm=SERVER_HWM, max_bytes=MAX_REQUEST
         )
         self._thread = threading.Thread(target=self._serve, name="probe", daemon=True)
         self._thread.start()

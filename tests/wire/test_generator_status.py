@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import msgpack as partly_annotated_msgpack
@@ -21,7 +21,7 @@ from peralta_zmq import wire
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire import announcements, connection, generator_status, message_fields, probe
 from peralta_zmq.wire.message_fields import pack_with_checksum
-from peralta_zmq.wire.sockets import ready
+from peralta_zmq.wire.sockets import open_socket, ready
 
 msgpack: Any = partly_annotated_msgpack
 STATUS = wire.GeneratorStatus(
@@ -121,6 +121,21 @@ def test_largest_status_is_accepted_and_a_larger_message_not_queued(
 
     eventually(connected_again)
     assert senders == {STATUS.sender} and not receiver.refused
+
+
+def test_unread_statuses_of_a_connection_are_bounded(
+    receiver: wire.GeneratorStatusReceiver, stack: ExitStack
+) -> None:
+    hostile, sent = stack.enter_context(open_socket(zmq.XPUB, hwm=1)), 0
+    hostile.setsockopt(zmq.XPUB_NODROP, 1)  # a full queue blocks
+    hostile.setsockopt(zmq.SNDTIMEO, 500)  # ms
+    hostile.connect(receiver.address)
+    eventually(lambda: receiver.receive() or hostile.poll(10))  # the subscription
+    with suppress(zmq.Again):
+        while sent < 100:
+            hostile.send(bytes(generator_status.MAX_STATUS))
+            sent += 1
+    assert sent < 50  # the queues of both sides and the buffers of the kernel are full
 
 
 def test_status_is_due_after_a_subscription_and_every_two_seconds(

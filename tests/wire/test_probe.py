@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from threading import Event
 from time import time
 from typing import Any
 
@@ -19,6 +20,7 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.wire import probe
 from peralta_zmq.wire.auth import generator_keys, make_keys
 from peralta_zmq.wire.message_fields import pack_with_checksum
+from peralta_zmq.wire.sockets import open_socket
 
 REPLY = wire.ProbeReply("demo", run_id="demo-1", worker_info={"python": "3.11", "device": "cpu"})
 
@@ -54,6 +56,27 @@ def test_probe_reports_why_a_file_was_not_created(stack: ExitStack) -> None:
     prober = client(stack, server(stack, create_file=disk_full).address)
     reply, _ = prober.request("create_file", timeout=DEADLINE)
     assert reply.created_file == "" and "No space left" in reply.error
+
+
+def test_unread_requests_of_a_connection_are_bounded(stack: ExitStack) -> None:
+    can_continue = Event()
+
+    def hanging_mount() -> str:
+        can_continue.wait(DEADLINE)
+        return "name"
+
+    address = server(stack, create_file=hanging_mount).address
+    stack.callback(can_continue.set)
+    hostile, sent = stack.enter_context(open_socket(zmq.DEALER, hwm=1)), 0
+    hostile.setsockopt(zmq.SNDTIMEO, 500)  # ms
+    hostile.connect(address)
+    hostile.send_multipart([b"", probe.encode_probe_request("create_file")])
+    request = probe.encode_probe_request("discard", bytes(probe.CHUNK))
+    with suppress(zmq.Again):
+        while sent < 50:
+            hostile.send_multipart([b"", request])
+            sent += 1
+    assert sent < 40  # the queues of both sides and the buffers of the kernel are full
 
 
 def test_measure_throughput_waits_for_every_reply(stack: ExitStack) -> None:
