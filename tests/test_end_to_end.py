@@ -42,7 +42,7 @@ STEP_KEYS = {
 GENERATOR_KEYS = {"groups", "step", "tokens_per_s", "blocked_frac", "queue_frac", "reload_s"}
 SUMMARY_KEYS = {
     "reward_first", "reward_last5", "eval_before", "eval_after", "seconds", "steps", "restarts",
-    "accounting", "last_reports", "verdict",
+    "accounting", "final_statuses", "verdict",
 }  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def test_complete_run_writes_metrics_summary_and_usable_weights(
     assert known >= {f"{name}/{kind}" for kind in GENERATOR_KEYS} | {"weights/bytes"}
     summary = json.loads((machine.run / "summary.json").read_text())
     assert summary.keys() == SUMMARY_KEYS
-    assert list(summary["last_reports"].values()) == [summary["accounting"]["made"]]
+    assert list(summary["final_statuses"].values()) == [summary["accounting"]["made"]]
     assert (machine.run / "reward.png").read_bytes()[:4] == b"\x89PNG"
     assert 'id="report"' in (machine.run / "report.html").read_text("utf-8")
     weights = machine.run / "weights" / "step_00000003"

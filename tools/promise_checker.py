@@ -167,7 +167,7 @@ def steps_missing(history: History) -> Check:
 def accounts(history: History) -> Check:
     """P6: the counts of the summary agree with the journal and the generators' logs.
 
-    The trainer counts all groups of a sender whose last report it received; of another sender at
+    The trainer counts all groups of a sender whose final status it received; of another sender at
     least those up to the last one that arrived.
     """
     outcomes, made = outcomes_of(history), history.logs.made.keys() | history.logs.hostile.keys()
@@ -178,7 +178,7 @@ def accounts(history: History) -> Check:
     last_received: dict[str, int] = {}
     for sender, sequence in outcomes:
         last_received[sender] = max(last_received.get(sender, -1), sequence)
-    reported = _last_reports(history)
+    reported = _final_statuses(history)
     known = [key for key in made if key[0] in reported or key[1] <= last_received.get(key[0], -1)]
     counted = Counter(outcomes.values())
     counted["lost or in flight"] = stated["made"] - len(outcomes)
@@ -191,7 +191,7 @@ def accounts(history: History) -> Check:
     ]
     in_logs = Counter(sender for sender, _ in made)
     broken += [
-        f"{sender} has made {count} by its last report, {in_logs[sender]} by the logs"
+        f"{sender} has made {count} by its final status, {in_logs[sender]} by the logs"
         for sender, count in reported.items()
         if count != in_logs[sender]
     ]
@@ -202,7 +202,7 @@ def accounts(history: History) -> Check:
     if stated["lost"] > len(gone):
         broken.append(f"lost is {stated['lost']} in the summary, {len(gone)} in the logs")
     uncounted = len(made) - len(known)
-    text = f"made {len(known)} + {uncounted} of senders whose last report is missing"
+    text = f"made {len(known)} + {uncounted} of senders whose final status is missing"
     return Check("P6", text, tuple(broken))
 
 
@@ -276,9 +276,9 @@ def _was_delivered(history: History, sent_at: float) -> bool:
     return sum(sent_at < number(row, "time") <= end for row in history.rows) >= DELIVERY_STEPS
 
 
-def _last_reports(history: History) -> dict[str, int]:
+def _final_statuses(history: History) -> dict[str, int]:
     """Number of groups by sender, as reported to the trainer at its end."""
-    reports = history.summary.get("last_reports")
+    reports = history.summary.get("final_statuses")
     if not isinstance(reports, dict):
         return {}
     return {str(sender): int(count) for sender, count in reports.items()}

@@ -134,7 +134,7 @@ class Generator:
                 logger.info("dropped groups in flight: %s", error)
             except EngineError as error:
                 self._reject_weights(error)
-        self._connection.report(last=True)
+        self._connection.send_status(last=True)
         logger.info("run complete: groups=%d", self._connection.outbox.next_sequence)
 
     def _make_training_groups(self) -> None:
@@ -270,7 +270,7 @@ class Generator:
     def _between_steps(self) -> None:
         """Apply newer weights and send due statuses while the engine samples."""
         self._refresh_weights()
-        self._connection.report_when_due()
+        self._connection.send_status_when_due()
 
     def _wait(self) -> None:
         """Wait for IDLE_SECONDS or a new announcement, but not while a group is in flight."""
@@ -340,7 +340,7 @@ class Generator:
                 held_out,
                 num_generations=config.eval.rollouts_per_example,
                 sampling=build.make_eval_sampling(config, seed=seed),
-                between_steps=self._connection.report_when_due,
+                between_steps=self._connection.send_status_when_due,
                 evaluation_step=step,
             )
 

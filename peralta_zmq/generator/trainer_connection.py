@@ -125,12 +125,12 @@ class TrainerConnection:
                     self._send_frame(frame)
         return announcement
 
-    def report_when_due(self) -> None:
+    def send_status_when_due(self) -> None:
         """Send a status if one is due: at regular intervals, and when a trainer connects."""
         if self._sockets.statuses.check_due():
-            self.report()
+            self.send_status()
 
-    def report(self, *, last: bool = False) -> None:
+    def send_status(self, *, last: bool = False) -> None:
         """Send a status now; `last` tells the trainer that no group will follow."""
         counts, self.throughput = self.throughput, Throughput()
         seconds = max(self.throughput.started - counts.started, 1e-3)
@@ -175,7 +175,7 @@ class TrainerConnection:
         Opens the connection for groups again if the trainer receives groups of other generators,
         but for some time none of this one.
         """
-        self.report_when_due()
+        self.send_status_when_due()
         latest = self._sockets.announcements.receive(timeout=timeout)
         self._check_silence()
         if latest is not None:

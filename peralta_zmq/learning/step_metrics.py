@@ -29,7 +29,7 @@ MIN_STEPS = 2  # a sender can be flagged from its second step on
 # sender, named with these prefixes; `pop_mismatch` takes them out before the sums become metrics.
 SENDER_KL, SENDER_TOKENS = "sender_kl/", "sender_tokens/"
 MAX_NAMES = 64  # names in each metric of a step; senders of groups choose them
-MAX_SENDERS = 4096  # senders in memory; the least recently active is dropped first
+MAX_COUNTED = 4096  # senders in memory; the least recently active is dropped first
 
 
 def describe_groups(groups: Sequence[RolloutGroup], *, step: int) -> dict[str, float]:
@@ -113,7 +113,7 @@ class MismatchStatistics:
             steps = self._steps.pop(sender, deque[Mismatch](maxlen=WINDOW))
             steps.append(mismatch)
             self._steps[sender] = steps  # re-inserted as the most recently active
-        while len(self._steps) > MAX_SENDERS:
+        while len(self._steps) > MAX_COUNTED:
             del self._steps[next(iter(self._steps))]
 
     def mean(self, sender: str) -> float:

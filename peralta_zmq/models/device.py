@@ -18,7 +18,7 @@ from peralta_zmq.errors import ConfigError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIN_BF16_WIDTH = 128  # hidden size from which a CPU trains faster in bfloat16; at 192 by 2x
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # numbers of options of glibc's mallopt
-MAX_INFO = 100  # characters of a value of worker_info; receivers reject longer values
+MAX_INFO = 100  # characters kept of a value of worker_info; receivers accept 128
 
 
 def worker_info(device: torch.device, dtype: torch.dtype) -> dict[str, str]:

@@ -27,12 +27,12 @@ FREQUENT = ("join", "leave", "worker_info", "silent", "mismatch")
 LIMITS = {
     **dict.fromkeys(FREQUENT, 10),
     **dict.fromkeys(("exclude", "skip"), 600),  # at most one per step
-    **{"drop": 1, "last_report": 100, "pool_refilled": 10},
+    **{"drop": 1, "final_status": 100, "pool_refilled": 10},
 }
 MINUTE = 60.0  # seconds
 MAX_BYTES = 4 << 20  # size of all lines of one event in a run; about 30,000 joins
 MAX_COUNTS = 4096  # counters in a minute; beyond, generators share one counter per event
-NUM_EVENTS = 1000  # newest events kept in memory for the verdict
+NUM_NEWEST = 1000  # newest events kept in memory for the verdict
 logger = logging.getLogger(__name__)
 
 
@@ -48,11 +48,11 @@ class _Count:
 class EventLog:
     """Writer of events.jsonl. Use with `with`.
 
-    `rows` are the lines already in `file`. `newest` has the newest NUM_EVENTS lines, oldest first.
+    `rows` are the lines already in `file`. `newest` has the newest NUM_NEWEST lines, oldest first.
     """
 
     def __init__(self, file: JsonLines, rows: Sequence[Row]) -> None:
-        self.newest = deque(rows, maxlen=NUM_EVENTS)
+        self.newest = deque(rows, maxlen=NUM_NEWEST)
         self._file = file
         self._num_bytes: Counter[str] = Counter()  # event -> size of its lines in this run
         for row in rows:

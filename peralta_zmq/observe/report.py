@@ -47,13 +47,13 @@ def write_summary(
     folder: Path,
     *,
     accounting: Mapping[str, int],
-    last_reports: Mapping[str, int],
+    final_statuses: Mapping[str, int],
     verdict: Verdict,
 ) -> Summary:
     """Write summary.json atomically and return it.
 
     `accounting` counts groups by outcome: `made` is the sum of the other outcomes except
-    `duplicates` (groups received twice, counted once). `last_reports` maps each ended generator
+    `duplicates` (groups received twice, counted once). `final_statuses` maps each ended generator
     process (name/incarnation) to the number of groups it made.
     """
     rows, events = read_rows(folder / METRICS), read_rows(folder / EVENTS)
@@ -68,7 +68,7 @@ def write_summary(
         "steps": len({row.get("step") for row in rows}),
         "restarts": sum(row.get("event") == "resume" for row in events),
         "accounting": dict(accounting),
-        "last_reports": dict(last_reports),
+        "final_statuses": dict(final_statuses),
         "verdict": asdict(verdict),
     }
     summary: Summary = nan_to_null(content)

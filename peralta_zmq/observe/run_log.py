@@ -43,7 +43,7 @@ STALL_CHECK_SECONDS = 30.0  # between two verdicts shown while no step is taken
 class RunLog:
     """Writer of all logs and terminal output in one session. Use with `with`.
 
-    Attributes: `resuming` is True if an earlier session trained. `last_reports` maps each ended
+    Attributes: `resuming` is True if an earlier session trained. `final_statuses` maps each ended
     generator process (name/incarnation) to the number of groups it made. `made_before` is the
     number of groups made until an earlier session completed the run; 0 if none did. `lineage` is
     the number of roll-backs. `last_step` is the newest step in metrics.jsonl that no roll-back
@@ -55,10 +55,10 @@ class RunLog:
     ) -> None:
         rows, events = read_rows(folder / METRICS), read_rows(folder / EVENTS)
         self.resuming = any(row.get("event") == "start" for row in events)
-        self.last_reports = {
+        self.final_statuses = {
             f"{row.get('generator')}/{row.get('incarnation')}": int(number(row, "made"))
             for row in events
-            if row.get("event") == "last_report"
+            if row.get("event") == "final_status"
         }
         self.made_before = report.made_before(folder)
         self.last_step = _last_written_step(rows, events)
@@ -183,14 +183,17 @@ class RunLog:
         self.note(f"held-out accuracy at step {step}: {accuracy:.3f}{details}")
 
     def close_run(
-        self, weights_folder: Path, accounting: Mapping[str, int], last_reports: Mapping[str, int]
+        self, weights_folder: Path, accounting: Mapping[str, int], final_statuses: Mapping[str, int]
     ) -> None:
         """Write the summary, plot and report of a complete run, and print the results.
 
         See `report.write_summary` for the arguments.
         """
         summary = report.write_summary(
-            self._folder, accounting=accounting, last_reports=last_reports, verdict=self.verdict()
+            self._folder,
+            accounting=accounting,
+            final_statuses=final_statuses,
+            verdict=self.verdict(),
         )
         self.write_report()
         self._terminal.close(report.closing_text(self._folder, summary, weights_folder))

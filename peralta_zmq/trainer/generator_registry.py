@@ -56,7 +56,7 @@ class GeneratorRegistry:
         # True if a generator cannot apply the newest delta: it needs a keyframe (all weights).
         self.keyframe_requested = False
         # Sender of a final status -> groups made. Includes senders of earlier trainer sessions.
-        self.num_made = dict(run_log.last_reports)
+        self.num_made = dict(run_log.final_statuses)
         self._receiver, self._run_log, self._trainer_info = receiver, run_log, trainer_info
         self._last_message: dict[str, float] = {}  # live sender -> monotonic seconds
         # Monotonic seconds when the queue was last empty. Liveness is measured up to this time:
@@ -155,7 +155,7 @@ class GeneratorRegistry:
         is_first = sender in self._last_message and sender not in self.num_made
         if is_first and len(self.num_made) < MAX_FINAL_STATUSES:
             self.num_made[sender] = made
-            self._run_log.event("last_report", **_sender_fields(sender), made=made)
+            self._run_log.event("final_status", **_sender_fields(sender), made=made)
 
     def live(self) -> list[str]:
         """Remove senders without a message in LIVE_SECONDS; return all others."""

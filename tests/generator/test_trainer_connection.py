@@ -121,7 +121,7 @@ def test_announced_lack_of_statuses_opens_the_status_connection_again(
     opened = connection_of(replace(sockets, statuses=statuses), store, subscriber)
     eventually(lambda: opened.exchange(timeout=0.01) or receiver.receive(timeout=0.05))
     proxy.damage = lambda chunk: b""  # as if the trainer waited for the rest of a long message
-    opened.report()
+    opened.send_status()
     assert receiver.receive(timeout=0.3) == {}
 
     silent = wire.Announcement(RUN, without_status={opened.outbox.sender: 11})

@@ -118,7 +118,7 @@ def test_mismatch_mean_covers_the_window() -> None:
 
 
 def test_least_recent_senders_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_metrics, "MAX_SENDERS", 2)
+    monkeypatch.setattr(step_metrics, "MAX_COUNTED", 2)
     statistics = MismatchStatistics(bound=0.1)
     for sender in ("ann/0", "bob/0", "ann/0", "cid/0"):
         statistics.record({sender: FAR})

@@ -18,7 +18,7 @@ REWARDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.9)
 VERDICT = Verdict("balanced", "", "ok")
 ACCOUNTING = {"made": 9, "trained": 6, "no_signal": 2, "lost": 0, "in_flight": 1, "duplicates": 3}
 LAST = {"ann/aa": 9}
-CLOSING: Any = {"accounting": ACCOUNTING, "last_reports": LAST, "verdict": VERDICT}
+CLOSING: Any = {"accounting": ACCOUNTING, "final_statuses": LAST, "verdict": VERDICT}
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_summary_fields(evaluated: Path) -> None:
         "steps": 5,
         "restarts": 1,
         "accounting": ACCOUNTING,
-        "last_reports": LAST,
+        "final_statuses": LAST,
         "verdict": {"sentence": "balanced", "advice": "", "level": "ok"},
     }
     assert json.loads((evaluated / "summary.json").read_text()) == summary

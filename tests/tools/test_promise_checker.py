@@ -65,7 +65,7 @@ class RecordedRun:
         "made": 7, "trained": 6, "no_signal": 0, "stale": 1, "abandoned": 0, "invalid": 0,
         "lost": 0, "in_flight": 0, "duplicates": 1,
     })  # fmt: skip
-    last_reports: dict[str, int] = field(default_factory=dict[str, int])
+    final_statuses: dict[str, int] = field(default_factory=dict[str, int])
     filters: bool = False
 
     def check(self, folder: Path) -> dict[str, tuple[str, ...]]:
@@ -85,7 +85,7 @@ class RecordedRun:
             for index, step in enumerate(self.steps):
                 metrics.append({"step": step, "time": 10.0 * (index + 1)})
         (folder / "summary.json").write_text(
-            json.dumps({"accounting": self.accounting, "last_reports": self.last_reports})
+            json.dumps({"accounting": self.accounting, "final_statuses": self.final_statuses})
         )
         (folder / "logs").mkdir(parents=True)
         (folder / "logs" / "generator-0.log").write_text("\n".join(self.log) + "\n")
@@ -477,18 +477,18 @@ def test_p6_reports_wrong_count_in_the_summary(
     assert broken in run.check(tmp_path)["P6"]
 
 
-@pytest.mark.parametrize(("last_reports", "made", "broken"), [
+@pytest.mark.parametrize(("final_statuses", "made", "broken"), [
     ({B: 5}, 8, ()),  # with the late group of `bb`, without the unsent one of `aa`
     ({B: 5}, 9, ()),  # an earlier report of `aa` may have counted its unsent group
     ({B: 5}, 7, ("made is 7 in the summary, 8 to 9 in the records",)),
     ({A: 4, B: 5}, 9, ()),
     ({A: 4, B: 5}, 8, ("made is 8 in the summary, 9 in the records",)),
-    ({B: 6}, 9, (f"{B} has made 6 by its last report, 5 by the logs",)),
+    ({B: 6}, 9, (f"{B} has made 6 by its final status, 5 by the logs",)),
 ])  # fmt: skip
-def test_p6_counts_all_groups_of_a_sender_with_a_last_report(
-    tmp_path: Path, last_reports: dict[str, int], made: int, broken: tuple[str, ...]
+def test_p6_counts_all_groups_of_a_sender_with_a_final_status(
+    tmp_path: Path, final_statuses: dict[str, int], made: int, broken: tuple[str, ...]
 ) -> None:
-    run = RecordedRun(last_reports=last_reports)
+    run = RecordedRun(final_statuses=final_statuses)
     run.accounting |= {"made": made, "in_flight": made - 7}
     assert run.check(tmp_path).get("P6", ()) == broken
 

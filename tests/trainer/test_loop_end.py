@@ -65,7 +65,7 @@ def send_final_status(trainer: Trainer, *, made: int) -> None:
 def summary_of(trainer: Trainer) -> Row:
     trainer.finish()
     summary = json.loads((trainer.session.folder / "summary.json").read_bytes())
-    return {key: summary[key] for key in ("accounting", "last_reports")}
+    return {key: summary[key] for key in ("accounting", "final_statuses")}
 
 
 def test_complete_run_started_again_keeps_its_accounting(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_complete_run_started_again_keeps_its_accounting(tmp_path: Path) -> None
         first.generators.statuses[status.sender] = status
         summary = summary_of(first)
     accounting = cast("dict[str, int]", summary["accounting"])
-    assert (accounting["made"], summary["last_reports"]) == (63, {f"ann/{INCARNATION.hex()}": 60})
+    assert (accounting["made"], summary["final_statuses"]) == (63, {f"ann/{INCARNATION.hex()}": 60})
     for _ in range(2):
         with ExitStack() as stack:
             assert summary_of(Session(stack, tmp_path, FOUR).trainer) == summary
@@ -88,7 +88,7 @@ def test_final_status_survives_a_kill_during_the_evaluation(tmp_path: Path) -> N
         send_final_status(first, made=60)  # and no `finish`
     with ExitStack() as stack:
         summary = summary_of(Session(stack, tmp_path, FOUR).trainer)
-    assert summary["last_reports"] == {f"ann/{INCARNATION.hex()}": 60}
+    assert summary["final_statuses"] == {f"ann/{INCARNATION.hex()}": 60}
     assert cast("dict[str, int]", summary["accounting"])["made"] == 60
 
 

@@ -57,7 +57,7 @@ MAX_EVENT_TEXT = 300  # characters
 KEPT = "\n\t\u00a0\u3000"  # white space that is not escaped in samples
 REPORT_SECONDS = 60.0  # time limit for reading the files of one run for the HTML file
 # Events that are listed but not marked in the charts; RunFiles.events lacks "publish" and "drop".
-UNMARKED = {*EVALUATION_EVENTS, "worker_info", "last_report", "pool_refilled", "pool_returned"}
+UNMARKED = {*EVALUATION_EVENTS, "worker_info", "final_status", "pool_refilled", "pool_returned"}
 
 STATIC = files("peralta_zmq.observe.dashboard") / "static"
 STYLE = re.compile(r'<link rel="stylesheet" href="([\w.-]+)">')
