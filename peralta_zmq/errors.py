@@ -32,6 +32,8 @@ import traceback
 from collections import Counter
 from typing import Any
 
+BAD_CONFIG = 2  # exit code of a program that ends with a PeraltaError; it is not restarted
+
 
 class PeraltaError(Exception):
     """Base class of all errors of this package; `str(error)` is one line for the user."""

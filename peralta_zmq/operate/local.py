@@ -10,9 +10,9 @@ from pathlib import Path
 
 from peralta_zmq.config import RESOLVED, Config, earlier_config
 from peralta_zmq.config.programs import program_command
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import BAD_CONFIG, ConfigError
 from peralta_zmq.observe.metrics import EVENTS
-from peralta_zmq.operate.process_group import BAD_CONFIG, ProcessGroup, Worker, recorder, supervise
+from peralta_zmq.operate.process_group import ProcessGroup, Worker, recorder, supervise
 
 
 def main(config: Config) -> int:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
+from peralta_zmq.errors import BAD_CONFIG
 from peralta_zmq.observe.metrics import EVENTS, JsonLines
 
 FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0  # seconds before a restart; doubles with each crash
@@ -30,7 +31,6 @@ MAX_CRASHES, CALM_SECONDS = 5, 60.0
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 POLL_SECONDS = 0.2  # longest wait for a signal, and longest time between two calls of `on_tick`
 NUM_LOG_LINES = 20  # last lines of a log that are printed after a failure
-BAD_CONFIG = 2  # exit code of a program that rejects its settings
 SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 
 # Shell script that starts a guard process and then becomes the worker (exec). The guard reads from

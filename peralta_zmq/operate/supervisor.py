@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from peralta_zmq.atomic_files import is_held, replace_file
-from peralta_zmq.errors import ConfigError, PeraltaError
+from peralta_zmq.errors import BAD_CONFIG, ConfigError, PeraltaError
 from peralta_zmq.operate import service_units
-from peralta_zmq.operate.process_group import BAD_CONFIG, NUM_LOG_LINES, Worker, recorder, supervise
+from peralta_zmq.operate.process_group import NUM_LOG_LINES, Worker, recorder, supervise
 
 FOLDER = Path(".lan")
 COPY_MARKER = FOLDER / "copying"  # exists while the code is being copied
