@@ -3,8 +3,8 @@
 A complete folder has its files, `manifest.json` with their sizes and hashes, and `STABLE`, written
 last, with the hash of the manifest. Weight versions and checkpoints are folders of this kind.
 
-Also file locks, password files, `is_loopback`, and failpoints. A failpoint is a named place in the
-code, for example between two writes, where a test can kill the process.
+Also file locks and failpoints. A failpoint is a named place in the code, for example between two
+writes, where a test can kill the process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import ipaddress
 import json
 import os
 import re
@@ -26,8 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
-
-from peralta_zmq.errors import ConfigError
 
 MANIFEST, STABLE = "manifest.json", "STABLE"
 CHUNK = 1 << 20  # bytes read or written at a time
@@ -49,7 +46,6 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Rec
 # must not lead to another folder.
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 MAX_NAME = 128  # bytes of the name of a run or a generator, which is also a file name
-MIN_TOKEN = 16  # characters of a password
 FAILPOINT_VARIABLE = "PERALTA_FAILPOINT"
 
 
@@ -259,35 +255,6 @@ def is_held(lock: Path) -> bool | None:
     except OSError:
         return None
     return False
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a server on `host` is reachable from this machine only."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a host name, a network interface, or *
-        return False
-
-
-def read_private_token(file: str | None, *, option: str = "weights.token_file") -> str | None:
-    """The password in `file`; None without a file. `option` is the setting that names the file.
-
-    Raises ConfigError if other users may read the file, or the password is shorter than MIN_TOKEN.
-    """
-    if file is None:
-        return None
-    path = Path(file).expanduser()
-    try:
-        mode, token = path.stat().st_mode & 0o777, path.read_text("utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{option} {path} cannot be read ({error})") from None
-    if mode & 0o077:
-        raise ConfigError(f"{option} {path} may be read by others; chmod 600 {path}")
-    if len(token) < MIN_TOKEN or not token.isascii():
-        raise ConfigError(
-            f"{option} {path} holds a weak password; make one: openssl rand -hex 32 > {path}"
-        )
-    return token
 
 
 def sync_folder(folder: Path) -> None:

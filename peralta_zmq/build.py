@@ -20,7 +20,6 @@ from typing import Any, Literal
 import torch
 
 from peralta_zmq import models, registry
-from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.config import Config
 from peralta_zmq.config.schema import host_and_port
 from peralta_zmq.config.training_sections import AdvantageSection, CustomFilter, LossSection
@@ -34,6 +33,7 @@ from peralta_zmq.environments.dataset import (
 from peralta_zmq.environments.reward_runner import RewardRunner
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.http_server import read_private_token
 from peralta_zmq.learning.advantages import AdvantageFunction, Filter
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.learner import Learner, LearnerSettings

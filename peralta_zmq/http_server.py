@@ -11,6 +11,7 @@ threads or memory.
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import logging
 import socket
 import threading
@@ -20,15 +21,16 @@ from http import HTTPStatus
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase
+from pathlib import Path
 from typing import Any
 
-from peralta_zmq.atomic_files import is_loopback
 from peralta_zmq.errors import ConfigError
 
 IDLE_TIMEOUT_SECONDS = 60.0  # without a request, or while the client does not read the response
 MAX_UNAUTHORIZED = 64  # connections without an authorized request; one more closes the oldest
 FIRST_REQUEST_SECONDS = 10.0  # a connection without an authorized request is closed after this time
 MAX_HEADER_BYTES = 16384  # all header lines of a request
+MIN_TOKEN = 16  # characters of a password
 STOP_POLL_SECONDS = 0.1  # between two checks for `close` and for connections past their deadline
 logger = logging.getLogger(__name__)
 
@@ -167,3 +169,32 @@ class _HeaderReader(BufferedIOBase):
         if self._num_left < 0:
             raise HTTPException(f"more than {MAX_HEADER_BYTES} bytes")
         return line
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server on `host` is reachable from this machine only."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a host name, a network interface, or *
+        return False
+
+
+def read_private_token(file: str | None, *, option: str = "weights.token_file") -> str | None:
+    """The password in `file`; None without a file. `option` is the setting that names the file.
+
+    Raises ConfigError if other users may read the file, or the password is shorter than MIN_TOKEN.
+    """
+    if file is None:
+        return None
+    path = Path(file).expanduser()
+    try:
+        mode, token = path.stat().st_mode & 0o777, path.read_text("utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option} {path} cannot be read ({error})") from None
+    if mode & 0o077:
+        raise ConfigError(f"{option} {path} may be read by others; chmod 600 {path}")
+    if len(token) < MIN_TOKEN or not token.isascii():
+        raise ConfigError(
+            f"{option} {path} holds a weak password; make one: openssl rand -hex 32 > {path}"
+        )
+    return token

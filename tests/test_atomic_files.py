@@ -21,10 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peralta_zmq import atomic_files
-from peralta_zmq.errors import ConfigError
 
 FILES = {"weights.bin": b"w" * 5000, "config.json": b"{}"}
-TOKEN = "0123456789abcdef"
 
 
 @pytest.fixture
@@ -299,32 +297,6 @@ def test_folder_that_cannot_be_renamed_stays_complete(
     fail_at(monkeypatch, "rename", 1, errno.EACCES)
     atomic_files.remove_folder(folder)
     assert read_all(folder) == FILES
-
-
-# Token files.
-
-
-@pytest.mark.parametrize(
-    "mode, text, reason",
-    [(0o644, TOKEN, "chmod 600"), (0o600, "short", "weak password"), (None, "", "cannot be read")],
-)
-def test_unsafe_token_file_is_refused(
-    tmp_path: Path, mode: int | None, text: str, reason: str
-) -> None:
-    file = tmp_path / "token"
-    if mode is not None:
-        file.write_text(text)
-        file.chmod(mode)
-    with pytest.raises(ConfigError, match=rf"^weights\.token_file .*{reason}"):
-        atomic_files.read_private_token(str(file))
-
-
-def test_private_token_file_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.touch(0o600)
-    file.write_text(TOKEN + "\n")
-    assert atomic_files.read_private_token(str(file)) == TOKEN
-    assert atomic_files.read_private_token(None) is None
 
 
 # Failpoints.

@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 
 from pydantic import model_validator
 
-from peralta_zmq.atomic_files import is_loopback
 from peralta_zmq.config import sections
 from peralta_zmq.config import training_sections as training
 from peralta_zmq.config.sections import Section
 from peralta_zmq.errors import ConfigError, program_name
+from peralta_zmq.http_server import is_loopback
 
 # bfloat16 has a relative resolution of 1/256. With a beta above this limit, an update changes the
 # optimizer state by less than 1 %, and most of that change is rounded away.

@@ -19,13 +19,12 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.verifier_client import problem_to_json
 from peralta_zmq.errors import PeraltaError
-from peralta_zmq.http_server import HttpServer, RequestHandler
+from peralta_zmq.http_server import HttpServer, RequestHandler, read_private_token
 
 MAX_REQUEST_BYTES = 1 << 20
 # Maximum wait while another reward function runs. Then the response is status 503, and the client

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 
 from peralta_zmq import build, models, registry, wire
-from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.config import Config, files_given
 from peralta_zmq.errors import StoreError, program_name
+from peralta_zmq.http_server import read_private_token
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import PendingWeights, WeightSubscriber
 from peralta_zmq.weights.version import Version

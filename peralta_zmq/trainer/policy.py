@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from peralta_zmq import atomic_files, build, models, registry, wire
+from peralta_zmq import atomic_files, build, http_server, models, registry, wire
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import check_tokens
 from peralta_zmq.errors import ConfigError, StoreError
@@ -118,7 +118,7 @@ def open_store(config: Config) -> WeightStore:
             f"weights.dir {config.weights.dir} is an address for generators only; on the "
             "trainer set weights.dir to a folder, and weights.serve_port to serve it over HTTP"
         )
-    atomic_files.read_private_token(config.weights.token_file)  # a bad file raises before any write
+    http_server.read_private_token(config.weights.token_file)  # a bad file raises before any write
     return WeightStore.open(config.weights_address)
 
 
@@ -133,7 +133,7 @@ class PolicyPublisher:
         self._manifest_fields: dict[str, str | int] = {**policy.manifest_fields}
         self._newest: PublishReport | None = None  # of the newest published version
         config, weights = session.config, session.config.weights
-        token = atomic_files.read_private_token(weights.token_file)
+        token = http_server.read_private_token(weights.token_file)
         if weights.serve_port:
             folder, host, port = config.weights_folder, config.wire.bind, weights.serve_port
             stack.enter_context(closing(serve_weights(folder, host=host, port=port, token=token)))

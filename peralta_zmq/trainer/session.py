@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, TypeVar
 
-from peralta_zmq import atomic_files, wire
+from peralta_zmq import atomic_files, http_server, wire
 from peralta_zmq.atomic_files import FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY
 from peralta_zmq.config import RESOLVED, Config, write_resolved
 from peralta_zmq.errors import ConfigError, JournalError, OutageError, StoreError, failure_text
@@ -349,7 +349,7 @@ def open_dashboard(config: Config, stack: ExitStack, run_log: RunLog) -> None:
     try:
         from peralta_zmq.observe.dashboard.app import Dashboard  # needs the optional packages
 
-        token = atomic_files.read_private_token(settings.token_file, option="dashboard.token_file")
+        token = http_server.read_private_token(settings.token_file, option="dashboard.token_file")
         dashboard = Dashboard(
             [config.run_folder], host=settings.host, port=settings.port, token=token, live=True
         )

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.errors import ConfigError, program_name
+from peralta_zmq.http_server import read_private_token
 from peralta_zmq.observe.dashboard.run_files import CONFIG
 from peralta_zmq.observe.dashboard.view import write_report
 from peralta_zmq.observe.metrics import EVENTS, METRICS

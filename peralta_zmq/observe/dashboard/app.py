@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peralta_zmq.atomic_files import is_loopback
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.http_server import is_loopback
 from peralta_zmq.observe import prometheus
 from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.run_files import RunFiles, open_runs

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peralta_zmq import wire
-from peralta_zmq.atomic_files import is_held, is_loopback
+from peralta_zmq.atomic_files import is_held
 from peralta_zmq.config import Config
 from peralta_zmq.errors import WireError, program_name
+from peralta_zmq.http_server import is_loopback
 from peralta_zmq.observe.metrics import LOCK
 from peralta_zmq.operate.doctor.checks import Check, failed_check
 from peralta_zmq.operate.doctor.machine_checks import LOCAL_NETWORK

@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from peralta_zmq import atomic_files
+from peralta_zmq import atomic_files, http_server
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate.doctor.checks import Check
@@ -235,7 +235,7 @@ def _open_store(address: str, token_file: str | None = None) -> WeightStore:
     """Open a weight store: a folder, or a URL with the password in `token_file`."""
     from peralta_zmq.weights.store import WeightStore
 
-    return WeightStore.open(address, token=atomic_files.read_private_token(token_file))
+    return WeightStore.open(address, token=http_server.read_private_token(token_file))
 
 
 def _folder_time(folder: Path) -> float:
