@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 
-REPO = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+BIN = os.path.dirname(os.path.abspath(__file__))
+REPO = os.path.dirname(BIN)
 
 
 def launch(entry_point, die_on_interrupt=False):
@@ -29,6 +30,6 @@ def launch(entry_point, die_on_interrupt=False):
         sys.exit(
             "bin/%s: error: %s is older than Python 3.10; use a newer one" % (name, sys.executable)  # noqa: UP031
         )
-    sys.path[0] = REPO  # instead of bin/
+    sys.path[:] = [REPO] + [path for path in sys.path if path != BIN]
     module, function = entry_point.split(":")
     sys.exit(getattr(importlib.import_module(module), function)())

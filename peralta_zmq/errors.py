@@ -32,7 +32,7 @@ import traceback
 from collections import Counter
 from typing import Any
 
-BAD_CONFIG = 2  # exit code of a program that ends with a PeraltaError; it is not restarted
+EXIT_ERROR = 2  # exit code of a program that ends with a PeraltaError; a crash has another code
 
 
 class PeraltaError(Exception):

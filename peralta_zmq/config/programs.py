@@ -21,7 +21,7 @@ from pathlib import Path
 
 from peralta_zmq.config.load import load_config
 from peralta_zmq.config.schema import Config
-from peralta_zmq.errors import BAD_CONFIG, ConfigError, PeraltaError, printable, program_name
+from peralta_zmq.errors import EXIT_ERROR, ConfigError, PeraltaError, printable, program_name
 
 # Limits on the number of open files, tried in turn; macOS permits 10,240. Every connection to a
 # port of the process is an open file.
@@ -150,7 +150,7 @@ def run_plain_program(main: Callable[[Sequence[str]], int | None] | str, program
         return _imported(main)(sys.argv[1:]) or 0
     except PeraltaError as error:
         stderr.write(f"{program}: error: {error}\n")
-        return BAD_CONFIG
+        return EXIT_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
 

@@ -20,7 +20,7 @@ from peralta_zmq.errors import printable, program_name
 from peralta_zmq.observe.run_state import format_duration
 from peralta_zmq.operate import host_setup, ssh
 
-FAILED_STATES = ("gave up", "bad config", "crashed", "unknown")  # unknown: the query failed
+FAILED_STATES = ("gave up", "failed", "crashed", "unknown")  # unknown: the query failed
 DEFAULT_LINES = 20  # earlier lines of each log that `bin/lan logs` prints
 RECONNECT_SECONDS = 5.0
 # Status of one worker: the JSON object of `supervisor.print_status` plus the host's name. The keys

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from peralta_zmq.config import RESOLVED, Config, earlier_config
 from peralta_zmq.config.programs import program_command
-from peralta_zmq.errors import BAD_CONFIG, ConfigError
-from peralta_zmq.observe.metrics import EVENTS
+from peralta_zmq.errors import EXIT_ERROR, ConfigError
+from peralta_zmq.observe.metrics import EVENTS, METRICS
 from peralta_zmq.operate.process_group import ProcessGroup, Worker, recorder, supervise
 
 
@@ -28,9 +28,9 @@ def run_local(
 ) -> int:
     """Run the trainer and the generators with these arguments; returns an exit code.
 
-    `on_tick` is called 5 times a second, for tools that inject faults. If a worker rejects its
-    settings before the trainer has written any file, a new run folder is removed. Raises
-    ConfigError if a new run folder cannot be written, or an existing one has other settings.
+    `on_tick` is called 5 times a second, for tools that inject faults. If a worker ends with an
+    error before the trainer has written any file, a new run folder is removed. Raises ConfigError
+    if a new run folder cannot be written, or an existing one has other settings.
     """
     folder, is_new = config.run_folder, False
     try:
@@ -46,9 +46,14 @@ def run_local(
                 "choose another --run.dir"
             ) from None
     workers = local_workers(folder, arguments, num_generators=config.run.num_local_generators)
-    code = supervise(workers, record=recorder(folder), on_tick=on_tick)
+    code = supervise(
+        workers,
+        record=recorder(folder),
+        on_tick=on_tick,
+        has_trained=lambda: _has_trained(folder),
+    )
     # A trainer that has accepted its settings writes them to the file RESOLVED.
-    if code == BAD_CONFIG and is_new and not (folder / RESOLVED).exists():
+    if code == EXIT_ERROR and is_new and not (folder / RESOLVED).exists():
         shutil.rmtree(folder / "logs")
         (folder / EVENTS).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # a folder that is not empty stays
@@ -71,3 +76,11 @@ def local_workers(folder: Path, arguments: Sequence[str], *, num_generators: int
         log = folder / "logs" / f"generator-{index}.log"
         workers.append(Worker(f"generator-{index}", command, log))
     return workers
+
+
+def _has_trained(folder: Path) -> bool:
+    """True if the run has taken a training step, or if its disk does not answer."""
+    try:
+        return (folder / METRICS).stat().st_size > 0
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)

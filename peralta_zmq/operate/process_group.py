@@ -1,13 +1,15 @@
 """Run a group of worker processes: restart with back-off, stop all, no orphans.
 
-A worker is a command, such as the trainer or one generator. A worker that crashes is restarted. One
-that rejects its settings or crashes too often is given up: it is not restarted. The first worker is
-the leader: when it has finished (exit code 0), the group ends and the other workers are stopped.
-The group also ends when the leader, or every other worker, is given up.
+A worker is a command, such as the trainer or one generator. A worker that crashes is restarted. It
+fails if it crashes too often or ends with an error of its own (exit code 2), which a restart would
+repeat. The first worker is the leader: when it has finished (exit code 0), the group ends and the
+other workers are stopped. The group also ends when the leader fails, or every other worker before
+the first training step. Otherwise a failed worker is started again after a longer delay.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import select
@@ -19,15 +21,16 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import BinaryIO, TextIO, TypeAlias
 
-from peralta_zmq.errors import BAD_CONFIG
+from peralta_zmq.errors import EXIT_ERROR
 from peralta_zmq.observe.metrics import EVENTS, JsonLines
 
 FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0  # seconds before a restart; doubles with each crash
-# A worker is given up after this many crashes within CALM_SECONDS. The delay of a worker that ran
-# longer than CALM_SECONDS before its crash begins at FIRST_DELAY again.
+# A worker fails after this many crashes within CALM_SECONDS. The delay of a worker that ran longer
+# than CALM_SECONDS before its crash begins at FIRST_DELAY again.
 MAX_CRASHES, CALM_SECONDS = 5, 60.0
+RETRY_SECONDS = 60.0  # before a failed worker is started again
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 POLL_SECONDS = 0.2  # longest wait for a signal, and longest time between two calls of `on_tick`
 NUM_LOG_LINES = 20  # last lines of a log that are printed after a failure
@@ -56,15 +59,18 @@ def supervise(
     *,
     record: Record,
     on_tick: Callable[[ProcessGroup], None] | None = None,
+    has_trained: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run the workers until the leader finishes; returns the exit code of the group.
 
-    A worker that fails is restarted; after 5 crashes in 60 s, or after exit code 2, it is given up.
-    The group ends early if the leader, or every other worker, is given up. The first SIGINT or
-    SIGTERM is passed to the leader only, the second one kills all workers. `record` gets the events
-    restart, killed and given_up. `on_tick` is called at least 5 times a second.
+    A worker that crashes is restarted; after 5 crashes in 60 s, or after exit code 2, it has failed
+    and is started again after 60 s. The group ends early if the leader fails, or every other worker
+    while `has_trained` returns False. The first SIGINT or SIGTERM is passed to the leader only, the
+    second one kills all workers. `record` gets the events restart, killed and failed. `on_tick` is
+    called at least 5 times a second.
     """
-    with catch_signals() as wait_for_signals, ProcessGroup(workers, record) as group:
+    atexit.register(_discard_unwritten_output)
+    with catch_signals() as wait_for_signals, ProcessGroup(workers, record, has_trained) as group:
         while (code := group.poll()) is None:
             for number in wait_for_signals(POLL_SECONDS):
                 if (code := group.interrupt(number)) is not None:
@@ -78,10 +84,12 @@ def supervise(
 class ProcessGroup:
     """The processes of all workers, by name; leaving the `with` block kills them."""
 
-    def __init__(self, workers: Sequence[Worker], record: Record) -> None:
+    def __init__(
+        self, workers: Sequence[Worker], record: Record, has_trained: Callable[[], bool]
+    ) -> None:
         self._processes = {worker.name: ManagedProcess(worker, record) for worker in workers}
         self._leader = self._processes[workers[0].name]
-        self._record = record
+        self._record, self._has_trained = record, has_trained
         self._guard_pipe = os.pipe()
         self._interrupted = False
         self._notices: list[str] = []  # messages not yet printed, see `_print`
@@ -158,27 +166,31 @@ class ProcessGroup:
                 return code if code >= 0 else 128 - code  # of a signal: 128 + number, as a shell
         if code == 0 or self._interrupted or process.is_stopped:
             return None
-        if code == BAD_CONFIG:
-            return self._give_up(process, f"{worker.name} refused its settings", code)
         reason = f"killed by {SIGNAL_NAMES.get(-code, -code)}" if code < 0 else f"exit code {code}"
-        if process.schedule_restart(reason):
+        process.reason = reason
+        if code == EXIT_ERROR:
+            return self._fail(process, f"{worker.name} ended with an error ({reason})", code)
+        if process.schedule_restart():
             return None
         crashes = (
             f"{worker.name} crashed {MAX_CRASHES} times in {CALM_SECONDS:.0f} s, last: {reason}"
         )
-        return self._give_up(process, f"{crashes}; giving up", 1)
+        return self._fail(process, crashes, 1)
 
-    def _give_up(self, process: ManagedProcess, text: str, code: int) -> int | None:
-        """Give up a worker and report it; returns `code` if that ends the group."""
-        process.start_at, process.is_given_up = None, True
+    def _fail(self, process: ManagedProcess, failure: str, code: int) -> int | None:
+        """Report a failure once; schedule the next start, or return `code` if it ends the group."""
+        is_repeated, process.failure = failure == process.failure, failure
         others = [each for each in self._processes.values() if each is not self._leader]
-        ends_group = process is self._leader or all(each.is_given_up for each in others)
+        no_other_runs = all(each.failure and not each.is_running for each in others)
+        ends_group = process is self._leader or (no_other_runs and not self._has_trained())
         if not ends_group:
-            self._record("given_up", worker=process.worker.name, reason=text)
-            text += "; the run continues without it"
-        # A worker without a log has itself printed on the terminal why it refused its settings.
-        if process.worker.log or code != BAD_CONFIG:
-            self._print(f"{text}{_log_tail(process.worker)}")
+            process.schedule_start(RETRY_SECONDS)
+            if not is_repeated:
+                self._record("failed", worker=process.worker.name, reason=failure)
+        result = "; giving up" if ends_group else f"; the next start is in {RETRY_SECONDS:g} s"
+        # A worker without a log has itself printed its error on the terminal.
+        if (ends_group or not is_repeated) and (process.worker.log or code != EXIT_ERROR):
+            self._print(f"{failure}{result}{_log_tail(process.worker)}")
         return code if ends_group else None
 
     def _print(self, text: str) -> None:
@@ -188,11 +200,10 @@ class ProcessGroup:
             self._print_notices()
 
     def _print_notices(self) -> None:
-        if sys.stdout.isatty():
-            sys.stdout.write("\033[?25h")  # show the cursor, which a killed leader may have hidden
-        sys.stdout.write("".join(f"{text}\n" for text in self._notices))
+        # Show the cursor, which a killed leader may have hidden.
+        show_cursor = "\033[?25h" if sys.stdout.isatty() else ""
+        write_output(sys.stdout, show_cursor + "".join(f"{text}\n" for text in self._notices))
         self._notices.clear()
-        sys.stdout.flush()
 
 
 @dataclass(slots=True)
@@ -208,7 +219,7 @@ class ManagedProcess:
     reason: str = ""  # cause of the last crash, such as "exit code 1"; empty = not a restart
     was_killed: bool = False  # True after `kill`, which does not count as a crash
     is_stopped: bool = False  # True from `stop` until `resume`
-    is_given_up: bool = False  # True if it is never restarted again
+    failure: str = ""  # text of the last failure; empty = none
     crashes: deque[float] = field(default_factory=lambda: deque[float](maxlen=MAX_CRASHES))
 
     @property
@@ -248,13 +259,16 @@ class ManagedProcess:
             self.process.wait()
             self.process = None
 
-    def schedule_restart(self, reason: str) -> bool:
+    def schedule_start(self, delay: float) -> None:
+        """Schedule the next start in `delay` seconds."""
+        self.delay, self.start_at = delay, time.monotonic() + delay
+
+    def schedule_restart(self) -> bool:
         """Schedule a restart after a crash or `kill`; returns False if there are too many."""
         now = time.monotonic()
         is_repeated = bool(self.crashes) and now - self.started < CALM_SECONDS
         delay = min(LONGEST_DELAY, 2 * self.delay)
-        self.delay = delay if is_repeated and not self.was_killed else FIRST_DELAY
-        self.reason, self.start_at = reason, now + self.delay
+        self.schedule_start(delay if is_repeated and not self.was_killed else FIRST_DELAY)
         if self.was_killed:
             return True
         self.crashes.append(now)
@@ -331,9 +345,28 @@ def recorder(folder: Path) -> Record:
             with JsonLines(folder / EVENTS) as events:
                 events.append_event(event, **fields)
         except OSError as error:  # a full disk must not end the supervisor
-            sys.stderr.write(f"{event} not recorded in {folder / EVENTS}: {error}\n")
+            write_output(sys.stderr, f"{event} not recorded in {folder / EVENTS}: {error}\n")
 
     return record
+
+
+def write_output(stream: TextIO, text: str) -> None:
+    """Write text; a full disk or a closed terminal must not end the supervisor."""
+    with contextlib.suppress(OSError):
+        stream.write(text)
+        stream.flush()
+
+
+def _discard_unwritten_output() -> None:
+    """Discard buffered output that cannot be written.
+
+    Python would try to write it at exit, and change the exit code to 120.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _open_log(worker: Worker) -> contextlib.AbstractContextManager[BinaryIO | None]:
@@ -341,9 +374,10 @@ def _open_log(worker: Worker) -> contextlib.AbstractContextManager[BinaryIO | No
     try:
         return worker.log.open("ab") if worker.log else contextlib.nullcontext()
     except OSError as error:
-        sys.stderr.write(
+        write_output(
+            sys.stderr,
             f"{worker.log} cannot be written ({error.strerror}); the output of {worker.name} goes "
-            "to the terminal\n"
+            "to the terminal\n",
         )
         return contextlib.nullcontext()
 

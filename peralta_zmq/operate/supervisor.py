@@ -29,9 +29,16 @@ from pathlib import Path
 from typing import Any
 
 from peralta_zmq.atomic_files import is_held, replace_file
-from peralta_zmq.errors import BAD_CONFIG, ConfigError, PeraltaError
+from peralta_zmq.errors import EXIT_ERROR, ConfigError, PeraltaError
 from peralta_zmq.operate import service_units
-from peralta_zmq.operate.process_group import NUM_LOG_LINES, Worker, recorder, supervise
+from peralta_zmq.operate.process_group import (
+    NUM_LOG_LINES,
+    ProcessGroup,
+    Worker,
+    recorder,
+    supervise,
+    write_output,
+)
 
 FOLDER = Path(".lan")
 COPY_MARKER = FOLDER / "copying"  # exists while the code is being copied
@@ -144,8 +151,11 @@ def run(job: Job) -> int:
         if record_in_run:
             record_in_run(event, **fields)
 
-    worker, log = Worker(job.name, job.command), _file(job.name, "log")
-    code = supervise([worker], record=record, on_tick=lambda _: rotate_log(log))
+    def on_tick(_: ProcessGroup) -> None:
+        with suppress(OSError):  # a read-only disk must not end the supervisor
+            rotate_log(_file(job.name, "log"))
+
+    code = supervise([Worker(job.name, job.command)], record=record, on_tick=on_tick)
     _write_state(job.name, replace(state, code=code))
     return code
 
@@ -304,7 +314,7 @@ def _state_name(state: State) -> str:
         return "stopped"
     if state.code is None:
         return "crashed"  # the supervisor was killed before it could write an exit code
-    return {0: "done", 1: "gave up", BAD_CONFIG: "bad config"}.get(state.code, "ended")
+    return {0: "done", 1: "gave up", EXIT_ERROR: "failed"}.get(state.code, "ended")
 
 
 def _tail(name: str) -> list[str]:
@@ -334,7 +344,7 @@ def rotate_log(log: Path) -> None:
         problem = f"{log} was truncated without a copy: {error}\n"
         copy.unlink(missing_ok=True)
     os.truncate(log, 0)
-    sys.stderr.write(problem)
+    write_output(sys.stderr, problem)
 
 
 def tail_offset(log: Path, lines: int) -> int:
@@ -382,7 +392,7 @@ def _write_state(name: str, state: State) -> None:
     try:
         replace_file(_file(name, "state"), json.dumps(asdict(state)).encode())
     except OSError as error:  # a full disk must not end the supervisor
-        sys.stderr.write(f"state of {name} not written: {error}\n")
+        write_output(sys.stderr, f"state of {name} not written: {error}\n")
 
 
 def _file(name: str, kind: str) -> Path:
@@ -395,4 +405,4 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     except PeraltaError as error:
         sys.stderr.write(f"{error}\n")
-        sys.exit(BAD_CONFIG)
+        sys.exit(EXIT_ERROR)

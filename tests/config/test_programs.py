@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import resource
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -168,6 +170,30 @@ def test_program_reexecutes_with_python_of_checkout(name: str, tmp_path: Path) -
     command[0] = plain
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert result.stdout.startswith(f"usage: bin/{name} ")
+
+
+@pytest.mark.parametrize("name", (*PROGRAMS, "bench"))
+def test_program_starts_with_a_safe_path(name: str, tmp_path: Path) -> None:
+    """Python does not add the script's folder to sys.path."""
+    result = subprocess.run(
+        [sys.executable, str(REPO / "bin" / name), "--help"], capture_output=True, text=True,
+        cwd=tmp_path, env={**os.environ, "PYTHONSAFEPATH": "1"}, timeout=50,
+    )  # fmt: skip
+    assert result.stdout.startswith(f"usage: bin/{name} "), result.stderr
+
+
+@pytest.mark.parametrize("safe_path", ["", "1"])
+def test_launch_replaces_only_its_own_folder_in_sys_path(tmp_path: Path, safe_path: str) -> None:
+    shutil.copytree(REPO / "bin", tmp_path / "bin")
+    script, other = tmp_path / "bin" / "doctor", str(tmp_path / "other")
+    entry_point = "peralta_zmq.config.programs:doctor"
+    script.write_text(script.read_text().replace(entry_point, "probe:main"))
+    (tmp_path / "probe.py").write_text("import sys\ndef main(): print(*sys.path[:2], sep='\\n')")
+    environment = {**os.environ, "PYTHONPATH": other, "PYTHONSAFEPATH": safe_path}
+    result = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=50
+    )
+    assert result.stdout.splitlines() == [str(tmp_path), other], result.stderr
 
 
 def test_raise_open_files_limit_raises_the_soft_limit(open_file_limits: tuple[int, int]) -> None:

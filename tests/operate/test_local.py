@@ -10,9 +10,16 @@ from peralta_zmq.config import Config, programs, write_resolved
 from peralta_zmq.config.sections import RunSection
 from peralta_zmq.config.training_sections import TrainSection
 from peralta_zmq.observe.metrics import read_rows
+from peralta_zmq.operate import process_group
 from peralta_zmq.operate.local import local_workers, run_local
 
 PAUSE = "import signal; signal.pause()"
+# A generator that fails, and a trainer that ends when one of two generators was started again.
+FAILS = "open('starts', 'a').write('x'); raise SystemExit(2)"
+WAITS_FOR_RESTART = """
+import os, time
+while not os.path.exists('starts') or os.path.getsize('starts') < 3: time.sleep(0.01)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -58,15 +65,32 @@ def test_generator_that_cannot_run_ends_no_run_and_keeps_its_log() -> None:
     write_programs(trainer=waits, generator=writes + PAUSE)
     assert run_local(config(), []) == 0
     (event,) = read_rows(Path("runs/test/events.jsonl"))
-    assert (event["event"], event["worker"]) == ("given_up", "generator-0")
+    assert (event["event"], event["worker"]) == ("failed", "generator-0")
     assert Path("runs/test/logs/generator-0.log").read_text() == "no key\n"
 
 
-def test_existing_run_starts_while_its_disk_does_not_answer(
+def test_generators_that_fail_after_the_first_step_are_started_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(process_group, "RETRY_SECONDS", 0.05)
+    steps = "print('{}', file=open('runs/test/metrics.jsonl', 'w'), flush=True)\n"
+    waits = (
+        "import os, time\n"
+        "while not os.path.exists('runs/test/metrics.jsonl'): time.sleep(0.01)\n"
+        "while not os.path.getsize('runs/test/metrics.jsonl'): time.sleep(0.01)\n"
+    )
+    write_programs(trainer=steps + WAITS_FOR_RESTART, generator=waits + FAILS)
+    assert run_local(config(), []) == 0
+    events = read_rows(Path("runs/test/events.jsonl"))
+    assert {row["event"] for row in events} == {"failed", "restart"}
+
+
+def test_existing_run_continues_while_its_disk_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process_group, "RETRY_SECONDS", 0.05)
     Path("runs/test").mkdir(parents=True)
-    write_programs(trainer="", generator=PAUSE)
+    write_programs(trainer=WAITS_FOR_RESTART, generator=FAILS)
 
     stat = os.stat
 
@@ -83,6 +107,7 @@ def test_rejected_settings_keep_the_folder_of_an_earlier_run() -> None:
     Path("runs/test/logs").mkdir(parents=True)
     write_resolved(config(), Path("runs/test"))
     earlier = Path("runs/test/config.toml").read_text()
+    Path("runs/test/metrics.jsonl").touch()  # the trainer took no step
     write_programs(trainer=PAUSE, generator="raise SystemExit(2)")
     assert run_local(config(), []) == 2
     assert Path("runs/test/config.toml").read_text() == earlier

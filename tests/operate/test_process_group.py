@@ -38,11 +38,12 @@ def stay():
 STAYS = "send('generator up'); stay()"
 SUPERVISOR = """
 import sys
-from peralta_zmq.operate.process_group import Worker, supervise
+from pathlib import Path
+from peralta_zmq.operate.process_group import Worker, recorder, supervise
 python = (sys.executable, "-c")
 leader, generator = (Worker(name, (*python, code)) for name, code in
                      zip(("trainer", "generator-0"), sys.argv[1:]))
-sys.exit(supervise([leader, generator], record=lambda event, **fields: None))
+sys.exit(supervise([leader, generator], record=recorder(Path())))
 """
 
 
@@ -88,10 +89,10 @@ class Children:
 
 @contextmanager
 def supervisor(
-    leader: str, generator: str, *, stdout: int | None = None
+    leader: str, generator: str, **streams: Any
 ) -> Generator[subprocess.Popen[bytes], None, None]:
     command = [sys.executable, "-c", SUPERVISOR, OPEN + leader, OPEN + generator]
-    with subprocess.Popen(command, stdout=stdout) as process:
+    with subprocess.Popen(command, **streams) as process:
         try:
             yield process
         finally:
@@ -242,24 +243,24 @@ def test_long_run_resets_delay_and_crash_count(
     assert [row["delay"] for row in supervised(fails_six_times)] == [0.02] * 6
 
 
-def test_rejected_settings_end_the_group_with_code_2(
+def test_error_of_the_only_generator_ends_a_new_group_with_code_2(
     children: Children, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "generator-0.log"
     refuses = "wait('go'); print('loss.name = x'); sys.exit(2)"
     assert supervised("send('up'); notify('go'); stay()", refuses, code=2, logs=(None, log)) == []
     assert children.until_all_have_ended() == ["up"]
-    refused = f"generator-0 refused its settings; the end of {log}:\nloss.name = x\n"
-    assert capfd.readouterr().out == refused
+    failed = "generator-0 ended with an error (exit code 2); giving up"
+    assert capfd.readouterr().out == f"{failed}; the end of {log}:\nloss.name = x\n"
 
 
 @pytest.mark.parametrize(
     ("fails", "text"),
     [
-        ("print('no key'); sys.exit(2)", "generator-0 refused its settings"),
-        ("print('no key'); sys.exit(9)", "giving up"),
+        ("print('no key'); sys.exit(2)", "generator-0 ended with an error (exit code 2)"),
+        ("print('no key'); sys.exit(9)", "crashed 5 times in 60 s, last: exit code 9"),
     ],
-    ids=["settings", "crashes"],
+    ids=["error", "crashes"],
 )
 def test_group_continues_without_a_worker_that_cannot_run(
     children: Children, tmp_path: Path, capfd: pytest.CaptureFixture[str], fails: str, text: str
@@ -269,16 +270,58 @@ def test_group_continues_without_a_worker_that_cannot_run(
     def on_tick(group: process_group.ProcessGroup) -> None:
         children.read()
         is_up = "generator up" in children.messages
-        if group["generator-0"].is_given_up and is_up and not groups:
+        if group["generator-0"].failure and is_up and not groups:
             groups.append(group)
             Path("go").write_text("")  # the trainer ends
 
     stays = "on(signal.SIGTERM, 'ended', 0); " + STAYS
     rows = supervised("wait('go')", fails, stays, logs=(None, log, None), on_tick=on_tick)
     assert children.until_all_have_ended()[-1] == "ended"
-    assert [row["worker"] for row in rows if row["event"] == "given_up"] == ["generator-0"]
+    assert [row["worker"] for row in rows if row["event"] == "failed"] == ["generator-0"]
     out = capfd.readouterr().out
-    assert f"{text}; the run continues without it; the end of {log}:\nno key\n" in out
+    assert f"{text}; the next start is in 60 s; the end of {log}:\nno key\n" in out
+
+
+@pytest.mark.parametrize(
+    ("code", "num_failures", "restarts"),
+    [(2, 3, [0.05] * 3), (9, 5, [0.02, 0.04, 0.08, 0.16, 0.05])],
+    ids=["error", "crashes"],
+)
+def test_last_generator_is_started_again_after_the_first_step(
+    children: Children, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str], code: int, num_failures: int, restarts: list[float],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(process_group, "RETRY_SECONDS", 0.05)
+    fails = (
+        "starts = open('starts', 'a+'); starts.write('x'); starts.seek(0)\n"
+        f"if len(starts.read()) <= {num_failures}: sys.exit({code})\n"
+        "notify('go'); stay()"
+    )
+    logs = (None, tmp_path / "generator-0.log")
+    rows = supervised("wait('go')", fails, logs=logs, has_trained=lambda: True)
+    children.until_all_have_ended()
+    assert [row["delay"] for row in rows if row["event"] == "restart"] == restarts
+    assert [row["worker"] for row in rows if row["event"] == "failed"] == ["generator-0"]
+    assert capfd.readouterr().out.count("the next start is in") == 1  # not once for each failure
+
+
+def test_group_continues_while_a_generator_runs_that_failed_before(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "RETRY_SECONDS", 0.05)
+    ended = list[bool]()
+
+    def on_tick(group: process_group.ProcessGroup) -> None:
+        if group["generator-1"].failure and not ended:
+            ended.append(True)
+            Path("go").write_text("")  # the trainer ends
+
+    fails_once = (
+        "if not os.path.exists('mark'): open('mark', 'w'); sys.exit(2)\nnotify('gone'); stay()"
+    )
+    rows = supervised("wait('go')", fails_once, "wait('gone'); sys.exit(2)", on_tick=on_tick)
+    failed = [row["worker"] for row in rows if row["event"] == "failed"]
+    assert failed == ["generator-0", "generator-1"]
 
 
 def test_group_ends_when_its_last_generator_cannot_run(
@@ -287,7 +330,7 @@ def test_group_ends_when_its_last_generator_cannot_run(
     supervised("notify('go'); stay()", "wait('go'); sys.exit(2)", "sys.exit(2)", code=2,
                logs=(None, tmp_path / "0.log", tmp_path / "1.log"))  # fmt: skip
     children.until_all_have_ended()
-    assert capfd.readouterr().out.count("refused its settings") == 2
+    assert capfd.readouterr().out.count("ended with an error") == 2
 
 
 def test_finished_generator_is_not_restarted(children: Children) -> None:
@@ -410,6 +453,23 @@ def test_restart_notice_waits_for_the_trainers_table(children: Children) -> None
     os.close(stdout)
     notice = "restarted generator-0 (exit code 1) after 0.5 s"
     assert lines == ["table begins", "table ends", notice]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_full_disk_for_output_and_events_ends_no_supervisor(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # data may stay in a buffer until the end
+    Path("events.jsonl").symlink_to("/dev/full")
+    crashes_once = (
+        "send('started')\nif not os.path.exists('mark'): open('mark', 'w'); sys.exit(9)\nwait('go')"
+    )
+    with (
+        open("/dev/full", "wb") as full,
+        supervisor(crashes_once, "notify('go')", stdout=full, stderr=full) as process,
+    ):
+        assert process.wait(timeout=30) == 0
+    assert children.until_all_have_ended() == ["started", "started"]
 
 
 def test_supervise_restores_signal_handlers(children: Children) -> None:

@@ -54,6 +54,18 @@ def test_supervisor_rotates_the_log_of_its_worker(
     assert supervisor._tail("pc-0")[-3:] == ["line 298", "line 299", "the end"]
 
 
+def test_log_that_cannot_be_truncated_ends_no_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".lan" / "pc-0.log").mkdir(parents=True)
+    code = SUPERVISOR.replace(f"= {MAX_LOG_BYTES}", "= -1")
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "pass"], env={"PYTHONPATH": str(ROOT)}, timeout=30, check=False
+    )
+    assert ended.returncode == 0
+
+
 def test_log_is_rotated_only_above_its_limit(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log.write_text(numbered(0, 10))
     monkeypatch.setattr(supervisor, "MAX_LOG_BYTES", log.stat().st_size)
