@@ -19,27 +19,36 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from peralta_zmq.learning.losses import TokenLoss, Tokens, evaluate, of_rollouts
-from peralta_zmq.learning.step_metrics import Mismatch, mismatch_by
+from peralta_zmq.learning.losses import (
+    TokenLoss,
+    Tokens,
+    evaluate,
+    of_rollouts,
+    ratio_of,
+    sequence_sum,
+)
 
-# Largest mean of k3 = e^x - x - 1 per token, where x is the policy's logprob minus the generator's,
-# clamped to +-10. A generator with older weights or another dtype has a mean below 1. No generator
-# that reports its true logprobs exceeds the bound with a probability above 1/91 per group: k3 is at
-# most 9 where x < 0, and less than e^x where x > 0, so a mean of k3 above 100 needs a mean of e^x
-# above 91. The expected mean of e^x is 1, as the generator sampled the tokens; Markov's inequality
-# gives 1/91.
-MAX_GROUP_KL = 100.0
+# Largest mean of e^x over the tokens of a group, where x, at most 20, is the policy's logprob minus
+# the generator's. The expected mean is 1 for a generator that reports its true logprobs, because it
+# sampled the tokens. So, by Markov's inequality, it exceeds the bound with a probability below 1/100
+# per group. One token with x = 20 exceeds the bound in a group of any size that a message can have.
+MAX_MEAN_RATIO = 100.0
 MISMATCH, NOT_FINITE = "logprob mismatch", "loss not finite"  # reasons for an exclusion
 EXCLUDED = "excluded/"  # excluded/REASON/GROUP is a key in the results of `summands`
 
 
-def mismatched_groups(groups: Sequence[str], mismatch: Sequence[Mismatch]) -> dict[str, str]:
+@torch.no_grad()
+def mismatched_groups(tokens: Tokens, groups: Sequence[str]) -> dict[str, str]:
     """The groups with a very large mismatch, each with MISMATCH as the reason.
 
-    `groups` has the name of each rollout's group, and `mismatch` the mismatch of each rollout.
+    `groups` has the name of each rollout's group.
     """
-    totals = mismatch_by(groups, mismatch)
-    return {name: MISMATCH for name, total in totals.items() if total.mean > MAX_GROUP_KL}
+    ratio = ratio_of(tokens.logprobs - tokens.old_logprobs)
+    excess = sequence_sum(tokens, ratio - MAX_MEAN_RATIO).tolist()  # by rollout
+    totals = dict.fromkeys(groups, 0.0)
+    for name, summand in zip(groups, excess, strict=True):
+        totals[name] += summand
+    return {name: MISMATCH for name, total in totals.items() if total > 0.0}
 
 
 def groups_without_finite_loss(

@@ -350,15 +350,14 @@ def _backward(loss: TokenLoss, tokens: Tokens, groups: Sequence[str]) -> dict[st
     """Compute a micro-batch's loss and gradients; returns its terms of the update's sums."""
     result, summands = None, dict[str, Tensor | float]()
     if tokens.mask.any():  # not a filler (packing.make_batches)
-        by_rollout = step_metrics.rollout_mismatch(tokens)
-        excluded = exclusion.mismatched_groups(groups, by_rollout)
+        excluded = exclusion.mismatched_groups(tokens, groups)
         usable = exclusion.without_groups(excluded, tokens, groups)
         result = evaluate(loss, usable) if usable else None
         if result and not result.is_finite and tokens.logprobs.isfinite().all():
             excluded |= exclusion.groups_without_finite_loss(loss, tokens, groups, excluded)
             usable = exclusion.without_groups(excluded, tokens, groups)
             result = evaluate(loss, usable) if usable else None
-        summands |= step_metrics.mismatch_summands(tokens, groups, by_rollout)
+        summands |= step_metrics.mismatch_summands(tokens, groups)
         summands |= exclusion.summands(excluded)
     if result is None:  # ranks in lockstep must all run a backward pass
         (tokens.logprobs.sum() * 0.0).backward()

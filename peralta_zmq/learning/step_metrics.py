@@ -134,18 +134,10 @@ class MismatchStatistics:
         return new
 
 
-@torch.no_grad()
-def rollout_mismatch(tokens: losses.Tokens) -> list[Mismatch]:
-    """The mismatch of each rollout of a micro-batch."""
-    kl = losses.k3(tokens.logprobs - tokens.old_logprobs)
-    sums = torch.stack([losses.sequence_sum(tokens, each) for each in (kl, torch.ones_like(kl))])
-    return [Mismatch(*pair) for pair in zip(*sums.tolist(), strict=True)]
-
-
 def mismatch_by(names: Sequence[str], parts: Sequence[Mismatch]) -> dict[str, Mismatch]:
     """Sum the mismatches of each name: parts[i] belongs to names[i].
 
-    A name is that of a group, a sender or a generator.
+    A name is that of a sender or a generator.
     """
     totals: dict[str, Mismatch] = {}
     for name, part in zip(names, parts, strict=True):
@@ -155,21 +147,21 @@ def mismatch_by(names: Sequence[str], parts: Sequence[Mismatch]) -> dict[str, Mi
 
 
 @torch.no_grad()
-def mismatch_summands(
-    tokens: losses.Tokens, groups: Sequence[str], rollouts: Sequence[Mismatch]
-) -> dict[str, Tensor | float]:
+def mismatch_summands(tokens: losses.Tokens, groups: Sequence[str]) -> dict[str, Tensor | float]:
     """What a micro-batch adds to the update's sums for the metrics of mismatch.
 
     These are mismatch_kl, the mean over all tokens of the update; the sums from which the learner
     computes ess, the effective sample size: sum(ratio)^2 / (number of tokens * sum(ratio^2)); and
     the Mismatch of each sender. A name with a leading underscore is a sum that is no metric.
-    `groups` has the name of each rollout's group, `rollouts` the mismatch of each rollout.
+    `groups` has the name of each rollout's group.
     """
     log_ratio = tokens.logprobs - tokens.old_logprobs
-    ratio = losses.ratio_of(log_ratio, limit=losses.STRICT_LOG_RATIO)
+    ratio, kl = losses.ratio_of(log_ratio, limit=losses.STRICT_LOG_RATIO), losses.k3(log_ratio)
+    by_rollout = (losses.sequence_sum(tokens, each).tolist() for each in (kl, torch.ones_like(kl)))
+    rollouts = [Mismatch(*sums) for sums in zip(*by_rollout, strict=True)]
     senders = mismatch_by([name.rpartition("/")[0] for name in groups], rollouts)
     return {
-        "mismatch_kl": losses.token_mean(tokens, losses.k3(log_ratio)),
+        "mismatch_kl": losses.token_mean(tokens, kl),
         "_ratio": (tokens.mask * ratio).sum(),
         "_ratio_square": (tokens.mask * ratio.square()).sum(),
         "_not_finite": (~tokens.logprobs.isfinite()).sum(),

@@ -10,19 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from failing_losses import POISON, steep
 from sample_data import packed, siblings, step_gradient, tiny_model
 from torch import Tensor
 
 from peralta_zmq.learning import losses
-from peralta_zmq.learning.exclusion import MISMATCH, NOT_FINITE
+from peralta_zmq.learning.exclusion import MISMATCH, NOT_FINITE, mismatched_groups
 from peralta_zmq.learning.learner import StepResult
 from peralta_zmq.learning.losses import TokenLoss, Tokens
 from peralta_zmq.learning.packing import Packing, make_batches
 from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.wire.group_rules import MAX_TOKENS
 
 LENGTHS = ([4, 1, 7, 2], [3, 9, 5, 1], [2, 2, 3, 6])  # generated tokens of the rollouts
 ABSURD = -9000.0  # logprob beyond any policy
-MARK = -2.5  # a plausible logprob that a loss of these tests detects
 BAD = 1  # the group with such a logprob
 KEPT = 1 - sum(LENGTHS[BAD]) / sum(map(sum, LENGTHS))  # share of the tokens in the other groups
 
@@ -55,17 +56,9 @@ def update(
 
 
 def infinite(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-    """REINFORCE, infinite for marked tokens."""
+    """REINFORCE, infinite for poisoned tokens."""
     value, metrics = losses.reinforce(tokens)
-    return value + math.inf if (tokens.old_logprobs == MARK).any() else value, metrics
-
-
-def steep(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-    """REINFORCE with a finite value and an infinite gradient for marked tokens."""
-    value, metrics = losses.reinforce(tokens)
-    if (tokens.old_logprobs == MARK).any():
-        value = value + (tokens.logprobs - tokens.logprobs.detach()).abs().sqrt().sum()
-    return value, metrics
+    return value + math.inf if (tokens.old_logprobs == POISON).any() else value, metrics
 
 
 def update_without_bad_group(
@@ -105,7 +98,23 @@ def test_absurd_logprobs_are_left_out_of_every_loss(
 def test_group_without_finite_loss_is_left_out_and_named(
     model: Any, loss: TokenLoss, max_tokens: int
 ) -> None:
-    update_without_bad_group(model, MARK, loss, max_tokens=max_tokens, reason=NOT_FINITE, kept=KEPT)
+    update_without_bad_group(
+        model, POISON, loss, max_tokens=max_tokens, reason=NOT_FINITE, kept=KEPT
+    )
+
+
+@pytest.mark.parametrize(("poison", "is_excluded"), [(ABSURD, True), (-24.9, True), (-5.0, False)])
+def test_one_absurd_logprob_excludes_a_group_of_any_size(poison: float, is_excluded: bool) -> None:
+    """Of 2^20 tokens with -5, which the policy gives them too, one is reported with `poison`."""
+    policy = torch.full((MAX_TOKENS,), -5.0)
+    tokens = Tokens(
+        logprobs=policy, old_logprobs=policy.clone(), advantages=policy, mask=policy.isfinite(),
+        sequence=torch.arange(MAX_TOKENS) // (MAX_TOKENS // 2), num_sequences=2,
+        step_tokens=MAX_TOKENS, step_sequences=2,
+    )  # fmt: skip
+    tokens.old_logprobs[7] = poison
+    expected = {"a/0/1": MISMATCH} if is_excluded else {}
+    assert mismatched_groups(tokens, ["a/0/1"] * 2) == expected
 
 
 def test_update_without_usable_group_changes_nothing_and_is_not_skipped(model: Any) -> None:
