@@ -29,6 +29,10 @@ from peralta_zmq.errors import ConfigError
 from peralta_zmq.rollout import Message
 
 transformers_logging.disable_progress_bar()
+# Its own handler would print names of tensors and other texts of a model folder unescaped; that of
+# this program (config/programs.py) escapes control characters.
+transformers_logging.disable_default_handler()
+transformers_logging.enable_propagation()
 
 EMBEDDED = Path(__file__).parent / "embedded"  # a small model that is part of this package
 COMPANION_SUFFIXES = (".json", ".txt", ".jinja", ".py")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -157,6 +158,27 @@ def test_load_model_rejects_missing_tensor_or_wrong_shape(
     weights = changed(model, **{NORM: tensor})
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert reason in refused(tmp_path)
+
+
+def test_name_of_an_unexpected_tensor_is_printed_escaped(tmp_path: Path, model: Any) -> None:
+    model.save_pretrained(tmp_path)
+    weights = {**models.weights_of(model), "model.\x1b]0;owned\x07": torch.ones(1)}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    code = """
+import sys
+from pathlib import Path
+import torch
+from peralta_zmq.config.programs import run_plain_program
+
+def main(arguments):
+    from peralta_zmq.models import load_model
+    load_model(Path(arguments[0]), device=torch.device("cpu"), dtype=torch.float32)
+
+run_plain_program(main, "bin/x")
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert r"model.\x1b]0;owned\x07" in result.stderr and "\x07" not in result.stderr
 
 
 @pytest.mark.parametrize("model_type", ["mine", "qwen3"])
