@@ -22,7 +22,7 @@ from tools.chaos import SEED, seed_of
 from tools.link_proxy import free_ports
 from tools.promise_checker import check
 from tools.run_history import RECORDING_OPTIONS, read_history
-from tools.weights_disk import MOUNTING
+from tools.small_disk import MOUNTING
 
 REPO = Path(__file__).parents[1]
 SMALL = (

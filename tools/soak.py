@@ -2,10 +2,10 @@
 
 `python -m tools.soak --minutes 30 --seed 7` trains the embedded model with three generators, each
 behind a link proxy, while workers are killed, frozen, disconnected, stopped and restarted, bits
-are flipped on the links, the disk of the weights fails, and a fourth sender sends invalid and
-poisoned groups.
-Every second session of the trainer is with keys. Then the run finishes without faults and is
-checked. The disk is a mount: start the soak with `unshare --map-root-user --mount`.
+are flipped on the links, the disk of the weights or of the journal fails, and a fourth sender sends
+invalid and poisoned groups. Every second session of the trainer is with keys. Then the run finishes
+without faults and is checked. The disks are mounts: start the soak with
+`unshare --map-root-user --mount`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +26,22 @@ from peralta_zmq.observe.metrics import METRICS
 from peralta_zmq.operate.local import local_workers
 from peralta_zmq.operate.process_group import ProcessGroup, Record, Worker, recorder, supervise
 from peralta_zmq.wire import auth
-from tools import hostile_sender, weights_disk
+from tools import hostile_sender
 from tools.hostile_sender import HostileSender
 from tools.link_proxy import LinkProxy, free_ports
 from tools.promise_checker import check, hostile_groups, unexpected_ends
 from tools.run_history import RECORDING_OPTIONS, last_step, read_history
-from tools.soak_report import FLIP, HOSTILE, OUTAGE, check_kills, figures_of, section, write_section
-from tools.weights_disk import WeightsDisk
+from tools.small_disk import SmallDisk
+from tools.soak_report import (
+    FLIP,
+    HOSTILE,
+    OUTAGE,
+    WITH_RESTART,
+    check_faults,
+    figures_of,
+    section,
+    write_section,
+)
 
 NUM_GENERATORS = 3
 SESSION_STEPS = 600  # after which the trainer finishes and is started for as many more
@@ -41,7 +50,7 @@ FINAL_STEPS = 20  # without faults
 PAUSE = (2.0, 6.0)  # seconds between two faults
 MIN_TRAINER_SECONDS = 15.0  # between two kills of the trainer
 SECONDS = (1.0, 10.0)  # duration of a fault
-OUTAGE_SECONDS = (5.0, 20.0)  # of the weights disk: longer than the restart of a worker
+OUTAGE_SECONDS = (5.0, 20.0)  # of a disk: longer than the restart of a worker
 FLIPPED_PORTS = ("rollouts", "announcements", "statuses")  # in the order of the ports
 # Range of the flipped bit; the handshake of a new connection takes the first 900 bytes.
 FLIP_BITS = 8 * 1000
@@ -65,14 +74,14 @@ class FaultInjector:
     def __init__(
         self,
         links: Sequence[LinkProxy],
-        disk: WeightsDisk,
+        disks: Mapping[str, SmallDisk],
         hostile: HostileSender,
         record: Record,
         *,
         seed: int,
         seconds: float,
     ) -> None:
-        self._links, self._disk, self._hostile, self._record = links, disk, hostile, record
+        self._links, self._disks, self._hostile, self._record = links, disks, hostile, record
         self._rng = random.Random(seed)
         self._deadline = time.monotonic() + seconds
         self._next_fault = time.monotonic() + PAUSE[1]
@@ -111,15 +120,15 @@ class FaultInjector:
             (inject,) = self._rng.choices(list(faults), list(faults.values()))
             inject(group)
 
-    def _kill_generator(self, group: ProcessGroup) -> None:
-        group[self._rng.choice(GENERATORS)].kill()
+    def _kill_generator(self, group: ProcessGroup) -> str:
+        return ", with a restart of a generator" * group[self._rng.choice(GENERATORS)].kill()
 
-    def _kill_trainer(self, group: ProcessGroup) -> None:
+    def _kill_trainer(self, group: ProcessGroup) -> str:
         has_just_started = time.monotonic() - self._trainer_started < MIN_TRAINER_SECONDS
         if has_just_started or not group["trainer"].kill():
-            self._kill_generator(group)
-        else:
-            self.on_trainer_start()
+            return self._kill_generator(group)
+        self.on_trainer_start()
+        return WITH_RESTART
 
     def _freeze(self, group: ProcessGroup) -> None:
         worker = self._rng.choice(["trainer", *GENERATORS])
@@ -158,16 +167,14 @@ class FaultInjector:
             self._active.append((time.monotonic() + SECONDS[1], name, end))
 
     def _break_disk(self, group: ProcessGroup) -> None:
-        """Take the weights disk away or make it full or read-only, in most cases kill a worker."""
-        outage = self._rng.choice(weights_disk.OUTAGES)
+        """Let one disk fail, and kill a worker in most cases, so that it starts meanwhile."""
+        name = self._rng.choice(list(self._disks))
+        disk, outage = self._disks[name], self._rng.choice(self._disks[name].outages)
         kill = self._rng.choice((self._kill_trainer, self._kill_generator, None))
-        if any(kind.startswith(OUTAGE) for _, kind, _ in self._active):
+        if any(kind.startswith(OUTAGE) for _, kind, _ in self._active) or not disk.begin(outage):
             return
-        if self._disk.begin(outage):
-            kind = f"{OUTAGE}{outage}{', with a restart' if kill else ''}"
-            self._end_later(kind, "trainer", lambda group: self._disk.end(outage), OUTAGE_SECONDS)
-            if kill:
-                kill(group)
+        kind = f"{OUTAGE}{name} {outage}{kill(group) if kill else ''}"
+        self._end_later(kind, "trainer", lambda group: disk.end(outage), OUTAGE_SECONDS)
 
     def _stop_generator(self, group: ProcessGroup) -> None:
         if not any(kind == "stop" for _, kind, _ in self._active):
@@ -202,27 +209,31 @@ def soak(
     is_last, session, target = False, seed, 0
     session_steps = min(SESSION_STEPS, max(1, round(SESSION_STEPS_PER_MINUTE * minutes)))
     with ExitStack() as stack:
-        disk = stack.enter_context(WeightsDisk(folder / "nas"))
+        weights, journal = folder / "nas" / "weights", folder / "journal"
+        disks = {
+            "weights": SmallDisk(folder / "nas", weights),
+            "journal": SmallDisk(journal, journal),
+        }
+        for disk in disks.values():
+            stack.enter_context(disk)
         links = [stack.enter_context(LinkProxy(port)) for _ in range(NUM_GENERATORS)]
-        injector = FaultInjector(links, disk, hostile, record, seed=seed, seconds=60 * minutes)
+        injector = FaultInjector(links, disks, hostile, record, seed=seed, seconds=60 * minutes)
         while not is_last:
             is_last, session = injector.is_over, session + 1
             target = last_step(folder / METRICS) + (FINAL_STEPS if is_last else session_steps)
             keys = folder / KEYS if always_keys or session % 2 else None
             hostile.keys = auth.generator_keys(keys, hostile_sender.NAME) if keys else None
             injector.on_trainer_start()
-            workers = soak_workers(
-                folder, links, disk.weights, port=port, max_steps=target, keys=keys
-            )
+            workers = soak_workers(folder, links, weights, port=port, max_steps=target, keys=keys)
             if code := supervise(workers, record=record, on_tick=injector.on_tick):
                 return code
-    history = read_history(folder, max_steps=target)
+        history = read_history(folder, max_steps=target)  # before the disks are unmounted
     figures = figures_of(history)
     checks = [
         *check(history),
         hostile_groups(history, minutes=minutes),
         unexpected_ends(history),
-        check_kills(figures, minutes=minutes),
+        check_faults(figures, minutes=minutes),
     ]
     text = section(figures, checks, minutes=minutes, seed=seed)
     sys.stdout.write(f"{text}\n")

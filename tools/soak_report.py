@@ -19,6 +19,7 @@ from tools.run_history import History
 
 LONG_MINUTES, MIN_KILLS = 30.0, 200  # a soak of at least 30 minutes makes 200 SIGKILLs
 FLIP, OUTAGE, HOSTILE = "flip ", "disk ", "hostile "  # beginnings of the kinds of faults
+WITH_RESTART = ", with a restart of the trainer"  # end of the kind of an outage
 BEGIN, END = "<!-- written by make soak: begin -->", "<!-- written by make soak: end -->"
 
 
@@ -33,7 +34,7 @@ class Figures:
     steps: int
     resumes: int
     loads: int
-    unpublished: int  # versions that could not be written during an outage of the disk
+    unpublished: int  # versions that could not be written during an outage
 
 
 def figures_of(history: History) -> Figures:
@@ -60,11 +61,17 @@ def figures_of(history: History) -> Figures:
     )
 
 
-def check_kills(figures: Figures, *, minutes: float) -> Check:
-    """Check that a long soak has made enough kills."""
-    count = figures.kills.total()
-    too_few = minutes >= LONG_MINUTES and count < MIN_KILLS
-    return Check("kills", f"{count} SIGKILLs", (f"fewer than {MIN_KILLS}",) if too_few else ())
+def check_faults(figures: Figures, *, minutes: float) -> Check:
+    """Check that a long soak has made enough kills, and started the trainer during outages."""
+    kills = figures.kills.total()
+    restarts = sum(count for kind, count in figures.faults.items() if kind.endswith(WITH_RESTART))
+    missing: list[str] = []
+    if minutes >= LONG_MINUTES and kills < MIN_KILLS:
+        missing.append(f"fewer than {MIN_KILLS} SIGKILLs")
+    if minutes >= LONG_MINUTES and restarts == 0:
+        missing.append("no start of the trainer during an outage")
+    result = f"{kills} SIGKILLs, {restarts} starts of the trainer during an outage"
+    return Check("faults", result, tuple(missing))
 
 
 def section(figures: Figures, checks: Sequence[Check], *, minutes: float, seed: int) -> str:
@@ -72,19 +79,19 @@ def section(figures: Figures, checks: Sequence[Check], *, minutes: float, seed: 
     kills, faults = figures.kills, figures.faults
     outcomes = ", ".join(f"{count} {name}" for name, count in figures.outcomes.most_common())
     generators = kills.total() - kills["trainer"]
-    recovery = "none was killed"
-    if figures.recoveries:
-        recovery = f"{median(figures.recoveries):.1f} s, at most {figures.recoveries[-1]:.1f} s"
+    recovery = ""
+    if seconds := figures.recoveries:
+        recovery = f"median {median(seconds):.1f} s, at most {seconds[-1]:.1f} s"
     rows = [
         ("SIGKILLs", f"{kills.total()}: {kills['trainer']} trainer, {generators} generators"),
         ("flipped bits", _counts(faults, FLIP)),
-        ("outages of the weights disk", _counts(faults, OUTAGE)),
+        ("outages of a disk", _counts(faults, OUTAGE)),
         ("invalid and poisoned groups", _counts(faults, HOSTILE)),
         ("other faults", _counts(faults, "")),
-        ("from a trainer's SIGKILL to its next step", f"median {recovery}"),
-        ("training steps", f"{figures.steps}, the trainer started again {figures.resumes} times"),
+        ("time from a SIGKILL of the trainer to its next step", recovery),
+        ("training steps", f"{figures.steps}; the trainer resumed {figures.resumes} times"),
         ("groups", outcomes),
-        ("versions loaded", f"{figures.loads}; {figures.unpublished} could not be published"),
+        ("loads of weight versions", f"{figures.loads}; {figures.unpublished} publications failed"),
     ]
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     return "\n".join(

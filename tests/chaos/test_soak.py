@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from real_programs import REPO, processes_that_name, skip_without_mounting
 
+from tools.small_disk import MOUNTING
 from tools.soak_report import BEGIN, END
-from tools.weights_disk import MOUNTING
 
 
 @pytest.mark.slow

@@ -12,7 +12,15 @@ from benchmarks.report import commit
 from peralta_zmq.observe.metrics import Row
 from tools.promise_checker import Check
 from tools.run_history import History, Load, Logs, Record
-from tools.soak_report import BEGIN, END, check_kills, figures_of, section, write_section
+from tools.soak_report import (
+    BEGIN,
+    END,
+    WITH_RESTART,
+    check_faults,
+    figures_of,
+    section,
+    write_section,
+)
 
 EVENTS: list[Row] = [
     {"event": "killed", "worker": "trainer", "time": 10.0},
@@ -56,15 +64,25 @@ def test_figures_count_events_and_groups() -> None:
     assert (figures.steps, figures.resumes, figures.loads, figures.unpublished) == (3, 2, 4, 1)
 
 
+FEW, NONE = "fewer than 200 SIGKILLs", "no start of the trainer during an outage"
+
+
 @pytest.mark.parametrize(
-    ("kills", "minutes", "broken"),
-    [(199, 30, ("fewer than 200",)), (200, 30, ()), (4, 60, ("fewer than 200",)), (4, 29, ())],
-)
-def test_soak_of_half_an_hour_needs_200_kills(
-    kills: int, minutes: float, broken: tuple[str, ...]
+    ("kills", "minutes", "outage", "broken"),
+    [
+        (199, 30, WITH_RESTART, (FEW,)), (200, 30, WITH_RESTART, ()),
+        (200, 30, ", with a restart of a generator", (NONE,)), (4, 60, "", (FEW, NONE)),
+        (4, 29, "", ()),
+    ],
+)  # fmt: skip
+def test_soak_of_half_an_hour_needs_kills_and_starts_during_outages(
+    kills: int, minutes: float, outage: str, broken: tuple[str, ...]
 ) -> None:
-    figures = replace(figures_of(history()), kills=Counter({"trainer": 3, "ann": kills - 3}))
-    assert check_kills(figures, minutes=minutes).broken == broken
+    kinds = Counter({"trainer": 3, "ann": kills - 3})
+    figures = replace(
+        figures_of(history()), kills=kinds, faults=Counter([f"disk journal full{outage}"])
+    )
+    assert check_faults(figures, minutes=minutes).broken == broken
 
 
 def test_section_is_written_between_its_markers(tmp_path: Path) -> None:
@@ -77,7 +95,7 @@ def test_section_is_written_between_its_markers(tmp_path: Path) -> None:
     assert "| SIGKILLs | 4: 3 trainer, 1 generators |" in text
     assert "median 3.8 s, at most 5.5 s" in text
     assert "| flipped bits | 1 x statuses, with keys |" in text
-    assert "| outages of the weights disk | 1 x away; 1 x full, with a restart |" in text
+    assert "| outages of a disk | 1 x away; 1 x full, with a restart |" in text
     assert "| invalid and poisoned groups | 1 x NaN rewards |" in text
     assert "| other faults | 2 x freeze |" in text
     assert "FAIL  P1 torn 0: version=2 refused" in text

@@ -1,4 +1,4 @@
-"""Every outage of the weights disk makes writing fail and ends completely (Linux only)."""
+"""Every outage of a small disk makes writing fail and ends completely (Linux only)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from pathlib import Path
 
 from real_programs import REPO, skip_without_mounting
 
-from tools.weights_disk import MOUNTING
+from tools.small_disk import MOUNTING
 
 OUTAGES = """
 import errno, sys
 from pathlib import Path
-from tools.weights_disk import OUTAGES, WeightsDisk
+from tools.small_disk import LOCAL_OUTAGES, SmallDisk
 
-with WeightsDisk(Path(sys.argv[1])) as disk:
-    disk.weights.mkdir()
+disk_folder = Path(sys.argv[1])
+assert SmallDisk(disk_folder, disk_folder).outages == LOCAL_OUTAGES
+with SmallDisk(disk_folder, disk_folder / "weights") as disk:
+    disk.folder.mkdir()
     print("before the first version", disk.begin("full"))
-    version, new = disk.weights / "step_00000001", disk.weights / "new"
+    version, new = disk.folder / "step_00000001", disk.folder / "new"
     version.mkdir()
-    for outage in OUTAGES:
+    for outage in disk.outages:
         began = disk.begin(outage)
         try:
             new.write_bytes(bytes(1 << 20))
@@ -44,7 +46,7 @@ with WeightsDisk(Path(sys.argv[1])) as disk:
 """
 
 
-def test_outages_of_the_weights_disk_begin_and_end(tmp_path: Path) -> None:
+def test_outages_of_a_small_disk_begin_and_end(tmp_path: Path) -> None:
     skip_without_mounting()
     folder = tmp_path / "nas"
     command = [*MOUNTING, sys.executable, "-c", OUTAGES, str(folder)]

@@ -1,4 +1,4 @@
-"""A small disk for the weights folder that is full, read-only, empty or away on demand.
+"""A small disk for one folder of a run that is full, read-only, empty or away on demand.
 
 It is a tmpfs (Linux). Any user may mount one in a mount namespace: put the words of MOUNTING before
 the command of a program that uses it.
@@ -13,23 +13,27 @@ from pathlib import Path
 MOUNTING = ("unshare", "--map-root-user", "--mount")
 MEGABYTES = 256  # a soak of the embedded model needs less than 100
 OUTAGES = ("away", "empty", "full", "read-only")
+LOCAL_OUTAGES = ("full", "read-only")  # of a disk that is no network mount
 
 
-class WeightsDisk:
-    """A file system in memory with the folder `weights`. Use with `with`; its files end with it."""
+class SmallDisk:
+    """A file system in memory, mounted on `mount_point`. Use with `with`; its files end with it.
 
-    def __init__(self, mount_point: Path) -> None:
-        self.weights = mount_point / "weights"
-        self._mount_point = mount_point
+    A run writes its steps to `folder`: the mount point, or a folder in it, which can be away.
+    """
+
+    def __init__(self, mount_point: Path, folder: Path) -> None:
+        self.folder, self._mount_point = folder, mount_point
+        self.outages = LOCAL_OUTAGES if folder == mount_point else OUTAGES
         self._hidden, self._filler = mount_point / "hidden", mount_point / "filler"
 
     def begin(self, outage: str) -> bool:
-        """Begin one of OUTAGES; False if it is impossible now.
+        """Begin one of `outages`; False if it is impossible now.
 
-        Impossible are an outage before the first version, because a new run may reject its folder,
-        and a read-only disk while a file is written.
+        Impossible are an outage before the first step, because a new run may reject its folder, and
+        a read-only disk while a file is written.
         """
-        if not any(self.weights.glob("step_*")):
+        if not any(self.folder.glob("step_*")):
             return False
         if outage == "read-only":
             return not self._remount("ro")
@@ -38,9 +42,9 @@ class WeightsDisk:
                 while True:
                     filler.write(bytes(1 << 20))
         else:
-            self.weights.rename(self._hidden)
+            self.folder.rename(self._hidden)
         if outage == "empty":  # as a mount point without its mount
-            self.weights.mkdir()
+            self.folder.mkdir()
         return True
 
     def end(self, outage: str) -> None:
@@ -49,15 +53,15 @@ class WeightsDisk:
         Raises OSError if a program has written to the empty folder.
         """
         if outage == "empty":
-            self.weights.rmdir()
+            self.folder.rmdir()
         if outage == "read-only":
             self._remount("rw")
         elif outage == "full":
             self._filler.unlink()
         else:
-            self._hidden.rename(self.weights)
+            self._hidden.rename(self.folder)
 
-    def __enter__(self) -> WeightsDisk:
+    def __enter__(self) -> SmallDisk:
         self._mount_point.mkdir(parents=True)
         options = f"size={MEGABYTES}m,mode=755"
         command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(self._mount_point)]
