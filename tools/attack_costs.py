@@ -46,10 +46,11 @@ AFTER_SECONDS = 4.0  # after the connections are closed
 MAX_MEMORY = 6 << 30  # bytes; a trainer that needs more is killed, to protect this machine
 LARGE_FILE = 1 << 30  # bytes
 GENERATOR = "local-0"
-ANYONE, HOLDER, STRANGER = "anyone, without keys", "a known generator", "a stranger, with keys"
+ANYONE, HOLDER = "without keys: anyone", "with keys: a known generator"
+STRANGER = "with keys: anyone without a key"
 ULIMIT = ("/bin/sh", "-c", 'ulimit -S -n 1024; exec "$@"', "sh")
 SETTINGS = (
-    *("--sampling.num-generations", "4", "--train.batch-size", "4", "--engine.slots", "8"),
+    *("--sampling.num-generations", "4", "--train.batch-size", "16", "--engine.slots", "8"),
     *("--sampling.max-completion-length", "16"),  # with small steps the memory soon stops growing
     *("--train.max-off-policy-steps", "100", "--train.max-steps", "1000000"),
     *("--train.lr-scheduler-type", "constant", "--train.learning-rate", "1e-6"),
@@ -58,7 +59,7 @@ SETTINGS = (
 )
 ATTACKERS = (ANYONE, HOLDER, STRANGER)
 EVERY = "all of these, one after another"
-FORGED = "someone wrote a version with a file of 1 GiB to the weights folder"
+FORGED = "a forged version that has a file of 1 GiB in the weights folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +285,7 @@ def report(only: str = "") -> str:
     if only in FORGED:
         forgery = (version_with_large_file, LARGE_FILE)
         cell = measure([forgery], ANYONE, of_generator=True).cell
-        lines.append(f"\nA generator, after {FORGED}: {cell}.\n")
+        lines.append(f"\nA generator, with {FORGED}: {cell}.\n")
     return "".join(lines) + f"\n{when()}\n"
 
 

@@ -145,6 +145,31 @@ def stale_groups(client: Client, count: int) -> int:
     return _send(client, ROLLOUTS, frames)
 
 
+def stale_groups_of_new_incarnations(client: Client, count: int) -> int:
+    """Groups of the run's first weights, each of a new start of the same generator."""
+    group = group_within_limits(client.target.run_id)
+    frames = (wire.encode_group(replace(group, incarnation=os.urandom(8))) for _ in range(count))
+    return _send(client, ROLLOUTS, frames)
+
+
+def keyframe_requests(client: Client, count: int) -> int:
+    """Statuses of a generator that asks for a keyframe again and again."""
+    status = wire.GeneratorStatus(client.target.run_id, NAME, os.urandom(8))
+    statuses = (replace(status, wants_keyframe=n % 2 == 0) for n in range(count))
+    return _send_statuses(client, statuses)
+
+
+def many_frames(client: Client, count: int) -> int:
+    """One message of many frames of 500 bytes, which never ends."""
+    sent = 0
+    with suppress(zmq.Again):
+        opened = client.open_sender(ROLLOUTS)
+        while sent < count:
+            opened.send(bytes(500), zmq.SNDMORE)
+            sent += 1
+    return sent
+
+
 def huge_group(client: Client, count: int) -> int:
     """Groups of 8 MB: 60 rollouts of 17,000 tokens."""
     group = group_within_limits(
@@ -224,6 +249,11 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
     "3,000 statuses of new starts, 8 KB each": (long_statuses, 3000),
     "100,000 new incarnations": (new_incarnations, 100_000),
     "100,000 stale groups": (stale_groups, 100_000),
+    "100,000 stale groups, each of a new incarnation": (
+        stale_groups_of_new_incarnations, 100_000,
+    ),
+    "2,000 statuses, every second with a request for a keyframe": (keyframe_requests, 2000),
+    "200,000 frames of 500 bytes, all of one message to groups": (many_frames, 200_000),
     "a group of 60 rollouts of 17,000 tokens": (huge_group, 1),
     "2,000 idle connections to the four ports": (idle_connections, 2000),
     "2,000 idle connections to the dashboard": (idle_page_connections, 2000),

@@ -68,6 +68,30 @@ def test_stale_groups_are_valid_and_of_one_sender(client: Client, stack: ExitSta
     assert len({group.sender for group in groups}) == 1 and not receiver.refused
 
 
+def test_groups_of_new_incarnations_are_valid(client: Client, stack: ExitStack) -> None:
+    receiver = stack.enter_context(closing(receiver_at(address(client, attacks.ROLLOUTS))))
+    assert attacks.stale_groups_of_new_incarnations(client, 20) == 20
+    groups = drained(receiver)
+    assert len({group.sender for group in groups}) == 20 and not receiver.refused
+    assert {group.sequence for group in groups} == {0}
+
+
+def test_message_of_many_frames_never_arrives(client: Client, stack: ExitStack) -> None:
+    receiver = stack.enter_context(closing(receiver_at(address(client, attacks.ROLLOUTS))))
+    assert attacks.many_frames(client, 20) == 20
+    assert attacks.stale_groups(client, 1) == 1
+    assert len(drained(receiver)) == 1 and not receiver.refused
+
+
+def test_keyframe_requests_are_valid(client: Client, stack: ExitStack) -> None:
+    opened = wire.GeneratorStatusReceiver(address(client, attacks.STATUSES), run_id=RUN)
+    receiver = stack.enter_context(closing(opened))
+    pool = stack.enter_context(ThreadPoolExecutor(1))  # the receiver subscribes when it is called
+    sent = pool.submit(attacks.keyframe_requests, client, 1)
+    received = next(filter(None, (receiver.receive(timeout=0.1) for _ in until())))
+    assert sent.result() == 1 and [each.wants_keyframe for each in received.values()] == [True]
+
+
 def test_large_messages_are_sent_to_three_ports(client: Client, stack: ExitStack) -> None:
     stack.enter_context(closing(receiver_at(address(client, attacks.ROLLOUTS))))
     opened = wire.AnnouncementPublisher(address(client, attacks.ANNOUNCEMENTS))
