@@ -1,4 +1,4 @@
-"""Several real ranks on this machine: processes connected by gloo over the loopback."""
+"""Several real ranks on this machine, connected by gloo over the loopback, and their groups."""
 
 from __future__ import annotations
 
@@ -12,10 +12,18 @@ from typing import Any
 
 import torch
 from child_processes import FORKS
+from sample_data import siblings
 
 from tools.link_proxy import free_ports
 
 DEADLINE = 50.0  # seconds
+GROUPS = [
+    siblings(
+        [1, 0, 0, number % 2],
+        lengths=[3, 9, 1 + number % 7, 5], seed=number, sequence=number, num_prompt=4 + number % 5,
+    )
+    for number in range(20)
+]  # fmt: skip
 
 
 def start(

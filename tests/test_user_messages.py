@@ -63,18 +63,16 @@ def test_steps_without_signal_are_named_once_with_three_samples(
     tokenizer = models.load_tokenizer(models.EMBEDDED)
     groups = [group_of([0.25, 0.25], seed=seed) for seed in range(4)]
     with RunLog(tmp_path, run="demo", max_steps=99) as run_log:
-        warning = NoSignalWarning(run_log, tokenizer)
+        warning, printed = NoSignalWarning(run_log, tokenizer), dict[int, str]()
         for step in range(1, NO_SIGNAL_STEPS + 5):
-            assert ("no learning signal" in capsys.readouterr().out) is (step > NO_SIGNAL_STEPS)
             warning.update(step, groups, 1.0)
-            if step == NO_SIGNAL_STEPS:
-                printed = capsys.readouterr().out
-                assert (
-                    "no learning signal: 100% of groups have equal rewards for 20 steps; "
-                    "check the reward and the task's difficulty. Samples: "
-                ) in printed
-                assert printed.count(" -> 0.25") == 3
-                break
+            printed[step] = capsys.readouterr().out
+    assert [step for step, text in printed.items() if text] == [NO_SIGNAL_STEPS]
+    assert (
+        "no learning signal: 100% of groups have equal rewards for 20 steps; "
+        "check the reward and the task's difficulty. Samples: "
+    ) in printed[NO_SIGNAL_STEPS]
+    assert printed[NO_SIGNAL_STEPS].count(" -> 0.25") == 3
 
 
 # The pages.

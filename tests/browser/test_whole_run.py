@@ -12,21 +12,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_end_to_end import free_ports
+
+from tools.link_proxy import free_ports
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 180.0  # seconds; a generator without a report for 30 s is gone
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -53,7 +48,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 def test_dashboard_shows_training_and_a_dead_generator(
     tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]], tab: Callable
 ) -> None:
-    port, page_port = free_ports(), free_port()
+    port, page_port = free_ports(), free_ports()
     settings = ("@", str(ROOT / "configs" / "demo.toml"), "--run.dir", str(tmp_path),
                 "--wire.port", str(port), "--train.max-steps", "400",
                 "--train.learning-rate", "5e-5",

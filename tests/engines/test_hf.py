@@ -17,11 +17,6 @@ PROMPTS = [[5, 9, 33], [7], [40, 41, 42, 43, 44, 45, 46]]
 SAMPLED = Sampling(max_completion_length=12)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return models.load_tokenizer(models.EMBEDDED)
-
-
 @pytest.fixture
 def model() -> Any:
     return sharp_model()

@@ -19,11 +19,6 @@ PROBLEMS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return models.load_tokenizer(models.EMBEDDED)
-
-
 class ScriptedEngine:
     """An engine that completes all requests in a given order."""
 

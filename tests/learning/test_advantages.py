@@ -156,62 +156,50 @@ def rollout_of(
     )
 
 
-# -ln(1000) - 2 = -8.907755
+ABOVE_500 = {"token_id_threshold": 500}
 
 
 @pytest.mark.parametrize(
-    ("token_id", "logprob", "detected"),
-    [(600, -8.95, True), (600, -8.85, False), (500, -8.95, False), (501, -8.95, True)],
-)
+    ("token_id", "logprob", "detected", "options"),
+    [
+        (600, -8.95, True, ABOVE_500), (600, -8.85, False, ABOVE_500),  # -ln(1000) - 2 = -8.907755
+        (500, -8.95, False, ABOVE_500), (501, -8.95, True, ABOVE_500),
+        (600, -8.0, True, {**ABOVE_500, "logprob_offset": 1.0}),  # -7.907755
+        (600, -8.0, False, {**ABOVE_500, "logprob_offset": 1.2}),  # -8.107755
+        (999, -50.0, False, {"token_id_threshold": 1000}),  # above the whole vocabulary
+        (999, -50.0, False, {}),  # so is the default
+        (999, -50.0, True, {"token_id_threshold": 998, "vocab_size": 1001}),
+    ],
+)  # fmt: skip
 def test_gibberish_detects_rare_improbable_token(
-    token_id: int, logprob: float, detected: bool
+    token_id: int, logprob: float, detected: bool, options: dict[str, Any]
 ) -> None:
     rollout = rollout_of([-0.1, logprob, -0.1], [5, token_id, 700])
-    assert gibberish(rollout, vocab_size=1000, token_id_threshold=500) is detected
-
-
-def test_gibberish_threshold_follows_logprob_offset() -> None:
-    rollout = rollout_of([-8.0], [600])
-    found = [
-        gibberish(rollout, vocab_size=1000, token_id_threshold=500, logprob_offset=offset)
-        for offset in (1.0, 1.2)  # -7.907755, -8.107755
-    ]
-    assert found == [True, False]
-
-
-def test_gibberish_ignores_vocabulary_below_threshold() -> None:
-    rollout = rollout_of([-50.0], [999])
-    assert not gibberish(rollout, vocab_size=1000, token_id_threshold=1000)
-    assert not gibberish(rollout, vocab_size=1000)
-    assert gibberish(rollout, vocab_size=1001, token_id_threshold=998)
+    assert gibberish(rollout, **{"vocab_size": 1000, **options}) is detected
 
 
 SURE, UNSURE = math.log(0.995), math.log(0.985)
+OF_4 = {"max_completion_length": 100, "window": 4}
 
 
 @pytest.mark.parametrize(
-    ("logprobs", "detected"),
+    ("logprobs", "detected", "options"),
     [
-        ([SURE] * 4, True),
-        ([SURE] * 3, False),  # the certain prompt does not count
-        ([SURE] * 3 + [UNSURE] + [SURE] * 3, False),
-        ([UNSURE] + [SURE] * 4 + [UNSURE], True),
-        ([UNSURE] * 9, False),
+        ([SURE] * 4, True, OF_4),
+        ([SURE] * 3, False, OF_4),  # the certain prompt does not count
+        ([SURE] * 3 + [UNSURE] + [SURE] * 3, False, OF_4),
+        ([UNSURE] + [SURE] * 4 + [UNSURE], True, OF_4),
+        ([UNSURE] * 9, False, OF_4),
+        ([UNSURE] * 4, True, {"max_completion_length": 8, "prob_threshold": 0.98}),
+        ([SURE] * 8, True, {"max_completion_length": 16}),  # the window is half of this at most
+        ([SURE] * 8, True, {"max_completion_length": 17}),
+        ([SURE] * 8, False, {"max_completion_length": 18}),
     ],
 )
-def test_repetition_detects_window_of_certain_tokens(logprobs: list[float], detected: bool) -> None:
-    assert repetition(rollout_of(logprobs), max_completion_length=100, window=4) is detected
-
-
-@pytest.mark.parametrize(("length", "detected"), [(16, True), (17, True), (18, False)])
-def test_repetition_window_is_at_most_half_of_max_length(length: int, detected: bool) -> None:
-    # halves of 16, 17 and 18: 8, 8 and 9
-    assert repetition(rollout_of([SURE] * 8), max_completion_length=length) is detected
-
-
-def test_repetition_follows_prob_threshold() -> None:
-    rollout = rollout_of([UNSURE] * 4)
-    assert repetition(rollout, max_completion_length=8, prob_threshold=0.98)
+def test_repetition_detects_window_of_certain_tokens(
+    logprobs: list[float], detected: bool, options: dict[str, Any]
+) -> None:
+    assert repetition(rollout_of(logprobs), **options) is detected
 
 
 def test_overlong_detects_finish_reason_length() -> None:

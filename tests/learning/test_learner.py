@@ -43,7 +43,7 @@ def test_learn_raises_probability_of_better_rollouts() -> None:
     model = tiny_model()
     learner = tiny_learner(model, weight_decay=0.0)
     losses = [learner.learn(groups_of(1)).metrics["loss"] for _ in range(5)]
-    assert losses == sorted(losses, reverse=True)
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
 
 
 def test_metrics_report_learning_rate_of_the_step() -> None:

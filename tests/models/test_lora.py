@@ -60,7 +60,7 @@ def some_groups(step: int, rewards: tuple[float, ...] = (1, 0, 0, 1)) -> list[Ro
 
 
 def published(config: Config, model: Any, store: WeightStore, step: int) -> Version:
-    companions, fields = policy.companion_files(config, models.EMBEDDED, model)
+    companions, fields = policy.version_files(config, models.EMBEDDED, model)
     weights = lora.published_weights(model)
     return store.publish(step, weights, companions=companions, about=fields)
 

@@ -292,14 +292,19 @@ def test_verdict_is_possible_if_sums_of_numbers_overflow(value: float) -> None:
         assert verdict([row | dict.fromkeys(keys, value) for row in rows], now=1021.0).sentence
 
 
-def test_verdict_takes_constant_time() -> None:
-    rows = run() * 1000
+def least_seconds(rows: list[Row]) -> float:
+    """CPU time of a verdict, the least of five."""
     seconds: list[float] = []
     for _ in range(5):
         started = time.thread_time()
         verdict(rows, [START])
         seconds.append(time.thread_time() - started)
-    assert min(seconds) < 0.05
+    return min(seconds)
+
+
+def test_verdict_takes_constant_time() -> None:
+    rows = run(20)
+    assert least_seconds(rows * 50_000) < 10 * least_seconds(rows) + 1e-3
 
 
 def test_eta_is_not_negative_after_a_clock_change() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import local_ranks
 import pytest
 import torch
 import torch.distributed as dist
 from local_ranks import results, start
-from sample_data import siblings
 
 from peralta_zmq import build, models
 from peralta_zmq.config import load_config
@@ -30,12 +31,9 @@ for package, word in (("peft", "adapters"), ("bitsandbytes", "8-bit")):
     if importlib.util.find_spec(package) is None:
         OBJECTIVES = {name: each for name, each in OBJECTIVES.items() if word not in name}
 GROUPS = [
-    siblings(
-        [1, 0, 0, number % 2], lengths=[3, 9, 1 + number % 7, 5], seed=number,
-        num_prompt=4 + number % 5, generator_id=("ann", "bob", "cleo")[number % 3],
-    )
-    for number in range(STEPS * 3)
-]  # fmt: skip
+    replace(group, generator_id=("ann", "bob", "cleo")[group.sequence % 3])
+    for group in local_ranks.GROUPS
+]
 
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]

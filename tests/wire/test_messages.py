@@ -521,7 +521,7 @@ def test_decode_detects_any_damaged_byte() -> None:
     ids=lambda frame: f"{len(frame)}_bytes",
 )
 def test_decode_refuses_bytes_that_are_no_map(frame: bytes) -> None:
-    with pytest.raises(WireError):
+    with pytest.raises(WireError, match=r"^not a message: "):
         decoded(frame)
 
 

@@ -49,11 +49,6 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return models.load_tokenizer(models.EMBEDDED)
-
-
 def engine_of(model: Any, tokenizer: Any, **options: Any) -> NativeEngine:
     return NativeEngine(model, tokenizer, **{"slots": 4, "max_model_len": 64, **options})
 
