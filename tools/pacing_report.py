@@ -1,4 +1,4 @@
-"""Measure the age of trained groups with generators of unequal speed: `make pacing`.
+"""Measure the staleness of groups with generators of unequal speed: `make pacing`.
 
 The first generator has one slot instead of eight, so that it is several times slower. The exit code
 is 1 if a limit is exceeded.
@@ -34,18 +34,22 @@ SETTINGS = (
 )
 RUNS = ((1, False), (2, False), (4, False), (2, True))  # generators, and whether one is killed
 LIMITS = {"mean": 1.0, "dropped": 0.02}  # max_async_level, share of all groups
-NEWEST = f"loaded version={STEPS // 3} "  # log line of the generator that is killed
+KILLED_AT = STEPS // 3  # version whose first reader is killed
+NEWEST = f"loaded version={KILLED_AT} "  # in the log of that generator
 MAX_SECONDS = 400.0  # of a run
 TITLE = """\
 # Pacing
 
-Age of a group in training steps when it is admitted to a batch, including the time in queues, with
-`train.max_async_level` 1 and `train.max_off_policy_steps` 4. One generator, g0, is slow: it samples
-one completion at a time (`engine.slots` 1), the others eight. A group of g0 can take longer than a
-training step, which adds to its age. Limits: a mean age of at most 1 for the groups of the other
-generators (of g0 where it is the only one), less than 2% of the groups dropped. In the last row the
-generator with the newest weights is killed in the middle of the run; its cost is at most the
-longest wait of the trainer for a batch.
+The table shows the number of groups by their staleness at admission to a batch, queues included,
+with `train.max_async_level` 1 and `train.max_off_policy_steps` 4. One generator, g0, is slow: it
+samples one completion at a time (`engine.slots` 1), the others eight. A group of g0 can take longer
+than a training step, which adds to its staleness.
+
+The measurement fails if in one run the mean staleness without g0 (with g0 if it is the only
+generator) exceeds 1, or if 2% of the groups or more are dropped.
+
+In the last row, the first generator that loads version {killed_at} is killed and not restarted; the
+cost is at most the trainer's longest wait for a batch (last column).
 
 Made by `make pacing`: {steps} steps of 16 groups each, trainer and generators on one machine with 2
 cores, the embedded model. {when}
@@ -57,8 +61,8 @@ class Paced:
     """The result of one run."""
 
     name: str
-    ages: Counter[int]  # number of groups by age in steps
-    paced_mean: float  # mean age of the groups of generators that are not slow, if there are any
+    ages: Counter[int]  # number of groups by staleness in steps
+    paced_mean: float  # mean staleness of generators that are not slow, if there are any
     made_by: dict[str, int]  # groups in batches, by generator
     dropped: int
     seconds: float
@@ -66,7 +70,7 @@ class Paced:
 
     @property
     def mean(self) -> float:
-        """Mean age in training steps."""
+        """Mean staleness in training steps."""
         return sum(age * count for age, count in self.ages.items()) / self.ages.total()
 
     @property
@@ -129,10 +133,10 @@ def _measured(history: History, name: str, seconds: float) -> Paced:
 
 
 def table(runs: list[Paced]) -> str:
-    """Histograms of the ages as a Markdown table, one row per run."""
+    """Histograms of the staleness as a Markdown table, one row per run."""
     ages = range(max(age for run in runs for age in run.ages) + 1)
-    head = ["generators", *(f"age {age}" for age in ages), "mean", "mean without g0", "dropped",
-            "groups by generator", "longest wait"]  # fmt: skip
+    head = ["generators", *(f"staleness {age}" for age in ages), "mean", "mean without g0",
+            "dropped", "groups by generator", "longest wait"]  # fmt: skip
     lines = [head, ["---"] * len(head)]
     for run in runs:
         shares = " ".join(f"{name} {count}" for name, count in run.made_by.items())
@@ -152,7 +156,8 @@ def main() -> int:
             runs.append(paced(Path(folder), num_generators, kill=kill))
         print(f"{runs[-1]}", file=sys.stderr)
     file = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCUMENT
-    file.write_text(f"{TITLE.format(steps=STEPS, when=when())}\n{table(runs)}\n", "utf-8")
+    title = TITLE.format(steps=STEPS, killed_at=KILLED_AT, when=when())
+    file.write_text(f"{title}\n{table(runs)}\n", "utf-8")
     within_limits = all(
         run.paced_mean <= LIMITS["mean"] and run.share_dropped < LIMITS["dropped"] for run in runs
     )
