@@ -23,9 +23,11 @@ from peralta_zmq.wire.auth import HANDSHAKE_SECONDS, GeneratorKeys, use_keys
 SILENT_SECONDS = 10.0  # a connection that was silent for this time is opened again
 MAX_WAIT_SECONDS = 160.0  # during silence, the time between attempts doubles up to this value
 RETRY_SECONDS = 0.5  # from a refused handshake to the next attempt
-# A client reports a refusal only after this time and this number of failed handshakes, because
-# damaged bytes can look like a refusal.
+# A client reports a refusal only after this time and this number of handshakes that failed for the
+# same reason, because damaged bytes can look like a refusal.
 PATIENCE_SECONDS, PATIENCE_TRIES = 20.0, 5
+# Reasons of a failed handshake that are no refusal by themselves.
+CLOSED, DAMAGED = "closed during the handshake", "damaged data"
 HANDSHAKE_EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -58,9 +60,10 @@ class ClientConnection:
         self._client, self._address, self._keys, self._name = client, address, keys, name
         self._patience = PATIENCE_SECONDS if patience is None else patience
         self._is_accepted = False  # a handshake of this socket has succeeded
-        self._failures = 0  # failed handshakes since the last success
-        self._first_failure = 0.0  # monotonic seconds of the first of `_failures`
-        self._reason: str | None = None  # newest known reason of a failure; None after a success
+        self._is_failing = False  # a handshake has failed since the last success
+        # Since the last success: reason -> number of failed handshakes, monotonic seconds of the
+        # first one.
+        self._failures: dict[str, tuple[int, float]] = {}
         self._retry_at = float("inf")  # monotonic seconds; infinite if no attempt is planned
         self._silence_limit = SILENT_SECONDS  # seconds of silence before the next attempt
         use_keys(client, keys)
@@ -73,34 +76,37 @@ class ClientConnection:
         self._events.connect(endpoint)
         client.connect(address)
 
-    def check(self) -> None:
-        """Connect again after a refused handshake; call this often.
+    def check(self) -> bool:
+        """Connect again after a refused handshake, then return True; call this often.
 
-        Raises WireError with reason and remedy if the trainer has refused every handshake for
-        `patience` seconds. After a successful handshake, of this socket or of another socket with
-        the same keys, a failed handshake is only logged, because damaged data is the likely cause.
-        Can block for half a second after failed handshakes.
+        Raises WireError with reason and remedy if no handshake has succeeded, and the trainer has
+        refused handshakes for the same reason for `patience` seconds. After a successful handshake,
+        of this socket or of another socket with the same keys, a failed handshake is only logged,
+        because damaged data is the likely cause. Can block for half a second after failed
+        handshakes.
         """
-        failures = 0  # failed handshakes since the previous call
+        reasons: list[str] = []  # of failed handshakes since the previous call
         while self._events.poll(0):
             message: Any = parse_monitor_message(self._events.recv_multipart())
             if message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._is_accepted, self._reason = True, None
-                self._failures = failures = 0
+                self._is_accepted, self._is_failing = True, False
+                self._failures.clear()
+                reasons.clear()
                 if self._keys is not None:
                     _accepted_keys.add(self._keys)
                 continue
-            failures += 1
+            reasons.append(self._reason_of(message["event"], message["value"]))
             # After FAILED_NO_DETAIL libzmq connects again; after the other failures it does not.
             if message["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                self._reason = self._reason_of(message["event"], message["value"]) or self._reason
                 self._retry_at = time.monotonic() + RETRY_SECONDS
-        if time.monotonic() >= self._retry_at:
+        is_due = time.monotonic() >= self._retry_at
+        if is_due:
             self._connect_again()
-        if failures and (self._is_accepted or self._keys in _accepted_keys):
-            self._log_failures(failures)
-        elif failures:
-            self._check_patience(failures)
+        if reasons and (self._is_accepted or self._keys in _accepted_keys):
+            self._log_failure(reasons[0])
+        elif reasons:
+            self._check_patience(reasons)
+        return is_due
 
     def reconnect_if_silent(self, seconds: float) -> bool:
         """Connect again if the connection has been silent for too long; True if it did.
@@ -129,42 +135,45 @@ class ClientConnection:
         self._client.disconnect(self._address)
         self._client.connect(self._address)
 
-    def _log_failures(self, failures: int) -> None:
-        """Count failed handshakes; logs the first one after a successful handshake."""
-        if not self._failures:
-            reason = self._reason or "damaged data, or closed during the handshake"
+    def _log_failure(self, reason: str) -> None:
+        """Log the first failed handshake after a successful one."""
+        if not self._is_failing:
             logger.warning("connection failed name=%s; trying again: %s", self._name, reason)
-        self._failures += failures
+        self._is_failing = True
 
-    def _check_patience(self, failures: int) -> None:
-        """Raise WireError if the trainer has refused all handshakes for too long.
+    def _check_patience(self, reasons: list[str]) -> None:
+        """Raise WireError if the trainer has refused handshakes for one reason for too long.
 
-        `failures` is the number of new failures. A trainer that is down, stopped or suspended
-        raises no error, because it may come back.
+        `reasons` has the reason of each new failure. Each reason is counted separately. A trainer
+        that is down, stopped or suspended raises no error, because it may come back.
         """
         now = time.monotonic()  # before the connection test, which takes up to half a second
         if not accepts_connection(self._address, timeout=0.5, greeting=b"\xff"):
-            self._failures = 0
+            self._failures.clear()
             return
-        if not self._failures:
-            failures, self._first_failure = 1, now  # count one: other times are unknown
-        self._failures += failures
-        elapsed = now - self._first_failure
-        reason = self._reason
-        # A trainer that cannot read its key folder closes a connection after HANDSHAKE_SECONDS.
-        is_slow = elapsed / self._failures > HANDSHAKE_SECONDS / 2
-        if reason is None and self._keys is not None and not is_slow:
-            # A trainer with a different key closes every connection during the handshake.
-            reason = (
-                f"the trainer at {self._address} closes every connection: trainer.public is not "
-                "the trainer's key, or the trainer accepts no client; copy trainer.public from the "
-                "trainer's security.keys folder"
-            )
-        if reason and self._failures >= PATIENCE_TRIES and elapsed >= self._patience:
-            raise WireError(reason)
+        for reason in set(reasons) - {DAMAGED}:
+            count, first = self._failures.get(reason, (0, now))
+            # Of the first failures count one, because the times of the others are unknown.
+            count = count + reasons.count(reason) if count else 1
+            self._failures[reason] = count, first
+            elapsed = now - first
+            if count < PATIENCE_TRIES or elapsed < self._patience:
+                continue
+            if reason != CLOSED:
+                raise WireError(reason)
+            # A trainer with a different key closes every connection during the handshake. A trainer
+            # that cannot read its key folder closes it after HANDSHAKE_SECONDS.
+            if self._keys is not None and elapsed / count <= HANDSHAKE_SECONDS / 2:
+                raise WireError(
+                    f"the trainer at {self._address} closes every connection: trainer.public is "
+                    "not the trainer's key, or the trainer accepts no client; copy trainer.public "
+                    "from the trainer's security.keys folder"
+                )
 
-    def _reason_of(self, event: int, value: int) -> str | None:
-        """Reason and remedy for a failed handshake; None if its cause is damaged data."""
+    def _reason_of(self, event: int, value: int) -> str:
+        """Why a handshake failed: CLOSED, DAMAGED, or the reason of a refusal with the remedy."""
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            return CLOSED
         if (
             event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
@@ -179,7 +188,7 @@ class ClientConnection:
                 f"the trainer at {self._address} has no key of {self._keys.name}; "
                 f"put {self._keys.name}.public into the trainer's security.keys folder"
             )
-        return None
+        return DAMAGED
 
 
 def accepts_connection(address: str, *, timeout: float = 1.0, greeting: bytes = b"") -> bool:

@@ -30,6 +30,7 @@ MAX_AT_ONCE = 100  # messages read in one call: a flood of statuses must not del
 RECEIVER_HWM = 8  # unread statuses per connection, while the trainer computes
 MAX_STATUS = 1 << 14  # bytes
 POLLIN = int(zmq.POLLIN)  # the operators of an enum take longer
+SUBSCRIPTION = b"\1"  # message of libzmq; the end of a subscription is b"\0"
 MAX_VALUE = 2.0**64  # of a count, rate or duration; sums of them must stay finite
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,8 @@ class GeneratorStatusSender:
 
     def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
         self._due = float("inf")  # monotonic seconds; infinite until a trainer subscribes
-        self._opened = time.monotonic()
+        # Monotonic seconds since when the trainer's subscription is missing; infinite if it is not.
+        self._missing_since = time.monotonic()
         # Set by the caller, from the announcements: for how many seconds the trainer has received
         # groups of this generator but no status.
         self.unreceived_seconds = 0
@@ -105,17 +107,18 @@ class GeneratorStatusSender:
         """True if a status is due; also connects again if the connection is silent.
 
         A status is due when a trainer subscribes, and STATUS_SECONDS after each `send`. The
-        connection is silent if no trainer has subscribed for long or `unreceived_seconds` is large.
-        Raises WireError if the trainer refuses the connection.
+        connection is silent if the trainer's subscription is missing for long, or if
+        `unreceived_seconds` is large. Raises WireError if the trainer refuses the connection.
         """
-        self.connection.check()
-        while cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._socket.recv()  # a subscription message
-            self._due = float("-inf")
-        if self._due == float("inf"):  # no trainer has ever subscribed
-            self.connection.reconnect_if_silent(time.monotonic() - self._opened)
-        else:
-            self.connection.reconnect_if_silent(self.unreceived_seconds)
+        while cast(int, self._socket.getsockopt(zmq.EVENTS)) & POLLIN:
+            if self._socket.recv() == SUBSCRIPTION:
+                self._due, self._missing_since = float("-inf"), float("inf")
+        # After `connect` the subscription is missing; when libzmq itself connects again, the socket
+        # keeps it. An earlier start of the silence stays: the time between attempts depends on it.
+        has_reconnected = self.connection.check()
+        seconds = max(self.unreceived_seconds, time.monotonic() - self._missing_since)
+        if self.connection.reconnect_if_silent(seconds) or has_reconnected:
+            self._missing_since = min(self._missing_since, time.monotonic())
         return time.monotonic() >= self._due
 
     def send(self, status: GeneratorStatus) -> None:
@@ -159,7 +162,7 @@ class GeneratorStatusReceiver:
         self.is_empty = False
         for _ in range(MAX_AT_ONCE):
             # Asked once per group; a tenth of the time of a receive that raises zmq.Again.
-            if not self._socket.getsockopt(zmq.EVENTS) & POLLIN:
+            if not cast(int, self._socket.getsockopt(zmq.EVENTS)) & POLLIN:
                 self.is_empty = True
                 break
             try:

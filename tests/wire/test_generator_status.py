@@ -165,8 +165,51 @@ def test_unread_subscription_is_no_silence(
     receiver: wire.GeneratorStatusReceiver, sender: wire.GeneratorStatusSender
 ) -> None:
     eventually(lambda: receiver.receive() or ready(sender._socket, zmq.POLLIN, 0.1))
-    sender._opened -= 2 * connection.SILENT_SECONDS  # the generator loaded its model for so long
+    sender._missing_since -= 2 * connection.SILENT_SECONDS  # in which the model was loaded
     assert sender.check_due() and sender.connection.num_reconnects == 0
+
+
+def test_end_of_a_subscription_makes_no_status_due(
+    receiver: wire.GeneratorStatusReceiver, sender: wire.GeneratorStatusSender
+) -> None:
+    eventually(lambda: receiver.receive() or sender.check_due())
+    sender.send(STATUS)
+    sender._due += DEADLINE  # not due for long
+    assert sender.connection.reconnect_if_silent(2 * connection.SILENT_SECONDS)
+    assert ready(sender._socket, zmq.POLLIN, DEADLINE)  # libzmq reports the end
+    assert not sender.check_due()
+
+
+def test_later_connection_without_subscription_is_opened_again(
+    receiver: wire.GeneratorStatusReceiver,
+    sender: wire.GeneratorStatusSender,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No group is needed, with which the trainer would notice that it receives no status."""
+    eventually(lambda: receiver.receive() or sender.check_due())
+    now, reconnects = [time.monotonic()], list[int]()
+    monkeypatch.setattr(generator_status.time, "monotonic", lambda: now[0])
+    sender.send(STATUS)
+    sender.unreceived_seconds = 11
+    assert not sender.check_due() and sender.connection.num_reconnects == 1
+    sender.unreceived_seconds = 0
+    for second in range(50):  # the receiver sends no subscription, because it is not used
+        before = sender.connection.num_reconnects
+        sender.check_due()
+        if sender.connection.num_reconnects > before:
+            reconnects.append(second)
+        now[0] += 1.0
+    assert reconnects == [10, 20, 40]
+    sender.send(STATUS)
+
+    def is_due() -> bool:
+        receiver.receive(timeout=0.05)  # sends the subscription
+        return sender.check_due()
+
+    eventually(is_due)
+    now[0] += 100.0
+    sender.check_due()
+    assert sender.connection.num_reconnects == 4
 
 
 def test_sender_without_a_trainer_never_blocks_and_is_never_due(stack: ExitStack) -> None:
