@@ -47,6 +47,8 @@ class SamplingPacer:
         self._oversampling_factor = oversampling_factor
         self._max_async_level = max_async_level
         self._last_start = time.monotonic()
+        self._counted: wire.Announcement | None = None  # the announcement of `_num_generators`
+        self._num_generators = 1
 
     def may_start(
         self,
@@ -70,8 +72,12 @@ class SamplingPacer:
         groups_per_step = self._groups_per_step
         if self._follow_step_size and announcement.groups_in_step:
             groups_per_step = announcement.groups_in_step
-        num_generators = max(1, len(announcement.received))  # one entry per live sender
-        share = math.ceil(math.ceil(groups_per_step * self._oversampling_factor) / num_generators)
+        if announcement is not self._counted:  # counting 1,000 senders takes 0.2 ms
+            # NAME/INCARNATION: a generator that has restarted is more than one live sender.
+            names = {sender.split("/")[0] for sender in announcement.received}
+            self._counted, self._num_generators = announcement, max(1, len(names))
+        expected = math.ceil(groups_per_step * self._oversampling_factor)
+        share = math.ceil(expected / self._num_generators)
         started_step = max(announcement.started_step, step)  # the announcement may be old
         staleness = started_step + num_pending // share - step  # pending groups are consumed first
         return staleness <= self._max_async_level

@@ -25,10 +25,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def num_allowed(
-    pacer: SamplingPacer, *, step: int = 0, num_generators: int = 1, **announced: Any
+    pacer: SamplingPacer,
+    *,
+    step: int = 0,
+    num_generators: int = 1,
+    num_starts: int = 1,
+    **announced: Any,
 ) -> int:
-    """Groups that may be started one after the other when none is pending; all are received."""
-    received = {f"g{number}/00": -1 for number in range(num_generators)}
+    """Groups that may be started one after the other when none is pending; all are received.
+
+    `num_starts` is the number of live incarnations of each generator.
+    """
+    received = {f"g{n}/{start:016x}": -1 for n in range(num_generators)
+                for start in range(num_starts)}  # fmt: skip
     announcement, count = Announcement("run", received=received, **announced), 0
     while count < 100 and pacer.may_start(
         announcement, step=step, num_pending=count, num_undelivered=0
@@ -61,6 +70,12 @@ def test_pacer_allows_groups_within_async_level(level: int, started_step: int, g
 def test_pacer_divides_a_step_among_generators(num_generators: int, groups: int) -> None:
     pacer = SamplingPacer(16, max_async_level=0)
     assert num_allowed(pacer, num_generators=num_generators) == groups
+
+
+@pytest.mark.usefixtures("clock")
+def test_pacer_counts_the_incarnations_of_a_name_once() -> None:
+    pacer = SamplingPacer(16, max_async_level=0)
+    assert num_allowed(pacer, num_generators=2, num_starts=17) == 8
 
 
 def test_pacer_gives_a_starved_or_silent_trainer_one_more_group(clock: list[float]) -> None:
