@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,7 @@ def test_step_lost_by_the_journal_is_trained_again(tmp_path: Path) -> None:
         second = Session(stack, tmp_path)
         second.trainer.publishing.wait()
         config = second.trainer.session.config
-        published, problems = replay._published(config)
+        published, problems = replay._published(second.trainer.session.folder, config)
         assert 3 not in published and not problems
         assert [version.lineage for version in second.trainer.publishing.store.versions()][-1] == 1
         assert [second.advance()["step"] for _ in range(2)] == [3, 4]
@@ -332,7 +333,7 @@ def steps_published(folder: Path) -> list[object]:
 
 
 def weights_of(trainer: Trainer) -> str:
-    return replay.fingerprint(lora.published_weights(trainer.policy.model))
+    return replay.weights_sha256(lora.published_weights(trainer.policy.model))
 
 
 def test_stop_during_a_replay_changes_no_published_step(
@@ -500,6 +501,88 @@ def test_huge_groups_are_refused_and_a_restart_continues(
     assert replay.main([str(continued.folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.endswith("  as published") for line in lines] == [True] * 3
+
+
+def journaled_by(trainer: Trainer, step: int, *groups: RolloutGroup) -> None:
+    """Journal groups for a step, whether or not they are within the limits."""
+    for group in groups:
+        trainer.collector.journal.append(step, wire.encode_group(group))
+    trainer.collector.journal.commit()
+
+
+def test_step_of_which_all_groups_are_refused_is_skipped(
+    continued: Continued, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ExitStack() as stack:
+        trainer = continued.open(stack, max_steps=4)
+        continued.train(trainer, until=1)
+        huge = group_of([1, 0, 0, 0], num_prompt=510, generator_id="eve",
+                        run_id=trainer.session.run_id)  # fmt: skip
+        journaled_by(trainer, 2, huge)
+        journaled_by(trainer, 3, *groups_for(trainer)[10:12])
+    with ExitStack() as stack:
+        trainer = continued.open(stack, max_steps=4)
+        trainer.recover()
+        assert trainer.step == 3 and trainer.collector.accounting()["invalid"] == 1
+        continued.feed(trainer, groups_for(trainer), until=4)
+    (skip,) = (row for row in read_rows(continued.folder / EVENTS) if row["event"] == "skip")
+    assert (skip["step"], skip["reason"]) == (2, "all groups are refused")
+    assert "step 2 skipped: all groups are refused" in capsys.readouterr().out
+    assert replay.main([str(continued.folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("step=2  skipped: all groups are refused  weights=")
+    assert [line.endswith("  as published") for line in lines] == [True, False, True, True]
+
+
+def test_journaled_group_with_another_number_of_rollouts_is_refused(
+    continued: Continued, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluation = ("--eval.rollouts-per-example=8",)  # allows 5 rollouts in evaluation groups only
+    with ExitStack() as stack:
+        trainer = continued.open(stack, *evaluation, max_steps=2)
+        continued.train(trainer, until=1)
+        other = group_of([1, 0, 0, 0, 0], generator_id="eve", run_id=trainer.session.run_id)
+        journaled_by(trainer, 2, other)
+    with ExitStack() as stack:
+        trainer = continued.open(stack, *evaluation, max_steps=2)
+        trainer.recover()
+        assert not trainer.collector.batch and trainer.collector.accounting()["invalid"] == 1
+        continued.feed(trainer, groups_for(trainer), until=2)
+    capsys.readouterr()
+    assert replay.main([str(continued.folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith("  as published") for line in lines] == [True] * 2
+    # The limits are those of the run, not of the settings to try.
+    replay.main([str(continued.folder), "--sampling.num-generations=2", "--train.batch-size=8",
+                 "--eval.rollouts-per-example=1"])  # fmt: skip
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.timeout(180)
+def test_replay_does_not_compare_versions_that_a_roll_back_has_undone(
+    continued: Continued, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = ("--weights.keep-last=10", "--checkpoint.interval=1", "--checkpoint.keep-last=10")
+    with ExitStack() as stack:
+        continued.train(continued.open(stack, *kept, max_steps=3), until=3)
+    with ExitStack() as stack:
+        trainer = continued.open(stack, *kept, "--checkpoint.resume-step=1", max_steps=3)
+        trainer.recover()
+        others = [replace(group, generator_id="bob") for group in groups_for(trainer)[20:]]
+        continued.feed(trainer, others, until=3)
+        numbers = {each.number: each.step for each in trainer.publishing.store.versions()}
+    assert numbers == {0: 0, 1: 1, 2: 2, 3: 3, 4: 1, 5: 2, 6: 3}
+
+    def compared() -> list[str]:
+        capsys.readouterr()
+        assert replay.main([str(continued.folder)]) == replay.DAMAGED
+        return [line.partition("weights=")[2][16:] for line in capsys.readouterr().out.splitlines()]
+
+    for number in (4, 5):
+        flip_bit(continued.folder / "weights" / f"step_{number:08d}" / "manifest.json")
+    assert compared() == ["  as published", "", "  as published"]
+    flip_bit(continued.folder / "weights" / "step_00000006" / "manifest.json")
+    assert compared() == ["  as published", "", ""]
 
 
 def test_continued_run_waits_for_room_for_a_checkpoint(

@@ -29,9 +29,9 @@ from peralta_zmq.learning.losses import (
 )
 
 # Largest mean of e^x over the tokens of a group, where x, at most 20, is the policy's logprob minus
-# the generator's. The expected mean is 1 for a generator that reports its true logprobs, because it
-# sampled the tokens. So, by Markov's inequality, it exceeds the bound with a probability below 1/100
-# per group. One token with x = 20 exceeds the bound in a group of any size that a message can have.
+# the generator's. For a generator that reports its true logprobs the expected mean is 1, because it
+# sampled the tokens. So by Markov's inequality fewer than 1 of 100 groups exceed the bound. One
+# token with x = 20 exceeds the bound in a group of any size that a message can have.
 MAX_MEAN_RATIO = 100.0
 MISMATCH, NOT_FINITE = "logprob mismatch", "loss not finite"  # reasons for an exclusion
 EXCLUDED = "excluded/"  # excluded/REASON/GROUP is a key in the results of `summands`

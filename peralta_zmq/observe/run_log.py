@@ -30,7 +30,7 @@ from peralta_zmq.observe.metrics import (
     number,
     read_rows,
 )
-from peralta_zmq.observe.run_state import SESSION_STARTS, WINDOW
+from peralta_zmq.observe.run_state import SESSION_ENDS, SESSION_STARTS, WINDOW
 from peralta_zmq.observe.terminal import Progress, Terminal
 from peralta_zmq.observe.trackers import Tracker
 from peralta_zmq.observe.verdict import Verdict, verdict
@@ -65,6 +65,9 @@ class RunLog:
         self.lineage = len(_roll_backs(events))
         self._folder = folder
         self._is_training = False  # True between the events that start and end this session
+        kinds = [row.get("event") for row in events]
+        sessions = [kind for kind in kinds if kind in SESSION_STARTS + SESSION_ENDS]
+        self._is_complete = sessions[-1:] == ["complete"]
         self._next_stall_check = 0.0  # monotonic seconds
         # The verdict is computed from WINDOW rows and skips replayed steps.
         self._newest_rows = deque(rows, maxlen=2 * WINDOW)
@@ -90,9 +93,12 @@ class RunLog:
         return self._events.append(name, **fields)
 
     def end(self, name: str, *, step: int) -> None:
-        """Append the event that ends the session, if the session started and is not over."""
-        if self._is_training:
-            self._is_training = False
+        """Append the event that ends the session, if the session started and is not over.
+
+        A session that completes a run which was stopped after its last step has not started.
+        """
+        if self._is_training or (name == "complete" and not self._is_complete):
+            self._is_training, self._is_complete = False, name == "complete"
             self.event(name, step=step)
 
     def note(self, text: str) -> None:
@@ -213,7 +219,7 @@ class RunLog:
             )
 
 
-def published_weights(folder: Path) -> set[str]:
+def recorded_weights_ids(folder: Path) -> set[str]:
     """Return the weights_id of every publication recorded in this run folder."""
     rows = read_rows(folder / EVENTS)
     return {str(row["weights_id"]) for row in rows if row["event"] == "publish"}

@@ -8,6 +8,7 @@ the newest checkpoint and trains the later steps again from the journal.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from peralta_zmq.trainer.policy import Policy
 from peralta_zmq.trainer.ranks import PolicyLearner
 from peralta_zmq.trainer.session import Session
 
+CHECKPOINTS = "checkpoints"  # folder in the run folder
 TENSORS, PROGRESS = "state.safetensors", "progress.json"
 logger = logging.getLogger(__name__)
 
@@ -75,7 +77,7 @@ class CheckpointWriter:
         learner, settings = self._policy.learner, self._session.config.checkpoint
         if learner.step == self.saved_step:
             return
-        folder = self._session.folder / "checkpoints"
+        folder = self._session.folder / CHECKPOINTS
         progress = {"ledger": self._ledger.saved(), **self._progress}
         saved = Checkpoint(learner.step, learner.state(), progress)
         try:
@@ -143,6 +145,8 @@ def newest(folder: Path, *, run_id: str, until: int | None = None) -> Checkpoint
         except OSError as error:
             unreadable = error
         logger.warning("checkpoint skipped: folder=%s does not verify", path)
+    if unreadable and unreadable.errno == errno.EMFILE:
+        raise OutageError(f"{folder} cannot be read: {failure_text(unreadable)}")
     if unreadable:
         raise OutageError(f"{folder} cannot be read ({unreadable.strerror}); mount it")
     if paths:

@@ -13,7 +13,7 @@ uses wrong weights or kernels.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from peralta_zmq import wire
 from peralta_zmq.learning.admission import Admission, Ledger
@@ -28,6 +28,10 @@ REPORT_SECONDS = 60.0  # interval of reports of the same silent connection
 # generator takes longer.
 SAME_NAME_SECONDS = 2.0
 FINAL_STATUS_SECONDS = 2.0  # timeout for the final statuses at the end of a run
+# Shortest time between two requested keyframes. A client that requests one in every other status
+# must not make the trainer write all weights each time. One keyframe serves all generators, and a
+# generator rarely needs two in this time.
+KEYFRAME_SECONDS = 30.0
 # Limits on the memory that a client with invented sender names can fill.
 MAX_LIVE = 4096  # live senders
 MAX_STARTS = 16  # live senders of one name: each is live for 30 s, so a restart every 2 s is fine
@@ -53,17 +57,22 @@ class GeneratorRegistry:
         """`trainer_info` has device and dtype of this machine, to compare generators with."""
         self.statuses: dict[str, wire.GeneratorStatus] = {}
         self.connections = SilentConnections(run_log)
-        # True if a generator cannot apply the newest delta: it needs a keyframe (all weights).
-        self.keyframe_requested = False
         # Sender of a final status -> groups made. Includes senders of earlier trainer sessions.
         self.num_made = dict(run_log.final_statuses)
         self._receiver, self._run_log, self._trainer_info = receiver, run_log, trainer_info
-        self._last_message: dict[str, float] = {}  # live sender -> monotonic seconds
+        # True if a generator cannot apply the newest delta: it needs a keyframe (all weights).
+        self._keyframe_requested = False
+        self._next_keyframe = float("-inf")  # monotonic seconds: no requested one before this time
+        # Live sender -> monotonic seconds; the least recently active sender is first. And the same
+        # senders by name, in the same order.
+        self._last_message: dict[str, float] = {}
+        self._starts: dict[str, dict[str, None]] = {}
         # Monotonic seconds when the queue was last empty. Liveness is measured up to this time:
         # during a training step the trainer receives nothing, so senders only seem silent.
         self._received_until = time.monotonic()
         self._with_info: set[str] = set()  # live senders whose worker info is recorded
-        self._with_group: set[str] = set()  # live senders that have sent a group
+        # Live senders that have sent a group, in the order of their first groups.
+        self._with_group: dict[str, None] = {}
 
     def receive_status(self, *, step: int, timeout: float = 0.0) -> None:
         """Process arrived statuses; wait up to `timeout` seconds for the first."""
@@ -85,9 +94,22 @@ class GeneratorRegistry:
             self.connections.add_status(status, before, step=step)
             # A generator repeats the flag until it has loaded the keyframe: count it only once.
             if status.wants_keyframe and not (before and before.wants_keyframe):
-                self.keyframe_requested = True
+                self._keyframe_requested = True
             if status.last:
                 self._record_final(sender, status.made)
+
+    @property
+    def keyframe_due(self) -> bool:
+        """True if a keyframe is requested, and KEYFRAME_SECONDS have passed since the last one."""
+        return self._keyframe_requested and time.monotonic() >= self._next_keyframe
+
+    def take_keyframe_request(self) -> bool:
+        """Remove the request and return True if a keyframe is due; the caller then publishes it."""
+        if not self.keyframe_due:
+            return False
+        self._keyframe_requested = False
+        self._next_keyframe = time.monotonic() + KEYFRAME_SECONDS
+        return True
 
     def wait_for_final_statuses(self, *, step: int) -> None:
         """Wait up to FINAL_STATUS_SECONDS for the final status of each live generator.
@@ -108,43 +130,50 @@ class GeneratorRegistry:
     ) -> bool:
         """Register that a message of a sender arrived; record new senders.
 
-        Also records the worker info of each sender once. `worker_info` describes the sender's
-        machine. A status has it; for a group it is None. Returns False if the sender is new and a
-        limit is reached: it cannot register until another sender leaves. Exception: a sender with a
-        group replaces the least recently active sender that has sent no group; if MAX_STARTS is
-        reached, one of the same name. Otherwise forged statuses could keep a generator out.
+        `worker_info` describes the sender's machine; it is recorded once for each sender. A status
+        has it; for a group it is None. The limits are MAX_LIVE senders, and MAX_STARTS of one name.
+        At a limit, a new sender with a group replaces another sender, so that forged messages
+        cannot keep a generator out. A new sender with a status is refused: the result is False.
         """
+        name = sender.rpartition("/")[0]
         if sender not in self._last_message:
-            name = sender.rpartition("/")[0]
-            is_full = len(self._last_message) >= MAX_LIVE
-            if worker_info is not None and is_full:
-                return False  # before the search below, so that a flood of names costs little
-            starts = {s: at for s, at in self._last_message.items() if s.startswith(f"{name}/")}
-            if len(starts) >= MAX_STARTS or is_full:
-                candidates = starts if len(starts) >= MAX_STARTS else self._last_message
-                without_group = candidates.keys() - self._with_group
-                if worker_info is not None or not without_group:
+            starts = self._starts.get(name, {})
+            if len(starts) >= MAX_STARTS or len(self._last_message) >= MAX_LIVE:
+                if worker_info is not None:
                     return False
-                self._remove(min(without_group, key=candidates.__getitem__))
-            latest = max(starts.values(), default=float("-inf"))
-            is_same_name = self._received_until - latest < SAME_NAME_SECONDS
-            is_logged = self._run_log.event("join", **_sender_fields(sender), step=step)
-            if is_logged and is_same_name:
-                self._run_log.note(
-                    f"two generators are called {name}; "
-                    "if both run, start one with another --generator.name"
-                )
+                self._remove_one(starts if len(starts) >= MAX_STARTS else self._last_message)
+            self._record_join(sender, step=step)
         if worker_info and sender not in self._with_info:
             self._with_info.add(sender)
             fields, info = _sender_fields(sender), dict(worker_info)
             if self._run_log.event("worker_info", **fields, step=step, worker_info=info):
-                name = fields["generator"]
                 self._run_log.note(worker_info_text(name, info, trainer=self._trainer_info))
+        self._last_message.pop(sender, None)  # to re-insert it as the most recently active
         self._last_message[sender] = time.monotonic()
+        starts = self._starts.setdefault(name, {})
+        starts.pop(sender, None)
+        starts[sender] = None
         if worker_info is None:
-            self._with_group.add(sender)
+            self._with_group[sender] = None
             self.connections.add_group(sender, step=step)
         return True
+
+    def _remove_one(self, senders: Collection[str]) -> None:
+        """Remove the least recently active of `senders`; one that has sent no group first."""
+        without_group = (sender for sender in senders if sender not in self._with_group)
+        self._remove(next(without_group, next(iter(senders))))
+
+    def _record_join(self, sender: str, *, step: int) -> None:
+        """Record a new sender; report a second generator of the same name."""
+        fields = _sender_fields(sender)
+        name = fields["generator"]
+        times = [self._last_message[start] for start in self._starts.get(name, ())]
+        is_same_name = bool(times) and self._received_until - times[-1] < SAME_NAME_SECONDS
+        if self._run_log.event("join", **fields, step=step) and is_same_name:
+            self._run_log.note(
+                f"two generators are called {name}; "
+                "if both run, start one with another --generator.name"
+            )
 
     def is_live(self, sender: str) -> bool:
         """Whether a valid group or status of the sender was received recently."""
@@ -165,11 +194,15 @@ class GeneratorRegistry:
         return list(self._last_message)
 
     def _remove(self, sender: str) -> None:
-        del self._last_message[sender]
+        fields = _sender_fields(sender)
+        name = fields["generator"]
+        del self._last_message[sender], self._starts[name][sender]
+        if not self._starts[name]:
+            del self._starts[name]
         self._with_info.discard(sender)
-        self._with_group.discard(sender)
-        self.connections.forget(sender)
-        self._run_log.event("leave", **_sender_fields(sender))
+        self._with_group.pop(sender, None)
+        self.connections.remove(sender)
+        self._run_log.event("leave", **fields)
 
     def metrics(self, row: Mapping[str, float]) -> dict[str, float]:
         """Metrics gen/NAME/STATISTIC of live generators, from their newest statuses.
@@ -179,7 +212,8 @@ class GeneratorRegistry:
         name; the larger step is returned.
         """
         metrics = dict[str, float]()
-        senders = sorted(self.live(), key=lambda sender: sender not in self._with_group)
+        live = self.live()
+        senders = [*self._with_group, *(each for each in live if each not in self._with_group)]
         for sender in senders[:MAX_IN_METRICS]:
             if status := self.statuses.get(sender):
                 prefix = f"gen/{status.generator_id}/"
@@ -204,22 +238,29 @@ class SilentConnections:
     """Reports when one connection of a live sender is silent while others work.
 
     A generator has three connections to the trainer: for rollouts (groups), for announcements and
-    for statuses. A connection is silent if nothing arrives on it for wire.SILENT_SECONDS.
+    for statuses. A connection is silent if nothing arrives on it for wire.SILENT_SECONDS. That a
+    sender's statuses do not arrive is noticed from its groups. Between two groups without a status
+    at most half of SILENT_SECONDS count, because the generator may have been away, for instance
+    asleep.
     """
 
     def __init__(self, run_log: RunLog) -> None:
         self._run_log = run_log
-        # Sender -> monotonic seconds of the first and the newest group after its last status.
+        # Sender -> seconds with groups but no status, monotonic seconds of the newest group.
         self._groups: dict[str, tuple[float, float]] = {}
+        # The same for up to MAX_LIVE senders that have left, and may send groups again.
+        self._past_groups: dict[str, tuple[float, float]] = {}
         # Sender -> connection -> monotonic seconds when it was last reported as silent.
         self._reported: dict[str, dict[str, float]] = {}
 
     def add_group(self, sender: str, *, step: int) -> None:
         """Record that a group of a sender arrived; report if the sender's statuses do not."""
         now = time.monotonic()
-        first, _ = self._groups.get(sender, (now, now))
-        self._groups[sender] = first, now
-        if now - first >= wire.SILENT_SECONDS:
+        past = self._past_groups.pop(sender, (0.0, now))
+        seconds, newest = self._groups.get(sender, past)
+        seconds += min(now - newest, wire.SILENT_SECONDS / 2)
+        self._groups[sender] = seconds, now
+        if seconds >= wire.SILENT_SECONDS:
             self._report(sender, "status", step=step)
 
     def add_status(
@@ -230,23 +271,27 @@ class SilentConnections:
         The status counts how often the generator reconnected a silent connection.
         """
         self._groups.pop(status.sender, None)
+        self._past_groups.pop(status.sender, None)
         if before and status.announcement_reconnects > before.announcement_reconnects:
             self._report(status.sender, "announcements", step=step)
         if before and status.rollout_reconnects > before.rollout_reconnects:
             self._report(status.sender, "rollouts", step=step)
 
     def without_status(self) -> dict[str, int]:
-        """By sender: seconds with groups but no status, if at least SILENT_SECONDS."""
+        """By live sender: seconds with groups but no status, if at least SILENT_SECONDS."""
         return {
-            sender: int(newest - first)
-            for sender, (first, newest) in self._groups.items()
-            if newest - first >= wire.SILENT_SECONDS
+            sender: int(seconds)
+            for sender, (seconds, _) in self._groups.items()
+            if seconds >= wire.SILENT_SECONDS
         }
 
-    def forget(self, sender: str) -> None:
+    def remove(self, sender: str) -> None:
         """Remove a sender that is no longer live."""
-        self._groups.pop(sender, None)
         self._reported.pop(sender, None)
+        if sender in self._groups:
+            self._past_groups[sender] = self._groups.pop(sender)
+            if len(self._past_groups) > MAX_LIVE:
+                del self._past_groups[next(iter(self._past_groups))]
 
     def _report(self, sender: str, connection: str, *, step: int) -> None:
         """Report a silent connection, at most once in REPORT_SECONDS."""
@@ -273,16 +318,18 @@ def report_mismatches(
     drops = settings.on_mismatch == "drop"
     for sender, mean in statistics.flag_senders().items():
         fields, name = _sender_fields(sender), sender.rpartition("/")[0]
-        run_log.event("mismatch", **fields, step=step, mismatch_kl=mean, dropped=drops)
+        event = {"step": step, "mismatch_kl": mean, "dropped": drops}
+        is_logged = run_log.event("mismatch", **fields, **event)
         remedy = "Start it with another model.dtype or device, or set train.on_mismatch = drop"
         if drops:
             admission.flagged.add(sender)
             remedy = f"Its groups are dropped until {name} is started with another model.dtype"
-        run_log.note(
-            f"the logprobs of generator {name} differ from the trainer's: mismatch_kl {mean:.3g} "
-            f"over its last {WINDOW} steps, bound {settings.max_mismatch_kl:g} "
-            f"(train.max_mismatch_kl). {remedy}"
-        )
+        if is_logged:
+            run_log.note(
+                f"the logprobs of generator {name} differ from the trainer's: mismatch_kl "
+                f"{mean:.3g} over its last {WINDOW} steps, bound {settings.max_mismatch_kl:g} "
+                f"(train.max_mismatch_kl). {remedy}"
+            )
 
 
 def _sender_fields(sender: str) -> dict[str, str]:

@@ -33,6 +33,7 @@ from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import JournalError, OutageError, failure_text
 from peralta_zmq.rollout import RolloutGroup
 
+JOURNAL = "journal"  # folder in the run folder
 HEADER = struct.Struct("<IIB")  # size, crc32, kind
 GROUP, DROPPED = 1, 2  # kinds of records
 logger = logging.getLogger(__name__)

@@ -11,7 +11,6 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 
 from peralta_zmq import models
 from peralta_zmq.atomic_files import failpoint
@@ -79,11 +78,7 @@ class Trainer:
         pools = _open_pools(config, train)
         self.policy = policy.open_policy(config, [*train.problems, *held_out.problems], ranks)
         worker_info = self.policy.worker_info
-        # Only of received groups: the journal may have groups of former settings.
-        limits = replace(
-            policy.group_limits(config, self.policy.model),
-            num_rollouts=config.sampling.num_generations,
-        )
+        limits = policy.group_limits(config, self.policy.model)
         receiver, status_receiver, status = session.open_sockets(
             config, stack, run_id, limits, worker_info, train.digest
         )
@@ -177,7 +172,7 @@ class Trainer:
         if reason := result.skip_reason:
             run_log.event("skip", step=self.step, reason=reason)
             run_log.note(f"step {self.step} skipped: {reason}")
-        elif result.excluded:
+        if result.excluded:
             run_log.event("exclude", step=self.step, groups=result.excluded)
             run_log.note(_excluded_text(self.step, result.excluded))
         self.checkpoints.update_progress()
@@ -187,7 +182,7 @@ class Trainer:
     def publish(self) -> float:
         """Publish the newest weights in the background; return the seconds of the copy."""
         # One keyframe (all weights instead of a delta) is enough for all generators that need it.
-        keyframe, self.generators.keyframe_requested = self.generators.keyframe_requested, False
+        keyframe = self.generators.take_keyframe_request()
         return self.publishing.publish(self.step, keyframe=keyframe)
 
     def record(
@@ -217,14 +212,14 @@ class Trainer:
     def finish(self) -> None:
         """Write a checkpoint; if the run is complete, evaluate and close it.
 
-        If the run is not complete, or a stop is requested during the evaluation, reports how to
-        resume the run.
+        A run is complete when the version of its last step is published. If the run is not
+        complete, or a stop is requested during the evaluation, reports how to resume the run.
         """
         step, run_log = self.step, self.session.run_log
         self.collector.commit()
         self.checkpoints.try_write()
         self.publishing.wait()
-        is_complete = step >= self.session.config.train.max_steps
+        is_complete = step >= self.session.config.train.max_steps and self.publishing.wait_out()
         if is_complete:
             self.evaluations.abandon()
             self.collector.acknowledgements.publish(step, started_step=step, done=True)
@@ -251,7 +246,7 @@ class Trainer:
         self.publishing.record_reports()
         self.session.run_log.check_stall()
         # If groups arrive, the next step follows soon and publishes the keyframe.
-        if idle and self.generators.keyframe_requested:
+        if idle and self.generators.keyframe_due:
             self.publish()
 
 

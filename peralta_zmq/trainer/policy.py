@@ -9,6 +9,7 @@ adapters are trained and published; the base model stays in its own folder.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -19,10 +20,10 @@ import torch
 from peralta_zmq import atomic_files, build, http_server, models, registry, wire
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import check_tokens
-from peralta_zmq.errors import ConfigError, StoreError
+from peralta_zmq.errors import ConfigError, OutageError, StoreError
 from peralta_zmq.learning.distributed import DistributedRanks, Ranks
 from peralta_zmq.models import lora
-from peralta_zmq.observe.run_log import published_weights as recorded_weights_ids
+from peralta_zmq.observe.run_log import recorded_weights_ids
 from peralta_zmq.rollout import Problem
 from peralta_zmq.trainer.ranks import LeadingLearner, PolicyLearner
 from peralta_zmq.trainer.session import Session
@@ -35,6 +36,7 @@ from peralta_zmq.weights.version import WEIGHTS_FILE, Version
 
 PUBLISH_SECONDS = 60.0  # longest wait until the newest weights are published
 STOP_SECONDS = 2.0  # longest wait for them after a stop request
+CHECK_SECONDS = 0.2  # between two checks for a stop request while waiting for them
 MAX_TURNS = 64  # turns of a rollout; no setting limits them, and the shipped tasks have one turn
 
 
@@ -45,7 +47,7 @@ class Policy:
     base_folder: Path  # of the untrained model
     model: models.Model
     tokenizer: models.Tokenizer
-    companions: dict[str, bytes]  # files of every version: content by name; see companion_files
+    companions: dict[str, bytes]  # files of every version: content by name; see version_files
     manifest_fields: dict[str, str]  # additional fields of each version's manifest
     learner: PolicyLearner  # learning/learner.py, or its proxy if there are several ranks
     engine: registry.Engine  # samples from the model, for the trainer's own evaluations
@@ -61,7 +63,7 @@ def open_policy(config: Config, problems: Sequence[Problem], ranks: Ranks) -> Po
     folder = models.model_folder(config.model.name)
     tokenizer = models.load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
     model = build.load_policy(config, folder)
-    companions, manifest_fields = companion_files(config, folder, model)
+    companions, manifest_fields = version_files(config, folder, model)
     check_tokens(problems, len(tokenizer))
     dtype, _ = models.training_dtype(model, config.train.dtype)
     learner: PolicyLearner = build.make_learner(config, model, ranks)
@@ -77,7 +79,7 @@ def open_policy(config: Config, problems: Sequence[Problem], ranks: Ranks) -> Po
 
 
 def group_limits(config: Config, model: models.Model) -> wire.GroupLimits:
-    """Size limits of groups that generators with these settings send."""
+    """Limits of groups that generators with these settings send."""
     sampling, num_eval = config.sampling, config.eval.rollouts_per_example
     return wire.GroupLimits(
         int(model.config.vocab_size),
@@ -85,10 +87,11 @@ def group_limits(config: Config, model: models.Model) -> wire.GroupLimits:
         max_tokens=min(config.engine.max_model_len, int(model.config.max_position_embeddings)),
         max_generated=sampling.max_completion_length,
         max_turns=MAX_TURNS,
+        num_rollouts=sampling.num_generations,
     )
 
 
-def companion_files(
+def version_files(
     config: Config, folder: Path, model: models.Model
 ) -> tuple[dict[str, bytes], dict[str, str]]:
     """Return the companion files (content by name) and manifest fields of versions.
@@ -132,6 +135,7 @@ class PolicyPublisher:
         self._session, self._model = session, policy.model
         self._manifest_fields: dict[str, str | int] = {**policy.manifest_fields}
         self._newest: PublishReport | None = None  # of the newest published version
+        self._failure = ""  # why the last attempt to publish failed; empty if it did not
         config, weights = session.config, session.config.weights
         token = http_server.read_private_token(weights.token_file)
         if weights.serve_port:
@@ -176,11 +180,32 @@ class PolicyPublisher:
         }
 
     def wait(self) -> None:
-        """Wait until the newest weights are published; report a timeout."""
-        timeout = self._timeout()
-        if not self._publisher.wait(timeout):
-            self._session.run_log.note(f"the last version is not published after {timeout:.0f} s")
+        """Wait until the newest weights are published or have failed; report a timeout."""
+        started = time.monotonic()
+        while not self._publisher.wait(CHECK_SECONDS):
+            if time.monotonic() - started > (timeout := self._timeout()):
+                note = f"the last version is not published after {timeout:.0f} s"
+                self._session.run_log.note(note)
+                break
         self.record_reports()
+
+    def wait_out(self) -> bool:
+        """Wait until the newest weights are published, also during an outage of the store.
+
+        Returns False if a stop is requested meanwhile; then the next start publishes them.
+        """
+        try:
+            self._session.wait_out(self._check_published)
+        except OutageError:
+            return False
+        return True
+
+    def _check_published(self) -> None:
+        """Wait as `wait`; raise OutageError if the newest weights are still not published."""
+        self.wait()
+        if self._publisher.is_pending:
+            raise OutageError(self._failure or f"publishing to {self.store.address} takes long")
+        self.record_reports()  # an attempt after `wait` may have succeeded
 
     def record_reports(self) -> None:
         """Record each version that was published, or failed, since the last call."""
@@ -188,9 +213,11 @@ class PolicyPublisher:
             if report.version is None:  # failed; training continues, generators keep their version
                 run_log = self._session.run_log
                 run_log.event("publish_failed", step=report.step, reason=report.reason)
-                run_log.note(report.reason)
+                if report.reason != self._failure:  # not again for each attempt
+                    run_log.note(report.reason)
+                self._failure = report.reason
             else:
-                self._newest = report
+                self._newest, self._failure = report, ""
                 self._record(report.version)
 
     def record_unrecorded(self) -> None:
@@ -245,7 +272,7 @@ def export_adapter(config: Config, folder: Path, model_folder: Path, model: mode
     """
     dtype = models.DTYPES[config.weights.dtype]
     adapter = tensor_set.copy_set(lora.published_weights(model), dtype)
-    companions, manifest_fields = companion_files(config, model_folder, model)
+    companions, manifest_fields = version_files(config, model_folder, model)
     files = {lora.WEIGHTS_FILE: tensor_set.file_of(adapter, {}), **companions}
     atomic_files.remove_folder(folder / "adapter")
     atomic_files.write_folder(folder / "adapter", files, manifest_fields)

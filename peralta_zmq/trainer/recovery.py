@@ -11,8 +11,9 @@ A start brings the trainer to step N, the newest step that the run folder holds:
    once, even if the next start has the same setting.
 2. Restore the newest checkpoint, of step C: weights, optimizer, RNG, counts of groups, curriculum.
 3. Train the steps C+1 to N again from the journal, bit-identically on CPUs. Steps that are already
-   in metrics.jsonl are not written again. The journaled groups of step N+1 are not a full batch
-   yet; they become the first groups of the next batch.
+   in metrics.jsonl are not written again. A step of which all groups exceed the limits is skipped.
+   The journaled groups of step N+1 are not a full batch yet; they become the first groups of the
+   next batch.
 4. Correct the run log: remove steps whose groups the journal has lost, which counts as a
    roll-back; add weight versions that were published just before a kill.
 5. Include some of the excluded problems in sampling again.
@@ -36,16 +37,21 @@ from peralta_zmq.learning.admission import OUTCOMES
 from peralta_zmq.observe.run_log import abandoned_weights
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint
+from peralta_zmq.trainer.checkpoint import CHECKPOINTS
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.journal import (
     GROUP,
+    JOURNAL,
     DroppedGroup,
     JournalRecord,
     decode_record,
     files_in,
 )
 from peralta_zmq.trainer.policy import Policy, PolicyPublisher, group_limits
+from peralta_zmq.trainer.ranks import PolicyLearner
 from peralta_zmq.trainer.session import Session
+
+ALL_REFUSED = "all groups are refused"  # why a journaled step is skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +105,7 @@ class Recovery:
         if wait_out(target.exists):
             run_log.note(f"rolled back to step {step} already; to repeat it, move {target}")
             return
-        checkpoints = wait_out(lambda: atomic_files.steps_in(folder / "checkpoints"))
+        checkpoints = wait_out(lambda: atomic_files.steps_in(folder / CHECKPOINTS))
         if step not in checkpoints:
             steps = ", ".join(map(str, checkpoints)) or "none"
             raise JournalError(
@@ -136,7 +142,7 @@ class Recovery:
 
     def _newest_checkpoint(self) -> checkpoint.Checkpoint | None:
         """Read the newest valid checkpoint; removes half-written checkpoints."""
-        folder = self.session.folder / "checkpoints"
+        folder = self.session.folder / CHECKPOINTS
         atomic_files.sweep(folder)
         return checkpoint.newest(folder, run_id=self.session.run_id)
 
@@ -145,7 +151,7 @@ class Recovery:
 
         Called without a checkpoint: then the steps before the journal cannot be restored.
         """
-        folder = self.session.folder / "journal"
+        folder = self.session.folder / JOURNAL
         # Pruning after a checkpoint of the last recorded step can empty the journal: it then
         # counts as beginning with the next step (step 1 in a new run).
         next_step = self.session.run_log.last_step + 1
@@ -175,11 +181,22 @@ class Recovery:
                     break  # the previous session did not train this full batch: it is a new step
                 if self.session.stop.requested:
                     return False
-                self.train_again(self.collector.take_batch(), learning_rate(learner.step + 1))
+                if groups := self.collector.take_batch():
+                    self.train_again(groups, learning_rate(learner.step + 1))
+                else:
+                    self._skip_step()
                 progress.update(learner.step - begin)
         if self.previous_config != self.session.config:
             self.session.wait_out(self._adopt_settings)
         return True
+
+    def _skip_step(self) -> None:
+        """Skip a journaled step of which all groups are refused, and report it."""
+        skip_step(self.policy.learner)
+        self.checkpoints.update_progress()
+        step, run_log = self.policy.learner.step, self.session.run_log
+        run_log.event("skip", step=step, reason=ALL_REFUSED)
+        run_log.note(f"step {step} skipped: {ALL_REFUSED}")
 
     def _adopt_settings(self) -> None:
         """Write a checkpoint, then the changed settings.
@@ -243,7 +260,7 @@ class Recovery:
 
 def _move_later(folder: Path, step: int, target: Path) -> None:
     """Move checkpoints and journal files of later steps to `target`, newest first."""
-    for name, paths_in in (("checkpoints", atomic_files.steps_in), ("journal", files_in)):
+    for name, paths_in in ((CHECKPOINTS, atomic_files.steps_in), (JOURNAL, files_in)):
         (target / name).mkdir(parents=True, exist_ok=True)
         for later, path in reversed(paths_in(folder / name).items()):
             if later > step:
@@ -252,12 +269,12 @@ def _move_later(folder: Path, step: int, target: Path) -> None:
 
 
 def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.GroupLimits) -> bool:
-    """Load the batch of `step` from the journal; return True if it can be trained.
+    """Load the batch of `step` from the journal; return True if the step can be taken.
 
     Leaves out groups that exceed the limits. In the last step of the journal, a batch that is too
-    small is the start of the next batch (returns False). In an earlier step it is trained if it is
-    too small only because groups were left out; otherwise JournalError is raised. Also raises
-    JournalError if a group is in the checkpoint too. Waits while the journal cannot be read.
+    small is the start of the next batch (returns False). An earlier step is taken if its batch is
+    too small or empty only because groups were left out; otherwise JournalError is raised. Also
+    raises JournalError if a group is in the checkpoint too. Waits while the journal cannot be read.
     """
     journal, wait_out = collector.journal, collector.session.wait_out
     groups: list[RolloutGroup] = []
@@ -282,11 +299,18 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
     collector.restore_batch(groups)
     if collector.is_full:
         return True
-    if groups and num_refused and step < max(wait_out(journal.steps)):
+    if num_refused and step < max(wait_out(journal.steps)):
         return True
     # Raises JournalError if the journal has later steps.
     wait_out(lambda: journal.check_last(step, "is missing or lacks groups"))
     return False
+
+
+def skip_step(learner: PolicyLearner) -> None:
+    """Count a step as taken without an update."""
+    # On the CPU, as in a checkpoint: `restore` sends the tensors to the other ranks from there.
+    tensors = {name: tensor.cpu() for name, tensor in learner.state().items()}
+    learner.restore(learner.step + 1, tensors)
 
 
 def _decode(

@@ -30,12 +30,13 @@ from peralta_zmq.errors import (
 )
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.models import lora
-from peralta_zmq.observe.metrics import METRICS, number, read_rows
+from peralta_zmq.observe.metrics import EVENTS, METRICS, number, read_rows
 from peralta_zmq.observe.terminal import progress_on_stderr
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint, journal
 from peralta_zmq.trainer.collector import size_of, step_size
 from peralta_zmq.trainer.policy import group_limits, write_merged
+from peralta_zmq.trainer.recovery import ALL_REFUSED, skip_step
 from peralta_zmq.trainer.session import run_id_of
 from peralta_zmq.weights.replica import STATE, load_version
 from peralta_zmq.weights.store import WeightStore, version_of_step
@@ -66,9 +67,9 @@ def main(arguments: Sequence[str]) -> int:
     rates = _recorded_rates(run)
     schedule = build.learning_rate_schedule  # returns a partial: its keywords are the settings
     is_same_schedule = schedule(config).keywords == schedule(run_config).keywords
-    published, problems = _published(config) if config == run_config else ({}, [])
+    published, problems = _published(run, config) if config == run_config else ({}, [])
     sys.stderr.writelines(f"{printable(problem)}\n" for problem in problems)
-    without_rate = [step for step in journal.files_in(run / "journal") if step not in rates]
+    without_rate = [step for step in journal.files_in(run / journal.JOURNAL) if step not in rates]
     num_different = 0
     for step, metrics, digest in replay(
         config, run, options.first, options.last, rates if is_same_schedule else {}
@@ -82,7 +83,8 @@ def main(arguments: Sequence[str]) -> int:
                 result, num_different = "  NOT as published", num_different + 1
             else:
                 result = f"  not compared: {METRICS} lacks the learning rate of step {missing}"
-        numbers = "  ".join(f"{name}={metrics[name]:.6g}" for name in PRINTED)
+        numbers = "  ".join(f"{name}={metrics[name]:.6g}" for name in PRINTED if name in metrics)
+        numbers = numbers or f"skipped: {ALL_REFUSED}"
         sys.stdout.write(f"step={step}  {numbers}  weights={digest[:16]}{result}\n")
         sys.stdout.flush()
     if num_different:
@@ -97,29 +99,31 @@ def replay(
 
     `first` and `last` limit the steps; None: no limit. Training starts from the newest checkpoint
     before `first`, or from the base model, so steps before `first` may be trained but are not
-    yielded. `rates` (step -> learning rate) replace the learning rates of the settings. Raises
-    JournalError if the journal starts too late, has a gap, or ends before `first`.
+    yielded. `rates` (step -> learning rate) replace the learning rates of the settings. A step of
+    which all groups are refused is skipped and has no metrics. Raises JournalError if the journal
+    starts too late, has a gap, or ends before `first`.
     """
     models.use_threads(config.train.num_workers)
     model = build.load_policy(config, models.model_folder(config.model.name))
     learner = build.make_learner(config, model)
-    steps = journal.files_in(folder / "journal")
+    steps = journal.files_in(folder / journal.JOURNAL)
     if not steps:
         raise JournalError(f"{folder}/journal is empty; there is nothing to replay")
     _restore(learner, folder, min(steps), first)
     begin, end = learner.step, max(steps) if last is None else min(last, max(steps))
-    limits = group_limits(config, model)
+    # The groups were received under the limits of the run's settings.
+    limits = group_limits(_load_config(folder), model)
     with progress_on_stderr("replaying", end - begin) as progress:
         while last is None or learner.step < last:
             step = learner.step + 1
-            records, _ = journal.read_records(folder / "journal", step)
+            records, _ = journal.read_records(folder / journal.JOURNAL, step)
             decoded = [journal.decode_record(record, limits) for record in records]
             groups = [group for group in decoded if isinstance(group, RolloutGroup)]
             num_refused = sum(record.kind == journal.GROUP for record in records) - len(groups)
             is_full = sum(size_of(config, group) for group in groups) >= step_size(config)
-            # As in recovery.py: a batch that lacks only refused groups is trained, unless it is the
-            # newest, which may still have been filling up.
-            if not is_full and not (groups and num_refused and step < max(steps)):
+            # As in recovery.py: a step that lacks only refused groups is taken, unless it is the
+            # newest, whose batch may still have been filling up.
+            if not is_full and not (num_refused and step < max(steps)):
                 if step < max(steps):
                     larger = " (or train.batch_size is larger than the run's)" if groups else ""
                     raise JournalError(
@@ -128,10 +132,14 @@ def replay(
                         "steps before it (--to) or after a later checkpoint (--from)"
                     )
                 break
-            metrics = learner.learn(groups, learning_rate=rates.get(step)).metrics
+            if groups:
+                metrics = learner.learn(groups, learning_rate=rates.get(step)).metrics
+            else:
+                skip_step(learner)
+                metrics = dict[str, float]()
             progress.hide()
             if first is None or step >= first:
-                yield step, metrics, fingerprint(lora.published_weights(model))
+                yield step, metrics, weights_sha256(lora.published_weights(model))
             progress.update(step - begin)
     if first is not None and learner.step < first:
         raise JournalError(f"--from {first}: the last step that can be replayed is {learner.step}")
@@ -174,7 +182,7 @@ def _export_merged(config: Config, version: Version, local: Path, target: Path) 
     write_merged(target, whole, adapter, model_folder=base_folder, dtype=dtype)
 
 
-def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
+def weights_sha256(weights: Mapping[str, torch.Tensor]) -> str:
     """The sha256 of the names and bfloat16 bytes of all tensors, sorted by name."""
     sha256 = hashlib.sha256()
     for name in sorted(weights):
@@ -218,7 +226,7 @@ def _restore(learner: Learner, folder: Path, earliest: int, first: int | None) -
         return
     run_id = run_id_of(folder, folder.name)
     until = earliest - 1 if first is None else first - 1
-    saved = checkpoint.newest(folder / "checkpoints", run_id=run_id, until=until)
+    saved = checkpoint.newest(folder / checkpoint.CHECKPOINTS, run_id=run_id, until=until)
     if saved is not None:
         remedy = "replay with the model and optimizer it was made with"
         checkpoint.restore(learner, saved, run_folder=folder, remedy=remedy)
@@ -229,17 +237,18 @@ def _restore(learner: Learner, folder: Path, earliest: int, first: int | None) -
         )
 
 
-def _published(config: Config) -> tuple[dict[int, str], list[str]]:
-    """Fingerprints of the published weights by step, and a line for each problem.
+def _published(run: Path, config: Config) -> tuple[dict[int, str], list[str]]:
+    """The sha256 of the published weights by step, and a line for each problem.
 
-    A problem is a version in the weights folder that cannot be read, because it or a version that
-    it depends on is damaged; or that RUN.json, which names the folder's run, cannot be read. Raises
-    StoreError if the folder cannot be listed.
+    Leaves out versions that a roll-back of the run has undone. A problem is a version in the
+    weights folder that cannot be read, because it or a version that it depends on is damaged; or
+    that RUN.json, which names the folder's run, cannot be read. Raises StoreError if the folder
+    cannot be listed.
     """
-    fingerprints: dict[int, str] = {}
+    digests: dict[int, str] = {}
     problems: dict[int, str] = {}  # by version number
     store = WeightStore.open(config.weights_address)
-    run_id, numbers = store.run_id, _numbers_in(store)
+    run_id, numbers, targets = store.run_id, _numbers_in(store), _roll_back_targets(run)
     if run_id is None:
         return {}, [f"no version is compared: {RUN_FILE} in {store.address} cannot be read"]
     with progress_on_stderr("reading published weights", len(numbers)) as progress:
@@ -247,22 +256,32 @@ def _published(config: Config) -> tuple[dict[int, str], list[str]]:
             version = store.find(number)
             if version is None:
                 problems[number] = f"version {number} is not compared: no valid {MANIFEST}"
-            elif version.run_id == run_id:
-                # If a version's step is not above the steps before, the run was rolled back: the
-                # previous versions of this and later steps are obsolete.
-                fingerprints = {s: value for s, value in fingerprints.items() if s < version.step}
+            elif version.run_id == run_id and not _is_undone(version, targets):
+                # If a version's step is not above the steps before, the run was rolled back, even
+                # if events.jsonl lacks the event (full disk).
+                digests = {step: value for step, value in digests.items() if step < version.step}
                 try:
                     with load_version(store, version) as local:
-                        fingerprints[version.step] = fingerprint(
-                            MappedTensors(local / WEIGHTS_FILE)
-                        )
+                        digests[version.step] = weights_sha256(MappedTensors(local / WEIGHTS_FILE))
                 except StoreError as error:
                     reason = f"version {number} (step {version.step}) is not compared: {error}"
                     problems[number] = reason
             progress.update(count)
     # A version that the running trainer deleted during the loop is no problem.
     remaining = _numbers_in(store)
-    return fingerprints, [problems[number] for number in remaining if number in problems]
+    return digests, [problems[number] for number in remaining if number in problems]
+
+
+def _roll_back_targets(run: Path) -> list[float]:
+    """The step that each roll-back of the run returned to, oldest first."""
+    rows = read_rows(run / EVENTS)
+    return [number(row, "step") for row in rows if row.get("event") == "roll_back"]
+
+
+def _is_undone(version: Version, targets: Sequence[float]) -> bool:
+    """True if a roll-back has undone the version's step; `targets`: see _roll_back_targets."""
+    # targets[lineage:] belong to the roll-backs after the version.
+    return any(target < version.step for target in targets[version.lineage :])
 
 
 def _numbers_in(store: WeightStore) -> list[int]:

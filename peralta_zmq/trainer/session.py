@@ -35,7 +35,7 @@ from peralta_zmq.errors import ConfigError, JournalError, OutageError, StoreErro
 from peralta_zmq.observe.metrics import LOCK
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import open_trackers
-from peralta_zmq.trainer.journal import Journal
+from peralta_zmq.trainer.journal import JOURNAL, Journal
 from peralta_zmq.weights.backends import ProbeFile
 from peralta_zmq.weights.store import WeightStore
 
@@ -195,7 +195,7 @@ def open_run_folder(
         ) from None
     settings, max_steps = config.model_dump(mode="json"), config.train.max_steps
     trackers = open_trackers(config.run.report_to, folder=folder, run_id=run_id, settings=settings)
-    journal = stack.enter_context(closing(waiting(lambda: Journal(folder / "journal"))))
+    journal = stack.enter_context(closing(waiting(lambda: Journal(folder / JOURNAL))))
     run_log = waiting(
         lambda: RunLog(folder, run=config.run.name, max_steps=max_steps, trackers=trackers)
     )

@@ -105,12 +105,17 @@ class WeightPublisher:
             reports, self._reports = self._reports, []
         return reports
 
+    @property
+    def is_pending(self) -> bool:
+        """True if the last snapshot is not published, also between two attempts."""
+        with self._changed:
+            return self._publishing or self._waiting is not None
+
     def wait(self, timeout: float) -> bool:
         """Wait until the last snapshot is published or failed once; False at a timeout."""
 
         def is_settled() -> bool:
-            pending = self._publishing or self._waiting is not None
-            return self._backing_off or self._failure is not None or not pending
+            return self._backing_off or self._failure is not None or not self.is_pending
 
         with self._changed:
             return self._changed.wait_for(is_settled, timeout)

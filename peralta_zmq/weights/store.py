@@ -15,6 +15,7 @@ manifest; `find` and `newest` return only complete versions. They do not check t
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,7 @@ from peralta_zmq.atomic_files import Content, CorruptError, failpoint
 from peralta_zmq.errors import ChainError, OutageError, StoreError, failure_text
 from peralta_zmq.weights import delta, tensor_set
 from peralta_zmq.weights.backends import StorageBackend, open_backend, read_small
+from peralta_zmq.weights.leases import LEASE_SECONDS
 from peralta_zmq.weights.version import (
     DELTA_FILE,
     FORMAT,
@@ -76,7 +78,13 @@ class WeightStore:
     @property
     def run_id(self) -> str | None:
         """The run that owns the store; None if no trainer has claimed it or it cannot be read."""
-        with contextlib.suppress(OSError, *atomic_files.MALFORMED):
+        with contextlib.suppress(OSError):
+            return self._read_run_id()
+        return None
+
+    def _read_run_id(self) -> str | None:
+        """As `run_id`; raises OSError if the file exists and cannot be read."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, *atomic_files.MALFORMED):
             return str(json.loads(read_small(self.backend, RUN_FILE))["run_id"])
         return None
 
@@ -91,7 +99,7 @@ class WeightStore:
         is True, if it is missing and `create` is False, or if another trainer has the lease.
         """
         try:
-            owner = self.run_id
+            owner = self._read_run_id()
             if owner is None and not create:  # no folder, or an empty mount point
                 raise _gone_error(self.address)
             if owner not in (None, run_id):
@@ -104,16 +112,21 @@ class WeightStore:
                 raise OutageError(
                     f"another trainer ({holder}) publishes to {self.address}; stop it, or "
                     "choose another folder with --weights.dir; if it has crashed, its lease "
-                    "expires within 30 s"
+                    f"expires within {LEASE_SECONDS:.0f} s"
                 )
             if owner is None:
                 text = json.dumps({"format": 1, "run_id": run_id}) + "\n"
                 self.backend.write_file(RUN_FILE, text.encode())
         except OSError as error:
             self.backend.leases.release()
+            error_class = OutageError if known else StoreError
+            if error.errno == errno.EMFILE:
+                raise error_class(
+                    f"weights folder {self.address} cannot be used: {failure_text(error)}"
+                ) from None
             if not create and self.run_id is None:  # the mount was lost after the first check
                 raise _gone_error(self.address) from None
-            raise (OutageError if known else StoreError)(
+            raise error_class(
                 f"weights folder {self.address} cannot be written ({error.strerror or error}); "
                 "mount it, free it, or choose another with --weights.dir"
             ) from None
@@ -137,7 +150,7 @@ class WeightStore:
         """
         specs = tensor_set.specs_of(tensors)
         try:
-            if (run_id := self.run_id) is None:  # e.g. an empty mount point
+            if (run_id := self._read_run_id()) is None:  # e.g. an empty mount point
                 raise OSError(f"{RUN_FILE} is gone; is it mounted?")
             if holder := self.backend.leases.confirm():
                 raise OSError(f"another trainer ({holder}) publishes there; stop one of the two")

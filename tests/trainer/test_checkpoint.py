@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from damage import flip_bit, remove, truncate
 
-from peralta_zmq.errors import JournalError
+from peralta_zmq import atomic_files
+from peralta_zmq.errors import JournalError, OutageError
 from peralta_zmq.trainer.checkpoint import Checkpoint, newest, prune, write_checkpoint
 
 LEDGER = {"ann/0011": 17}
@@ -62,6 +64,24 @@ def test_only_damaged_checkpoints_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match=r"no checkpoint in .* verifies; put a copy back"):
         step_of(tmp_path)
     assert (tmp_path / "step_000010").exists()
+
+
+def test_reading_without_a_file_descriptor_names_the_remedy(
+    tmp_path: Path, open_file_limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 10)
+    steps_in = atomic_files.steps_in
+
+    def list_and_use_all_descriptors(folder: Path) -> dict[int, Path]:
+        steps = steps_in(folder)
+        os.close(lowest := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, open_file_limits[1]))
+        return steps
+
+    monkeypatch.setattr(atomic_files, "steps_in", list_and_use_all_descriptors)
+    with pytest.raises(OutageError, match=r"Too many open files: .*\(ulimit -n\)$") as caught:
+        step_of(tmp_path)
+    assert "mount" not in str(caught.value)
 
 
 def test_checkpoint_that_did_not_verify_is_replaced(tmp_path: Path) -> None:

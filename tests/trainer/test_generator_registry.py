@@ -1,4 +1,4 @@
-"""Registered generators: join, leave, worker info, statistics, final status."""
+"""Registered generators: join, leave, worker info, statistics, silence, mismatch, final status."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import zmq
@@ -15,11 +16,15 @@ from sample_data import INCARNATION, RUN
 from sockets import ANYWHERE, eventually
 
 from peralta_zmq import wire
-from peralta_zmq.learning.admission import Ledger
+from peralta_zmq.config import load_config
+from peralta_zmq.learning.admission import Admission, Ledger
+from peralta_zmq.learning.step_metrics import MIN_STEPS, Mismatch, MismatchStatistics
+from peralta_zmq.observe.event_log import LIMITS
 from peralta_zmq.observe.metrics import EVENTS, read_rows
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.trainer import generator_registry
-from peralta_zmq.trainer.generator_registry import GeneratorRegistry
+from peralta_zmq.trainer.generator_registry import GeneratorRegistry, report_mismatches
+from peralta_zmq.trainer.session import Session, StatusPublisher, StopSignal
 from peralta_zmq.wire import generator_status
 from peralta_zmq.wire.sockets import ready
 
@@ -65,14 +70,21 @@ def registry(empty: GeneratorRegistry) -> Iterator[GeneratorRegistry]:
         yield empty
 
 
-def test_invented_names_do_not_displace_live_senders(
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A monotonic clock that tests advance."""
+    now = [100.0]
+    monkeypatch.setattr(generator_registry.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_statuses_of_invented_names_do_not_displace_live_senders(
     registry: GeneratorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generator_registry, "MAX_LIVE", 3)
     known, *_ = registry.live()
-    registry.mark_alive(known, step=1)  # for a group
     for number in range(10):
-        registry.mark_alive(f"stranger-{number}/{'0' * 16}", step=1)
+        registry.mark_alive(f"stranger-{number}/{'0' * 16}", step=1, worker_info={})
     assert registry.live() == [known, *(f"stranger-{number}/{'0' * 16}" for number in range(2))]
     joins = [row["generator"] for row in read_rows(tmp_path / EVENTS) if row["event"] == "join"]
     assert joins == ["ann", "stranger-0", "stranger-1"]
@@ -91,8 +103,9 @@ def test_first_group_replaces_an_invented_sender_at_the_limit(
     assert not registry.mark_alive(bob, step=1, worker_info={})
     assert registry.mark_alive(bob, step=1) and registry.live() == [ann, second, bob]
     assert registry.mark_alive(carl, step=1) and registry.live() == [ann, bob, carl]
-    assert not registry.mark_alive(dan, step=1)  # all others have sent a group
-    assert registry.live() == [ann, bob, carl]
+    # Now all others have sent a group.
+    assert registry.mark_alive(ann, step=1, worker_info={})
+    assert registry.mark_alive(dan, step=1) and {*registry.live()} == {ann, carl, dan}
 
 
 def test_starts_of_one_name_are_bounded(
@@ -100,15 +113,16 @@ def test_starts_of_one_name_are_bounded(
 ) -> None:
     ann, *_ = registry.live()
     for number in range(1000):
-        registry.mark_alive(f"bob/{number:016x}", step=1)
-    first = [f"bob/{number:016x}" for number in range(generator_registry.MAX_STARTS)]
-    assert registry.live() == [ann, *first]
+        assert registry.mark_alive(f"bob/{number:016x}", step=1)
+    newest = [f"bob/{number:016x}" for number in range(1000 - generator_registry.MAX_STARTS, 1000)]
+    assert registry.live() == [ann, *newest]
     rows = read_rows(tmp_path / EVENTS)
-    assert {row["event"] for row in rows} == {"join"} and len(rows) <= 1 + len(first)
+    assert len(rows) <= 1 + LIMITS["join"] + LIMITS["leave"]
+    assert not registry.mark_alive(f"bob/{1000:016x}", step=1, worker_info={})
     registry.receive_status(step=1)
     monkeypatch.setattr(generator_registry, "LIVE_SECONDS", 0.0)
-    assert registry.live() == []
-    assert registry.mark_alive(f"bob/{1000:016x}", step=1)  # the others have left
+    assert registry.live() == [] and not registry._starts
+    assert registry.mark_alive(f"bob/{1000:016x}", step=1, worker_info={})  # the others have left
 
 
 def test_start_with_a_group_replaces_one_without(
@@ -120,10 +134,60 @@ def test_start_with_a_group_replaces_one_without(
     assert registry.mark_alive(f"bob/{100:016x}", step=1)
     ann, *starts = registry.live()
     assert starts == [f"bob/{number:016x}" for number in [*range(1, 16), 100]]
-    for number in range(200, 300):  # the start that has sent a group stays
-        registry.mark_alive(f"bob/{number:016x}", step=1)
-    assert {ann, f"bob/{100:016x}"} < {*registry.live()}
-    assert len(registry.live()) == 1 + generator_registry.MAX_STARTS
+    for number in range(200, 215):  # the start that has sent a group stays
+        assert registry.mark_alive(f"bob/{number:016x}", step=1)
+    assert registry.live() == [ann, *(f"bob/{n:016x}" for n in [100, *range(200, 215)])]
+    assert registry.mark_alive(f"bob/{300:016x}", step=1)  # only the least recently active is left
+    assert registry.live() == [ann, *(f"bob/{n:016x}" for n in [*range(200, 215), 300])]
+
+
+def test_refusal_of_a_status_takes_no_longer_with_many_senders(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    def seconds_with(num_senders: int) -> float:
+        folder = tmp_path / str(num_senders)
+        folder.mkdir()
+        registry = opened(stack, folder)
+        for number in range(num_senders):
+            assert registry.mark_alive(f"g{number}/00", step=1, worker_info={})
+        for number in range(generator_registry.MAX_STARTS):
+            assert registry.mark_alive(f"bob/{number:016x}", step=1, worker_info={})
+        started = time.process_time()
+        for number in range(1000, 3000):
+            assert not registry.mark_alive(f"bob/{number:016x}", step=1, worker_info={})
+        return time.process_time() - started
+
+    # 20 senders take some milliseconds; a search of 4,000 would take more than 100 times as long.
+    assert seconds_with(4000) < 10 * seconds_with(20) + 0.1
+
+
+@pytest.mark.usefixtures("clock")
+def test_keyframe_requests_are_honoured_at_most_every_30_seconds(
+    empty: GeneratorRegistry, clock: list[float]
+) -> None:
+    """A client alternates its flag, so that each second status is a request."""
+    taken = list[int]()
+    for second in range(80):
+        status = replace(STATUS, wants_keyframe=second % 2 == 0)
+        empty._update({status.sender: status}, step=1)
+        if empty.keyframe_due and empty.take_keyframe_request():
+            taken.append(second)
+        assert not empty.take_keyframe_request()
+        clock[0] += 1.0
+    assert taken == [0, 30, 60]
+
+
+def test_early_keyframe_request_is_kept(empty: GeneratorRegistry, clock: list[float]) -> None:
+    for name in ("ann", "bob"):
+        status = replace(STATUS, generator_id=name, wants_keyframe=True)
+        empty._update({status.sender: status}, step=1)
+        assert empty.take_keyframe_request() == (name == "ann")  # the first one at once
+        clock[0] += 1.0
+    clock[0] += generator_registry.KEYFRAME_SECONDS - 2.5
+    assert not empty.keyframe_due and not empty.take_keyframe_request()
+    clock[0] += 0.5
+    assert empty.keyframe_due and empty.take_keyframe_request()
+    assert not empty.keyframe_due
 
 
 def test_statuses_of_unregistered_starts_are_not_kept(
@@ -291,10 +355,8 @@ def test_groups_without_a_status_for_long_are_reported_once(
     stack: ExitStack,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    clock: list[float],
 ) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(generator_registry.time, "monotonic", lambda: clock[0])
     empty, lists = opened(stack, tmp_path), list[dict[str, int]]()
     bob = replace(STATUS, generator_id="bob")
     for _ in range(4):  # groups at 5, 10, 15 and 20 s; only bob sends statuses, too
@@ -314,6 +376,52 @@ def test_groups_without_a_status_for_long_are_reported_once(
     assert empty.connections.without_status() == {}
 
 
+def let_leave(registry: GeneratorRegistry, clock: list[float], *, seconds: float) -> None:
+    """Let all senders be silent for some seconds, and leave."""
+    clock[0] += seconds
+    registry.receive_status(step=1)
+    assert registry.live() == [] and registry.connections.without_status() == {}
+
+
+def test_bursts_of_groups_without_a_status_are_reported(
+    empty: GeneratorRegistry, tmp_path: Path, clock: list[float]
+) -> None:
+    """The sender leaves between two bursts, which are a minute apart."""
+    lists = list[dict[str, int]]()
+    for _ in range(5):
+        for _ in range(3):
+            empty.mark_alive(STATUS.sender, step=1)
+            clock[0] += 0.25
+        lists.append(empty.connections.without_status())
+        let_leave(empty, clock, seconds=59.25)
+    # From burst to burst at most 5 s count: the generator itself may have been away.
+    assert lists == [{}, {}, *({STATUS.sender: seconds} for seconds in (11, 17, 22))]
+    assert set(silent_events(tmp_path)) == {"status"}
+    empty.mark_alive(STATUS.sender, step=1, worker_info={})
+    empty.connections.add_status(STATUS, None, step=1)
+    empty.mark_alive(STATUS.sender, step=1)
+    assert empty.connections.without_status() == {}
+
+
+def test_group_of_a_sender_that_was_away_once_is_not_reported(
+    empty: GeneratorRegistry, tmp_path: Path, clock: list[float]
+) -> None:
+    empty.mark_alive(STATUS.sender, step=1)
+    let_leave(empty, clock, seconds=3600.0)  # for instance asleep
+    empty.mark_alive(STATUS.sender, step=1)
+    assert empty.connections.without_status() == {} and silent_events(tmp_path) == []
+
+
+def test_groups_without_a_status_of_past_senders_are_bounded(
+    empty: GeneratorRegistry, monkeypatch: pytest.MonkeyPatch, clock: list[float]
+) -> None:
+    monkeypatch.setattr(generator_registry, "MAX_LIVE", 3)
+    for number in range(10):
+        empty.mark_alive(f"stranger-{number}/00", step=1)
+    let_leave(empty, clock, seconds=60.0)
+    assert list(empty.connections._past_groups) == [f"stranger-{n}/00" for n in (7, 8, 9)]
+
+
 def test_silent_connections_in_a_status_are_reported(
     registry: GeneratorRegistry, stack: ExitStack, tmp_path: Path
 ) -> None:
@@ -329,3 +437,19 @@ def test_silent_connections_in_a_status_are_reported(
     later = replace(later, announcement_reconnects=2, rollout_reconnects=1)
     eventually(lambda: len(reported()) > 1)
     assert silent_events(tmp_path) == ["announcements", "rollouts"]  # each at most once a minute
+
+
+def test_mismatch_is_printed_as_often_as_it_is_recorded(
+    stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_log = stack.enter_context(RunLog(tmp_path, run="run", max_steps=9))
+    config = load_config("bin/trainer", ["--train.on-mismatch=drop"])
+    status = StatusPublisher(cast(Any, None), wire.Announcement(RUN))
+    session = Session(config, RUN, run_log, status, StopSignal())
+    senders = [f"ann/{number:016x}" for number in range(3 * LIMITS["mismatch"])]
+    statistics, admission = MismatchStatistics(bound=0.1), Admission(4)
+    for _ in range(MIN_STEPS):
+        statistics.record(dict.fromkeys(senders, Mismatch(3.0, 10.0)))
+    report_mismatches(statistics, session, admission, step=2)
+    assert capsys.readouterr().out.count("generator ann differ") == LIMITS["mismatch"]
+    assert admission.flagged == {*senders}

@@ -159,13 +159,13 @@ def test_groups_left_out_are_left_out_again_after_a_restart(
     settings = ("--loss.name=dppo", "--train.learning-rate=0.001", "--checkpoint.keep-journal")
     with ExitStack() as stack:
         before = trained(stack, tmp_path, *settings, skew=5000.0)
-        weights = replay.fingerprint(lora.published_weights(before.policy.model))
+        weights = replay.weights_sha256(lora.published_weights(before.policy.model))
     arguments = [*SETTINGS, *settings, "--run.dir", str(tmp_path), f"--wire.port={free_ports()}"]
     with ExitStack() as stack:
         again = Trainer(load_config("bin/trainer", arguments), stack)
         again.recover()
         assert again.policy.learner.step == STEPS
-        assert replay.fingerprint(lora.published_weights(again.policy.model)) == weights
+        assert replay.weights_sha256(lora.published_weights(again.policy.model)) == weights
     groups = [row["groups"] for row in events(tmp_path, "exclude")]
     assert len(groups) == 2 * STEPS and groups[:STEPS] == groups[STEPS:]
     capsys.readouterr()

@@ -37,7 +37,7 @@ from peralta_zmq.learning.learner import StepResult
 from peralta_zmq.observe.metrics import EVENTS, LOCK, METRICS, read_rows
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer import checkpoint
+from peralta_zmq.trainer import checkpoint, generator_registry
 from peralta_zmq.trainer import collector as collectors
 from peralta_zmq.trainer import loop as trainer
 from peralta_zmq.trainer.journal import DROPPED, GROUP, DroppedGroup
@@ -157,7 +157,10 @@ def test_run_continues_with_another_or_deleted_weights_folder(
 
 
 @pytest.mark.timeout(60)
-def test_keyframe_request_of_a_generator_is_served_once(settings: list[str], port: int) -> None:
+def test_keyframe_request_of_a_generator_is_served_once(
+    settings: list[str], port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator_registry, "KEYFRAME_SECONDS", 0.0)
     with ExitStack() as stack:
         trainer = Trainer(config_of(*settings), stack)
         trainer.recover()
@@ -228,7 +231,8 @@ def saved_by(
 def journaled_by(trainer: Trainer, *sequences: int, step: int = 1, run_id: str = "") -> None:
     """Journal groups for a step, of this run unless another is given."""
     for sequence in sequences:
-        group = group_of([1, 0], sequence=sequence, run_id=run_id or trainer.session.run_id)
+        rewards = [1, 0] * (trainer.session.config.sampling.num_generations // 2)
+        group = group_of(rewards, sequence=sequence, run_id=run_id or trainer.session.run_id)
         trainer.collector.journal.append(step, wire.encode_group(group))
     trainer.collector.journal.commit()
 

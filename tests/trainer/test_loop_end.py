@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, cast
@@ -121,6 +122,70 @@ def test_end_of_a_run_waits_for_its_disk(
     monkeypatch.setattr(report, "replace_file", replace_or_fail)
     monkeypatch.setattr(StopSignal, "pause", lambda stop, seconds: None)
     assert summary_of(trainer) and num_calls[0] > 1
+
+
+def last_step_in_an_outage(stack: ExitStack, folder: Path) -> tuple[Trainer, Callable[[], object]]:
+    """A trainer after its last step, without its weights folder; and what puts the folder back."""
+    trainer = Session(stack, folder, FOUR).trainer
+    while trainer.step < 3:
+        trainer.advance()
+    trainer.publishing.wait()
+    weights = trainer.publishing.store.folder
+    away = weights.rename(weights.with_name("away"))
+    trainer.advance()
+    return trainer, lambda: away.rename(weights)
+
+
+def events_of(trainer: Trainer) -> list[object]:
+    return [row["event"] for row in read_rows(trainer.session.folder / EVENTS)]
+
+
+def test_complete_run_waits_until_its_last_version_is_published(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    trainer, end_outage = last_step_in_an_outage(stack, tmp_path)
+    pause, done = StopSignal.pause, list[bool]()
+
+    def end_outage_and_pause(stop: StopSignal, seconds: float) -> None:
+        if not done:
+            end_outage()
+        done.append(trainer.session.status.announcement.done)
+        pause(stop, seconds)
+
+    monkeypatch.setattr(StopSignal, "pause", end_outage_and_pause)
+    trainer.finish()
+    newest = trainer.publishing.store.newest()
+    assert newest is not None and (newest.step, newest.kind) == (4, "keyframe")
+    assert done and not any(done) and trainer.session.status.announcement.done
+    events = events_of(trainer)
+    assert events.index("outage") < events.index("evaluate") and events[-1] == "complete"
+    printed = capsys.readouterr().out
+    assert "is gone; is it mounted?. Waiting, nothing is lost" in printed
+    assert f'from_pretrained("{newest.folder}")' in printed
+
+
+def test_stop_in_an_outage_at_the_end_lets_the_next_start_publish(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def request_stop(stop: StopSignal, seconds: float) -> None:
+        stop.requested = True
+
+    with ExitStack() as opened, monkeypatch.context() as patched:
+        trainer, end_outage = last_step_in_an_outage(opened, tmp_path)
+        patched.setattr(StopSignal, "pause", request_stop)
+        trainer.finish()
+        assert not trainer.session.status.announcement.done
+        assert events_of(trainer)[-1] == "stop"
+        assert not (trainer.session.folder / "summary.json").exists()
+    end_outage()
+    again = Session(stack, tmp_path, FOUR).trainer
+    assert summary_of(again) and again.session.status.announcement.done
+    newest = again.publishing.store.newest()
+    assert newest is not None and newest.step == 4
+    assert events_of(again)[-1] == "complete" and events_of(again).count("complete") == 1
+    again.finish()
+    assert events_of(again).count("complete") == 1
 
 
 def test_stopped_run_writes_its_plot_and_report(tmp_path: Path, stack: ExitStack) -> None:

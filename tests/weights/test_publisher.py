@@ -230,11 +230,12 @@ def test_failed_publication_is_reported_and_retried(
     failed, *_ = reports_of(publisher)
     assert failed.version is None
     assert "cannot publish step 1" in failed.reason and "is it mounted?" in failed.reason
-    assert not store.folder.exists()
+    assert not store.folder.exists() and publisher.is_pending
     (tmp_path / "away").rename(store.folder)
     while not (reports := [report for report in publisher.take_reports() if report.version]):
         publisher.wait(0.1)
     assert [report.step for report in reports] == [1]
+    assert publisher.wait(30) and not publisher.is_pending
 
 
 def test_retry_follows_an_outage_within_5_seconds_on_average(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,25 @@ def test_claim_reports_a_mount_that_is_lost_meanwhile_as_gone(
         again.claim("run", known=True, create=False)
 
 
+def use_all_descriptors(hard_limit: int) -> None:
+    """Let every further open in this process fail; `open_file_limits` restores the limit."""
+    os.close(lowest := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard_limit))
+
+
+@pytest.mark.parametrize("create", [True, False])
+def test_claim_without_a_file_descriptor_names_the_remedy(
+    store: WeightStore, open_file_limits: tuple[int, int], create: bool
+) -> None:
+    again = WeightStore.open(store.folder)
+    use_all_descriptors(open_file_limits[1])
+    with pytest.raises(OutageError, match=r"Too many open files: .*\(ulimit -n\)$") as caught:
+        again.claim("run", known=True, create=create)
+    assert "mount" not in str(caught.value)
+    resource.setrlimit(resource.RLIMIT_NOFILE, open_file_limits)
+    again.claim("run", known=True, create=create)
+
+
 # Publishing.
 
 
@@ -118,6 +138,14 @@ def test_failed_publication_names_the_reason(
     monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(StoreError, match=r"cannot publish step 2 .*: No space left on device"):
         publish(store, 2)
+
+
+def test_publish_without_a_file_descriptor_names_the_remedy(
+    store: WeightStore, open_file_limits: tuple[int, int]
+) -> None:
+    use_all_descriptors(open_file_limits[1])
+    with pytest.raises(StoreError, match=r"Too many open files: .*\(ulimit -n\)$"):
+        publish(store, 1)
 
 
 @pytest.mark.parametrize("mount_point_stays", [True, False])
