@@ -2,7 +2,7 @@
 
 A plug-in is a task (problems with a reward function), an engine (samples completions), or a loss,
 advantage, filter or reward function. The setting of a plug-in is either a short name, which is
-looked up in TABLES, or the dotted name of a plug-in that the user wrote. A task is a module
+looked up in TABLES, or the import path of a plug-in that the user wrote. A task is a module
 (`my_lab.sudoku`); every other plug-in is an attribute of a module (`my_lab.losses.mine` or
 `my_lab.losses:mine`). A plug-in is imported only when a run uses it. To add a plug-in to this
 package, write the plug-in and add its line to TABLES.
@@ -59,7 +59,7 @@ TABLES: dict[Kind, dict[str, str]] = {
         "repetition": "peralta_zmq.learning.advantages:repetition",
         "overlong": "peralta_zmq.learning.advantages:overlong",
     },
-    "reward": {},  # each task has a reward function; a user can name another one by dotted name
+    "reward": {},  # each task has a reward function; a user can name another one by its import path
 }
 # Number of positional parameters, as in the protocols below; all further parameters are options.
 NUM_ARGUMENTS: dict[Kind, int] = {"loss": 1, "advantage": 2, "filter": 1}
@@ -216,7 +216,7 @@ def resolve(kind: Literal["filter"], name: str) -> FilterFunction: ...
 @overload
 def resolve(kind: Kind, name: str) -> Any: ...
 def resolve(kind: Kind, name: str) -> Any:
-    """Import and return the plug-in with a short or dotted name.
+    """Import and return the plug-in with a short name or an import path.
 
     Raises ConfigError if the name is unknown or cannot be imported, or if the plug-in lacks a
     function of its protocol.
@@ -257,12 +257,12 @@ def _import_path(kind: Kind, name: str) -> str:
         module, _, attribute = name.rpartition(".")
         return f"{module}:{attribute}"
     if not TABLES[kind]:
-        raise ConfigError(f"unknown {kind} '{name}'; give the dotted name of your own {kind}")
+        raise ConfigError(f"unknown {kind} '{name}'; give the import path of your own {kind}")
     choices = ", ".join(sorted(TABLES[kind]))
     similar = get_close_matches(name, TABLES[kind], n=1)
     hint = f"did you mean {similar[0]}? Choose" if similar else "choose"
     raise ConfigError(
-        f"unknown {kind} '{name}'; {hint} one of {choices}, or the dotted name of your own {kind}"
+        f"unknown {kind} '{name}'; {hint} one of {choices}, or the import path of your own {kind}"
     )
 
 

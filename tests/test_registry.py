@@ -43,9 +43,9 @@ def test_shipped_names_resolve(kind: Kind) -> None:
     ("kind", "name", "message"),
     [
         ("loss", "x", "unknown loss 'x'; choose one of decoupled_ppo, dppo, grpo, grpo_kl, gspo, "
-                      "importance, reinforce, or the dotted name of your own loss"),
+                      "importance, reinforce, or the import path of your own loss"),
         ("loss", "inforce", "unknown loss 'inforce'; did you mean reinforce? Choose one of "),
-        ("reward", "x", "unknown reward 'x'; give the dotted name of your own reward"),
+        ("reward", "x", "unknown reward 'x'; give the import path of your own reward"),
     ],
 )  # fmt: skip
 def test_unknown_name_is_refused_with_choices(kind: Kind, name: str, message: str) -> None:
