@@ -11,7 +11,6 @@ loaded, those of the claims `..._with_start_...` from the start of the command. 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -25,6 +24,7 @@ from benchmarks.harness import REPO, Claim, progress_of, spread
 from benchmarks.measured_command import KINDS, MeasuredCommand
 from benchmarks.peers import environment
 from benchmarks.peers.task import Task
+from tools.link_proxy import free_ports
 
 BATCH = 128  # rollouts per step, where a row does not give the number
 GOAL, LAST = 0.9, 5  # mean reward, over this number of steps
@@ -105,10 +105,9 @@ def run_side(name: str, interpreter: Path, *, quick: bool) -> RunResult:
 
 def our_command(folder: str) -> list[str]:
     """The shipped demo without evaluations."""
-    port = str(20000 + os.getpid() % 20000)
     return [
         str(REPO / ".venv/bin/python"), "bin/lan", "local", "@", "configs/demo.toml",
-        "--run.dir", folder, "--run.name", "ours", "--wire.port", port,
+        "--run.dir", folder, "--run.name", "ours", "--wire.port", str(free_ports()),
         "--eval.num-examples", "1", "--no-eval.eval-base-model", "--eval.interval", "1000",
     ]  # fmt: skip
 

@@ -41,6 +41,7 @@ from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.journal import Journal
 from peralta_zmq.trainer.session import Session, StatusPublisher, StopSignal
 from peralta_zmq.wire.message_fields import encode_fields
+from tools.link_proxy import free_ports
 
 VOCAB_SIZE = 468
 NUM_PROCESSES = 4
@@ -243,8 +244,7 @@ def open_collector(
         ["--run.dir", str(folder), "--run.name", "scale",
          "--train.batch-size", str(8 * num_groups)],
     )  # fmt: skip
-    port = 20000 + os.getpid() % 20000
-    address = f"tcp://127.0.0.1:{port}"
+    address = f"tcp://127.0.0.1:{free_ports()}"
     receiver = wire.RolloutReceiver(address, run_id=RUN, limits=wire.GroupLimits(VOCAB_SIZE))
     stack.enter_context(closing(receiver))
     announcements = wire.AnnouncementPublisher(wire.next_port(address))
