@@ -17,6 +17,8 @@ from hypothesis import settings
 from tools import link_proxy
 
 if TYPE_CHECKING:
+    from trainer_sessions import Continued
+
     from peralta_zmq.weights.store import WeightStore
     from peralta_zmq.weights.subscriber import WeightSubscriber
 
@@ -85,3 +87,11 @@ def subscriber(store: WeightStore, tmp_path: Path) -> Iterator[WeightSubscriber]
 
     with closing(WeightSubscriber(store, tmp_path / "copy", poll_seconds=0.05)) as opened:
         yield opened
+
+
+@pytest.fixture
+def continued(tmp_path: Path) -> Continued:
+    """A run in tmp_path of which each session can have more steps."""
+    from trainer_sessions import Continued
+
+    return Continued(tmp_path)

@@ -1,6 +1,7 @@
-"""Simulated machines for tests of bin/lan: folders with a Python environment, sshd on loopback.
+"""Hosts for tests of bin/lan: two that do not exist, and simulated machines.
 
-Needs no privileges; all files are in the test's folder.
+A simulated machine is a folder with a Python environment, with an sshd on loopback. Needs no
+privileges; all files are in the test's folder.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from peralta_zmq.config import Config
+from peralta_zmq.config.hosts import Host, Hosts
+from peralta_zmq.config.sections import SecuritySection, WireSection
+
 REPO = Path(__file__).parents[1]
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/sbin:/usr/local/sbin")
 needs_rsync = pytest.mark.skipif(not shutil.which("rsync"), reason="no rsync on this machine")
@@ -31,6 +36,16 @@ SMALL = (
     *("--eval.num-examples", "4", "--no-eval.eval-base-model", "--checkpoint.interval", "5"),
     *("--weights.poll-seconds", "1", "--train.max-off-policy-steps", "6"),
 )
+MAC = Host(name="mac", ssh="mac.local", role="trainer", count=1, weights_dir="/Volumes/my nas/w")
+PC = Host(name="pc", ssh="-p 2222 me@pc", count=2, device="cuda", weights_dir="/mnt/nas/w",
+          python="python3.11", env={"A": "b c"})  # fmt: skip
+HOSTS = Hosts(host=(MAC, PC))
+
+
+def config(**sections: object) -> Config:
+    defaults = {"wire": WireSection(host="mac.local", bind="0.0.0.0"),
+                "security": SecuritySection(insecure=True)}  # fmt: skip
+    return Config.model_validate({**defaults, **sections})
 
 
 def make_machine(folder: Path) -> Path:

@@ -55,6 +55,10 @@ def loaded(store: WeightStore, version: Version) -> dict[str, torch.Tensor]:
         return dict(MappedTensors(folder / WEIGHTS_FILE))
 
 
+def names_in(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
 def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
     """Equal names and bit-identical tensors."""
     return left.keys() == right.keys() and all(

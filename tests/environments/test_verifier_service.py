@@ -1,11 +1,10 @@
-"""Verifier and client over HTTP: rewards, retries, refused requests; the environments of a run."""
+"""Verifier and client over HTTP: rewards, refused requests; the environments of a run."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,41 +16,23 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from verifiers import PROBLEM, remote, serving
 
 from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.environments import calculator
 from peralta_zmq.environments.dataset import check_tokens, load_problems
-from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.environments.verifier_service import MAX_REQUEST_BYTES, Verifier
-from peralta_zmq.errors import ConfigError, PeraltaError, RewardError, TaskError
-from peralta_zmq.rollout import Message, Problem
-from tools.link_proxy import free_ports
+from peralta_zmq.errors import ConfigError, PeraltaError, TaskError
+from peralta_zmq.rollout import Problem
 
-REPO = Path(__file__).parents[2]
 TOKEN = "0123456789abcdef"
-PROBLEM = Problem("1", "x", (Message("user", "?"),), "1")
 
 
 def config_of(folder: Path, text: str) -> Config:
     file = folder / "env.toml"
     file.write_text(text)
     return load_config("bin/x", ["@", str(file)])
-
-
-def serving(config: Config, *, token: str | None = None) -> closing[Verifier]:
-    return closing(Verifier(config, host="127.0.0.1", port=0, token=token))
-
-
-@pytest.fixture(scope="module")
-def verifier() -> Iterator[Verifier]:
-    """Shared by the tests that only send requests."""
-    with serving(load_config("bin/verifier", [])) as verifier:
-        yield verifier
-
-
-def remote(verifier: Verifier, *, env: str = "calculator", **options: Any) -> RemoteEnvironment:
-    return RemoteEnvironment("127.0.0.1", verifier.port, env=env, **options)
 
 
 def test_remote_problems_have_no_answers_but_equal_rewards(verifier: Verifier) -> None:
@@ -113,16 +94,6 @@ def test_remote_reward_keeps_named_terms(monkeypatch: pytest.MonkeyPatch, tmp_pa
             environment.reward(problem, "")
 
 
-@pytest.mark.parametrize("reward", ["null", '"1"', "NaN", "1e9", '{"right": "1"}'])
-def test_response_without_a_number_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, verifier: Verifier, reward: str
-) -> None:
-    monkeypatch.setattr(verifier, "reward", lambda *_: {"reward": json.loads(reward)})
-    environment = remote(verifier)
-    with pytest.raises(RewardError, match=r"unexpected response \(a reward of .*not a number"):
-        environment.reward(next(environment.problems("train", 0)), "1")
-
-
 def test_concurrent_requests_run_rewards_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -145,63 +116,6 @@ def test_concurrent_requests_run_rewards_one_at_a_time(
         for _ in range(2):
             pool.submit(remote(verifier, env="own").reward, problem, "x")
     assert outcomes == ["alone", "alone"]
-
-
-def test_client_waits_for_killed_verifier_and_gets_true_rewards(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    port = free_ports()
-    command = [sys.executable, str(REPO / "bin/verifier"), "--verifier.port", str(port)]
-    caplog.set_level("INFO")
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start() -> None:
-        started.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
-
-    environment = RemoteEnvironment("127.0.0.1", port, env="calculator", retry_seconds=50)
-    start()
-    try:
-        far = list(environment.problems("train", 0))
-        near = list(calculator.problems("train", 0))
-        assert environment.reward(far[0], near[0].answer) == 1.0
-        started[0].kill()
-        started[0].wait()
-        restart = threading.Timer(1.0, start)
-        restart.start()
-        rewards = [environment.reward(far[n], near[n].answer) for n in range(1, 60)]
-        restart.join()
-        assert rewards == [1.0] * 59
-        lines = [line for line in caplog.messages if line.startswith("waiting for the verifier")]
-        assert len(lines) == 2  # for the start, and for the restart
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-
-
-def test_client_without_verifier_names_the_command() -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        environment = RemoteEnvironment(
-            "127.0.0.1", holder.getsockname()[1], env="x", retry_seconds=0.1
-        )
-        with pytest.raises(TaskError, match=r"env\.address http://.* bin/verifier @ CONFIG$") as no:
-            environment.reward(PROBLEM, "2")
-    assert "\n" not in str(no.value)
-
-
-def test_client_of_another_http_server_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path, text=True
-    ) as server:
-        try:
-            assert server.stdout is not None
-            port = int(server.stdout.readline().split("port ")[1].split()[0])
-            with pytest.raises(TaskError, match=r"unexpected response .* is this a verifier"):
-                RemoteEnvironment("127.0.0.1", port, env="x", retry_seconds=1).problems("train", 0)
-        finally:
-            server.kill()
 
 
 def test_unknown_environment_is_refused_with_the_choices(verifier: Verifier) -> None:

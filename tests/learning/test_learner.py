@@ -7,36 +7,22 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from learners import FOUR, groups_of, identical, learner_with_reference, tokens_of_step, weights
 from sample_data import group_of, packed, siblings, step_gradient, tiny_learner, tiny_model
 from torch import Tensor
 
 from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning.advantages import group_mean
 from peralta_zmq.learning.learner import StepResult, update_parameters
-from peralta_zmq.learning.losses import TokenLoss, Tokens, grpo, grpo_kl, reinforce
+from peralta_zmq.learning.losses import TokenLoss, Tokens, grpo, reinforce
 from peralta_zmq.learning.packing import Batch, Packing, Temperature, make_batches
-from peralta_zmq.learning.reference_models import PolicyCopy, reference_logprobs
 from peralta_zmq.models.scoring import Scorer
-from peralta_zmq.rollout import PrefixTree, RolloutGroup, TreeSpan
-from peralta_zmq.trainer.checkpoint import Checkpoint, newest, write_checkpoint
-
-
-def groups_of(step: int) -> list[RolloutGroup]:
-    return [group_of([1, 0, 0, 1], seed=step, lengths=[4, 2, 6, 3])]
-
-
-def weights(model: Any) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def identical(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
+from peralta_zmq.rollout import PrefixTree, TreeSpan
 
 
 def test_learn_raises_probability_of_better_rollouts() -> None:
@@ -91,20 +77,6 @@ def test_good_step_resets_the_skip_count() -> None:
 
 
 # Mini-batches
-
-FOUR = [siblings([1, 0], seed=seed) for seed in range(4)]
-
-
-def tokens_of_step(learner_of: Any, **options: Any) -> list[Tokens]:
-    """Tokens that the loss gets in one step on four groups."""
-    seen = list[Tokens]()
-
-    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        seen.append(tokens)
-        return reinforce(tokens)
-
-    learner_of(loss=loss, **options).learn(FOUR)
-    return seen
 
 
 def test_mini_batches_update_on_their_groups() -> None:
@@ -164,69 +136,6 @@ def test_prox_logprobs_equal_policy_with_one_iteration() -> None:
     (tokens,) = tokens_of_step(functools.partial(tiny_learner, tiny_model()))
     assert torch.equal(tokens.prox_logprobs, tokens.logprobs)
     assert not tokens.prox_logprobs.requires_grad
-
-
-def test_reference_models_score_the_same_tokens() -> None:
-    policy, other = tiny_model(), tiny_model(seed=1)
-    parameters = dict(policy.named_parameters())
-    (tokens,) = tokens_of_step(
-        functools.partial(tiny_learner, policy),
-        reference=PolicyCopy(parameters, Scorer(policy)),
-        teacher=functools.partial(reference_logprobs, Scorer(other)),
-    )
-    for model, given in ((tiny_model(), tokens.ref_logprobs), (other, tokens.teacher_logprobs)):
-        (own,) = tokens_of_step(functools.partial(tiny_learner, model))
-        assert torch.equal(given, own.logprobs)
-        assert not given.requires_grad
-
-
-def learner_with_reference(model: Any, **options: Any) -> Any:
-    reference = PolicyCopy(dict(model.named_parameters()), Scorer(model), **options)
-    return tiny_learner(model, reference=reference, loss=functools.partial(grpo_kl, beta=0.5))
-
-
-def test_policy_copy_restores_policy_weights_after_scoring() -> None:
-    model, plain = tiny_model(), tiny_model()
-    learner, base = learner_with_reference(model), weights(model)
-    zero = functools.partial(grpo_kl, beta=0.0)
-    without_reference = tiny_learner(plain, loss=zero)
-    with_reference = tiny_learner(
-        model, loss=zero, reference=PolicyCopy(dict(model.named_parameters()), Scorer(model))
-    )
-    for step in range(3):
-        with_reference.learn(groups_of(step))
-        without_reference.learn(groups_of(step))
-    assert identical(weights(model), weights(plain))
-    assert not identical(weights(model), base)
-    kl = [learner.learn(groups_of(4)).metrics["kl"] for _ in range(2)]
-    assert 0 < kl[0] != kl[1]
-
-
-def test_policy_copy_mixes_by_mixup_alpha() -> None:
-    model = tiny_model()
-    base = weights(model)
-    learner = learner_with_reference(model, sync_steps=1, mixup_alpha=0.25)
-    learner.learn(groups_of(1))
-    policy, state = weights(model), learner.state()
-    for name, first in base.items():
-        mixed = 0.25 * policy[name] + 0.75 * first
-        assert torch.allclose(state[f"reference/{name}"], mixed, atol=1e-7)
-
-
-@pytest.mark.parametrize("sync_steps", [None, 2])
-def test_restored_learner_has_its_reference(tmp_path: Path, sync_steps: int | None) -> None:
-    learner = learner_with_reference(tiny_model(), sync_steps=sync_steps)
-    for step in range(3):
-        learner.learn(groups_of(step))
-    state = learner.state()
-    assert any(path.startswith("reference/") for path in state) == (sync_steps is not None)
-    write_checkpoint(tmp_path, Checkpoint(3, state, {}), run_id="run-1")
-    expected = [learner.learn(groups_of(step)).metrics["kl"] for step in range(3, 6)]
-    saved = newest(tmp_path, run_id="run-1")
-    assert saved is not None
-    other = learner_with_reference(tiny_model(), sync_steps=sync_steps)
-    other.restore(saved.step, saved.tensors)
-    assert [other.learn(groups_of(step)).metrics["kl"] for step in range(3, 6)] == expected
 
 
 def test_restored_learner_has_the_same_random_state() -> None:

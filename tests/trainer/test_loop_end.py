@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 from sample_data import INCARNATION
-from test_resume import Session
+from trainer_sessions import Session
 
 from peralta_zmq import wire
 from peralta_zmq.observe import report

@@ -1,17 +1,11 @@
-"""The local folder: leases, folder events and file system types."""
+"""The local folder: renames, named pipes, folder events and file system types."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
-import subprocess
-import sys
 import threading
-import time
-import tracemalloc
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +13,7 @@ import psutil
 import pytest
 from weight_sets import loaded, publish
 
-from peralta_zmq.errors import OutageError, StoreError
+from peralta_zmq.errors import StoreError
 from peralta_zmq.weights.backends import FolderWatcher, filesystem_of
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import WEIGHTS_FILE
@@ -37,143 +31,6 @@ def test_file_system_that_cannot_rename_folders_is_refused(
     with pytest.raises(StoreError, match=r"cannot rename folders.*--weights\.dir") as caught:
         WeightStore.open(tmp_path / "weights").claim("run")
     assert "\n" not in str(caught.value)
-
-
-# Leases.
-
-
-def write_lease(
-    folder: Path, *, age: float, pid: int = 1, host: str = "elsewhere", started: float = 0.0
-) -> None:
-    file = folder / ".lease-other"
-    file.write_text(json.dumps({"pid": pid, "host": host, "started": started}))
-    os.utime(file, (time.time() - age, time.time() - age))
-
-
-def test_valid_lease_of_another_trainer_is_refused_without_a_change(tmp_path: Path) -> None:
-    write_lease(tmp_path, age=5)
-    (tmp_path / ".tmp-step_00000001-7").mkdir()  # a version that the other trainer is writing
-    with pytest.raises(OutageError, match=r"another trainer \(pid 1 on elsewhere\)"):
-        WeightStore.open(tmp_path).claim("run")
-    assert sorted(os.listdir(tmp_path)) == [".lease-other", ".tmp-step_00000001-7"]
-
-
-@pytest.mark.parametrize("host, age", [("elsewhere", 60), ("here", 0)])
-def test_lease_that_expired_or_of_a_dead_process_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, age: float
-) -> None:
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    monkeypatch.setattr("socket.gethostname", lambda: "here")
-    write_lease(tmp_path, pid=dead.pid, host=host, age=age)
-    store = WeightStore.open(tmp_path)
-    store.claim("run")
-    assert store.run_id == "run"
-    assert not (tmp_path / ".lease-other").exists()
-
-
-HOLD_LEASE = """
-import sys; from pathlib import Path; from peralta_zmq.weights.leases import FolderLeases
-print(FolderLeases(Path(sys.argv[1])).acquire(), flush=True); input()
-"""
-
-
-def test_lease_is_bound_to_the_start_of_its_process_whatever_the_clock_says(
-    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = [sys.executable, "-c", HOLD_LEASE, str(tmp_path)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    holder = stack.enter_context(process)
-    stack.callback(holder.kill)
-    assert holder.stdout and holder.stdout.readline() == b"None\n"  # no other trainer has it
-    if sys.platform == "linux":  # where psutil derives the start of a process from the clock
-        boot_time = psutil.boot_time() + 3600  # as after a step of the clock by an hour
-        monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_time)
-    store = WeightStore.open(tmp_path)
-    with pytest.raises(OutageError, match=rf"another trainer \(pid {holder.pid} on "):
-        store.claim("run")
-    (lease,) = tmp_path.glob(".lease-*")
-    owner = json.loads(lease.read_bytes())
-    lease.write_text(json.dumps({**owner, "started": owner["started"] - 1}))  # the pid is reused
-    store.claim("run")
-    assert store.run_id == "run"
-
-
-def test_lease_from_the_future_expires_if_it_is_not_renewed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, store = time.monotonic(), WeightStore.open(tmp_path)
-
-    def is_refused(*, after: float) -> bool:
-        monkeypatch.setattr(time, "monotonic", lambda: now + after)
-        try:
-            store.claim("run")
-        except OutageError:
-            return True
-        return False
-
-    write_lease(tmp_path, age=-3600)
-    assert is_refused(after=0) and is_refused(after=29)
-    write_lease(tmp_path, age=-3610)  # its trainer is running
-    assert is_refused(after=35) and is_refused(after=64)
-    assert not is_refused(after=66)
-    assert not (tmp_path / ".lease-other").exists()
-
-
-def test_trainer_whose_lease_was_taken_over_publishes_nothing(store: WeightStore) -> None:
-    publish(store, 1)
-    (lease,) = store.folder.glob(".lease-*")
-    lease.unlink()  # it had expired, for example while the machine slept
-    write_lease(store.folder, age=0)
-    with pytest.raises(StoreError, match=r"another trainer \(pid 1 on elsewhere\) publishes there"):
-        publish(store, 2)
-    assert store.numbers() == [1] and not lease.exists()
-    write_lease(store.folder, age=60)
-    publish(store, 3)
-    assert store.numbers() == [1, 3] and lease.exists()
-
-
-def test_read_marks_are_valid_without_the_lease_file(store: WeightStore) -> None:
-    (lease,) = store.folder.glob(".lease-*")
-    lease.unlink()
-    with store.backend.leases.reading("step_00000001"):
-        assert store.backend.leases.being_read() == {"step_00000001"}
-
-
-def test_version_is_being_read_until_its_last_reader_has_finished(store: WeightStore) -> None:
-    leases = store.backend.leases  # the server has one for all its clients
-    with leases.reading("step_00000001"):
-        with leases.reading("step_00000001"):
-            pass
-        assert leases.being_read() == {"step_00000001"}
-    assert leases.being_read() == set()
-
-
-def sparse_file(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(64 << 20)
-
-
-def link_to_itself(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-@pytest.mark.parametrize("put", [sparse_file, Path.mkdir, link_to_itself])
-@pytest.mark.parametrize("age", [0, 60])
-def test_file_that_is_no_lease_neither_fills_the_memory_nor_stops_publishing(
-    store: WeightStore, put: Callable[[Path], None], age: float
-) -> None:
-    (lease,) = store.folder.glob(".lease-*")
-    lease.unlink()
-    put(store.folder / ".lease-other")
-    seconds = time.time() - age
-    os.utime(store.folder / ".lease-other", (seconds, seconds), follow_symlinks=False)
-    tracemalloc.start()
-    publish(store, 1)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 8 << 20 and lease.exists()
-    WeightStore.open(store.folder).claim("run")
 
 
 @pytest.mark.timeout(10)  # opening a named pipe would block

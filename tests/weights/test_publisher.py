@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 from real_programs import until
-from weight_sets import COMPANIONS, loaded, publish, reports_of, same, weights_at
+from weight_sets import COMPANIONS, loaded, reports_of, same, weights_at
 
 from peralta_zmq.weights import publisher as publisher_module
-from peralta_zmq.weights.pruning import Pruner, Retention
 from peralta_zmq.weights.publisher import Snapshot, VersionWriter, WeightPublisher
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import Version
@@ -309,29 +308,3 @@ def test_exception_in_the_thread_is_raised_in_the_trainer(open_publisher: Opener
     assert publisher.wait(30)
     with pytest.raises(AttributeError):
         publisher.take_reports()
-
-
-def test_pruning_spares_slow_readers_and_versions_being_read(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr("peralta_zmq.weights.pruning.time.monotonic", lambda: now[0])
-    pruner = Pruner(store, Retention(last=1, seconds=60))
-
-    def numbers_after(step: int) -> list[int]:
-        publish(store, step, pruner=pruner)
-        return store.numbers()
-
-    assert numbers_after(1) == [1]
-    assert numbers_after(2) == [1, 2]
-    now[0] += 59
-    assert numbers_after(3) == [1, 2, 3]
-    now[0] += 2
-    with store.backend.leases.reading("step_00000001"):
-        assert numbers_after(4) == [1, 2, 3, 4]  # 2 has been spare for 59 s
-        now[0] += 100  # this load takes at least 101 s
-        assert numbers_after(5) == [1, 4, 5]
-    now[0] += 1
-    assert numbers_after(6) == [1, 4, 5, 6]  # others are kept for 3 x 101 s
-    now[0] += 150
-    assert numbers_after(7) == [4, 5, 6, 7]  # 1 has been spare for 312 s

@@ -15,14 +15,11 @@ from typing import Any
 import pytest
 import torch
 from damage import CHANGES, flip_bit, remove
-from weight_sets import COMPANIONS, loaded, publish, publish_chain, same, weights_at
+from weight_sets import COMPANIONS, loaded, names_in, publish, publish_chain, same, weights_at
 
 from peralta_zmq import atomic_files
-from peralta_zmq.config import load_config, write_resolved
 from peralta_zmq.errors import StoreError
-from peralta_zmq.trainer import replay
 from peralta_zmq.weights.backends import MAX_SMALL_FILE
-from peralta_zmq.weights.pruning import Pruner, Retention
 from peralta_zmq.weights.replica import LocalReplica, load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensor_set import MappedTensors
@@ -33,10 +30,6 @@ from peralta_zmq.weights.version import DELTA_FILE, WEIGHTS_FILE, Version
 def replica(tmp_path: Path) -> LocalReplica:
     (tmp_path / "copy").mkdir()
     return LocalReplica(tmp_path / "copy")
-
-
-def names_in(folder: Path) -> set[str]:
-    return {file.name for file in folder.iterdir()}
 
 
 def rewritten(store: WeightStore, version: Version, **fields: Any) -> Version | None:
@@ -139,25 +132,6 @@ def test_delta_of_other_weights_becomes_a_keyframe(store: WeightStore) -> None:
     second = store.publish(1, new, companions=COMPANIONS, base=(first, old))
     assert second.kind == "keyframe"
     assert same(loaded(store, second), new)
-
-
-# Pruning.
-
-
-def test_pruning_keeps_the_chain_of_a_kept_delta_also_after_a_restart(store: WeightStore) -> None:
-    newest = publish_chain(store, 4)[-1]
-    pruner = Pruner(WeightStore.open(store.folder), Retention(last=1))
-    pruner.prune(newest)
-    assert store.numbers() == [0, 1, 2, 3]
-    publish(store, 4, pruner=pruner)
-    assert store.numbers() == [4]
-
-
-def test_pruning_keeps_the_newest_and_every_nth_version(store: WeightStore) -> None:
-    pruner = Pruner(store, Retention(last=2, interval=3))
-    for step in range(9):
-        publish(store, step, pruner=pruner)
-    assert store.numbers() == [0, 3, 6, 7, 8]
 
 
 # Invalid versions.
@@ -284,26 +258,3 @@ def test_weights_of_another_model_are_refused_before_reading(
     with pytest.raises(StoreError, match="version 1 is of another model"):
         replica.advance(store, other, model=replica.version.field("model"))
     assert same(replica.tensors(), weights_at(0))
-
-
-# Export.
-
-
-def test_export_writes_a_published_step_to_a_new_folder(store: WeightStore, tmp_path: Path) -> None:
-    publish_chain(store, 3)
-    config = load_config("bin/trainer", ["--weights.dir", str(store.folder)])
-    write_resolved(config, tmp_path / "run")
-
-    def export(step: int, name: str) -> None:
-        replay.main(["export", str(tmp_path / "run"), str(step), str(tmp_path / name)])
-
-    export(1, "out")
-    assert same(MappedTensors(tmp_path / "out" / WEIGHTS_FILE), weights_at(1))
-    assert names_in(tmp_path / "out") == {WEIGHTS_FILE, *COMPANIONS}
-    with pytest.raises(StoreError, match=r"no version of step 9.*available steps: 0, 1, 2"):
-        export(9, "new")
-    with pytest.raises(StoreError, match="exists; choose a new folder"):
-        export(0, "out")
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="file/below cannot be written: Not a directory"):
-        export(0, "file/below")

@@ -1,0 +1,252 @@
+"""A start after lost, rolled back or refused steps, and while the disk is away or full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from sample_data import group_of
+from trainer_sessions import Continued, Session, groups_for, states_of
+
+from peralta_zmq import atomic_files, wire
+from peralta_zmq.config import RESOLVED, load_config
+from peralta_zmq.errors import JournalError
+from peralta_zmq.learning.learner import StepResult
+from peralta_zmq.models import lora
+from peralta_zmq.observe.metrics import EVENTS, METRICS, read_rows
+from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.trainer import replay
+from peralta_zmq.trainer.loop import Trainer
+from peralta_zmq.trainer.policy import PolicyPublisher
+from peralta_zmq.trainer.session import StopSignal
+
+
+def lose_step_3(folder: Path) -> str:
+    """Train three steps and truncate the journal of the last; returns its weights_id."""
+    with ExitStack() as stack:
+        first = Session(stack, folder)
+        for _ in range(3):  # the checkpoint is of step 2
+            first.advance()
+        first.trainer.publishing.wait()
+        lost = first.trainer.publishing.store.newest()
+        file = first.trainer.collector.journal.file_of(3)
+    assert lost is not None and lost.step == 3
+    os.truncate(file, file.stat().st_size - 5)
+    return lost.weights_id
+
+
+def test_step_lost_by_the_journal_is_trained_again(tmp_path: Path) -> None:
+    lost = lose_step_3(tmp_path)
+    with ExitStack() as stack:
+        second = Session(stack, tmp_path)
+        second.trainer.publishing.wait()
+        config = second.trainer.session.config
+        published, problems = replay._published(second.trainer.session.folder, config)
+        assert 3 not in published and not problems
+        assert [version.lineage for version in second.trainer.publishing.store.versions()][-1] == 1
+        assert [second.advance()["step"] for _ in range(2)] == [3, 4]
+        late = group_of([1, 0], sequence=1000, policy_step=3, weights_id=lost)
+        assert second.trainer.collector.admission.admit(late, step=5) == "abandoned"
+    with ExitStack() as stack:  # not again at the third start
+        assert Session(stack, tmp_path).trainer.session.run_log.last_step == 4
+    run = tmp_path / "demo"
+    assert [row["step"] for row in read_rows(run / METRICS)] == [1, 2, 3, 3, 4]
+    roll_backs = [row["step"] for row in read_rows(run / EVENTS) if row["event"] == "roll_back"]
+    assert roll_backs == [2]
+
+
+def test_roll_back_to_the_published_step_publishes_the_new_lineage(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        first = Session(stack, tmp_path)
+        for _ in range(2):
+            first.advance()
+        first.trainer.checkpoints.try_write()
+    for more in (("--checkpoint.resume-step=2",), ()):  # the second start rolls nothing back
+        with ExitStack() as stack:
+            versions = list(Session(stack, tmp_path, *more).trainer.publishing.store.versions())
+            steps = [(version.step, version.lineage) for version in versions]
+            assert steps[-2:] == [(2, 0), (2, 1)]
+            assert versions[-1].field("result") == versions[-2].field("result")
+
+
+def test_roll_back_waits_for_the_end_of_an_outage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ExitStack() as stack:
+        first = Session(stack, tmp_path)
+        for _ in range(4):
+            first.advance()
+    run, rename, failures = tmp_path / "demo", os.rename, [1, 3, 4]  # calls of os.rename
+    calls: list[Path] = []
+
+    def rename_or_fail(source: Path, target: Path) -> None:
+        if str(run / "rolled_back") in str(target) or ".tmp-rolled_back" in str(target):
+            calls.append(source)
+            if len(calls) in failures:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", rename_or_fail)
+    monkeypatch.setattr(StopSignal, "pause", lambda stop, seconds: None)
+    with ExitStack() as stack:
+        again = Session(stack, tmp_path, "--checkpoint.resume-step=2")
+        assert again.trainer.session.run_log.lineage == 1
+        assert [again.advance()["step"] for _ in range(2)] == [3, 4]
+    assert len(calls) > max(failures)
+    moved = {file.name for file in (run / "rolled_back_to_000002").glob("*/*")}
+    assert moved == {"step_000004", "step_000003.msgpack", "step_000004.msgpack"}
+    assert "demo/checkpoints/step_000004 cannot be used: Read-only" in capsys.readouterr().out
+
+
+def not_published(publisher: PolicyPublisher, step: int, *, keyframe: bool = False) -> float:
+    return 0.0
+
+
+def test_abandoned_weights_of_a_step_are_not_announced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = lose_step_3(tmp_path)
+    with ExitStack() as stack, monkeypatch.context() as patched:
+        patched.setattr(PolicyPublisher, "publish", not_published)  # the folder is unavailable
+        assert Session(stack, tmp_path).advance()["step"] == 3
+    with ExitStack() as stack:
+        third = Session(stack, tmp_path).trainer
+        newest = third.publishing.store.newest()
+        assert newest is not None and newest.step == 3 and newest.weights_id != lost
+        assert third.session.status.announcement.weights_id == newest.weights_id
+
+
+def test_run_without_its_checkpoints_is_refused(tmp_path: Path) -> None:
+    states_of(tmp_path, 2, "--checkpoint.keep-last=1")
+    assert not any((tmp_path / "demo" / "journal").iterdir())
+    shutil.rmtree(tmp_path / "demo" / "checkpoints")
+    with ExitStack() as stack, pytest.raises(JournalError, match=r"put .*/checkpoints back"):
+        Session(stack, tmp_path, "--checkpoint.keep-last=1")
+
+
+def steps_published(folder: Path) -> list[object]:
+    return [row["step"] for row in read_rows(folder / EVENTS) if row["event"] == "publish"]
+
+
+def weights_of(trainer: Trainer) -> str:
+    return replay.weights_sha256(lora.published_weights(trainer.policy.model))
+
+
+def test_stop_during_a_replay_changes_no_published_step(
+    continued: Continued, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        killed = continued.open(stack, max_steps=4)
+        continued.train(killed, until=3)
+        published = weights_of(killed)
+    with ExitStack() as stack:
+        trainer = continued.open(stack, max_steps=8)
+        learn = trainer.policy.learner.learn
+
+        def learn_then_stop(groups: Sequence[RolloutGroup], **options: float) -> StepResult:
+            trainer.session.stop.requested = True
+            return learn(groups, **options)
+
+        monkeypatch.setattr(trainer.policy.learner, "learn", learn_then_stop)
+        trainer.recover()
+        trainer.finish()
+        assert trainer.policy.learner.step == 1
+    with ExitStack() as stack:
+        trainer = continued.open(stack, max_steps=8)
+        trainer.recover()
+        assert (trainer.policy.learner.step, weights_of(trainer)) == (3, published)
+    assert steps_published(continued.folder) == [0, 1, 2, 3]
+    assert load_config("bin/trainer", ["@", str(continued.folder / RESOLVED)]).train.max_steps == 8
+
+
+def journaled_by(trainer: Trainer, step: int, *groups: RolloutGroup) -> None:
+    """Journal groups for a step, whether or not they are within the limits."""
+    for group in groups:
+        trainer.collector.journal.append(step, wire.encode_group(group))
+    trainer.collector.journal.commit()
+
+
+def test_step_of_which_all_groups_are_refused_is_skipped(
+    continued: Continued, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ExitStack() as stack:
+        trainer = continued.open(stack, max_steps=4)
+        continued.train(trainer, until=1)
+        huge = group_of([1, 0, 0, 0], num_prompt=510, generator_id="eve",
+                        run_id=trainer.session.run_id)  # fmt: skip
+        journaled_by(trainer, 2, huge)
+        journaled_by(trainer, 3, *groups_for(trainer)[10:12])
+    with ExitStack() as stack:
+        trainer = continued.open(stack, max_steps=4)
+        trainer.recover()
+        assert trainer.step == 3 and trainer.collector.accounting()["invalid"] == 1
+        continued.feed(trainer, groups_for(trainer), until=4)
+    (skip,) = (row for row in read_rows(continued.folder / EVENTS) if row["event"] == "skip")
+    assert (skip["step"], skip["reason"]) == (2, "all groups are refused")
+    assert "step 2 skipped: all groups are refused" in capsys.readouterr().out
+    assert replay.main([str(continued.folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("step=2  skipped: all groups are refused  weights=")
+    assert [line.endswith("  as published") for line in lines] == [True, False, True, True]
+
+
+def test_journaled_group_with_another_number_of_rollouts_is_refused(
+    continued: Continued, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluation = ("--eval.rollouts-per-example=8",)  # allows 5 rollouts in evaluation groups only
+    with ExitStack() as stack:
+        trainer = continued.open(stack, *evaluation, max_steps=2)
+        continued.train(trainer, until=1)
+        other = group_of([1, 0, 0, 0, 0], generator_id="eve", run_id=trainer.session.run_id)
+        journaled_by(trainer, 2, other)
+    with ExitStack() as stack:
+        trainer = continued.open(stack, *evaluation, max_steps=2)
+        trainer.recover()
+        assert not trainer.collector.batch and trainer.collector.accounting()["invalid"] == 1
+        continued.feed(trainer, groups_for(trainer), until=2)
+    capsys.readouterr()
+    assert replay.main([str(continued.folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith("  as published") for line in lines] == [True] * 2
+    # The limits are those of the run, not of the settings to try.
+    replay.main([str(continued.folder), "--sampling.num-generations=2", "--train.batch-size=8",
+                 "--eval.rollouts-per-example=1"])  # fmt: skip
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_continued_run_waits_for_room_for_a_checkpoint(
+    continued: Continued, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with ExitStack() as stack:
+        continued.train(continued.open(stack, max_steps=4), until=3)
+    resolved = continued.folder / RESOLVED
+    before = resolved.read_bytes()
+    with ExitStack() as stack, monkeypatch.context() as patched:
+        trainer = continued.open(stack, max_steps=8)
+
+        def make_room(stop: StopSignal, seconds: float) -> None:
+            assert resolved.read_bytes() == before
+            patched.undo()
+
+        patched.setattr(atomic_files, "write_folder", full)
+        patched.setattr(StopSignal, "pause", make_room)
+        trainer.recover()
+    assert resolved.read_bytes() != before
+    assert (continued.folder / "checkpoints" / "step_000003").exists()
+    assert "full; make room for it. Waiting" in capsys.readouterr().out
+
+
+def test_resume_returns_the_configured_fraction_of_excluded_problems(tmp_path: Path) -> None:
+    pools = states_of(tmp_path, 4)[-1]["pools"]
+    assert pools["easy"] and pools["hard"]
+    with ExitStack() as stack:
+        again = Session(stack, tmp_path, "--curriculum.easy-fraction=1").trainer
+        assert again.collector.curriculum.pools.saved() == {"easy": [], "hard": pools["hard"]}

@@ -1,0 +1,129 @@
+"""bin/replay: the weights of each step as published, without damaged versions; its export."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from damage import flip_bit, remove
+from trainer_sessions import Continued, groups_for
+from weight_sets import COMPANIONS, names_in, publish_chain, same, weights_at
+
+from peralta_zmq.config import load_config, write_resolved
+from peralta_zmq.errors import StoreError
+from peralta_zmq.observe.metrics import METRICS
+from peralta_zmq.trainer import replay
+from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.tensor_set import MappedTensors
+from peralta_zmq.weights.version import WEIGHTS_FILE
+
+
+def test_replay_of_a_continued_run_uses_each_steps_learning_rate(
+    continued: Continued, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for max_steps in (2, 4):
+        with ExitStack() as stack:
+            continued.train(continued.open(stack, max_steps=max_steps), until=max_steps)
+    capsys.readouterr()
+    assert replay.main([str(continued.folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith("  as published") for line in lines] == [True] * 4
+    replay.main([str(continued.folder), "--train.learning-rate=0.02"])
+    assert "learning_rate=0.02 " in capsys.readouterr().out.splitlines()[0]
+    metrics = continued.folder / METRICS
+    rows = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(rows[:1] + rows[2:]))
+    assert replay.main([str(continued.folder)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("  not compared: metrics.jsonl lacks the learning rate of step 2")
+
+
+@pytest.mark.timeout(180)
+def test_replay_names_damaged_versions_and_compares_the_rest(
+    continued: Continued, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = (
+        "--weights.keyframe-interval=2",
+        "--weights.keep-last=10",
+        "--train.learning-rate=0.00001",
+    )  # fmt: skip -- small deltas
+    with ExitStack() as stack:
+        continued.train(continued.open(stack, *kept, max_steps=4), until=4)
+    weights = continued.folder / "weights"
+    assert sorted(file.parent.name[-1] for file in weights.glob("*/delta.bin")) == ["1", "3"]
+    whole = shutil.copytree(weights, continued.folder / "whole")
+
+    def check(expected: dict[int, str]) -> None:
+        capsys.readouterr()
+        assert replay.main([str(continued.folder)]) == replay.DAMAGED
+        out, err = capsys.readouterr()
+        compared = [line.endswith("  as published") for line in out.splitlines()]
+        assert compared == [step not in expected for step in (1, 2, 3, 4)]
+        problems = [line for line in err.splitlines() if "is not compared" in line]
+        for line, (number, reason) in zip(problems, expected.items(), strict=True):
+            assert re.match(rf"version {number} (\(step {number}\) )?is not compared: ", line)
+            assert reason in line
+
+    flip_bit(weights / "step_00000001" / "delta.bin")
+    remove(weights / "step_00000002" / "model.safetensors")
+    missing = "version 2 has no file model.safetensors"
+    check({1: "version 1 does not verify: ", 2: missing, 3: missing})
+    shutil.rmtree(weights)
+    whole.rename(weights)
+    flip_bit(weights / "step_00000002" / "manifest.json")
+    check({2: "no valid manifest.json", 3: "version 3 needs version 2, which is missing"})
+    remove(weights / "RUN.json")
+    assert replay.main([str(continued.folder)]) == replay.DAMAGED
+    problem = f"no version is compared: RUN.json in {weights} cannot be read\n"
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.timeout(180)
+def test_replay_does_not_compare_versions_that_a_roll_back_has_undone(
+    continued: Continued, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = ("--weights.keep-last=10", "--checkpoint.interval=1", "--checkpoint.keep-last=10")
+    with ExitStack() as stack:
+        continued.train(continued.open(stack, *kept, max_steps=3), until=3)
+    with ExitStack() as stack:
+        trainer = continued.open(stack, *kept, "--checkpoint.resume-step=1", max_steps=3)
+        trainer.recover()
+        others = [replace(group, generator_id="bob") for group in groups_for(trainer)[20:]]
+        continued.feed(trainer, others, until=3)
+        numbers = {each.number: each.step for each in trainer.publishing.store.versions()}
+    assert numbers == {0: 0, 1: 1, 2: 2, 3: 3, 4: 1, 5: 2, 6: 3}
+
+    def compared() -> list[str]:
+        capsys.readouterr()
+        assert replay.main([str(continued.folder)]) == replay.DAMAGED
+        return [line.partition("weights=")[2][16:] for line in capsys.readouterr().out.splitlines()]
+
+    for number in (4, 5):
+        flip_bit(continued.folder / "weights" / f"step_{number:08d}" / "manifest.json")
+    assert compared() == ["  as published", "", "  as published"]
+    flip_bit(continued.folder / "weights" / "step_00000006" / "manifest.json")
+    assert compared() == ["  as published", "", ""]
+
+
+def test_export_writes_a_published_step_to_a_new_folder(store: WeightStore, tmp_path: Path) -> None:
+    publish_chain(store, 3)
+    config = load_config("bin/trainer", ["--weights.dir", str(store.folder)])
+    write_resolved(config, tmp_path / "run")
+
+    def export(step: int, name: str) -> None:
+        replay.main(["export", str(tmp_path / "run"), str(step), str(tmp_path / name)])
+
+    export(1, "out")
+    assert same(MappedTensors(tmp_path / "out" / WEIGHTS_FILE), weights_at(1))
+    assert names_in(tmp_path / "out") == {WEIGHTS_FILE, *COMPANIONS}
+    with pytest.raises(StoreError, match=r"no version of step 9.*available steps: 0, 1, 2"):
+        export(9, "new")
+    with pytest.raises(StoreError, match="exists; choose a new folder"):
+        export(0, "out")
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="file/below cannot be written: Not a directory"):
+        export(0, "file/below")
