@@ -43,11 +43,11 @@ STALL_CHECK_SECONDS = 30.0  # between two verdicts shown while no step is taken
 class RunLog:
     """Writer of all logs and terminal output in one session. Use with `with`.
 
-    Attributes: `resuming` is True if an earlier session trained. `final_statuses` maps each ended
-    generator process (name/incarnation) to the number of groups it made. `made_before` is the
-    number of groups made until an earlier session completed the run; 0 if none did. `lineage` is
-    the number of roll-backs. `last_step` is the newest step in metrics.jsonl that no roll-back
-    undid.
+    Attributes: `resuming` is True if an earlier session trained, `was_complete` if the newest one
+    completed the run. `final_statuses` maps each ended generator process (name/incarnation) to the
+    number of groups it made. `made_before` is the number of groups made until an earlier session
+    completed the run; 0 if none did. `lineage` is the number of roll-backs. `last_step` is the
+    newest step in metrics.jsonl that no roll-back undid.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RunLog:
         self._is_training = False  # True between the events that start and end this session
         kinds = [row.get("event") for row in events]
         sessions = [kind for kind in kinds if kind in SESSION_STARTS + SESSION_ENDS]
-        self._is_complete = sessions[-1:] == ["complete"]
+        self.was_complete = sessions[-1:] == ["complete"]
         self._next_stall_check = 0.0  # monotonic seconds
         # The verdict is computed from WINDOW rows and skips replayed steps.
         self._newest_rows = deque(rows, maxlen=2 * WINDOW)
@@ -93,12 +93,9 @@ class RunLog:
         return self._events.append(name, **fields)
 
     def end(self, name: str, *, step: int) -> None:
-        """Append the event that ends the session, if the session started and is not over.
-
-        A session that completes a run which was stopped after its last step has not started.
-        """
-        if self._is_training or (name == "complete" and not self._is_complete):
-            self._is_training, self._is_complete = False, name == "complete"
+        """Append the event that ends the session, if the session started and is not over."""
+        if self._is_training:
+            self._is_training = False
             self.event(name, step=step)
 
     def note(self, text: str) -> None:

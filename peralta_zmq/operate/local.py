@@ -46,11 +46,14 @@ def run_local(
                 "choose another --run.dir"
             ) from None
     workers = local_workers(folder, arguments, num_generators=config.run.num_local_generators)
+    num_bytes = 0  # size of metrics.jsonl, which has a line for each step of earlier sessions
+    with contextlib.suppress(OSError):
+        num_bytes = (folder / METRICS).stat().st_size
     code = supervise(
         workers,
         record=recorder(folder),
         on_tick=on_tick,
-        has_trained=lambda: _has_trained(folder),
+        has_trained=lambda: _has_trained(folder, num_bytes),
     )
     # A trainer that has accepted its settings writes them to the file RESOLVED.
     if code == EXIT_ERROR and is_new and not (folder / RESOLVED).exists():
@@ -78,9 +81,9 @@ def local_workers(folder: Path, arguments: Sequence[str], *, num_generators: int
     return workers
 
 
-def _has_trained(folder: Path) -> bool:
-    """True if the run has taken a training step, or if its disk does not answer."""
+def _has_trained(folder: Path, num_bytes: int) -> bool:
+    """True if metrics.jsonl is larger than `num_bytes`, or if its disk does not answer."""
     try:
-        return (folder / METRICS).stat().st_size > 0
+        return (folder / METRICS).stat().st_size > num_bytes
     except OSError as error:
         return not isinstance(error, FileNotFoundError)

@@ -3,8 +3,8 @@
 A worker is a command, such as the trainer or one generator. A worker that crashes is restarted. It
 fails if it crashes too often or ends with an error of its own (exit code 2), which a restart would
 repeat. The first worker is the leader: when it has finished (exit code 0), the group ends and the
-other workers are stopped. The group also ends when the leader fails, or every other worker before
-the first training step. Otherwise a failed worker is started again after a longer delay.
+other workers are stopped. The group also ends when the leader fails, or when all other workers have
+failed before the first training step. Otherwise a failed worker starts again after a longer delay.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def supervise(
     """Run the workers until the leader finishes; returns the exit code of the group.
 
     A worker that crashes is restarted; after 5 crashes in 60 s, or after exit code 2, it has failed
-    and is started again after 60 s. The group ends early if the leader fails, or every other worker
-    while `has_trained` returns False. The first SIGINT or SIGTERM is passed to the leader only, the
-    second one kills all workers. `record` gets the events restart, killed and failed. `on_tick` is
-    called at least 5 times a second.
+    and is started again after 60 s. The group ends early if the leader fails, or if all other
+    workers have failed and `has_trained` returns False. The first SIGINT or SIGTERM is passed to
+    the leader only, the second one kills all workers. `record` gets the events restart, killed and
+    failed. `on_tick` is called at least 5 times a second.
     """
     atexit.register(_discard_unwritten_output)
     with catch_signals() as wait_for_signals, ProcessGroup(workers, record, has_trained) as group:
@@ -168,6 +168,8 @@ class ProcessGroup:
             return None
         reason = f"killed by {SIGNAL_NAMES.get(-code, -code)}" if code < 0 else f"exit code {code}"
         process.reason = reason
+        if time.monotonic() - process.started > CALM_SECONDS:  # it had recovered
+            process.failure = ""
         if code == EXIT_ERROR:
             return self._fail(process, f"{worker.name} ended with an error ({reason})", code)
         if process.schedule_restart():
@@ -181,8 +183,8 @@ class ProcessGroup:
         """Report a failure once; schedule the next start, or return `code` if it ends the group."""
         is_repeated, process.failure = failure == process.failure, failure
         others = [each for each in self._processes.values() if each is not self._leader]
-        no_other_runs = all(each.failure and not each.is_running for each in others)
-        ends_group = process is self._leader or (no_other_runs and not self._has_trained())
+        all_others_failed = all(each.failure and not each.is_running for each in others)
+        ends_group = process is self._leader or (all_others_failed and not self._has_trained())
         if not ends_group:
             process.schedule_start(RETRY_SECONDS)
             if not is_repeated:

@@ -192,8 +192,10 @@ class PolicyPublisher:
     def wait_out(self) -> bool:
         """Wait until the newest weights are published, also during an outage of the store.
 
-        Returns False if a stop is requested meanwhile; then the next start publishes them.
+        Returns False if a stop is requested meanwhile: `Session.wait_out` then raises OutageError,
+        and the next start of the trainer publishes the weights.
         """
+        self._publisher.lift_rate_limit()
         try:
             self._session.wait_out(self._check_published)
         except OutageError:
@@ -201,10 +203,10 @@ class PolicyPublisher:
         return True
 
     def _check_published(self) -> None:
-        """Wait as `wait`; raise OutageError if the newest weights are still not published."""
+        """Call `wait`; raise OutageError if the newest weights are still not published."""
         self.wait()
         if self._publisher.is_pending:
-            raise OutageError(self._failure or f"publishing to {self.store.address} takes long")
+            raise OutageError(self._failure or f"publishing to {self.store.address} takes longer")
         self.record_reports()  # an attempt after `wait` may have succeeded
 
     def record_reports(self) -> None:
@@ -213,7 +215,7 @@ class PolicyPublisher:
             if report.version is None:  # failed; training continues, generators keep their version
                 run_log = self._session.run_log
                 run_log.event("publish_failed", step=report.step, reason=report.reason)
-                if report.reason != self._failure:  # not again for each attempt
+                if report.reason != self._failure:  # print a reason that repeats only once
                     run_log.note(report.reason)
                 self._failure = report.reason
             else:

@@ -233,7 +233,7 @@ class Recovery:
     def _report(self, step: int, restored_step: int) -> None:
         """Report on the terminal and in events.jsonl where the run continues."""
         run_log, num_replayed = self.session.run_log, step - restored_step
-        if step >= self.session.config.train.max_steps:
+        if step >= self.session.config.train.max_steps and run_log.was_complete:
             run_log.note(f"run complete: {step} steps; delete {self.session.folder} to start over")
             return
         if run_log.resuming:
@@ -271,10 +271,11 @@ def _move_later(folder: Path, step: int, target: Path) -> None:
 def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.GroupLimits) -> bool:
     """Load the batch of `step` from the journal; return True if the step can be taken.
 
-    Leaves out groups that exceed the limits. In the last step of the journal, a batch that is too
-    small is the start of the next batch (returns False). An earlier step is taken if its batch is
-    too small or empty only because groups were left out; otherwise JournalError is raised. Also
-    raises JournalError if a group is in the checkpoint too. Waits while the journal cannot be read.
+    Refuses groups that exceed the limits. The step can be taken if the batch is full. It can also
+    be taken if it is not the last step of the journal and groups were refused. Returns False if the
+    last step of the journal has too few groups: they are the beginning of the next batch. Raises
+    JournalError if an earlier step has too few groups although none was refused, or if a group is
+    in the checkpoint, too. Waits while the journal cannot be read.
     """
     journal, wait_out = collector.journal, collector.session.wait_out
     groups: list[RolloutGroup] = []
@@ -301,7 +302,7 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
         return True
     if num_refused and step < max(wait_out(journal.steps)):
         return True
-    # Raises JournalError if the journal has later steps.
+    # The batch has too few groups: raises JournalError unless this is the last step.
     wait_out(lambda: journal.check_last(step, "is missing or lacks groups"))
     return False
 

@@ -120,9 +120,13 @@ class WeightPublisher:
         with self._changed:
             return self._changed.wait_for(is_settled, timeout)
 
+    def lift_rate_limit(self) -> None:
+        """Write the rest of the current version, and all further versions, at full speed."""
+        self._writer.lift_rate_limit()
+
     def close(self, timeout: float = 60.0) -> None:
         """Write the last snapshot, without rate limit, for up to `timeout` s; then stop."""
-        self._writer.lift_rate_limit()
+        self.lift_rate_limit()
         self.wait(timeout)
         with self._changed:
             self._closing = True

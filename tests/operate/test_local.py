@@ -107,7 +107,7 @@ def test_rejected_settings_keep_the_folder_of_an_earlier_run() -> None:
     Path("runs/test/logs").mkdir(parents=True)
     write_resolved(config(), Path("runs/test"))
     earlier = Path("runs/test/config.toml").read_text()
-    Path("runs/test/metrics.jsonl").touch()  # the trainer took no step
+    Path("runs/test/metrics.jsonl").write_text("{}\n")  # a step of an earlier session
     write_programs(trainer=PAUSE, generator="raise SystemExit(2)")
     assert run_local(config(), []) == 2
     assert Path("runs/test/config.toml").read_text() == earlier

@@ -305,6 +305,21 @@ def test_last_generator_is_started_again_after_the_first_step(
     assert capfd.readouterr().out.count("the next start is in") == 1  # not once for each failure
 
 
+def test_failure_after_a_long_run_is_reported_again(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(process_group, "CALM_SECONDS", 0.0)  # each run is long
+    fails = (
+        "starts = open('starts', 'a+'); starts.write('x'); starts.seek(0)\n"
+        "if len(starts.read()) <= 2: sys.exit(2)\n"
+        "notify('go'); stay()"
+    )
+    rows = supervised("wait('go')", fails, has_trained=lambda: True)
+    children.until_all_have_ended()
+    assert [row["event"] for row in rows] == ["failed", "restart"] * 2
+
+
 def test_group_continues_while_a_generator_runs_that_failed_before(
     children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
