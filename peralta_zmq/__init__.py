@@ -15,7 +15,7 @@ store). Any process can be killed and restarted alone.
 
 From sampling to the loss: the files in the order in which a rollout passes them, about an hour of
 reading. Folders, files in parentheses and other imports need not be read; a line says what they do.
-build.py connects the parts: it gives the learner its scorer and its loss.
+(build.py connects the parts: it gives the learner its scorer and its loss.)
 
     rollout.py               data types: Problem, Completion, Rollout, RolloutGroup
     generator/loop.py        choose a problem, sample K completions, score them, send one group
@@ -37,14 +37,17 @@ build.py connects the parts: it gives the learner its scorer and its loss.
 
 Other questions:
 
-    how weights return       weights/store.py defines a complete version, publishes and verifies it;
-                             subscriber.py loads it into replica.py, generator/weight_sync.py
-                             applies it between two tokens
-    what happens on restart  trainer/recovery.py: newest checkpoint, then the journal; generators
-                             resend what is not on disk (generator/trainer_connection.py);
-                             operate/process_group.py restarts the workers of a machine
+    how weights return       weights/subscriber.py (docstring: all checks) finds versions in
+                             store.py and copies them to replica.py; generator/weight_sync.py
+                             applies them between two tokens; atomic_files.py: manifest and STABLE
+    what happens on restart  operate/process_group.py starts a killed worker again; trainer/loop.py
+                             locks and claims the folders (session.py); recovery.py restores the
+                             newest checkpoint and trains the journal again; generators resend
+                             what is not on disk (generator/trainer_connection.py)
+    what makes a group stale learning/admission.py
     where settings go        config/ reads them, build.py makes objects from them
-    how to extend it         registry.py: protocols and names of tasks, engines, losses, filters
+    how to extend it         registry.py: protocols and names of tasks, engines, losses, filters;
+                             CONTRIBUTING.md lists all that a new task or loss touches
     how runs are watched     observe/: metrics, terminal, dashboard, the bottleneck in one sentence
     how runs are started     bin/, operate/: on this machine or over ssh; bin/doctor checks machines
 

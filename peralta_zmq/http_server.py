@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 class RequestHandler(BaseHTTPRequestHandler):
     """Base class of request handlers; subclasses implement do_GET or do_POST.
 
-    Subclasses must call `is_authorized` before they answer.
+    Subclasses must call `is_authorized` before they answer; otherwise the connection is closed
+    after FIRST_REQUEST_SECONDS.
     """
 
     protocol_version = "HTTP/1.1"

@@ -30,7 +30,8 @@ def _by_foreign_name(names: Mapping[str, str]) -> dict[str, str]:
 
 
 FOREIGN_SECTIONS = _by_foreign_name(NAMES["sections"])
-RIGHT_NAMES = _by_foreign_name(NAMES["settings"])  # leaf or section.leaf -> section.leaf here
+# A foreign leaf, or a section of this program with a foreign leaf -> section.leaf of this program.
+RIGHT_NAMES = _by_foreign_name(NAMES["settings"])
 
 
 def unknown_setting(section: str, leaf: str, value: object, known: Known) -> str:

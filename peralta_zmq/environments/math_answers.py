@@ -1,4 +1,4 @@
-"""Task math_answers: compare answers by value: 1/2 equals 0.5 and \\frac{1}{2}.
+"""Task math_answers, which compares answers by value: 1/2 equals 0.5 and \\frac{1}{2}.
 
 Needs the library math-verify, which the extra `math` installs.
 """
@@ -20,9 +20,9 @@ TIMEOUT_SECONDS = 3  # for parsing one answer, and for comparing it
 def reward(problem: Problem, completion_text: str) -> float:
     """1 if the last answer in the text equals the target mathematically, else 0.
 
-    An answer that cannot be parsed earns 0. In the main thread, an answer earns 0 also if parsing
-    or comparing it takes longer than TIMEOUT_SECONDS. Raises TaskError for a target that cannot be
-    parsed.
+    An answer that cannot be parsed earns 0. So does one that takes longer than TIMEOUT_SECONDS to
+    parse or to compare; this limit holds in the main thread only. Raises TaskError for a target
+    that cannot be parsed.
     """
     library = _library()
     target = parsed_answer(problem, _parse_target)

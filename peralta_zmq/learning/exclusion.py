@@ -5,7 +5,8 @@ excludes
 
 - a group with a very large logprob mismatch: the trainer's logprobs differ from the reported ones.
   This is checked before the loss is computed;
-- a group whose loss, or the loss's gradient, is not finite, while the policy's logprobs are finite.
+- a group whose loss, or the loss's gradient, is not finite. The learner checks this only if the
+  policy's logprobs are finite.
 
 The decision depends only on the group, its micro-batch and the policy, so a replay from the journal
 excludes the same groups. A group can be split over several micro-batches and be excluded in only
@@ -28,10 +29,10 @@ from peralta_zmq.learning.losses import (
     sequence_sum,
 )
 
-# Largest mean of e^x over the tokens of a group, where x, at most 20, is the policy's logprob minus
-# the generator's. For a generator that reports its true logprobs the expected mean is 1, because it
-# sampled the tokens. So by Markov's inequality fewer than 1 of 100 groups exceed the bound. One
-# token with x = 20 exceeds the bound in a group of any size that a message can have.
+# Largest mean of e^x over the tokens of a group. x is the policy's logprob minus the generator's,
+# clamped to 20 (losses.ratio_of). For a generator that reports its true logprobs the expected mean
+# is 1, because it sampled the tokens. So by Markov's inequality fewer than 1 of 100 groups exceed
+# the bound. One token with x = 20 makes the mean of up to 4.8 million tokens exceed the bound.
 MAX_MEAN_RATIO = 100.0
 MISMATCH, NOT_FINITE = "logprob mismatch", "loss not finite"  # reasons for an exclusion
 EXCLUDED = "excluded/"  # excluded/REASON/GROUP is a key in the results of `summands`
@@ -44,6 +45,7 @@ def mismatched_groups(tokens: Tokens, groups: Sequence[str]) -> dict[str, str]:
     `groups` has the name of each rollout's group.
     """
     ratio = ratio_of(tokens.logprobs - tokens.old_logprobs)
+    # A mean is above the bound if the sum of (ratio - bound) is positive.
     excess = sequence_sum(tokens, ratio - MAX_MEAN_RATIO).tolist()  # by rollout
     totals = dict.fromkeys(groups, 0.0)
     for name, summand in zip(groups, excess, strict=True):
@@ -80,7 +82,7 @@ def without_groups(
 def summands(excluded: Mapping[str, str]) -> dict[str, float]:
     """One key per excluded group, to be added to the update's sums.
 
-    Only the keys matter: summed over micro-batches and ranks, the metrics have the keys of all.
+    Only the keys matter: the sum of dicts over micro-batches and ranks has the keys of all of them.
     """
     return {f"{EXCLUDED}{reason}/{name}": 1.0 for name, reason in excluded.items()}
 

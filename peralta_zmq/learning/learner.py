@@ -282,7 +282,7 @@ def update_parameters(
 
     The loss divides by the totals of all micro-batches on all ranks, so their split does not change
     the gradient. Unusable groups are excluded (exclusion.py). All ranks skip the update if the
-    gradient norm is not finite, or if no group has a finite loss.
+    gradient norm is not finite, or if no group is left because losses are not finite.
     Metrics: loss, grad_norm, entropy, mismatch_kl, ess, skipped, and the metrics of the loss.
     `compute_with_entropy`, if set, replaces `compute_logprobs` and fills `Tokens.entropy`.
     """

@@ -4,7 +4,8 @@ A rollout is a prompt with one completion. The policy is the model in training. 
 one parameter update, or several on shares of its rollouts (train.num_iterations). An update adds
 the gradients of its micro-batches, each of which fits into memory.
 
-To add a loss, write a function here and add its line to the table in `registry.py`:
+To add a loss, write a function here and add its line to the table in `registry.py`
+(CONTRIBUTING.md lists its tests and docs):
 
     def name(tokens: Tokens, *, option: float = ...) -> (scalar, metrics)
 

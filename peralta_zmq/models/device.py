@@ -16,7 +16,7 @@ import torch
 from peralta_zmq.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MIN_BF16_WIDTH = 128  # hidden size from which a CPU trains faster in bfloat16; at 192 by 2x
+MIN_BF16_WIDTH = 128  # hidden size from which a CPU trains faster in bfloat16 (at 192: 2x)
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # numbers of options of glibc's mallopt
 MAX_INFO = 100  # characters kept of a value of worker_info; receivers accept 128
 
@@ -73,7 +73,7 @@ def keep_memory() -> None:
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_MAX, 0)  # no blocks by mmap, which free() always returns
+        libc.mallopt(M_MMAP_MAX, 0)  # no mmap: free() would return such blocks
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # no trimming of the heap
 
 
@@ -114,7 +114,7 @@ def choose_dtype(device: torch.device, name: str = "auto") -> tuple[torch.dtype,
 
 
 def native_dtype(kind: str, *, has_bf16: bool) -> tuple[torch.dtype, str]:
-    """Narrowest dtype that the hardware of a device type multiplies; the reason.
+    """Narrowest dtype for which the hardware has matrix products, and the reason.
 
     `kind` is the device type: cuda, mps or cpu.
     """
@@ -137,13 +137,15 @@ def training_dtype(model: Any, name: str = "auto") -> tuple[torch.dtype, str]:
     """Dtype of the trainer's matrix products for a transformers model, and the reason.
 
     `auto` depends only on the machine and the model, so a restarted trainer chooses the same dtype.
-    On a CPU, a model with a small hidden size loses more time by casts to bfloat16 than it gains.
+    On a CPU, a model with a small hidden size loses more time in casts to bfloat16 than it gains.
     """
     if name != "auto":
         return DTYPES[name], "set by train.dtype"
     native, reason = choose_dtype(model.device)
-    if native != torch.bfloat16:
-        return torch.float32, reason
+    if native == torch.float16:
+        return torch.float32, f"auto: no bfloat16 on {model.device.type}"
+    if native == torch.float32:
+        return native, reason
     width = int(getattr(model.config, "hidden_size", MIN_BF16_WIDTH))
     if model.device.type == "cpu" and width < MIN_BF16_WIDTH:
         return torch.float32, f"auto: faster on a CPU below hidden size {MIN_BF16_WIDTH}"

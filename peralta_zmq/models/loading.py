@@ -29,8 +29,8 @@ from peralta_zmq.errors import ConfigError
 from peralta_zmq.rollout import Message
 
 transformers_logging.disable_progress_bar()
-# Its own handler would print names of tensors and other texts of a model folder unescaped; that of
-# this program (config/programs.py) escapes control characters.
+# transformers' log handler prints texts of a model folder, such as names of tensors, unescaped. The
+# program's handler (config/programs.py) escapes control characters.
 transformers_logging.disable_default_handler()
 transformers_logging.enable_propagation()
 
@@ -162,7 +162,7 @@ def _loading_errors(message: str) -> Generator[None]:
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's own tensors, not copies, by their `save_pretrained` names.
+    """The tensors of the model (not copies) by their `save_pretrained` names.
 
     Tied tensors are included once.
     """
@@ -191,8 +191,8 @@ def apply_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -
 def check_weights(shapes: Mapping[str, torch.Size], weights: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError unless `weights` are floats of these names and shapes.
 
-    Does not check whether the values are finite, which takes longer: a generator has paused
-    sampling when it calls this function, and has checked the values before.
+    Does not check whether the values are finite, because that takes longer: a generator checks them
+    before it pauses sampling and calls this function.
     """
     if different := sorted(shapes.keys() ^ weights.keys()):
         raise ValueError(f"tensor names differ, first {different[0]}")

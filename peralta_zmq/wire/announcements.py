@@ -4,14 +4,14 @@ Every announcement holds all fields, so the next one makes up for a lost one. A 
 rollouts of one problem, sent as one message. A sender is one incarnation of a generator,
 'NAME/INCARNATION'; `sequence` numbers the groups of a sender from 0. A received group is in the
 trainer's memory; a durable group, or the reason why it was dropped, is in the journal on the
-trainer's disk. A status is a message with counters that each generator sends over another socket. A
-policy step is the number of training steps that produced some weights; a weight version is one
-publication of weights.
+trainer's disk. A status is a message with counters that each generator sends over another socket.
+Weights with policy step s are the result of s training steps; a weight version is one publication
+of weights.
 
 The sockets are those of PUB/SUB in reverse: the trainer binds an XSUB and sends on it, and every
 connected XPUB receives the messages. The reason is memory: a PUB stores every subscription that it
 receives, at 40 bytes of memory per byte of subscription and without a limit on the number of
-subscriptions. An XPUB on the trainer would do this as well, even with XPUB_MANUAL.
+subscriptions. So does an XPUB, even with XPUB_MANUAL.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Announcement:
     """By live sender: how many groups were used in a started step or dropped, minus 1, so that
     -1 = none as in the fields above."""
     without_status: dict[str, int] = field(default_factory=dict[str, int])
-    """By live sender whose groups arrive but whose statuses do not: for how many seconds."""
+    """Senders whose groups arrive but whose statuses do not -> seconds without a status."""
     waiting: bool = False  # whether the trainer waits for groups, and does nothing else
     done: bool = False  # the run is complete; AnnouncementSubscriber passes on only a repeated True
     groups_in_step: int = 0  # groups in the batch of the newest started step; 0 before the first

@@ -94,7 +94,7 @@ class GeneratorStatusSender:
 
     def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
         self._due = float("inf")  # monotonic seconds; infinite until a trainer subscribes
-        # Monotonic seconds since when the trainer's subscription is missing; infinite if it is not.
+        # Monotonic seconds when the trainer's subscription was lost; infinite while it is there.
         self._missing_since = time.monotonic()
         # Set by the caller, from the announcements: for how many seconds the trainer has received
         # groups of this generator but no status.
@@ -113,8 +113,9 @@ class GeneratorStatusSender:
         while cast(int, self._socket.getsockopt(zmq.EVENTS)) & POLLIN:
             if self._socket.recv() == SUBSCRIPTION:
                 self._due, self._missing_since = float("-inf"), float("inf")
-        # After `connect` the subscription is missing; when libzmq itself connects again, the socket
-        # keeps it. An earlier start of the silence stays: the time between attempts depends on it.
+        # A connection that this program opens has no subscription at first; one that libzmq opens
+        # again by itself keeps its subscription. `min`: while attempts fail, the time without a
+        # subscription grows, and with it the pause before the next attempt.
         has_reconnected = self.connection.check()
         seconds = max(self.unreceived_seconds, time.monotonic() - self._missing_since)
         if self.connection.reconnect_if_silent(seconds) or has_reconnected:
@@ -127,7 +128,7 @@ class GeneratorStatusSender:
         self._socket.send(message_fields.encode_fields(status))
 
     def close(self, linger_seconds: float = 0.5) -> None:
-        """Close after sending the last status for up to `linger_seconds`."""
+        """Close; libzmq tries to send the last status for up to `linger_seconds`."""
         self.connection.close()
         self._socket.close(linger=int(linger_seconds * 1000))
 

@@ -27,7 +27,7 @@ from peralta_zmq.wire import message_fields
 # Tokens of all rollouts together, and of one rollout. The size of a message does not limit them: a
 # prompt that all rollouts share is sent once.
 MAX_TOKENS = 1 << 20
-MAX_COUNT = 1 << 12  # limit for rollouts, for turns of all rollouts and for segments, each
+MAX_COUNT = 1 << 12  # of rollouts, of turns of all rollouts, and of segments
 MAX_VALUES = 1 << 16  # named rewards of all rollouts
 MAX_OTHER_BYTES = 1 << 14  # of a message outside its columns: names, texts and unknown fields
 MAX_STEP = 2**31 - 1
@@ -53,7 +53,7 @@ class GroupLimits:
         """Bytes of the largest message with a group within the limits."""
         num_tokens = min(self.max_rollouts * self.max_tokens, MAX_TOKENS)
         num_turns = min(self.max_rollouts * self.max_turns, MAX_COUNT)
-        # The names of all rewards have MAX_TEXT bytes; each is at least one letter and NUL.
+        # All names of rewards together have at most MAX_TEXT bytes; a name takes 2 bytes or more.
         num_values = min(self.max_rollouts * message_fields.MAX_TEXT // 2, MAX_VALUES)
         # 8 bytes each: token with logprob, span, segment, named reward; 11: the rest of a rollout.
         columns = 8 * (num_tokens + num_turns + MAX_COUNT + num_values) + 11 * self.max_rollouts
@@ -72,7 +72,7 @@ class Columns(NamedTuple):
     prompt: bytes  # i4, the prompt that all rollouts share; empty if the prompts differ
     tokens: bytes  # i4, all other tokens
     logprobs: bytes  # f4 [G]
-    policy_steps: bytes  # u4 [R, 2], of R segments: (policy step - that of the group, tokens)
+    policy_steps: bytes  # u4 [R, 2], of R segments: policy step minus the group's, tokens
     rewards: bytes  # f8 [K]
     reward_names: str  # N names, each ended by NUL
     reward_values: bytes  # f8 [K, N], NaN = the rollout has no reward of this name
@@ -124,7 +124,7 @@ def check_lengths(
     if not turns or not all(turns) or not all(contexts):
         raise ValueError("a rollout without prompt or completion")
     if 2 * sum(turns) != len(spans):
-        raise ValueError("number of spans is not that of the turns")
+        raise ValueError("number of spans is not twice that of the turns")
     if num_tokens > MAX_TOKENS:
         raise ValueError(f"more than {MAX_TOKENS} tokens")
     num_token_bytes = num_prompt_bytes * len(turns) + len(columns.tokens)
@@ -134,8 +134,8 @@ def check_lengths(
         raise ValueError(
             f"more than {limits.max_generated} generated tokens (sampling.max_completion_length)"
         )
-    # Usually each rollout has one turn, and the longest spans fit: then none of these holds, and no
-    # rollout needs a check of its own.
+    # Usually no condition below holds: each rollout has one turn, and even the longest context with
+    # the longest completion is within the limits.
     if (
         len(spans) > 2 * len(turns)
         or max(contexts) + longest > limits.max_tokens
@@ -175,7 +175,7 @@ def check_logprobs(content: bytes) -> None:
     """Logprobs must be in [MIN_LOGPROB, LOGPROB_SLACK]."""
     logprobs = np.frombuffer(content, FLOAT)
     highest, lowest = logprobs.item(logprobs.argmax()), logprobs.item(logprobs.argmin())
-    if not (highest < math.inf and lowest > -math.inf):  # a NaN is both
+    if not (highest < math.inf and lowest > -math.inf):  # argmax and argmin both find a NaN
         raise ValueError("logprob is not finite")
     if highest > LOGPROB_SLACK:
         raise ValueError("logprob above zero")

@@ -30,14 +30,14 @@ from peralta_zmq.wire.message_fields import (
 )
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
-# An error is raised if refusals last this long; short, because a person waits for bin/doctor.
+# An error is raised if the trainer refuses connections for this long. Short: a person waits.
 PATIENCE_SECONDS = 3.0
 POLL_SECONDS = 0.2  # interval of checks for `close`, a refused connection and the deadline
 CHUNK = 64 << 10  # bytes of the payload of one request in a throughput measurement
 MAX_REQUEST = CHUNK + 1024  # bytes
 NUM_IN_FLIGHT = 8  # unanswered requests in a throughput measurement; 1 would measure latency
-# Unread requests per connection. libzmq notes the free places of a queue late, when half of them
-# are free, and a REP drops a reply without a place.
+# Queued messages per connection. A REP drops a reply if the queue seems full, and libzmq reports
+# that messages have left a queue only after half of them have left.
 SERVER_HWM = 2 * NUM_IN_FLIGHT
 ProbeRequest: TypeAlias = Literal["info", "create_file", "discard"]
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ PROBE_SECONDS = 10.0
 NUM_PROBES = 5
 CONNECT_SECONDS, RETRY_SECONDS = 3.0, 0.5  # timeout of a TCP connection; pause before a retry
 THROUGHPUT_SECONDS, THROUGHPUT_TIMEOUT = 1.0, 60.0  # duration of the measurement; its time limit
-# Difference between two clocks: larger ones are a note with a remedy, or a failed check.
+# A difference of two clocks above the first is reported with a remedy, above the second as failed.
 CLOCK_NOTE_SECONDS, CLOCK_FAIL_SECONDS = 2.0, 3600.0
 
 
@@ -41,9 +41,9 @@ def is_this_machine(host: str) -> bool:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     except OSError:
         return False
-    for family, kind, number, _, address in addresses:
+    for family, kind, protocol, _, address in addresses:
         # A socket can only be bound to an address of this machine.
-        with suppress(OSError), socket.socket(family, kind, number) as opened:
+        with suppress(OSError), socket.socket(family, kind, protocol) as opened:
             opened.bind((address[0], 0))
             return True
     return False
@@ -55,14 +55,14 @@ def check_ports(config: Config, stack: ExitStack) -> Check:
     Other machines can then check the connection. The last port is closed again: `serve_probes`
     uses it. Ports in use by a running trainer of this run are no failure.
     """
-    bind, number = config.wire.bind, config.wire.port
-    ports = range(number, number + NUM_PORTS)
+    bind, port = config.wire.bind, config.wire.port
+    ports = range(port, port + NUM_PORTS)
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     try:
-        for number in ports:
-            server = socket.create_server((bind.strip("[]"), number), family=family)
+        for port in ports:
+            server = socket.create_server((bind.strip("[]"), port), family=family)
             stack.enter_context(server)
-            if number == ports[-1]:
+            if port == ports[-1]:
                 server.close()
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
@@ -70,7 +70,7 @@ def check_ports(config: Config, stack: ExitStack) -> Check:
             return Check(False, f"cannot listen on {bind} ({error.strerror})", remedy)
         if is_trainer_running(config.run_folder):
             return Check(True, f"the running trainer of run {config.run.name} uses the ports")
-        return failed_check(WireError(wire.port_in_use_message(number)))
+        return failed_check(WireError(wire.port_in_use_message(port)))
     return Check(True, f"{ports[0]} to {ports[-1]} are free on {bind}")
 
 
@@ -204,8 +204,9 @@ def serve_probes(
 ) -> Check:
     """Answer the doctors of generators, instead of a trainer, until `stack` is closed.
 
-    Creates files in the weights folder on request (None = a weight store without a folder). Raises
-    WireError if the port is in use or a key file cannot be used.
+    `folder` is the weights folder: a doctor has a file created there to see whether its machine
+    shares the folder. None if the weight store is no folder. Raises WireError if the port is in use
+    or a key file cannot be used.
     """
     from peralta_zmq.weights.backends import ProbeFile
 
