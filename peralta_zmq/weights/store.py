@@ -79,13 +79,7 @@ class WeightStore:
     def run_id(self) -> str | None:
         """The run that owns the store; None if no trainer has claimed it or it cannot be read."""
         with contextlib.suppress(OSError):
-            return self._read_run_id()
-        return None
-
-    def _read_run_id(self) -> str | None:
-        """As `run_id`; raises OSError if the file exists and cannot be read."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError, *atomic_files.MALFORMED):
-            return str(json.loads(read_small(self.backend, RUN_FILE))["run_id"])
+            return _read_run_id(self.backend)
         return None
 
     # Writing.
@@ -99,7 +93,7 @@ class WeightStore:
         is True, if it is missing and `create` is False, or if another trainer has the lease.
         """
         try:
-            owner = self._read_run_id()
+            owner = _read_run_id(self.backend)
             if owner is None and not create:  # no folder, or an empty mount point
                 raise _gone_error(self.address)
             if owner not in (None, run_id):
@@ -150,7 +144,7 @@ class WeightStore:
         """
         specs = tensor_set.specs_of(tensors)
         try:
-            if (run_id := self._read_run_id()) is None:  # e.g. an empty mount point
+            if (run_id := _read_run_id(self.backend)) is None:  # e.g. an empty mount point
                 raise OSError(f"{RUN_FILE} is gone; is it mounted?")
             if holder := self.backend.leases.confirm():
                 raise OSError(f"another trainer ({holder}) publishes there; stop one of the two")
@@ -368,6 +362,13 @@ def _read_resuming(backend: StorageBackend, path: str) -> Iterator[bytes]:
             if received == previously_received:
                 raise
             previously_received = received
+
+
+def _read_run_id(backend: StorageBackend) -> str | None:
+    """The run in RUN_FILE; None if it is missing or damaged. Raises OSError if it is unreadable."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, *atomic_files.MALFORMED):
+        return str(json.loads(read_small(backend, RUN_FILE))["run_id"])
+    return None
 
 
 def _gone_error(address: str) -> OutageError:
