@@ -160,13 +160,13 @@ def keyframe_requests(client: Client, count: int) -> int:
 
 
 def many_frames(client: Client, count: int) -> int:
-    """One message of many frames of 500 bytes, which never ends."""
+    """One message of many frames of 500 bytes, which libzmq holds until the last one arrives."""
     sent = 0
     with suppress(zmq.Again):
         opened = client.open_sender(ROLLOUTS)
         while sent < count:
-            opened.send(bytes(500), zmq.SNDMORE)
             sent += 1
+            opened.send(bytes(500), zmq.SNDMORE if sent < count else 0)
     return sent
 
 
