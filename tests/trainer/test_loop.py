@@ -260,6 +260,7 @@ def test_step_is_not_published_before_its_groups_are_on_disk(
     monkeypatch.setattr(collector.journal, "_write", full)
     with pytest.raises(OutageError, match="full"):
         opened.advance()
+    opened.publishing.wait()  # for a version that should not have been begun
     newest = opened.publishing.store.newest()
     assert newest is not None and newest.step == 0
     assert collector.acknowledgements.durable == before and collector.journal.num_waiting
