@@ -47,6 +47,15 @@ def context() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def threads() -> None:
+    """Give torch one thread again, after programs that chose another number."""
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
 def signals() -> Iterator[None]:
     """Restore the signal handlers that a trainer replaces."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

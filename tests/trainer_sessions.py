@@ -18,18 +18,21 @@ from peralta_zmq.trainer.loop import Trainer
 from tools.link_proxy import free_ports
 
 STEPS = 8
+# Makes bin/replay compute with one thread, like a trainer in a test (conftest.py): the number of
+# threads can change the last bits of a product.
+ONE_THREAD = "--train.num-workers=1024"
 SETTINGS = (
     *("--sampling.num-generations=4", "--train.batch-size=16", f"--train.max-steps={STEPS}"),
     *("--train.learning-rate=0.01", "--train.lr-scheduler-type=cosine", "--train.warmup-steps=3"),
     *("--sampling.temp-scheduler=linear", "--sampling.temp-start=1.2", "--sampling.temp-end=0.6"),
     *("--curriculum.easy-threshold=0.75", "--curriculum.hard-threshold=0.25"),
     *("--curriculum.online-difficulty-filtering", "--no-eval.eval-base-model"),
-    *("--eval.num-examples=2", "--checkpoint.interval=2", "--train.num-workers=2"),
+    *("--eval.num-examples=2", "--checkpoint.interval=2", ONE_THREAD),
     "--no-dashboard.enabled",
 )
 CONTINUED_SETTINGS = (
     *("--sampling.num-generations=4", "--train.batch-size=8", "--train.learning-rate=0.01"),
-    *("--no-eval.eval-base-model", "--eval.num-examples=1", "--train.num-workers=1"),
+    *("--no-eval.eval-base-model", "--eval.num-examples=1", ONE_THREAD),
     *("--checkpoint.keep-journal", "--no-dashboard.enabled"),
 )  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from sample_data import group_of, token_logprobs
+from trainer_sessions import ONE_THREAD
 
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
@@ -26,7 +27,7 @@ STEPS = 4
 SETTINGS = (
     *("--sampling.num-generations=4", "--train.batch-size=16", f"--train.max-steps={STEPS}"),
     *("--train.learning-rate=1e-9", "--train.dtype=float32", "--eval.num-examples=1"),
-    *("--no-eval.eval-base-model", "--train.num-workers=2", "--no-dashboard.enabled"),
+    *("--no-eval.eval-base-model", ONE_THREAD, "--no-dashboard.enabled"),
 )
 
 
