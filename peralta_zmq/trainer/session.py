@@ -190,7 +190,7 @@ def open_run_folder(
         raise
     except OSError as error:  # only for a new run: `waiting` raises OutageError
         raise ConfigError(
-            f"run folder {folder} cannot be written ({error.strerror}); "
+            f"run folder {folder} cannot be written ({failure_text(error)}); "
             "choose another with --run.dir"
         ) from None
     settings, max_steps = config.model_dump(mode="json"), config.train.max_steps
