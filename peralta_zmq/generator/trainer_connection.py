@@ -195,14 +195,11 @@ class TrainerConnection:
     def _check_silence(self) -> None:
         """Log if no announcement has arrived for SILENCE_SECONDS.
 
-        The run then counts as complete if the last announcement reported its end, or if the
-        weights come from the last training step. The trainer announces the end (`done`) several
-        times, but only shortly before it exits: this process may receive only one of them. One is
-        enough, because the checksum of a message reveals a flipped bit, and any later announcement
-        without `done` takes it back.
+        The run then counts as complete if the weights come from the last training step: this
+        process may miss the announcements of the end (`done`), which the trainer sends only shortly
+        before it exits.
         """
-        announcements, version = self._sockets.announcements, self._weights.version
-        now, received = time.monotonic(), announcements.received_at
+        now, received = time.monotonic(), self._sockets.announcements.received_at
         if now - max(received, self._silence_logged) <= SILENCE_SECONDS:
             return
         self._silence_logged = now
@@ -210,7 +207,7 @@ class TrainerConnection:
             "no announcement from the trainer for %.0f s; keeping finished groups until it returns",
             SILENCE_SECONDS,
         )
-        if version.step >= self._max_steps or announcements.done_run_id == version.run_id:
+        if self._weights.version.step >= self._max_steps:
             self.is_run_complete = True
 
 

@@ -160,7 +160,7 @@ class AnnouncementSubscriber:
         self.latest: Announcement | None = None
         self.received_at = time.monotonic()  # time of `latest`; time of the start while it is None
         self.num_refused = 0  # invalid announcements
-        self.done_run_id = ""  # run_id of the newest announcement if that has `done`, otherwise ""
+        self._done_run_id = ""  # run_id of the newest announcement if that has `done`, otherwise ""
         # ZeroMQ heartbeats are off. While the receive queue is full, libzmq reads no heartbeats, so
         # the heartbeats would time out and libzmq would reconnect. Reading the queue would then
         # abort the process (libzmq issue 3937).
@@ -191,8 +191,8 @@ class AnnouncementSubscriber:
 
     def _accept(self, announcement: Announcement) -> None:
         """Set `latest`; clears `done` unless the previous announcement had it, too."""
-        is_confirmed = self.done_run_id == announcement.run_id
-        self.done_run_id = announcement.run_id if announcement.done else ""
+        is_confirmed = self._done_run_id == announcement.run_id
+        self._done_run_id = announcement.run_id if announcement.done else ""
         if announcement.done and not is_confirmed:
             announcement = replace(announcement, done=False)
         self.latest, self.received_at = announcement, time.monotonic()
