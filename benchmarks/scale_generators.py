@@ -78,7 +78,7 @@ def main() -> None:
                 stack,
                 settings["address"],
                 f"g{number}",
-                SamplingPacer(settings["groups_per_step"], MAX_AHEAD),
+                SamplingPacer(settings["groups_per_step"], MAX_AHEAD, name=f"g{number}"),
             )
             for number in range(settings["first"], settings["end"])
         ]

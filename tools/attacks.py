@@ -10,7 +10,7 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -130,10 +130,14 @@ def long_statuses(client: Client, count: int) -> int:
     return _send_statuses(client, statuses)
 
 
+def names_of(client: Client, count: int) -> Iterator[str]:
+    """Names to send under: with keys only that of the key, else `count` invented ones."""
+    return (NAME if client.keys else f"{NAME}-{n}" for n in range(count))
+
+
 def new_incarnations(client: Client, count: int) -> int:
     """Statuses of new starts of generators, without keys each under another name."""
-    run_id = client.target.run_id
-    names = (NAME if client.keys else f"{NAME}-{n}" for n in range(count))
+    run_id, names = client.target.run_id, names_of(client, count)
     statuses = (wire.GeneratorStatus(run_id, name, os.urandom(8)) for name in names)
     return _send_statuses(client, statuses)
 
@@ -146,10 +150,13 @@ def stale_groups(client: Client, count: int) -> int:
 
 
 def stale_groups_of_new_incarnations(client: Client, count: int) -> int:
-    """Groups of the run's first weights, each of a new start of the same generator."""
+    """Groups of the run's first weights, each of a new start, without keys under another name."""
     group = group_within_limits(client.target.run_id)
-    frames = (wire.encode_group(replace(group, incarnation=os.urandom(8))) for _ in range(count))
-    return _send(client, ROLLOUTS, frames)
+    starts = (
+        replace(group, generator_id=name, incarnation=os.urandom(8))
+        for name in names_of(client, count)
+    )
+    return _send(client, ROLLOUTS, map(wire.encode_group, starts))
 
 
 def keyframe_requests(client: Client, count: int) -> int:

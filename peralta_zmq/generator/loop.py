@@ -115,6 +115,7 @@ class Generator:
         self._pacer = SamplingPacer(
             config.groups_per_step,
             config.train.max_async_level,
+            name=connection.name,
             oversampling_factor=config.curriculum.oversampling_factor,
             follow_step_size=config.train.token_batch_size is not None,
         )

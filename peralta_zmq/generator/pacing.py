@@ -25,7 +25,9 @@ class SamplingPacer:
 
     Each of n generators is expected to supply one n-th of the `groups_per_step` groups of a
     training step. From its number of pending groups a generator computes in which training step its
-    next group will be, and so the staleness of that group.
+    next group will be, and so the staleness of that group. The n generators are this one, called
+    `name`, and those with groups in the newest steps; before the first step, all live ones. So
+    senders without accepted groups slow nobody.
 
     A crashed generator or a lost announcement must not block other generators for long. Therefore a
     generator at its limit starts one more group after `STARVED_SECONDS` or `SILENCE_SECONDS`.
@@ -40,10 +42,12 @@ class SamplingPacer:
         groups_per_step: int,
         max_async_level: int,
         *,
+        name: str,
         oversampling_factor: float = 1.0,
         follow_step_size: bool = False,
     ) -> None:
         self._groups_per_step, self._follow_step_size = groups_per_step, follow_step_size
+        self._name = name
         self._oversampling_factor = oversampling_factor
         self._max_async_level = max_async_level
         self._last_start = time.monotonic()
@@ -74,8 +78,9 @@ class SamplingPacer:
             groups_per_step = announcement.groups_in_step
         if announcement is not self._counted:  # counting 1,000 senders takes 0.2 ms
             # NAME/INCARNATION: a generator that has restarted is more than one live sender.
-            names = {sender.split("/")[0] for sender in announcement.received}
-            self._counted, self._num_generators = announcement, max(1, len(names))
+            live = {sender.split("/")[0] for sender in announcement.received}
+            names = {self._name, *(announcement.suppliers or live)}
+            self._counted, self._num_generators = announcement, len(names)
         expected = math.ceil(groups_per_step * self._oversampling_factor)
         share = math.ceil(expected / self._num_generators)
         started_step = max(announcement.started_step, step)  # the announcement may be old

@@ -18,8 +18,10 @@ groups are received, durable and consumed.
 from __future__ import annotations
 
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from peralta_zmq import wire
@@ -45,6 +47,7 @@ COMMIT_GROUPS, COMMIT_SECONDS = 32, 0.5
 # n = 100.
 ACKNOWLEDGE_FACTOR, MAX_ACKNOWLEDGE_SECONDS = 2e-6, 1.0
 WARNING_SECONDS = 20.0  # interval of warnings while no group arrives, or only mismatched ones
+SUPPLY_STEPS = 4  # newest steps whose groups show which generators supply the run
 MAX_SAMPLES_AHEAD = 1 << 20  # a larger jump of the sample index is invalid and ignored
 
 
@@ -127,7 +130,7 @@ class BatchCollector:
     def take_batch(self) -> list[RolloutGroup]:
         """Return the batch for the step that begins now, and start an empty batch."""
         groups, self.batch, self._size = self.batch, [], 0
-        self.acknowledgements.begin_step(len(groups))
+        self.acknowledgements.begin_step(groups)
         return groups
 
     def add(self, group: RolloutGroup, frame: bytes, *, step: int) -> AdmissionDecision:
@@ -217,7 +220,7 @@ class BatchCollector:
         self.admission.duplicates = state["duplicates"]
         self.curriculum.pools.restore(state["pools"])
         self.curriculum.next_sample_index = state["next_sample_index"]
-        self.acknowledgements.begin_step(0)
+        self.acknowledgements.begin_step([])
 
     def accounting(self) -> dict[str, int]:
         """Number of groups by outcome.
@@ -299,6 +302,8 @@ class Acknowledgements:
     """Sender -> number of its consumed groups, minus 1; -1 = none. A number, not a sequence,
     because a group can be dropped, and so consumed, before earlier groups."""
     groups_in_step: int = 0  # groups in the batch of the newest step
+    supplied: deque[Counter[str]] = field(default_factory=partial(deque, maxlen=SUPPLY_STEPS))
+    """For each of the newest steps: generator -> number of its groups in the batch."""
     next_publish: float = 0.0  # monotonic seconds: earliest time of the next announcement
 
     def publish(
@@ -310,6 +315,8 @@ class Acknowledgements:
         that the trainer waits for groups, `done` that the run is complete.
         """
         ledger, live = self.admission.ledger, self.generators.live()
+        supplied = sum(self.supplied, Counter[str]())
+        names = {sender.rpartition("/")[0] for sender in live}
         self.status.publish(
             step=step,
             started_step=started_step,
@@ -317,6 +324,7 @@ class Acknowledgements:
             durable={sender: self.durable.get(sender, -1) for sender in live},
             highest_received={sender: ledger.highest(sender) for sender in live},
             consumed={sender: self.consumed.get(sender, -1) for sender in live},
+            suppliers={name: count for name, count in supplied.items() if name in names},
             without_status=self.generators.connections.without_status(),
             waiting=waiting,
             done=done,
@@ -327,13 +335,14 @@ class Acknowledgements:
         seconds = min(MAX_ACKNOWLEDGE_SECONDS, ACKNOWLEDGE_FACTOR * len(live) ** 2)
         self.next_publish = time.monotonic() + seconds
 
-    def begin_step(self, num_groups: int) -> None:
+    def begin_step(self, groups: Sequence[RolloutGroup]) -> None:
         """Count the groups of each sender up to the first missing one as consumed.
 
-        `num_groups` is the number of groups in the step that begins.
+        `groups` is the batch of the step that begins.
         """
         self.consumed = self.admission.ledger.settled_by_sender
-        self.groups_in_step = num_groups
+        self.groups_in_step = len(groups)
+        self.supplied.append(Counter(group.generator_id for group in groups))
 
     def add_consumed(self, sender: str) -> None:
         """Count one dropped group as consumed."""

@@ -61,25 +61,42 @@ def num_allowed(
     ],
 )
 def test_pacer_allows_groups_within_async_level(level: int, started_step: int, groups: int) -> None:
-    pacer = SamplingPacer(16, max_async_level=level)
+    pacer = SamplingPacer(16, name="g0", max_async_level=level)
     assert num_allowed(pacer, step=7, started_step=started_step) == groups
 
 
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(("num_generators", "groups"), [(2, 8), (3, 6), (16, 1), (40, 1)])
 def test_pacer_divides_a_step_among_generators(num_generators: int, groups: int) -> None:
-    pacer = SamplingPacer(16, max_async_level=0)
+    pacer = SamplingPacer(16, name="g0", max_async_level=0)
     assert num_allowed(pacer, num_generators=num_generators) == groups
 
 
 @pytest.mark.usefixtures("clock")
 def test_pacer_counts_the_incarnations_of_a_name_once() -> None:
-    pacer = SamplingPacer(16, max_async_level=0)
+    pacer = SamplingPacer(16, name="g0", max_async_level=0)
     assert num_allowed(pacer, num_generators=2, num_starts=17) == 8
 
 
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(
+    ("name", "suppliers", "groups"),
+    [
+        ("g0", ["g0", "g1"], 8),  # of 16 live ones, only these have groups in the newest steps
+        ("g7", ["g0", "g1", "g2"], 4),  # a new one expects to supply its own share
+        ("g0", [], 1),  # before the first step any of the 16 may supply groups
+    ],
+)
+def test_pacer_counts_only_generators_that_supply_groups(
+    name: str, suppliers: list[str], groups: int
+) -> None:
+    pacer = SamplingPacer(16, name=name, max_async_level=0)
+    counts = dict.fromkeys(suppliers, 1)
+    assert num_allowed(pacer, num_generators=16, suppliers=counts) == groups
+
+
 def test_pacer_gives_a_starved_or_silent_trainer_one_more_group(clock: list[float]) -> None:
-    pacer = SamplingPacer(16, max_async_level=1)
+    pacer = SamplingPacer(16, name="g0", max_async_level=1)
     clock[0] += STARVED_SECONDS + 0.1
     assert num_allowed(pacer, started_step=2) == 0
     assert num_allowed(pacer, started_step=2, waiting=True) == 1
@@ -106,7 +123,7 @@ def test_pacer_scales_the_groups_of_a_step(
     factor: float, by_tokens: bool, in_step: int, groups: int
 ) -> None:
     pacer = SamplingPacer(
-        4, max_async_level=0, oversampling_factor=factor, follow_step_size=by_tokens
+        4, name="g0", max_async_level=0, oversampling_factor=factor, follow_step_size=by_tokens
     )
     assert num_allowed(pacer, groups_in_step=in_step) == groups
 

@@ -246,6 +246,31 @@ def test_senders_without_a_status_are_announced(
     assert scene.published[-1].without_status == {group.sender: 0}
 
 
+def test_suppliers_have_groups_in_the_newest_steps(stack: ExitStack, tmp_path: Path) -> None:
+    scene = opened(stack, tmp_path, groups=1)
+    collector = scene.collector
+
+    def suppliers(step: int, name: str) -> dict[str, int]:
+        """As announced when a step begins with a group of this generator."""
+        for generator_id, policy_step in ((name, step - 1), ("stale", 0)):
+            group = group_of(
+                [1.0, 0.0], generator_id=generator_id, sequence=step, policy_step=policy_step
+            )
+            collector.add(group, wire.encode_group(group), step=step)
+        collector.commit()
+        collector.take_batch()
+        collector.acknowledgements.publish(step - 1, started_step=step)
+        return scene.published[-1].suppliers
+
+    assert suppliers(100, "ann") == {"ann": 1}
+    assert suppliers(101, "bob") == {"ann": 1, "bob": 1}
+    for step in (102, 103):
+        suppliers(step, "bob")
+    assert suppliers(104, "bob") == {"bob": 4}
+    names = {sender.partition("/")[0] for sender in scene.published[-1].received}
+    assert names == {"ann", "bob", "stale"}
+
+
 def test_sample_index_far_above_all_others_is_ignored(stack: ExitStack, tmp_path: Path) -> None:
     scene = opened(stack, tmp_path, groups=3)
     sender = sender_to(scene.address, stack)

@@ -58,7 +58,7 @@ def test_announcement_arrives_with_every_field(stack: ExitStack) -> None:
     sender = {"ann/00": 5}
     announcement = wire.Announcement(
         RUN, b"8 bytes.", 7, 8, 9, "0123456789abcdef", sender, sender, sender, sender, sender,
-        True, True, 4, 100, b"8 digest", b"\1", 6, b"\2", 1000,
+        sender, True, True, 4, 100, b"8 digest", b"\1", 6, b"\2", 1000,
     )  # fmt: skip
     defaults = wire.Announcement(RUN)
     for field in dataclasses.fields(announcement)[1:]:
@@ -119,7 +119,7 @@ def test_publisher_keeps_few_announcements_for_a_peer_that_does_not_read(stack: 
         {"run_id": 5}, {"step": "7"}, {"version": 1.5}, {"durable": None},
         {"durable": {"ann": "5"}, "highest_received": {"ann": 5}}, {"highest_received": {b"a": 5}},
         {"incarnation": "text"}, {"done": 1}, {"waiting": 0}, {"step": True},
-        {"received": {"ann": {}}}, {"added": {key: {} for key in "abcde"}}, {"added": [1]},
+        {"received": {"ann": {}}}, {"added": {key: {} for key in "abcdef"}}, {"added": [1]},
     ],
     ids=repr,
 )  # fmt: skip
@@ -134,11 +134,12 @@ def test_announcement_of_a_later_version_is_read() -> None:
 
 
 def test_largest_announcement_is_accepted_and_a_larger_one_refused() -> None:
-    senders = {f"{n:0>128}/{'0' * 16}": 2**64 - 1 for n in range(MAX_LIVE)}
+    names = {f"{n:0>128}": 2**64 - 1 for n in range(MAX_LIVE)}
+    senders = {f"{name}/{'0' * 16}": number for name, number in names.items()}
     bits = bytes((1 << 19) // 8)  # one for each problem
     announcement = wire.Announcement(
         "x" * 1024, received=senders, durable=senders, highest_received=senders,
-        consumed=senders, without_status=senders, excluded=bits, answered=bits,
+        consumed=senders, suppliers=names, without_status=senders, excluded=bits, answered=bits,
     )  # fmt: skip
     frame = message_fields.encode_fields(announcement)
     assert announcements.decode_announcement(frame) == announcement
