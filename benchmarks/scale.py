@@ -39,7 +39,7 @@ from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.evaluation import EvaluationCoordinator
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.journal import Journal
-from peralta_zmq.trainer.session import Session, StatusPublisher, StopSignal
+from peralta_zmq.trainer.session import ProgressAnnouncer, Session, StopSignal
 from peralta_zmq.wire.message_fields import encode_fields
 from tools.link_proxy import free_ports
 
@@ -237,7 +237,7 @@ def one_step(collector: BatchCollector, step: int) -> list[RolloutGroup]:
 
 def open_collector(
     stack: ExitStack, folder: Path, num_groups: int
-) -> tuple[BatchCollector, GeneratorRegistry, StatusPublisher, str]:
+) -> tuple[BatchCollector, GeneratorRegistry, ProgressAnnouncer, str]:
     """The trainer's collector with its receiver, journal and registry, without a model."""
     config = load_config(
         "bin/trainer",
@@ -253,7 +253,7 @@ def open_collector(
     stack.enter_context(closing(statuses))
     (folder / "run_log").mkdir()
     run_log = stack.enter_context(RunLog(folder / "run_log", run="scale", max_steps=1))
-    publisher = StatusPublisher(announcements, wire.Announcement(RUN, incarnation=os.urandom(8)))
+    publisher = ProgressAnnouncer(announcements, wire.Announcement(RUN, incarnation=os.urandom(8)))
     registry, unused = GeneratorRegistry(statuses, run_log, {}), cast(Any, None)
     session = Session(config, RUN, run_log, publisher, StopSignal())
     evaluations = EvaluationCoordinator(session, unused, unused)

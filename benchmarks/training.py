@@ -28,7 +28,7 @@ from peralta_zmq.learning.advantages import advantages_of, group_mean
 from peralta_zmq.learning.learner import update_parameters
 from peralta_zmq.learning.losses import reinforce
 from peralta_zmq.learning.optimizer import make_optimizer
-from peralta_zmq.learning.packing import PackedSample, Packing, make_batches, pack_groups
+from peralta_zmq.learning.packing import PackedSample, Packing, make_micro_batches, pack_groups
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Rollout, RolloutGroup
 from tools.base_model import new_model
@@ -108,7 +108,7 @@ class Setting:
         self._ours(num_groups, torch.bfloat16)
 
     def _ours(self, num_groups: int, dtype: torch.dtype) -> None:
-        batches = make_batches(self.samples(num_groups), PACKING, device=self._device)
+        batches = make_micro_batches(self.samples(num_groups), PACKING, device=self._device)
         update_parameters(
             self._optimizer, batches,
             compute_logprobs=self._scorers[dtype], loss=reinforce, max_grad_norm=1.0,

@@ -14,25 +14,24 @@ store). Any process can be killed and restarted alone.
     '-- apply <- verify <- newest STABLE <-- weights/step_N/ {model, manifest, STABLE} <-- publish
 
 From sampling to the loss: the files in the order in which a rollout passes them, about an hour of
-reading. Folders, files in parentheses and other imports need not be read; a line says what they do.
+reading. What is in parentheses, and other imports, need not be opened: a line says what it does.
 (build.py connects the parts: it gives the learner its scorer and its loss.)
 
     rollout.py               data types: Problem, Completion, Rollout, RolloutGroup
     generator/loop.py        choose a problem, sample K completions, score them, send one group
-    engines/                 sample tokens with their logprobs; new weights apply between tokens
-                             (requests.py: groups of requests for a problem)
-    environments/            problems, and rewards with a timeout (dataset.py: Environments)
+                             (engines/: sample tokens with their logprobs; the native engine
+                             applies new weights between two tokens; environments/: problems,
+                             and rewards with a timeout)
     generator/trainer_connection.py  resend each group until the trainer has it on disk
-    wire/messages.py         a group as one msgpack frame (group_rules.py checks its content)
-    wire/sockets.py          ZeroMQ PUSH/PULL; an invalid message is counted and dropped
+    wire/messages.py         a group as one msgpack frame (group_rules.py checks its content;
+                             sockets.py: ZeroMQ PUSH/PULL, counts and drops invalid messages)
     trainer/collector.py     admit a group or drop it; append it to the write-ahead log (journal.py)
     learning/admission.py    the decision: duplicate, stale, abandoned, without signal, or trained
     trainer/loop.py          per step: collect a batch, learn, publish weights, record, checkpoint
-    learning/learner.py      per step: pack, reference logprobs, loss, backward, optimizer update
-                             (exclusion.py leaves out groups that would spoil an update)
-    learning/advantages.py   filters, and advantages from the rewards of a group
+    learning/learner.py      per step: filters and advantages (advantages.py), pack, loss, backward,
+                             optimizer update (models/scoring.py: forward pass, one logprob per
+                             generated token; exclusion.py leaves out unusable groups)
     learning/packing.py      groups -> prefix trees (store a shared prompt once) -> micro-batches
-    models/scoring.py        forward pass over prefix trees: one logprob per generated token
     learning/losses.py       loss functions; its docstring says how to add one
 
 Other questions:
@@ -40,10 +39,11 @@ Other questions:
     how weights return       weights/subscriber.py (docstring: all checks) finds versions in
                              store.py and copies them to replica.py; generator/weight_sync.py
                              applies them between two tokens; atomic_files.py: manifest and STABLE
-    what happens on restart  operate/process_group.py starts a killed worker again; trainer/loop.py
-                             locks and claims the folders (session.py); recovery.py restores the
-                             newest checkpoint and trains the journal again; generators resend
-                             what is not on disk (generator/trainer_connection.py)
+    what happens on restart  operate/process_group.py, used by bin/lan, starts a killed worker
+                             again; trainer/loop.py locks and claims the folders (session.py);
+                             recovery.py restores the newest checkpoint and trains the journal
+                             again; generators resend what is not on disk
+                             (generator/trainer_connection.py)
     what makes a group stale learning/admission.py
     where settings go        config/ reads them, build.py makes objects from them
     how to extend it         registry.py: protocols and names of tasks, engines, losses, filters;

@@ -17,7 +17,7 @@ from peralta_zmq.engines.native import NativeEngine, decoder
 from peralta_zmq.learning.learner import StepResult, update_parameters
 from peralta_zmq.learning.losses import reinforce
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
-from peralta_zmq.learning.packing import Packing, make_batches
+from peralta_zmq.learning.packing import Packing, make_micro_batches
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Sampling
 from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
@@ -88,7 +88,7 @@ def trained(device: str, dtype: torch.dtype) -> tuple[list[StepResult], dict[str
     set_learning_rate(optimizer, 1e-3)
     groups = [siblings([1.0, 0.0, 0.0], lengths=[4, 7, 9], seed=seed) for seed in range(2)]
     samples, _ = packed(groups, max_tokens=1000)
-    batches = make_batches(samples, Packing(max_tokens=1000), device=device)
+    batches = make_micro_batches(samples, Packing(max_tokens=1000), device=device)
     results = [
         update_parameters(
             optimizer, batches,

@@ -90,12 +90,12 @@ def test_resumed_step_is_evaluated_once_if_configured(
 ) -> None:
     with ExitStack() as stack:
         first = Session(stack, tmp_path, setting)
-        assert first.trainer.session.status.announcement.evaluation_step == -1  # not resumed
+        assert first.trainer.session.announcer.announcement.evaluation_step == -1  # not resumed
         for _ in range(3):
             first.advance()
     with ExitStack() as stack:
         second = Session(stack, tmp_path, setting)
-        announcement = second.trainer.session.status.announcement
+        announcement = second.trainer.session.announcer.announcement
         assert announcement.evaluation_step == evaluated
         problems = second.trainer.evaluations._held_out.problems
         assert len(problems) == 2
@@ -108,7 +108,7 @@ def test_resumed_step_is_evaluated_once_if_configured(
         assert second.trainer.session.run_log.has_evaluation(3)
     with ExitStack() as stack:  # not again at the third start
         third = Session(stack, tmp_path, setting).trainer
-        assert third.session.status.announcement.evaluation_step == -1
+        assert third.session.announcer.announcement.evaluation_step == -1
 
 
 def test_steps_without_finite_gradient_end_the_run_which_can_continue(continued: Continued) -> None:
@@ -176,7 +176,7 @@ def test_huge_groups_are_refused_and_a_restart_continues(
         ):  # fmt: skip
             assert reason in refused
         # The first is larger than any group within the limits: libzmq closed the connection.
-        assert trainer.session.status.announcement.max_group_bytes < 128 << 10
+        assert trainer.session.announcer.announcement.max_group_bytes < 128 << 10
         # As in a journal that was written without these limits.
         trainer.collector.journal.append(2, wire.encode_group(over[0]))
         trainer.collector.commit()

@@ -74,7 +74,7 @@ class Session:
             "tensors": {name: each.clone() for name, each in learner.state().items()},
             "rate": read_rows(self.trainer.session.folder / METRICS)[-1]["learning_rate"],
             "pools": self.trainer.collector.curriculum.pools.saved(),
-            "excluded": self.trainer.session.status.announcement.excluded,
+            "excluded": self.trainer.session.announcer.announcement.excluded,
             "next_sample_index": self.trainer.collector.state()["next_sample_index"],
             "outcomes": dict(self.trainer.collector.admission.ledger.outcomes),
         }

@@ -37,7 +37,13 @@ from peralta_zmq.learning.distributed import (
     shard_tensor,
 )
 from peralta_zmq.learning.losses import TokenLoss, Tokens, evaluate
-from peralta_zmq.learning.packing import Batch, PackedSample, Packing, make_batches, pack_groups
+from peralta_zmq.learning.packing import (
+    MicroBatch,
+    PackedSample,
+    Packing,
+    make_micro_batches,
+    pack_groups,
+)
 from peralta_zmq.learning.reference_models import (
     ComputeLogprobs,
     ComputeLogprobsAndEntropy,
@@ -164,7 +170,7 @@ class Learner:
         }
         return StepResult(metrics, skip_reason, mismatch, excluded, advantages)
 
-    def _mini_batches(self, samples: Sequence[PackedSample]) -> list[list[Batch]]:
+    def _mini_batches(self, samples: Sequence[PackedSample]) -> list[list[MicroBatch]]:
         """Micro-batches of each update of a step, with the logprobs of reference models.
 
         A step has no more updates than groups; without samples it has one update without batches.
@@ -172,9 +178,9 @@ class Learner:
         """
         settings = self._settings
         num_groups = samples[-1].group + 1 if samples else 1
-        mini_batches = list[list[Batch]]()
+        mini_batches = list[list[MicroBatch]]()
         for index in range(min(settings.num_iterations, num_groups)):
-            batches = make_batches(
+            batches = make_micro_batches(
                 [sample for sample in samples if sample.group % settings.num_iterations == index],
                 settings.packing,
                 device=next(iter(self._parameters.values())).device,
@@ -270,7 +276,7 @@ class Learner:
 
 def update_parameters(
     optimizer: torch.optim.Optimizer,
-    batches: Sequence[Batch],
+    batches: Sequence[MicroBatch],
     *,
     loss: TokenLoss,
     compute_logprobs: ComputeLogprobs,
@@ -306,7 +312,7 @@ def update_parameters(
     return StepResult(metrics, skip_reason, {} if num_not_finite else mismatch, excluded)
 
 
-def _totals(batches: Sequence[Batch], ranks: Ranks) -> tuple[float, float]:
+def _totals(batches: Sequence[MicroBatch], ranks: Ranks) -> tuple[float, float]:
     """Number of unmasked tokens, and of rollouts with such a token, on all ranks.
 
     Each number is at least 1, because losses divide by it.
@@ -319,7 +325,7 @@ def _totals(batches: Sequence[Batch], ranks: Ranks) -> tuple[float, float]:
 
 
 def _forward(
-    batch: Batch,
+    batch: MicroBatch,
     totals: tuple[float, float],
     compute_logprobs: ComputeLogprobs,
     compute_with_entropy: ComputeLogprobsAndEntropy | None,
@@ -349,7 +355,7 @@ def _forward(
 def _backward(loss: TokenLoss, tokens: Tokens, groups: Sequence[str]) -> dict[str, Tensor | float]:
     """Compute a micro-batch's loss and gradients; returns its terms of the update's sums."""
     result, summands = None, dict[str, Tensor | float]()
-    if tokens.mask.any():  # not a filler (packing.make_batches)
+    if tokens.mask.any():  # not a filler (packing.make_micro_batches)
         excluded = exclusion.mismatched_groups(tokens, groups)
         usable = exclusion.without_groups(excluded, tokens, groups)
         result = evaluate(loss, usable) if usable else None
@@ -391,7 +397,9 @@ def _mean_metrics(updates: Sequence[StepResult]) -> dict[str, float]:
     return {name: fmean(update.metrics.get(name, 0.0) for update in updates) for name in names}
 
 
-def _with_logprobs(name: str, batches: Sequence[Batch], model: ReferenceModel) -> list[Batch]:
+def _with_logprobs(
+    name: str, batches: Sequence[MicroBatch], model: ReferenceModel
+) -> list[MicroBatch]:
     """Set the field `name` of each batch to the model's logprobs of its tokens."""
     logprobs = zip(batches, model(batches), strict=True)
     return [replace(batch, **{name: values}) for batch, values in logprobs]

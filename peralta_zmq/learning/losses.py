@@ -5,7 +5,7 @@ one parameter update, or several on shares of its rollouts (train.num_iterations
 the gradients of its micro-batches, each of which fits into memory.
 
 To add a loss, write a function here and add its line to the table in `registry.py`
-(CONTRIBUTING.md lists its tests and docs):
+(CONTRIBUTING.md lists its tests, documents and benchmark):
 
     def name(tokens: Tokens, *, option: float = ...) -> (scalar, metrics)
 

@@ -1,10 +1,10 @@
 """Packing of rollout groups into micro-batches; shared prefixes are stored once.
 
 The rollouts of a group have the same prompt. `pack_groups` merges as many of them as fit into one
-`PackedSample`: a prefix tree with the advantages and rewards of its rollouts. `make_batches` lays
-the trees of several samples one after the other in a row of tokens: the micro-batch (`Batch`),
-which a model computes in one forward pass. In a trainer of several ranks (processes), each rank
-computes a part of the micro-batches.
+`PackedSample`: a prefix tree with the advantages and rewards of its rollouts. `make_micro_batches`
+lays the trees of several samples one after the other in a row of tokens: a `MicroBatch`, which a
+model computes in one forward pass. In a trainer of several ranks (processes), each rank computes a
+part of the micro-batches.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PackedSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class MicroBatch:
     """One micro-batch: prefix trees in a row of M tokens; N tokens are in the loss."""
 
     token_ids: Tensor  # int64 [M]
@@ -61,7 +61,7 @@ class Batch:
     scored: Tensor  # int64 [N], indices in the row of the generated tokens; repeated if shared
     old_logprobs: Tensor  # float32 [N]
     advantages: Tensor  # float32 [N], advantage of the token's rollout
-    mask: Tensor  # float32 [N], 1; 0 in a filler (see make_batches)
+    mask: Tensor  # float32 [N], 1; 0 in a filler (see make_micro_batches)
     sequence: Tensor  # int64 [N], index of the token's rollout in this micro-batch
     num_sequences: int  # rollouts in this micro-batch
     groups: tuple[str, ...]  # per rollout, name of its group
@@ -138,13 +138,13 @@ def pack_groups(
     return samples, {"num_truncated": num_truncated, "num_dropped": num_dropped}
 
 
-def make_batches(
+def make_micro_batches(
     samples: Sequence[PackedSample],
     packing: Packing,
     *,
     device: torch.device | str = "cpu",
     ranks: Ranks = SINGLE,
-) -> list[Batch]:
+) -> list[MicroBatch]:
     """Pack samples into this rank's micro-batches of at most max_tokens tokens.
 
     Without share_prompts each sample counts as long as the longest of its micro-batch (padding).
@@ -152,7 +152,7 @@ def make_batches(
     a round gets a filler: a copy of another rank's sample with mask 0. The tensors are created on
     `device`.
     """
-    sizes, batches = [len(sample.token_ids) for sample in samples], list[Batch]()
+    sizes, batches = [len(sample.token_ids) for sample in samples], list[MicroBatch]()
     rounds = assign_to_bins(
         sizes, packing.max_tokens, num_ranks=ranks.world_size, padded=not packing.share_prompts
     )
@@ -220,7 +220,7 @@ def _next_sample(
 
 def _to_batch(
     samples: Sequence[PackedSample], temperature: Temperature, device: torch.device | str
-) -> Batch:
+) -> MicroBatch:
     """Lay the trees of the samples one after the other in a row of tokens."""
     rollouts = list(chain.from_iterable(sample.rollouts for sample in samples))
     advantages = list(chain.from_iterable(sample.advantages for sample in samples))
@@ -241,7 +241,7 @@ def _to_batch(
         (r.logprobs[at] for r, at in zip(rollouts, targets, strict=True)), np.float32
     )
     steps = np.concatenate([r.policy_steps[at] for r, at in zip(rollouts, targets, strict=True)])
-    return Batch(
+    return MicroBatch(
         token_ids=tensor((sample.token_ids for sample in samples), np.int64),
         trees=tuple(sample.tree for sample in samples),
         scored=tensor((p[at] for p, at in zip(positions, targets, strict=True)), np.int64),

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from peralta_zmq.learning.packing import Batch
+from peralta_zmq.learning.packing import MicroBatch
 
 # The forward pass of a model over a row of M tokens, in which several rollouts follow each other:
 # compute(token_ids [M], trees, scored [N], temperature=number or tensor [N]) returns the logprobs
@@ -22,11 +22,13 @@ from peralta_zmq.learning.packing import Batch
 ComputeLogprobs: TypeAlias = Callable[..., Tensor]
 ComputeLogprobsAndEntropy: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
 # Returns the logprobs [N] of the generated tokens of each batch.
-ReferenceModel: TypeAlias = Callable[[Sequence[Batch]], list[Tensor]]
+ReferenceModel: TypeAlias = Callable[[Sequence[MicroBatch]], list[Tensor]]
 
 
 @torch.no_grad()
-def reference_logprobs(compute_logprobs: ComputeLogprobs, batches: Sequence[Batch]) -> list[Tensor]:
+def reference_logprobs(
+    compute_logprobs: ComputeLogprobs, batches: Sequence[MicroBatch]
+) -> list[Tensor]:
     """Logprobs [N] of the generated tokens of each batch, without gradient."""
     return [
         compute_logprobs(batch.token_ids, batch.trees, batch.scored, temperature=batch.temperatures)
@@ -55,7 +57,7 @@ class PolicyCopy:
         self._sync_steps, self._mixup_alpha = sync_steps, mixup_alpha
         self._copy = {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
-    def __call__(self, batches: Sequence[Batch]) -> list[Tensor]:
+    def __call__(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Logprobs [N] of each batch; restores the policy's weights bit for bit."""
         self._swap()
         try:

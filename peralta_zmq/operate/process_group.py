@@ -63,11 +63,11 @@ def supervise(
 ) -> int:
     """Run the workers until the leader finishes; returns the exit code of the group.
 
-    A worker that crashes is restarted; after 5 crashes in 60 s, or after exit code 2, it has failed
-    and is started again after 60 s. The group ends early if the leader fails, or if all other
-    workers have failed and `has_trained` returns False. The first SIGINT or SIGTERM is passed to
-    the leader only, the second one kills all workers. `record` gets the events restart, killed and
-    failed. `on_tick` is called at least 5 times a second.
+    A worker that crashes is restarted. After 5 crashes in 60 s, or after exit code 2, it has
+    failed: if it is the leader, the group ends; any other worker is started again after 60 s. The
+    group also ends if all other workers have failed and `has_trained` returns False. The first
+    SIGINT or SIGTERM is passed to the leader only, the second one kills all workers. `record` gets
+    the events restart, killed and failed. `on_tick` is called at least 5 times a second.
     """
     atexit.register(_discard_unwritten_output)
     with catch_signals() as wait_for_signals, ProcessGroup(workers, record, has_trained) as group:

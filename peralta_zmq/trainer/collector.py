@@ -36,7 +36,7 @@ from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer.evaluation import EvaluationCoordinator
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.journal import DROPPED, DroppedGroup, Journal
-from peralta_zmq.trainer.session import Session, StatusPublisher
+from peralta_zmq.trainer.session import ProgressAnnouncer, Session
 
 # A commit is due after this number of groups or seconds, whichever comes first. Larger limits save
 # fsyncs, but each generator must keep its groups longer, because it may have to resend every group
@@ -77,7 +77,7 @@ class BatchCollector:
         )
         self.curriculum = Curriculum(pools, session.run_log)
         self.acknowledgements = Acknowledgements(
-            session.status, self.admission, generators, self.curriculum
+            session.announcer, self.admission, generators, self.curriculum
         )
         self.session, self._receiver = session, receiver
         self._generators, self._evaluations = generators, evaluations
@@ -292,7 +292,7 @@ class Acknowledgements:
     The table in the module's docstring defines these states.
     """
 
-    status: StatusPublisher
+    announcer: ProgressAnnouncer
     admission: Admission
     generators: GeneratorRegistry
     curriculum: Curriculum
@@ -317,7 +317,7 @@ class Acknowledgements:
         ledger, live = self.admission.ledger, self.generators.live()
         supplied = sum(self.supplied, Counter[str]())
         names = {sender.rpartition("/")[0] for sender in live}
-        self.status.publish(
+        self.announcer.publish(
             step=step,
             started_step=started_step,
             received={sender: ledger.settled(sender) for sender in live},

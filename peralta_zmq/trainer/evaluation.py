@@ -110,7 +110,7 @@ class EvaluationCoordinator:
         """Announce the step to evaluate (-1 = none) and a bit field of answered problems."""
         current = self._current
         step, answered = (current.step, current.answered) if current else (-1, b"")
-        self._session.status.publish(evaluation_step=step, answered=answered)
+        self._session.announcer.publish(evaluation_step=step, answered=answered)
 
     def _record(
         self, step: int, results: Sequence[tuple[Problem, list[Answer]]], policy_steps: list[int]

@@ -79,12 +79,12 @@ class Trainer:
         self.policy = policy.open_policy(config, [*train.problems, *held_out.problems], ranks)
         worker_info = self.policy.worker_info
         limits = policy.group_limits(config, self.policy.model)
-        receiver, status_receiver, status = session.open_sockets(
+        receiver, status_receiver, announcer = session.open_sockets(
             config, stack, run_id, limits, worker_info, train.digest
         )
         store = policy.open_store(config)
         run_log, journal = session.open_run_folder(config, stack, store, run_id, stop)
-        self.session = session.Session(config, run_id, run_log, status, stop)
+        self.session = session.Session(config, run_id, run_log, announcer, stop)
         self.publishing = policy.PolicyPublisher(self.session, store, self.policy, stack)
         self.generators = GeneratorRegistry(status_receiver, run_log, worker_info)
         self.evaluations = evaluation.EvaluationCoordinator(self.session, held_out, self.policy)

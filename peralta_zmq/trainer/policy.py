@@ -165,7 +165,7 @@ class PolicyPublisher:
 
     def announce(self, version: Version) -> None:
         """Announce to the generators that a version is readable."""
-        self._session.status.publish(version=version.number, weights_id=version.weights_id)
+        self._session.announcer.publish(version=version.number, weights_id=version.weights_id)
 
     def metrics(self) -> dict[str, float]:
         """Size and timings of the newest published version, which may lag behind the step."""

@@ -53,7 +53,7 @@ class Session:
     config: Config
     run_id: str
     run_log: RunLog
-    status: StatusPublisher
+    announcer: ProgressAnnouncer
     stop: StopSignal
 
     @property
@@ -99,7 +99,7 @@ class StopSignal:
         self.requested = True
 
 
-class StatusPublisher:
+class ProgressAnnouncer:
     """Publishes announcements, which tell all generators the trainer's progress.
 
     Each caller changes some fields; each announcement has the newest values of all fields.
@@ -301,7 +301,7 @@ def open_sockets(
     limits: wire.GroupLimits,
     worker_info: Mapping[str, str],
     train_set_digest: bytes,
-) -> tuple[wire.RolloutReceiver, wire.GeneratorStatusReceiver, StatusPublisher]:
+) -> tuple[wire.RolloutReceiver, wire.GeneratorStatusReceiver, ProgressAnnouncer]:
     """Bind four consecutive ports: rollouts, announcements, statuses, probes.
 
     Generators receive the announcements, and send rollouts and statuses. Probes are the connection
@@ -338,7 +338,7 @@ def open_sockets(
         train_set_digest=train_set_digest,
         max_group_bytes=limits.max_bytes,
     )
-    return receiver, statuses, StatusPublisher(publisher, announcement)
+    return receiver, statuses, ProgressAnnouncer(publisher, announcement)
 
 
 def open_dashboard(config: Config, stack: ExitStack, run_log: RunLog) -> None:

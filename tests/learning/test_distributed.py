@@ -17,7 +17,7 @@ from torch import Tensor
 
 from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks, join
 from peralta_zmq.learning.losses import grpo, importance, reinforce
-from peralta_zmq.learning.packing import Packing, make_batches
+from peralta_zmq.learning.packing import Packing, make_micro_batches
 
 CPU = torch.device("cpu")
 GROUPS = [
@@ -51,7 +51,7 @@ def gradients(ranks: Ranks) -> dict[str, tuple[Tensor, dict[str, float]]]:
     for name, loss in LOSSES.items():
         for max_tokens, groups in ((1000, GROUPS), (20, GROUPS), (1000, GROUPS[:1])):
             samples, _ = packed(groups, max_tokens=max_tokens)
-            batches = make_batches(samples, Packing(max_tokens=max_tokens), ranks=ranks)
+            batches = make_micro_batches(samples, Packing(max_tokens=max_tokens), ranks=ranks)
             gradient, result = step_gradient(model, batches, loss, ranks=ranks)
             found[f"{name} {max_tokens} {len(groups)}"] = gradient, result.metrics
     return found

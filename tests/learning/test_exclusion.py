@@ -18,7 +18,7 @@ from peralta_zmq.learning import losses
 from peralta_zmq.learning.exclusion import MISMATCH, NOT_FINITE, mismatched_groups
 from peralta_zmq.learning.learner import StepResult
 from peralta_zmq.learning.losses import TokenLoss, Tokens
-from peralta_zmq.learning.packing import Packing, make_batches
+from peralta_zmq.learning.packing import Packing, make_micro_batches
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.wire.group_rules import MAX_TOKENS
 
@@ -51,7 +51,7 @@ def update(
 ) -> tuple[Tensor | None, StepResult]:
     """The gradient of an update, flat, and its result; None without an optimizer step."""
     samples, _ = packed(groups, max_tokens=max_tokens)
-    batches = make_batches(samples, Packing(max_tokens=max_tokens))
+    batches = make_micro_batches(samples, Packing(max_tokens=max_tokens))
     return step_gradient(model, batches, loss)
 
 

@@ -20,7 +20,7 @@ from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning.advantages import group_mean
 from peralta_zmq.learning.learner import StepResult, update_parameters
 from peralta_zmq.learning.losses import TokenLoss, Tokens, grpo, reinforce
-from peralta_zmq.learning.packing import Batch, Packing, Temperature, make_batches
+from peralta_zmq.learning.packing import MicroBatch, Packing, Temperature, make_micro_batches
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import PrefixTree, TreeSpan
 
@@ -191,13 +191,13 @@ def model() -> Iterator[Any]:
     yield tiny_model().double()
 
 
-def batches_of(max_tokens: int = 1000, temperature: Temperature = 1.0) -> list[Batch]:
+def batches_of(max_tokens: int = 1000, temperature: Temperature = 1.0) -> list[MicroBatch]:
     samples, _ = packed(GROUPS, max_tokens=max_tokens)
-    return make_batches(samples, Packing(max_tokens=max_tokens, temperature=temperature))
+    return make_micro_batches(samples, Packing(max_tokens=max_tokens, temperature=temperature))
 
 
 def gradient(
-    model: Any, batches: Sequence[Batch], loss: TokenLoss, **options: Any
+    model: Any, batches: Sequence[MicroBatch], loss: TokenLoss, **options: Any
 ) -> tuple[Tensor, dict[str, float]]:
     """The whole gradient of a step, flat, and the step's metrics."""
     found, result = step_gradient(model, batches, loss, **options)
@@ -229,7 +229,7 @@ def test_gradient_is_equal_for_any_order(model: Any, loss: TokenLoss) -> None:
     whole, _ = gradient(model, batches_of(), loss)
     samples, _ = packed(GROUPS, max_tokens=15)
     random.Random(0).shuffle(samples)
-    shuffled = make_batches(samples, Packing(max_tokens=20))[::-1]
+    shuffled = make_micro_batches(samples, Packing(max_tokens=20))[::-1]
     assert close(gradient(model, shuffled, loss)[0], whole, 1e-6)
 
 
@@ -242,7 +242,7 @@ def test_packed_and_padded_gradients_are_equal(model: Any, loss: TokenLoss) -> N
     scorer = Scorer(model)
     scorer.padding_reason = "padded rows: forced by the test"
     alone, _ = packed(GROUPS, max_tokens=1000, share_prompts=False)
-    padded = make_batches(alone, Packing(max_tokens=1000, share_prompts=False))
+    padded = make_micro_batches(alone, Packing(max_tokens=1000, share_prompts=False))
     padded_gradient, metrics = gradient(model, padded, loss, compute_logprobs=scorer)
     assert close(padded_gradient, shared, 1e-6)
     assert metrics == pytest.approx(expected, rel=1e-6)
@@ -265,11 +265,11 @@ def test_loss_is_the_mean_over_generated_tokens(model: Any) -> None:
 # One token by hand
 
 
-def by_hand(old: float) -> tuple[torch.nn.Parameter, Batch]:
+def by_hand(old: float) -> tuple[torch.nn.Parameter, MicroBatch]:
     """One generated token whose logprob is the only parameter, -1; its advantage is .5."""
     parameter = torch.nn.Parameter(torch.tensor(-1.0, dtype=torch.float64))
     one = torch.ones(1, dtype=torch.float64)
-    batch = Batch(
+    batch = MicroBatch(
         token_ids=torch.tensor([3, 4]),
         trees=(PrefixTree((TreeSpan(-1, 2),)),), scored=torch.tensor([1]),
         old_logprobs=one * old, advantages=one / 2, mask=one,
@@ -278,12 +278,12 @@ def by_hand(old: float) -> tuple[torch.nn.Parameter, Batch]:
     return parameter, batch
 
 
-def masked_out(batch: Batch) -> Batch:
+def masked_out(batch: MicroBatch) -> MicroBatch:
     return replace(batch, mask=torch.zeros_like(batch.mask))
 
 
 def step_by_hand(
-    parameter: torch.nn.Parameter, batches: list[Batch], *, factor: float = 1.0, **options: Any
+    parameter: torch.nn.Parameter, batches: list[MicroBatch], *, factor: float = 1.0, **options: Any
 ) -> StepResult:
     chosen: dict[str, Any] = {
         "compute_logprobs": lambda ids, trees, scored, temperature: parameter.expand(1) * factor,

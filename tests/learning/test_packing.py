@@ -9,7 +9,7 @@ import torch
 from sample_data import group_of, packed, siblings
 
 from peralta_zmq.learning.advantages import group_mean, length_weighted
-from peralta_zmq.learning.packing import Batch, Packing, assign_to_bins, make_batches
+from peralta_zmq.learning.packing import MicroBatch, Packing, assign_to_bins, make_micro_batches
 from peralta_zmq.rollout import RolloutGroup
 
 
@@ -19,12 +19,12 @@ def batches_of(
     advantage: Any = group_mean,
     max_tokens: int = 1000,
     **options: Any,
-) -> list[Batch]:
+) -> list[MicroBatch]:
     samples, _ = packed(groups, advantage, max_tokens=max_tokens, **options)
-    return make_batches(samples, Packing(max_tokens=max_tokens, **options))
+    return make_micro_batches(samples, Packing(max_tokens=max_tokens, **options))
 
 
-def layouts(batches: list[Batch]) -> list[list[list[tuple[int, int]]]]:
+def layouts(batches: list[MicroBatch]) -> list[list[list[tuple[int, int]]]]:
     return [[[*map(tuple, each.spans)] for each in batch.trees] for batch in batches]
 
 
@@ -126,7 +126,7 @@ def test_assignment_to_bins_by_hand(
     assert assign_to_bins(sizes, capacity, **options) == rounds
 
 
-def sizes(batches: list[Batch]) -> list[list[int]]:
+def sizes(batches: list[MicroBatch]) -> list[list[int]]:
     return [[each.num_tokens for each in batch.trees] for batch in batches]
 
 

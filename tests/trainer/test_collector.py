@@ -29,7 +29,7 @@ from peralta_zmq.trainer.collector import COMMIT_GROUPS, COMMIT_SECONDS, BatchCo
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.journal import DroppedGroup, Journal
 from peralta_zmq.trainer.recovery import load_journaled_batch
-from peralta_zmq.trainer.session import Session, StatusPublisher, StopSignal
+from peralta_zmq.trainer.session import ProgressAnnouncer, Session, StopSignal
 
 NUM_SENDERS = 300
 MAX_ENTRIES_PER_SECOND = 500_000  # of 100 bytes, over all receivers of the announcements
@@ -110,7 +110,7 @@ def opened(
     publisher = RecordingPublisher()
     session = Session(
         load_config("bin/trainer", arguments), RUN, run_log,
-        StatusPublisher(cast(Any, publisher), wire.Announcement(RUN)), StopSignal(),
+        ProgressAnnouncer(cast(Any, publisher), wire.Announcement(RUN)), StopSignal(),
     )  # fmt: skip
     collector = BatchCollector(
         session,

@@ -24,7 +24,7 @@ from peralta_zmq.observe.metrics import EVENTS, read_rows
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.trainer import generator_registry
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry, report_mismatches
-from peralta_zmq.trainer.session import Session, StatusPublisher, StopSignal
+from peralta_zmq.trainer.session import ProgressAnnouncer, Session, StopSignal
 from peralta_zmq.wire import generator_status
 from peralta_zmq.wire.sockets import ready
 
@@ -444,8 +444,8 @@ def test_mismatch_is_printed_as_often_as_it_is_recorded(
 ) -> None:
     run_log = stack.enter_context(RunLog(tmp_path, run="run", max_steps=9))
     config = load_config("bin/trainer", ["--train.on-mismatch=drop"])
-    status = StatusPublisher(cast(Any, None), wire.Announcement(RUN))
-    session = Session(config, RUN, run_log, status, StopSignal())
+    announcer = ProgressAnnouncer(cast(Any, None), wire.Announcement(RUN))
+    session = Session(config, RUN, run_log, announcer, StopSignal())
     senders = [f"ann/{number:016x}" for number in range(3 * LIMITS["mismatch"])]
     statistics, admission = MismatchStatistics(bound=0.1), Admission(4)
     for _ in range(MIN_STEPS):

@@ -151,14 +151,14 @@ def test_complete_run_waits_until_its_last_version_is_published(
     def end_outage_and_pause(stop: StopSignal, seconds: float) -> None:
         if not done:
             end_outage()
-        done.append(trainer.session.status.announcement.done)
+        done.append(trainer.session.announcer.announcement.done)
         pause(stop, seconds)
 
     monkeypatch.setattr(StopSignal, "pause", end_outage_and_pause)
     trainer.finish()
     newest = trainer.publishing.store.newest()
     assert newest is not None and (newest.step, newest.kind) == (4, "keyframe")
-    assert done and not any(done) and trainer.session.status.announcement.done
+    assert done and not any(done) and trainer.session.announcer.announcement.done
     events = events_of(trainer)
     assert events.index("outage") < events.index("evaluate") and events[-1] == "complete"
     printed = capsys.readouterr().out
@@ -176,12 +176,12 @@ def test_stop_in_an_outage_at_the_end_lets_the_next_start_publish(
         trainer, end_outage = last_step_in_an_outage(opened, tmp_path)
         patched.setattr(StopSignal, "pause", request_stop)
         trainer.finish()
-        assert not trainer.session.status.announcement.done
+        assert not trainer.session.announcer.announcement.done
         assert events_of(trainer)[-1] == "stop"
         assert not (trainer.session.folder / "summary.json").exists()
     end_outage()
     again = Session(stack, tmp_path, FOUR).trainer
-    assert summary_of(again) and again.session.status.announcement.done
+    assert summary_of(again) and again.session.announcer.announcement.done
     newest = again.publishing.store.newest()
     assert newest is not None and newest.step == 4
     events = [event for event in events_of(again) if event in SESSION_STARTS + SESSION_ENDS]

@@ -118,7 +118,7 @@ def test_abandoned_weights_of_a_step_are_not_announced_again(
         third = Session(stack, tmp_path).trainer
         newest = third.publishing.store.newest()
         assert newest is not None and newest.step == 3 and newest.weights_id != lost
-        assert third.session.status.announcement.weights_id == newest.weights_id
+        assert third.session.announcer.announcement.weights_id == newest.weights_id
 
 
 def test_run_without_its_checkpoints_is_refused(tmp_path: Path) -> None:
