@@ -113,7 +113,7 @@ def unaccounted_groups(history: History) -> Check:
     """P3: every group of a live generator was trained, dropped for a valid reason, or in flight."""
     outcomes, logs = outcomes_of(history), history.logs
     known = Counter(outcomes.values())
-    last_arrived = _last_arrived(history, outcomes)
+    last_arrived, undelivered = _last_arrived(history, outcomes), _first_undelivered(history)
     broken = [
         f"{_shown(key)} was given up by its sender" for key in sorted(logs.lost - set(outcomes))
     ]
@@ -125,7 +125,9 @@ def unaccounted_groups(history: History) -> Check:
     broken += [
         f"{_shown(key)} of step {step} has no outcome"
         for key, step in logs.made.items()
-        if key not in accounted and _must_have_arrived(history, key, last_arrived.get(key[0], -1))
+        if key not in accounted
+        and (key[0] in logs.complete or key[1] < undelivered.get(key[0], 0))
+        and _must_have_arrived(history, key, last_arrived.get(key[0], -1))
     ]
     what = f"{len(logs.made)} made, {known['trained']} trained, {known['stale']} stale"
     text = f"lost {len(broken)}: {what}"
@@ -360,6 +362,17 @@ def _last_arrived(history: History, outcomes: Mapping[Key, str]) -> dict[str, in
     for key in outcomes.keys() & history.logs.made.keys():
         last_arrived[key[0]] = max(last_arrived.get(key[0], -1), history.logs.made[key])
     return last_arrived
+
+
+def _first_undelivered(history: History) -> dict[str, int]:
+    """By sender, the first group that it had not delivered when it sent the last one that arrived.
+
+    If the sender was then killed, it took this group and later ones with it.
+    """
+    first: dict[str, int] = {}
+    for record in history.journal:
+        first[record.key[0]] = max(first.get(record.key[0], 0), record.min_sequence)
+    return first
 
 
 def _must_have_arrived(history: History, key: Key, last_arrived: int) -> bool:

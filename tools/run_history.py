@@ -45,6 +45,7 @@ class Record(NamedTuple):
     outcome: str  # trained, no_signal, or the reason why it was dropped
     step: int
     policy_step: int = -1  # oldest one that it was sampled with; -1 if it was dropped
+    min_sequence: int = 0  # the sender has no group below it that is not durable
 
     @property
     def age(self) -> int:
@@ -194,10 +195,12 @@ def _second_of_day(line: str) -> int:
 def _record_of(kind: int, content: bytes, *, step: int) -> Record:
     if kind == DROPPED:
         note = json.loads(content)
-        return Record((note["sender"], note["sequence"]), note["outcome"], step)
+        key = (note["sender"], note["sequence"])
+        return Record(key, note["outcome"], step, min_sequence=note.get("min_sequence", 0))
     group = wire.decode_group(content, wire.GroupLimits(MAX_VOCAB_SIZE))
     outcome = "trained" if group.has_signal else "no_signal"
-    return Record((group.sender, group.sequence), outcome, step, group.policy_step)
+    key = (group.sender, group.sequence)
+    return Record(key, outcome, step, group.policy_step, group.min_sequence)
 
 
 def _records(content: bytes) -> Iterator[tuple[int, bytes]]:

@@ -12,7 +12,7 @@ import json
 import shutil
 import struct
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +102,7 @@ class RecordedRun:
 
 
 def write_journal(file: Path, groups: list[tuple[str, int, int | str]]) -> None:
+    """Append records of groups; a group says that all earlier ones of its sender are durable."""
     file.parent.mkdir(exist_ok=True)
     with file.open("ab") as journal:
         for group in groups:
@@ -117,13 +118,14 @@ def record_of(
 ) -> bytes:
     if isinstance(policy_step, str):
         note = {"sender": f"ann/{INCARNATIONS[incarnation].hex()}", "sequence": sequence,
-                "outcome": policy_step, "min_sequence": 0}  # fmt: skip
+                "outcome": policy_step, "min_sequence": sequence}  # fmt: skip
         kind, content = 2, json.dumps(note).encode()
     else:
         group = group_of(
             rewards,
             incarnation=INCARNATIONS[incarnation],
             sequence=sequence,
+            min_sequence=sequence,
             policy_step=policy_step,
         )
         kind, content = 1, wire.encode_group(group)
@@ -224,6 +226,11 @@ def test_p3_reports_missing_group_of_a_generator_alive_at_the_end(
     run.log[-2 - len(end)] = f"made group={B}/3 step=2 weights_id=w2"  # much later than group 0
     run.journal[3][1] = ("bb", 3, 2)
     assert run.check(tmp_path / "late") == lost
+    history = read_history(tmp_path / "late")
+    undelivered = [record._replace(min_sequence=0) for record in history.journal]
+    is_killed = not end or "threads" in end[0]  # with all groups that were not durable
+    checked = promise_checker.unaccounted_groups(replace(history, journal=undelivered))
+    assert checked.broken == (() if is_killed else lost["P3"])
 
 
 def test_p3_reports_missing_group_after_the_end_unless_the_run_was_continued(
