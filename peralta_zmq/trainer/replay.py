@@ -242,15 +242,15 @@ def _published(run: Path, config: Config) -> tuple[dict[int, str], list[str]]:
 
     Leaves out versions that a roll-back of the run has undone. A problem is a version in the
     weights folder that cannot be read, because it or a version that it depends on is damaged; or
-    that RUN.json, which names the folder's run, cannot be read. Raises StoreError if the folder
-    cannot be listed.
+    that RUN.json, which names the folder's run, or the folder cannot be read.
     """
     digests: dict[int, str] = {}
     problems: dict[int, str] = {}  # by version number
     store = WeightStore.open(config.weights_address)
-    run_id, numbers, targets = store.run_id, _numbers_in(store), _roll_back_targets(run)
+    run_id, targets = store.run_id, _roll_back_targets(run)
     if run_id is None:
         return {}, [f"no version is compared: {RUN_FILE} in {store.address} cannot be read"]
+    numbers = _numbers_in(store)
     with progress_on_stderr("reading published weights", len(numbers)) as progress:
         for count, number in enumerate(numbers, start=1):
             version = store.find(number)

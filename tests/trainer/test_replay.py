@@ -80,6 +80,9 @@ def test_replay_names_damaged_versions_and_compares_the_rest(
     assert replay.main([str(continued.folder)]) == replay.DAMAGED
     problem = f"no version is compared: RUN.json in {weights} cannot be read\n"
     assert problem in capsys.readouterr().err
+    shutil.rmtree(weights)
+    assert replay.main([str(continued.folder)]) == replay.DAMAGED
+    assert problem in capsys.readouterr().err
 
 
 @pytest.mark.timeout(180)
