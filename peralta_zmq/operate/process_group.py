@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TextIO, TypeAlias
 
-from peralta_zmq.errors import EXIT_ERROR
+from peralta_zmq.errors import EXIT_ERROR, printable
 from peralta_zmq.observe.metrics import EVENTS, JsonLines
 
 FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0  # seconds before a restart; doubles with each crash
@@ -389,5 +389,7 @@ def _log_tail(worker: Worker) -> str:
     if worker.log:
         with contextlib.suppress(OSError):  # for example, a disk that is gone
             lines = worker.log.read_text(encoding="utf-8", errors="replace").splitlines()
-            return "\n".join([f"; the end of {worker.log}:", *lines[-NUM_LOG_LINES:]])
+            return "\n".join(
+                [f"; the end of {worker.log}:", *map(printable, lines[-NUM_LOG_LINES:])]
+            )
     return "; its output is above"

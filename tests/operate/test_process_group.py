@@ -247,11 +247,11 @@ def test_error_of_the_only_generator_ends_a_new_group_with_code_2(
     children: Children, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "generator-0.log"
-    refuses = "wait('go'); print('loss.name = x'); sys.exit(2)"
+    refuses = "wait('go'); print('loss.name = \\x1b[2Jx'); sys.exit(2)"
     assert supervised("send('up'); notify('go'); stay()", refuses, code=2, logs=(None, log)) == []
     assert children.until_all_have_ended() == ["up"]
     failed = "generator-0 ended with an error (exit code 2); giving up"
-    assert capfd.readouterr().out == f"{failed}; the end of {log}:\nloss.name = x\n"
+    assert capfd.readouterr().out == f"{failed}; the end of {log}:\nloss.name = \\x1b[2Jx\n"
 
 
 @pytest.mark.parametrize(
