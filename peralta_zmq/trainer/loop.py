@@ -65,8 +65,12 @@ class Trainer:
         """Open all resources; `stack` closes them. Locks the run folder before any write."""
         stop = session.StopSignal()
         folder, name = config.run_folder, config.run.name
-        run_id, self._previous_config = session.wait_out(
-            lambda: (session.run_id_of(folder, name), earlier_config(config, folder)),
+        is_new, run_id, self._previous_config = session.wait_out(
+            lambda: (
+                not (folder / session.IDENTITY).exists(),
+                session.run_id_of(folder, name),
+                earlier_config(config, folder),
+            ),
             folder=folder,
             stop=stop,
         )
@@ -83,7 +87,9 @@ class Trainer:
             config, stack, run_id, limits, worker_info, train.digest
         )
         store = policy.open_store(config)
-        run_log, journal = session.open_run_folder(config, stack, store, run_id, stop)
+        run_log, journal = session.open_run_folder(
+            config, stack, store, run_id, stop, is_new=is_new
+        )
         self.session = session.Session(config, run_id, run_log, announcer, stop)
         self.publishing = policy.PolicyPublisher(self.session, store, self.policy, stack)
         self.generators = GeneratorRegistry(status_receiver, run_log, worker_info)

@@ -68,6 +68,7 @@ class Session:
         """
 
         def report(text: str) -> None:
+            self.announcer.publish(waiting=False)  # it reads no groups during the outage
             self.run_log.event("outage", reason=text)
             self.run_log.note(text)
 
@@ -164,15 +165,21 @@ def _outage_text(error: OutageError | OSError, folder: Path) -> str:
 
 
 def open_run_folder(
-    config: Config, stack: ExitStack, store: WeightStore, run_id: str, stop: StopSignal
+    config: Config,
+    stack: ExitStack,
+    store: WeightStore,
+    run_id: str,
+    stop: StopSignal,
+    *,
+    is_new: bool,
 ) -> tuple[RunLog, Journal]:
     """Lock the run folder, claim the weights folder, open the run log and the journal.
 
-    Waits while the folders of an existing run cannot be used. For a new run, raises ConfigError or
-    StoreError instead; after StoreError the new files are removed.
+    `is_new`: there was no RUN.json when `run_id` was chosen. Waits while the folders of an existing
+    run cannot be used. For a new run, raises ConfigError or StoreError instead; after StoreError
+    the new files are removed.
     """
     folder = config.run_folder
-    is_new = not (folder / IDENTITY).exists()
 
     def waiting(operation: Callable[[], Result]) -> Result:
         return wait_out(operation, folder=folder, stop=stop)
@@ -205,9 +212,12 @@ def open_run_folder(
 def _locked(config: Config, new_run_id: str | None = None) -> IO[bytes]:
     """Lock the run folder until the returned file is closed; write missing files.
 
-    Writes RUN.json if `new_run_id` is given, and config.toml if it is missing.
+    Writes RUN.json if `new_run_id` is given, and config.toml if it is missing. Raises OutageError
+    if RUN.json is missing and `new_run_id` is None: the disk was unmounted since it was read.
     """
     folder = config.run_folder
+    if not new_run_id and not (folder / IDENTITY).exists():
+        raise OutageError(f"{IDENTITY} in run folder {folder} is gone; is it mounted?")
     with ExitStack() as stack:
         locked = stack.enter_context(lock(folder))
         # Before the claim of the weights folder: the run_id must survive a kill right after it.

@@ -16,8 +16,10 @@ import pytest
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.trainer import loop as trainer
+from peralta_zmq.trainer import policy
 from peralta_zmq.trainer.loop import Trainer
 from peralta_zmq.trainer.session import StopSignal
+from peralta_zmq.weights.store import WeightStore
 from tools.link_proxy import free_ports
 
 Outage = Callable[[Config, pytest.MonkeyPatch], Callable[[], None]]  # begins; returns what ends it
@@ -125,11 +127,38 @@ def test_existing_run_waits_for_the_end_of_an_outage(
     assert "\n" not in waiting and over.startswith("the outage is over after")
 
 
+def test_run_folder_that_is_unmounted_during_a_start_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, away = config_in(tmp_path), tmp_path / "away"
+    folder, open_store = config.run_folder, policy.open_store
+    with ExitStack() as stack:
+        run_id = Trainer(config, stack).session.run_id
+
+    def unmount(config: Config) -> WeightStore:
+        folder.rename(away)
+        folder.mkdir()
+        return open_store(config)
+
+    def mount(stop: StopSignal, seconds: float) -> None:
+        folder.rmdir()  # raises an error if the trainer has written into it
+        away.rename(folder)
+
+    monkeypatch.setattr(policy, "open_store", unmount)
+    monkeypatch.setattr(StopSignal, "pause", mount)
+    with ExitStack() as stack:
+        again = Trainer(config, stack)
+        assert again.session.run_id == again.publishing.store.run_id == run_id
+    assert not away.exists(), "it has waited"
+
+
 def test_new_run_on_a_full_disk_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_in(tmp_path)
     full_disk(config, monkeypatch)
     monkeypatch.delattr(StopSignal, "pause")
-    with pytest.raises(ConfigError, match=r"cannot be written \(No space left .*--run\.dir"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be written \(No space .*; make room .*--run\.dir"
+    ):
         trainer.run(config)
