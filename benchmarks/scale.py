@@ -178,7 +178,7 @@ def trainer(settings: dict[str, Any]) -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-scale-")))
         num_groups = max(MIN_GROUPS, count)
-        collector, registry, publisher, address = open_collector(stack, folder, num_groups)
+        collector, registry, announcer, address = open_collector(stack, folder, num_groups)
         for share in shares(count):
             each = stack.enter_context(generators(address, share, settings["rate"], num_groups))
             stack.callback(each.kill)
@@ -191,7 +191,7 @@ def trainer(settings: dict[str, Any]) -> None:
         result = {
             **measurement.summary(count),
             "memory": own_bytes(os.getpid()),
-            "announcement": len(encode_fields(publisher.announcement)),
+            "announcement": len(encode_fields(announcer.announcement)),
         }
     sys.stdout.write(json.dumps(result) + "\n")
 
@@ -253,14 +253,14 @@ def open_collector(
     stack.enter_context(closing(statuses))
     (folder / "run_log").mkdir()
     run_log = stack.enter_context(RunLog(folder / "run_log", run="scale", max_steps=1))
-    publisher = ProgressAnnouncer(announcements, wire.Announcement(RUN, incarnation=os.urandom(8)))
+    announcer = ProgressAnnouncer(announcements, wire.Announcement(RUN, incarnation=os.urandom(8)))
     registry, unused = GeneratorRegistry(statuses, run_log, {}), cast(Any, None)
-    session = Session(config, RUN, run_log, publisher, StopSignal())
+    session = Session(config, RUN, run_log, announcer, StopSignal())
     evaluations = EvaluationCoordinator(session, unused, unused)
     journal = stack.enter_context(closing(Journal(folder / "journal")))
     pools = DifficultyPools(["math_1k/7"], easy_threshold=None, hard_threshold=None)
     collector = BatchCollector(session, receiver, journal, registry, pools, evaluations)
-    return collector, registry, publisher, address
+    return collector, registry, announcer, address
 
 
 def shares(count: int) -> list[range]:

@@ -19,9 +19,9 @@ reading. What is in parentheses, and other imports, need not be opened: a line s
 
     rollout.py               data types: Problem, Completion, Rollout, RolloutGroup
     generator/loop.py        choose a problem, sample K completions, score them, send one group
-                             (engines/: sample tokens with their logprobs; the native engine
-                             applies new weights between two tokens; environments/: problems,
-                             and rewards with a timeout)
+                             (engines/: sample tokens with their logprobs; new weights apply
+                             between two tokens, with the engine hf between two batches)
+                             (environments/: problems, and rewards with a timeout)
     generator/trainer_connection.py  resend each group until the trainer has it on disk
     wire/messages.py         a group as one msgpack frame (group_rules.py checks its content;
                              sockets.py: ZeroMQ PUSH/PULL, counts and drops invalid messages)

@@ -129,8 +129,11 @@ def test_reading_list_names_the_files_of_the_rollout_path() -> None:
     text = ast.get_docstring(TREES["__init__"]) or ""
     text = text.partition("a rollout passes")[2].partition("Other questions")[0]
     listed = re.findall(r"^    (\S+?)/?  +\S", text, re.MULTILINE)
-    assert listed == [path for path in ROLLOUT_PATH if path in listed]
-    assert all(Path(path).name in text for path in ROLLOUT_PATH)  # some in parentheses
+    in_parentheses = {
+        "engines", "environments", "wire/sockets.py", "learning/advantages.py", "models/scoring.py",
+    }  # fmt: skip
+    assert listed == [path for path in ROLLOUT_PATH if path not in in_parentheses]
+    assert all(Path(path).name in text for path in in_parentheses)
     assert all((ROOT / PACKAGE / path).exists() for path in ROLLOUT_PATH)
     assert len(ROLLOUT_PATH) <= 15
 

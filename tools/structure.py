@@ -24,7 +24,7 @@ MANY = 15  # methods or attributes of a class
 
 # From sampling to loss, in order: the files that change or decide about a rollout. The reading list
 # of peralta_zmq/__init__.py has some of them in parentheses. A folder counts as one file, because
-# its line in the list is all that a reader needs to know of it.
+# its text in the list is all that a reader needs to know of it.
 ROLLOUT_PATH = (
     "rollout.py",
     "generator/loop.py",

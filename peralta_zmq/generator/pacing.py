@@ -25,9 +25,10 @@ class SamplingPacer:
 
     Each of n generators is expected to supply one n-th of the `groups_per_step` groups of a
     training step. From its number of pending groups a generator computes in which training step its
-    next group will be, and so the staleness of that group. The n generators are this one, called
-    `name`, and those with groups in the newest steps; before the first step, all live ones. So
-    senders without accepted groups slow nobody.
+    next group will be, and so the staleness of that group. The n generators are those with groups
+    in the newest steps (suppliers). A generator that is not one of them counts all live ones
+    instead, because others may begin to supply at the same time. So the pace of a supplier does not
+    depend on senders without accepted groups. `name` is the name of this generator.
 
     A crashed generator or a lost announcement must not block other generators for long. Therefore a
     generator at its limit starts one more group after `STARVED_SECONDS` or `SILENCE_SECONDS`.
@@ -77,10 +78,11 @@ class SamplingPacer:
         if self._follow_step_size and announcement.groups_in_step:
             groups_per_step = announcement.groups_in_step
         if announcement is not self._counted:  # counting 1,000 senders takes 0.2 ms
-            # NAME/INCARNATION: a generator that has restarted is more than one live sender.
-            live = {sender.split("/")[0] for sender in announcement.received}
-            names = {self._name, *(announcement.suppliers or live)}
-            self._counted, self._num_generators = announcement, len(names)
+            names = announcement.suppliers.keys()
+            if self._name not in names:
+                # NAME/INCARNATION: a generator that has restarted is more than one live sender.
+                names = {sender.split("/")[0] for sender in announcement.received}
+            self._counted, self._num_generators = announcement, max(1, len(names))
         expected = math.ceil(groups_per_step * self._oversampling_factor)
         share = math.ceil(expected / self._num_generators)
         started_step = max(announcement.started_step, step)  # the announcement may be old

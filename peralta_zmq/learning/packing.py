@@ -160,7 +160,7 @@ def make_micro_batches(
         indices = bins[ranks.rank]
         if indices or ranks.lockstep:
             chosen = [samples[index] for index in indices or bins[0][-1:]]
-            batch = _to_batch(chosen, packing.temperature, device)
+            batch = _to_micro_batch(chosen, packing.temperature, device)
             batches.append(batch if indices else replace(batch, mask=torch.zeros_like(batch.mask)))
     return batches
 
@@ -218,7 +218,7 @@ def _next_sample(
     )
 
 
-def _to_batch(
+def _to_micro_batch(
     samples: Sequence[PackedSample], temperature: Temperature, device: torch.device | str
 ) -> MicroBatch:
     """Lay the trees of the samples one after the other in a row of tokens."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from peralta_zmq.config import RESOLVED, Config, earlier_config
 from peralta_zmq.config.programs import program_command
-from peralta_zmq.errors import EXIT_ERROR, ConfigError
+from peralta_zmq.errors import EXIT_ERROR, ConfigError, failure_text
 from peralta_zmq.observe.metrics import EVENTS, METRICS
 from peralta_zmq.operate.process_group import ProcessGroup, Worker, recorder, supervise
 
@@ -42,7 +42,7 @@ def run_local(
         # to the terminal.
         if is_new:
             raise ConfigError(
-                f"run folder {folder} cannot be written ({error.strerror}); "
+                f"run folder {folder} cannot be written ({failure_text(error)}); "
                 "choose another --run.dir"
             ) from None
     workers = local_workers(folder, arguments, num_generators=config.run.num_local_generators)

@@ -48,6 +48,10 @@ COMMIT_GROUPS, COMMIT_SECONDS = 32, 0.5
 ACKNOWLEDGE_FACTOR, MAX_ACKNOWLEDGE_SECONDS = 2e-6, 1.0
 WARNING_SECONDS = 20.0  # interval of warnings while no group arrives, or only mismatched ones
 SUPPLY_STEPS = 4  # newest steps whose groups show which generators supply the run
+# Dropped groups in the journal of one step, which can take long: a sender must not fill the disk
+# or the memory of a restart. After a restart, further ones count as lost.
+MAX_DROPPED = 1 << 16
+MAX_SUPPLIERS = 1024  # names in an announcement; so many generators supply at most a group each
 MAX_SAMPLES_AHEAD = 1 << 20  # a larger jump of the sample index is invalid and ignored
 
 
@@ -82,6 +86,7 @@ class BatchCollector:
         self.session, self._receiver = session, receiver
         self._generators, self._evaluations = generators, evaluations
         self._size = 0  # of the batch, in rollouts or tokens (see step_size)
+        self._num_dropped = 0  # groups dropped since the newest batch was taken
 
     @property
     def is_full(self) -> bool:
@@ -129,7 +134,7 @@ class BatchCollector:
 
     def take_batch(self) -> list[RolloutGroup]:
         """Return the batch for the step that begins now, and start an empty batch."""
-        groups, self.batch, self._size = self.batch, [], 0
+        groups, self.batch, self._size, self._num_dropped = self.batch, [], 0, 0
         self.acknowledgements.begin_step(groups)
         return groups
 
@@ -182,7 +187,9 @@ class BatchCollector:
         # A restart needs the problem of a filtered group to update the difficulty pools again.
         if reason == "filtered" and group.problem_id in self.curriculum.pools:
             dropped = replace(dropped, problem_id=group.problem_id, mean_reward=group.mean_reward)
-        self.journal.append(step, dropped.encode(), DROPPED)
+        self._num_dropped += 1
+        if self._num_dropped <= MAX_DROPPED:
+            self.journal.append(step, dropped.encode(), DROPPED)
 
     def _commit_and_acknowledge_if_due(self, step: int) -> None:
         if self.journal.num_waiting >= COMMIT_GROUPS or self.journal.waited >= COMMIT_SECONDS:
@@ -316,7 +323,6 @@ class Acknowledgements:
         """
         ledger, live = self.admission.ledger, self.generators.live()
         supplied = sum(self.supplied, Counter[str]())
-        names = {sender.rpartition("/")[0] for sender in live}
         self.announcer.publish(
             step=step,
             started_step=started_step,
@@ -324,7 +330,7 @@ class Acknowledgements:
             durable={sender: self.durable.get(sender, -1) for sender in live},
             highest_received={sender: ledger.highest(sender) for sender in live},
             consumed={sender: self.consumed.get(sender, -1) for sender in live},
-            suppliers={name: count for name, count in supplied.items() if name in names},
+            suppliers=dict(supplied.most_common(MAX_SUPPLIERS)),
             without_status=self.generators.connections.without_status(),
             waiting=waiting,
             done=done,

@@ -32,7 +32,7 @@ from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
 ANNOUNCE_SECONDS = 1.0
 DONE_SECONDS = 0.1  # replaces ANNOUNCE_SECONDS when the run is complete
-MAX_ANNOUNCEMENT = 4 << 20  # bytes; 4,096 senders with the longest names need 3.9 million
+MAX_ANNOUNCEMENT = 4 << 20  # bytes; 4,096 senders with the longest names need 3.5 million
 PUBLISHER_HWM = 8  # announcements kept for a peer that does not read
 MAX_RECEIVED = 512  # bytes of a message to the trainer; a handshake with CURVE keys needs 300
 MAX_DISCARDED = 10_000  # messages discarded after each announcement; takes about 10 ms
@@ -63,8 +63,8 @@ class Announcement:
     """By live sender: how many groups were used in a started step or dropped, minus 1, so that
     -1 = none as in the fields above."""
     suppliers: dict[str, int] = field(default_factory=dict[str, int])
-    """Names of live generators -> their groups in the batches of the newest started steps; those
-    without such a group are left out."""
+    """Generators with groups in the batches of the four newest started steps -> number of these
+    groups."""
     without_status: dict[str, int] = field(default_factory=dict[str, int])
     """Senders whose groups arrive but whose statuses do not -> seconds without a status."""
     waiting: bool = False  # whether the trainer waits for groups, and does nothing else

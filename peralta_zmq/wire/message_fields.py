@@ -28,6 +28,7 @@ MAX_MESSAGE = 16 << 20  # bytes; when a larger message arrives, libzmq closes th
 MAX_TEXT = 1 << 10  # bytes of one string
 MAX_INFO_ENTRIES = 16  # entries of a worker_info
 MAX_INFO_CHARS = 128  # characters of a key or a value of a worker_info
+SPARE_MAPS = 3  # that a message may have in fields of a later version of the program
 LARGE = 1 << 18  # bytes; a larger message is unpacked only after its maps were counted
 CRC_RESIDUE = 0x2144DF1C  # the CRC-32 of any bytes followed by the CRC-32 of these bytes
 MAP_PREFIXES = {*range(0x80, 0x90), 0xDE, 0xDF}  # first byte of a msgpack map
@@ -137,7 +138,7 @@ def decode_fields(
     or a ValueError of `check`.
     """
     types = _field_types(kind)
-    max_maps = 1 + sum(get_origin(expected) is dict for expected in types.values())
+    max_maps = 1 + sum(get_origin(expected) is dict for expected in types.values()) + SPARE_MAPS
     values = unpack(frame, max_map_len=max_map_len, max_maps=max_maps)
     try:
         check_checksum(frame, values.get("crc32"))

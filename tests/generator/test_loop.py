@@ -324,11 +324,15 @@ def test_group_too_large_to_encode_is_lost_and_skipped(
     assert (outbox.next_sequence, outbox.num_lost) == (1, 1)
 
 
-@pytest.mark.parametrize(("step", "complete"), [(79, False), (80, True)])
+@pytest.mark.parametrize(
+    ("step", "done_run_id", "complete"),
+    [(79, "", False), (79, "run", False), (80, "", True)],  # "run": one announcement had `done`
+)
 def test_silence_after_the_last_step_completes_the_run(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, step: int, complete: bool
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, step: int, done_run_id: str, complete: bool
 ) -> None:
     connection = scene.start(step)._connection
+    scene.sockets.announcements._done_run_id = done_run_id
     connection.exchange()
     assert not connection.is_run_complete
     monkeypatch.setattr(trainer_connection, "SILENCE_SECONDS", 0.0)

@@ -83,13 +83,11 @@ def test_pacer_counts_the_incarnations_of_a_name_once() -> None:
     ("name", "suppliers", "groups"),
     [
         ("g0", ["g0", "g1"], 8),  # of 16 live ones, only these have groups in the newest steps
-        ("g7", ["g0", "g1", "g2"], 4),  # a new one expects to supply its own share
-        ("g0", [], 1),  # before the first step any of the 16 may supply groups
+        ("g7", ["g0", "g1", "g2"], 1),  # not a supplier yet, like others that may begin now
+        ("g0", [], 1),  # before the first step
     ],
 )
-def test_pacer_counts_only_generators_that_supply_groups(
-    name: str, suppliers: list[str], groups: int
-) -> None:
+def test_supplier_counts_only_suppliers(name: str, suppliers: list[str], groups: int) -> None:
     pacer = SamplingPacer(16, name=name, max_async_level=0)
     counts = dict.fromkeys(suppliers, 1)
     assert num_allowed(pacer, num_generators=16, suppliers=counts) == groups

@@ -72,7 +72,7 @@ def test_groups_of_new_incarnations_are_valid(client: Client, stack: ExitStack) 
     receiver = stack.enter_context(closing(receiver_at(address(client, attacks.ROLLOUTS))))
     assert attacks.stale_groups_of_new_incarnations(client, 20) == 20
     groups = drained(receiver)
-    assert len({group.sender for group in groups}) == 20 and not receiver.refused
+    assert len({group.generator_id for group in groups}) == 20 and not receiver.refused
     assert {group.sequence for group in groups} == {0}
 
 

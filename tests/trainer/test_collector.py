@@ -24,6 +24,7 @@ from peralta_zmq.environments.curriculum import DifficultyPools
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.trainer import collector as collectors
 from peralta_zmq.trainer import journal as journals
 from peralta_zmq.trainer.collector import COMMIT_GROUPS, COMMIT_SECONDS, BatchCollector
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
@@ -208,6 +209,25 @@ def test_flood_of_dropped_groups_leaves_only_their_numbers_on_disk(
     assert not load_journaled_batch(again.collector, 100, wire.GroupLimits(64))
     assert again.collector.admission.ledger.outcomes == {outcome: 500}
     assert again.collector.add(groups[7], b"", step=100) == "duplicate"
+
+
+def test_journal_of_a_step_has_a_limit_of_dropped_groups(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectors, "MAX_DROPPED", 3)
+    scene = opened(stack, tmp_path, groups=1)
+    for number in range(5):
+        assert scene.collector.add(group_of([1.0, 0.0], sequence=number), b"", step=100) == "stale"
+    scene.collector.commit()
+    assert len(scene.collector.journal.read(100)) == 3
+    again = opened(stack, tmp_path, groups=1).collector
+    load_journaled_batch(again, 100, wire.GroupLimits(64))
+    again.add(group_of([1.0, 0.0], sequence=5, min_sequence=5), b"", step=100)
+    assert again.admission.ledger.outcomes == {"stale": 4, "lost": 2}
+    scene.collector.take_batch()  # the next step has a journal file of its own
+    scene.collector.add(group_of([1.0, 0.0], sequence=5), b"", step=101)
+    scene.collector.commit()
+    assert len(scene.collector.journal.read(101)) == 1
 
 
 def test_filtered_group_is_journaled_with_its_known_problem(
@@ -401,8 +421,8 @@ def test_commit_is_immediate_when_the_queue_is_empty(
 def test_commit_follows_the_end_of_an_outage_within_10_seconds(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    collector = opened(stack, tmp_path, groups=1).collector
-    write = collector.journal._write
+    scene = opened(stack, tmp_path, groups=1)
+    collector, write = scene.collector, scene.collector.journal._write
     now, outage_end = 0.0, 0.0
     waited: list[float] = []  # simulated seconds from the end of an outage to the commit
 
@@ -414,12 +434,14 @@ def test_commit_follows_the_end_of_an_outage_within_10_seconds(
     def pause(stop: StopSignal, seconds: float) -> None:
         nonlocal now
         now += seconds
+        assert not scene.published[-1].waiting, "groups are not read: their senders must wait"
 
     monkeypatch.setattr(collector.journal, "_write", write_or_fail)
     monkeypatch.setattr(StopSignal, "pause", pause)
     for step in range(1, 100):
         now, outage_end = 0.0, 3.0 * step
         collector.journal.append(step, b"record")
+        collector.acknowledgements.publish(step - 1, started_step=step - 1, waiting=True)
         collector.commit()
         waited.append(now - outage_end)
     assert max(waited) <= 10 and sum(waited) / len(waited) <= 5

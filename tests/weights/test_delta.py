@@ -140,7 +140,7 @@ def frame(content: bytes) -> bytes:
     return zstandard.ZstdCompressor().compress(content)
 
 
-BOMB = frame(b"\0" * 100_000)  # its stated size, 200, is permitted for 100 elements
+BOMB = frame(b"\0" * 100_000)  # but its piece states 200 bytes, the limit for 100 elements
 GAPS, STEPS = frame(b"\xff\xff"), frame(b"\1")
 FAR = frame(b"\xc8")
 

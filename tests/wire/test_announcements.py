@@ -27,6 +27,7 @@ from peralta_zmq import wire
 from peralta_zmq.errors import WireError
 from peralta_zmq.generator.trainer_connection import Outbox
 from peralta_zmq.learning.admission import Ledger
+from peralta_zmq.trainer.collector import MAX_SUPPLIERS
 from peralta_zmq.trainer.generator_registry import MAX_LIVE
 from peralta_zmq.wire import announcements, message_fields
 from peralta_zmq.wire.announcements import decode_announcement
@@ -119,7 +120,7 @@ def test_publisher_keeps_few_announcements_for_a_peer_that_does_not_read(stack: 
         {"run_id": 5}, {"step": "7"}, {"version": 1.5}, {"durable": None},
         {"durable": {"ann": "5"}, "highest_received": {"ann": 5}}, {"highest_received": {b"a": 5}},
         {"incarnation": "text"}, {"done": 1}, {"waiting": 0}, {"step": True},
-        {"received": {"ann": {}}}, {"added": {key: {} for key in "abcdef"}}, {"added": [1]},
+        {"received": {"ann": {}}}, {"added": {key: {} for key in "abcdefghi"}}, {"added": [1]},
     ],
     ids=repr,
 )  # fmt: skip
@@ -129,13 +130,13 @@ def test_malformed_announcement_is_refused(fields: dict[str, object]) -> None:
 
 
 def test_announcement_of_a_later_version_is_read() -> None:
-    frame = pack_with_checksum({"run_id": RUN, "step": 4, "added": "later"})
+    frame = pack_with_checksum({"run_id": RUN, "step": 4, "added": "later", "more": {"ann": 1}})
     assert announcements.decode_announcement(frame) == wire.Announcement(RUN, step=4)
 
 
 def test_largest_announcement_is_accepted_and_a_larger_one_refused() -> None:
-    names = {f"{n:0>128}": 2**64 - 1 for n in range(MAX_LIVE)}
-    senders = {f"{name}/{'0' * 16}": number for name, number in names.items()}
+    senders = {f"{n:0>128}/{'0' * 16}": 2**64 - 1 for n in range(MAX_LIVE)}
+    names = {f"{n:0>128}": 2**64 - 1 for n in range(MAX_SUPPLIERS)}
     bits = bytes((1 << 19) // 8)  # one for each problem
     announcement = wire.Announcement(
         "x" * 1024, received=senders, durable=senders, highest_received=senders,

@@ -232,7 +232,7 @@ def test_sender_without_a_trainer_never_blocks_and_is_never_due(stack: ExitStack
         ("worker_info", {b"a": "b"}), ("worker_info", {"a": {}}),
         ("worker_info", {str(n): "" for n in range(17)}), ("worker_info", {"device": "\x1b[2J"}),
         ("worker_info", {"torch\n": "2"}), ("worker_info", {"device": "\U0001f600"}),
-        ("added", [1]), ("added", {"a": {}}), ("generator_id", "x" * 129),
+        ("added", [1]), ("added", {"a": {"b": {"c": {"d": {}}}}}), ("generator_id", "x" * 129),
         ("generator_id", "ann\x1b]0;owned\x07"), ("generator_id", "ann/bob"), ("generator_id", "ü"),
     ],
 )  # fmt: skip
