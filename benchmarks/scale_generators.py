@@ -53,7 +53,7 @@ class Scripted:
             announcement,
             step=step,
             num_pending=self.sequence - announcement.consumed.get(sender, -1) - 1,
-            num_undelivered=self.sequence - received,
+            num_unreceived=self.sequence - received,
         )
 
     def push(self, group: RolloutGroup) -> bool:

@@ -2,62 +2,70 @@
 
 Generators sample completions for problems, score them with a reward function and push groups of
 rollouts to one trainer. The trainer checks, journals and packs the groups, takes training steps
-and publishes weight versions, which generators verify and load in place. The two programs exchange
-data only through the wire (ZeroMQ messages) and the weight store (a folder, HTTP server or object
-store). Any process can be killed and restarted alone.
+and publishes weight versions, which generators verify and load in place. Generators and trainer
+exchange data only through the wire (ZeroMQ messages) and the weight store (a folder, an HTTP server
+or an object store). Each process can be killed and restarted independently of the others.
 
  generator                                            wire                      trainer
  Problem -> engine -> reward -> RolloutGroup -> encode ==PUSH/PULL==> decode -> admit (+ journal)
     ^                                                                              |
     |                                                            pack -> loss -> optimizer step
-    |       <= announcements (XSUB/XPUB: step, weight version, acknowledgements) = |
-    '-- apply <- verify <- newest STABLE <-- weights/step_N/ {model, manifest, STABLE} <-- publish
+    |        <== announcements: step, weight version, acknowledgements <==         |
+    '-- apply <- verify <- newest complete version <-- weights/step_N/ <-- publish
 
-From sampling to the loss: the files in the order in which a rollout passes them, about an hour of
-reading. What is in parentheses, and other imports, need not be opened: a line says what it does.
-(build.py connects the parts: it gives the learner its scorer and its loss.)
+A version is complete when its folder has STABLE, the file that is written last.
+
+Reading list, about an hour: the files in the order in which a rollout passes them, from sampling to
+the loss. Files in parentheses need not be opened; the list says what they do. build.py connects the
+parts. Paths are relative to this package.
 
     rollout.py               data types: Problem, Completion, Rollout, RolloutGroup
-    generator/loop.py        choose a problem, sample K completions, score them, send one group
-                             (engines/: sample tokens with their logprobs; new weights apply
-                             between two tokens, with the engine hf between two batches)
-                             (environments/: problems, and rewards with a timeout)
-    generator/trainer_connection.py  resend each group until the trainer has it on disk
-    wire/messages.py         a group as one msgpack frame (group_rules.py checks its content;
-                             sockets.py: ZeroMQ PUSH/PULL, counts and drops invalid messages)
-    trainer/collector.py     admit a group or drop it; append it to the write-ahead log (journal.py)
-    learning/admission.py    the decision: duplicate, stale, abandoned, without signal, or trained
+    generator/loop.py        chooses a problem, samples K completions, scores them, sends one group
+                             (engines/: samples tokens and their logprobs, and loads new weights
+                             between two tokens; the hf engine loads them between two batches)
+                             (environments/: problems, and their rewards with a timeout)
+    generator/trainer_connection.py  sends each group again until the trainer has it on disk
+    wire/messages.py         encodes a group as one msgpack frame, and decodes it
+                             (wire/group_rules.py: the checks of its content)
+                             (wire/sockets.py: PUSH and PULL; invalid messages are counted)
+    trainer/collector.py     admits a group to the batch or drops it, and appends it to the journal,
+                             the write-ahead log (trainer/journal.py)
+    learning/admission.py    decides the outcome of a group, e.g. trained, stale or duplicate
     trainer/loop.py          per step: collect a batch, learn, publish weights, record, checkpoint
-    learning/learner.py      per step: filters and advantages (advantages.py), pack, loss, backward,
-                             optimizer update (models/scoring.py: forward pass, one logprob per
-                             generated token; exclusion.py leaves out unusable groups)
-    learning/packing.py      groups -> prefix trees (store a shared prompt once) -> micro-batches
-    learning/losses.py       loss functions; its docstring says how to add one
+    learning/learner.py      per step: advantages, packing, loss, backward, optimizer update
+                             (learning/advantages.py: advantages, and filters of rollouts)
+                             (models/scoring.py: forward pass, a logprob per generated token)
+                             (learning/exclusion.py: groups that would corrupt the update)
+    learning/packing.py      groups -> prefix trees, which share the prompt -> micro-batches
+    learning/losses.py       loss functions; the docstring says how to add one
 
 Other questions:
 
-    how weights return       weights/subscriber.py (docstring: all checks) finds versions in
-                             store.py and copies them to replica.py; generator/weight_sync.py
-                             applies them between two tokens; atomic_files.py: manifest and STABLE
-    what happens on restart  operate/process_group.py, used by bin/lan, starts a killed worker
-                             again; trainer/loop.py locks and claims the folders (session.py);
-                             recovery.py restores the newest checkpoint and trains the journal
-                             again; generators resend what is not on disk
-                             (generator/trainer_connection.py)
+    how weights return       weights/subscriber.py finds new versions (weights/store.py), copies and
+                             verifies them (weights/replica.py); its docstring lists all checks.
+                             generator/weight_sync.py loads them into the engine
+    what happens on restart  bin/lan starts a killed program again (operate/process_group.py, called
+                             by operate/local.py and operate/supervisor.py). trainer/session.py
+                             locks the run folder; trainer/recovery.py restores the newest
+                             checkpoint and replays the journal; generators send again what was
+                             not on disk (generator/trainer_connection.py)
     what makes a group stale learning/admission.py
     where settings go        config/ reads them, build.py makes objects from them
-    how to extend it         registry.py: protocols and names of tasks, engines, losses, filters;
-                             CONTRIBUTING.md lists all that a new task or loss touches
-    how runs are watched     observe/: metrics, terminal, dashboard, the bottleneck in one sentence
-    how runs are started     bin/, operate/: on this machine or over ssh; bin/doctor checks machines
+    how to extend it         registry.py has the protocols and names of tasks, engines, losses and
+                             filters; CONTRIBUTING.md and the docstring of learning/losses.py list
+                             what a new task or loss touches
+    how runs are watched     observe/: metrics, terminal, dashboard, and the verdict, a sentence
+                             that names the bottleneck
+    how runs are started     bin/ and operate/, on this machine or over ssh; bin/doctor checks the
+                             machines first
 
-Layers (tests/test_layers.py); a module imports its own package and the layers named:
+Import layers (tests/test_layers.py). A module may import its own package, and:
 
-    0 types    rollout errors atomic_files http_server: standard library and numpy
-    1 leaves   config registry wire weights models learning environments observe: layer 0
-    2 engines  layer 0, models, registry (for the protocol of an engine)
-    3 build    layers 0 to 2
-    4 loops    generator, trainer: layers 0 to 3, never each other
-    5 outside  operate and the programs in bin/: types, config, observe, wire; the others are
-               imported only inside functions
+    0  rollout, errors, atomic_files, http_server: the standard library and numpy
+    1  config, registry, wire, weights, models, learning, environments, observe: layer 0
+    2  engines: layer 0, models, and registry for the protocol of an engine
+    3  build: layers 0 to 2
+    4  generator, trainer: layers 0 to 3, but never each other
+    5  operate and the programs in bin/: layer 0, config, observe and wire; any other package only
+       inside functions
 """

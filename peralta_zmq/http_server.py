@@ -1,7 +1,7 @@
-"""HTTP server base of the trainer's weight server and of the verifier.
+"""Base of two HTTP servers: the trainer's weight server and the verifier.
 
 Generators on other machines fetch published weights from the weight server, and problems and
-rewards from the verifier. A server that other machines can reach must have a password, the token,
+rewards from the verifier. A server that other machines can reach must have a password (token),
 which clients send in each request as a bearer token. Each connection has a daemon thread, which
 closes the connection when it is idle for IDLE_TIMEOUT_SECONDS. Connections without an authorized
 request are limited in number and time, so that a client without the password cannot exhaust
@@ -83,9 +83,10 @@ class RequestHandler(BaseHTTPRequestHandler):
 class HttpServer:
     """Serves requests in background threads. Use with `contextlib.closing`.
 
-    `port_setting` is the setting of `port`, as SECTION.NAME; error messages name it and the setting
-    SECTION.token_file. `attributes` become class attributes of the handler.
-    Raises ConfigError if the port is in use, or if other machines can reach it and `token` is None.
+    `port_setting` is the name of the setting for the port, such as "weights.serve_port"; error
+    messages name it, and the setting token_file of its section. `attributes` become class
+    attributes of the handler. Raises ConfigError if the port is in use, or if other machines can
+    reach it and `token` is None.
     """
 
     def __init__(
@@ -124,9 +125,9 @@ class HttpServer:
 
 
 class _Server(ThreadingHTTPServer):
-    """Closes connections without an authorized request: past a deadline, or too many.
+    """Closes connections that send no authorized request in time, and the oldest of too many.
 
-    `unauthorized` has these connections, oldest first, with the time (monotonic) of their end.
+    `unauthorized` has these connections, oldest first, with their deadlines in monotonic seconds.
     """
 
     def __init__(self, address: tuple[str, int], handler: type[RequestHandler]) -> None:

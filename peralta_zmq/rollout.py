@@ -144,13 +144,13 @@ class Rollout:
 class RolloutGroup:
     """All rollouts of one problem, which a generator sends as one message.
 
-    `policy_step` alone does not identify the weights: after a roll-back to an earlier checkpoint
-    the run repeats the later steps, with a different result. `weights_id` identifies the weights.
+    `policy_step` alone does not identify the oldest weights: after a roll-back to an earlier
+    checkpoint the run repeats the later steps, with a different result. `weights_id` does.
     """
 
     run_id: str
     generator_id: str
-    incarnation: bytes  # 8 random bytes, new with each start and each run of the generator
+    incarnation: bytes  # 8 random bytes; a generator draws new ones at its start, and for a new run
     sequence: int  # number of the group within an incarnation: 0, 1, 2, ...
     problem_id: str
     task: str  # Problem.task
@@ -161,17 +161,17 @@ class RolloutGroup:
     sample_index: int = -1
     """Position of the problem in the run's shuffled sequence of problems, which all generators
     share and which continues over epochs: 0, 1, 2, ...; -1 = unknown."""
-    evaluation_step: int = -1  # policy step that the group evaluates; -1 = a group for training
+    evaluation_step: int = -1  # policy step of the weights to evaluate; -1 = a group for training
     summary: InitVar[tuple[tuple[float, ...], int] | None] = None
-    """The two fields below, `rewards` and `newest_step`; None = computed from the rollouts."""
+    """Values of the two fields below, `rewards` and `newest_step`; None = compute them."""
     rewards: tuple[float, ...] = field(init=False, repr=False)  # Rollout.reward of each rollout
     newest_step: int = field(init=False, repr=False)  # policy step of the newest weights used
 
     def __post_init__(self, summary: tuple[tuple[float, ...], int] | None) -> None:
         """Set `rewards` and `newest_step` from `summary`, or from the rollouts.
 
-        With a summary, the rollouts are not accessed: a received group decodes its rollouts on the
-        first access.
+        With a summary, the rollouts are not accessed, because the first access to the rollouts of a
+        received group decodes them.
         """
         if summary is None:
             newest = [int(rollout.policy_steps.max()) for rollout in self.rollouts]

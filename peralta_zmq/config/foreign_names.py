@@ -30,7 +30,8 @@ def _by_foreign_name(names: Mapping[str, str]) -> dict[str, str]:
 
 
 FOREIGN_SECTIONS = _by_foreign_name(NAMES["sections"])
-# A foreign leaf, or a section of this program with a foreign leaf -> section.leaf of this program.
+# Setting of another program -> setting of this one. The key is its last name, alone or after the
+# section of this program: "save_total_limit" or "checkpoint.keep" -> "checkpoint.keep_last".
 RIGHT_NAMES = _by_foreign_name(NAMES["settings"])
 
 

@@ -65,7 +65,7 @@ Table: TypeAlias = dict[str, Any]
 
 
 class Section(BaseConfig):
-    """Base of all sections: immutable, without unknown keys, NaN or infinity."""
+    """Base of all sections: immutable; rejects unknown keys, NaN and infinity."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -74,7 +74,7 @@ class Section(BaseConfig):
     @field_validator("*", mode="before")
     @classmethod
     def _reject_misplaced_bool(cls, value: object, info: ValidationInfo) -> object:
-        """Reject bools for other settings; pydantic would convert them to 1 and 0."""
+        """Reject a bool where none is expected; pydantic would convert it to 1 or 0."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and annotation is not bool:
             message = "should be a number or text; set a value, or leave it out for the default"
@@ -83,7 +83,7 @@ class Section(BaseConfig):
 
 
 def row_model_of(field: FieldInfo) -> type[Section] | None:
-    """Return the model of one table if `field` is an array of tables such as [[env]]."""
+    """Return the model of a row if `field` is an array of tables (rows) such as [[env]]."""
     if get_origin(field.annotation) is not tuple:
         return None
     kind = get_args(field.annotation)[0]

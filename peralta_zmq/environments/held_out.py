@@ -1,8 +1,10 @@
-"""Evaluation on held-out problems: assignment to generators, answers, pass@k.
+"""Evaluation on held-out problems: who answers which, the collected answers, avg@n and pass@k.
 
-An example is one held-out problem. It gets several answers: completions with a reward, sent as one
-group. Generators evaluate the weights of one step while the training continues. Each generator
-begins with its own share of the examples; the trainer announces which examples are answered.
+An example is one held-out problem. A generator answers it with several completions and sends them
+with their rewards to the trainer, as one group. The weights of one step are evaluated while the
+training continues; a generator that has newer weights by then evaluates those. Each generator
+begins with its own share of the examples. The trainer announces which examples are answered, so
+that generators skip them.
 """
 
 from __future__ import annotations
@@ -28,20 +30,21 @@ class Evaluation:
         self, step: int, problems: Sequence[Problem], *, rollouts_per_example: int
     ) -> None:
         self.step = step
-        # Training step of the weights of each group; generators may have newer weights than `step`.
+        # Training step of the weights of each group; may be above `step` (see the module).
         self.policy_steps: list[int] = []
         self._problems, self._num_rollouts = problems, rollouts_per_example
-        self._unanswered = {problem.id for problem in problems}  # equal ids are one problem
+        # Problems with equal ids share one group.
+        self._unanswered = {problem.id for problem in problems}
         self._answers: dict[str, Sequence[tuple[str, float]]] = {}  # by problem id
 
     def expects(self, problem_id: str, num_answers: int) -> bool:
-        """Whether a group is needed: the example is unanswered, the group has full size."""
+        """Whether a group counts: the example is unanswered, and the group has full size."""
         return num_answers == self._num_rollouts and problem_id in self._unanswered
 
     def add(
         self, problem_id: str, answers: Sequence[tuple[str, float]], *, policy_step: int
     ) -> None:
-        """Store the answers (text, reward) to an example that `expects` accepts."""
+        """Store the answers, (text, reward), of a group for which `expects` is True."""
         self.policy_steps.append(policy_step)
         self._unanswered.remove(problem_id)
         self._answers[problem_id] = answers
@@ -68,7 +71,7 @@ class Evaluation:
 def examples_for(
     num_examples: int, *, index: int, count: int, answered: Callable[[int], bool]
 ) -> Iterator[int]:
-    """Yield unanswered examples for generator `index` of `count`, by index.
+    """Yield the positions of unanswered examples, for generator number `index` of `count`.
 
     First come the examples of its own share: every `count`-th example from `index` on. Then come
     the other shares in descending order, because their generators answer them in ascending order.
@@ -94,8 +97,8 @@ def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
 def eval_metrics(rewards: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, float]:
     """avg@n and pass@1, 2, 4 ... n of every environment, as ENV/METRIC.
 
-    `rewards` holds, by environment, the rewards of the n answers to each example. An answer is
-    correct if its reward is at least 1.
+    `rewards` holds, by environment, the rewards of the answers to each example; n is the smallest
+    number of answers. An answer is correct if its reward is at least PASSING_REWARD.
     """
     metrics: dict[str, float] = {}
     for env, examples in rewards.items():

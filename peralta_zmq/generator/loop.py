@@ -188,10 +188,9 @@ class Generator:
     def _score(
         self, problem: Problem, completions: Sequence[Completion], environments: Environments
     ) -> tuple[Rollout, ...]:
-        """The completions with their rewards; empty if one reward failed.
+        """The completions with their rewards; empty if any reward failed: the group is dropped.
 
-        A group without rollouts is dropped. Raises RewardError at MAX_REWARD_FAILURES consecutive
-        groups that cannot be scored.
+        Raises RewardError after MAX_REWARD_FAILURES consecutive groups that could not be scored.
         """
         try:
             rollouts = tuple(
@@ -265,7 +264,7 @@ class Generator:
             announcement,
             step=self._engine.step,
             num_pending=outbox.num_pending + num_in_flight,  # not trained or dropped yet
-            num_undelivered=outbox.num_undelivered + num_in_flight,  # not received yet
+            num_unreceived=outbox.num_unreceived + num_in_flight,  # not received yet
         )
 
     def _between_steps(self) -> None:
@@ -285,8 +284,8 @@ class Generator:
     def _refresh_weights(self) -> None:
         """Apply newer weights if there are any.
 
-        Raises ObsoleteGroupsError if the trainer would drop the groups in flight: the new weights
-        belong to another run or follow a roll-back. Also raised if a rejection leads to older ones.
+        Raises ObsoleteGroupsError if the groups in flight are useless, because the new weights
+        belong to another run, follow a roll-back, or are older ones after a rejection.
         """
         previous = self._weights.version
         try:
@@ -382,7 +381,7 @@ def make_group(
     connection: TrainerConnection,
     evaluation_step: int,
 ) -> RolloutGroup:
-    """The next group; its policy step is the oldest one of its generated tokens."""
+    """The next group. Its policy step is the oldest among those of its generated tokens."""
     policy_step = min(int(rollout.policy_steps[rollout.loss_mask].min()) for rollout in rollouts)
     return RolloutGroup(
         run_id=weights.version.run_id,

@@ -1,10 +1,10 @@
 """Sampling pace: limits how far a generator samples ahead of the trainer.
 
-A group is all rollouts of one problem. A group is pending from its start until it is consumed: the
-trainer has dropped it or has begun its training step. The policy step of weights is the number of
+A group is all rollouts of one problem. A group is pending from its start until it is consumed:
+until the trainer begins its training step, or drops it. The policy step of weights is the number of
 training steps that produced the weights. The staleness of a group is the number of training steps
-after the one that produced its weights and before the one that trains the group; 0 if the second
-directly follows the first.
+between the one that produced its weights and the one that trains the group: 0 if the next step
+trains it.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ import time
 from peralta_zmq import wire
 from peralta_zmq.config import Config
 
-# Seconds since the last start of a group after which a generator at its limit starts another:
-STARVED_SECONDS = 0.25  # if the trainer waits for groups and has received all from this generator
-SILENCE_SECONDS = 30.0  # in any other case, because announcements may be lost
+# A generator at its limit starts one more group if its last start was longer ago, in seconds, than
+STARVED_SECONDS = 0.25  # while the trainer waits for groups and has received all of this one
+SILENCE_SECONDS = 30.0  # at any other time, because announcements may be lost
 
 
 class SamplingPacer:
     """Keeps the expected staleness of a generator's groups within `max_async_level`.
 
-    Each of n generators is expected to supply one n-th of the `groups_per_step` groups of a
-    training step. From its number of pending groups a generator computes in which training step its
-    next group will be, and so the staleness of that group. The n generators are those with groups
-    in the newest steps (suppliers). A generator that is not one of them counts all live ones
-    instead, because others may begin to supply at the same time. So the pace of a supplier does not
-    depend on senders without accepted groups. `name` is the name of this generator.
+    From its number of pending groups a generator computes in which training step its next group
+    will be trained, and so the staleness of that group. It assumes that each of n generators
+    supplies one n-th of the `groups_per_step` groups of a step.
+
+    n is the number of suppliers: generators with groups in the batches of the newest steps. Only a
+    generator that is not among them, for example because it has just started, takes the number of
+    live generators instead, because others may begin to supply at the same time. So invented
+    senders, whose groups are not trained, do not slow a supplier down.
 
     A crashed generator or a lost announcement must not block other generators for long. Therefore a
-    generator at its limit starts one more group after `STARVED_SECONDS` or `SILENCE_SECONDS`.
+    generator at its limit starts a group every `STARVED_SECONDS` or `SILENCE_SECONDS`.
 
     `oversampling_factor` scales the expected number of groups. `follow_step_size` is for batches
     with a fixed number of tokens: the number of groups in the newest training step then replaces
@@ -43,7 +45,7 @@ class SamplingPacer:
         groups_per_step: int,
         max_async_level: int,
         *,
-        name: str,
+        name: str,  # of this generator
         oversampling_factor: float = 1.0,
         follow_step_size: bool = False,
     ) -> None:
@@ -52,7 +54,7 @@ class SamplingPacer:
         self._oversampling_factor = oversampling_factor
         self._max_async_level = max_async_level
         self._last_start = time.monotonic()
-        self._counted: wire.Announcement | None = None  # the announcement of `_num_generators`
+        self._counted: wire.Announcement | None = None  # `_num_generators` was counted from it
         self._num_generators = 1
 
     def may_start(
@@ -61,26 +63,26 @@ class SamplingPacer:
         *,
         step: int,
         num_pending: int,
-        num_undelivered: int,
+        num_unreceived: int,
     ) -> bool:
         """Whether a group sampled from the weights of policy step `step` may be started.
 
-        `num_pending` is the number of pending groups of this generator, and `num_undelivered` the
+        `num_pending` is the number of pending groups of this generator, and `num_unreceived` the
         number of its groups that the trainer has not received. `announcement` is the newest
         announcement of the trainer's progress; None before the first.
         """
         announcement = announcement or wire.Announcement("")  # default values: nothing has started
-        starved = announcement.waiting and not num_undelivered
+        starved = announcement.waiting and not num_unreceived
         limit = STARVED_SECONDS if starved else SILENCE_SECONDS
         if time.monotonic() - self._last_start > limit:
             return True
         groups_per_step = self._groups_per_step
         if self._follow_step_size and announcement.groups_in_step:
             groups_per_step = announcement.groups_in_step
-        if announcement is not self._counted:  # counting 1,000 senders takes 0.2 ms
+        if announcement is not self._counted:  # only once: for 1,000 senders it takes 0.2 ms
             names = announcement.suppliers.keys()
             if self._name not in names:
-                # NAME/INCARNATION: a generator that has restarted is more than one live sender.
+                # A sender is NAME/INCARNATION; a generator that has restarted has several.
                 names = {sender.split("/")[0] for sender in announcement.received}
             self._counted, self._num_generators = announcement, max(1, len(names))
         expected = math.ceil(groups_per_step * self._oversampling_factor)

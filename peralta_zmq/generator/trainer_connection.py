@@ -5,10 +5,14 @@ counters of the generator. An incarnation is the 8 random bytes that a generator
 and for each new run; `sequence` numbers the groups of one incarnation from 0.
 
 Announcements are the trainer's messages about its progress, about one per second. They report how
-far the trainer is with the groups. A group is received when it is in the trainer's memory. It is
-durable when the journal on the trainer's disk has it, or has the reason why it was dropped. It is
-consumed when the trainer has begun its training step or has dropped it. The outbox keeps a group
-until it is durable, so that the generator can send it again after a crash of the trainer.
+far the trainer is with the groups of each sender:
+
+    received   in the trainer's memory; otherwise it is unreceived
+    durable    in the journal on the trainer's disk, which records dropped groups, too
+    consumed   the trainer has begun its training step, or has dropped it
+
+The outbox keeps a group until it is durable, so that the generator can send it again after a crash
+of the trainer.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from peralta_zmq.rollout import RolloutGroup, sender_of
 
 SLOWEST_LINK = 125_000  # bytes/s (1 Mbit/s) of the slowest link; a large group takes seconds
 RESEND_SECONDS = 2.0  # between two resends, so that the first can be acknowledged
-LOST_SECONDS = 5.0  # if the trainer reads for so long without receiving a group, send it again
+LOST_SECONDS = 5.0  # send groups again if the trainer has not received one for so long
 logger = logging.getLogger(__name__)
 
 
@@ -53,8 +57,8 @@ class Throughput:
 class TrainerConnection:
     """Exchanges messages with the trainer and keeps groups until they are durable.
 
-    If an announcement and the weights in use belong to different runs, the announcement only
-    triggers a poll for newer weights.
+    An announcement of another run than that of the weights in use only triggers a poll for newer
+    weights; all else in it is ignored.
     """
 
     def __init__(
@@ -94,8 +98,8 @@ class TrainerConnection:
     def send(self, group: RolloutGroup) -> None:
         """Send a group and keep it in the outbox until it is durable.
 
-        A group that cannot be encoded is dropped. The trainer learns this from `min_sequence` of
-        a later group, as soon as no earlier group is in the outbox.
+        A group that cannot be encoded is dropped. A later group tells the trainer so by its
+        `min_sequence`, the oldest group that may still be sent.
         """
         newest = f" newest={group.newest_step}" if group.newest_step > group.policy_step else ""
         evaluated = f" evaluation_step={step}" if (step := group.evaluation_step) >= 0 else ""
@@ -172,8 +176,8 @@ class TrainerConnection:
     def _receive(self, timeout: float) -> wire.Announcement | None:
         """Like `exchange`, but without resending groups.
 
-        Opens the connection for groups again if the trainer receives groups of other generators,
-        but for some time none of this one.
+        Opens the connection for groups again if the trainer, although it could, has not received a
+        group of this generator for some time (see Outbox.unreceived_seconds).
         """
         self.send_status_when_due()
         latest = self._sockets.announcements.receive(timeout=timeout)
@@ -184,11 +188,11 @@ class TrainerConnection:
         if announcement is not None:
             self.outbox.acknowledge(announcement)
             rollouts = self._sockets.rollouts.connection
-            if rollouts.reconnect_if_silent(self.outbox.undelivered_seconds):
+            if rollouts.reconnect_if_silent(self.outbox.unreceived_seconds):
                 self.outbox.must_resend = True
             # Seconds in which the trainer has received groups of this generator, but no status.
-            unreceived_seconds = announcement.without_status.get(self.outbox.sender, 0)
-            self._sockets.statuses.unreceived_seconds = unreceived_seconds
+            seconds = announcement.without_status.get(self.outbox.sender, 0)
+            self._sockets.statuses.unreceived_seconds = seconds
             self.is_run_complete |= announcement.done
         return announcement
 
@@ -232,7 +236,7 @@ class Outbox:
         return len(self._frames)
 
     @property
-    def num_undelivered(self) -> int:
+    def num_unreceived(self) -> int:
         """Number of groups in the outbox that the trainer has not received."""
         return sum(sequence > self._received for sequence in self._frames)
 
@@ -255,10 +259,10 @@ class Outbox:
         return self._announcement.max_group_bytes
 
     @property
-    def undelivered_seconds(self) -> float:
+    def unreceived_seconds(self) -> float:
         """Seconds in which the trainer could have received a frame, but did not.
 
-        The transfer time of the oldest unreceived frame, over the slowest link, is subtracted.
+        Less the time that the oldest unreceived frame may take over the slowest link.
         """
         unreceived = (frame for number, frame in self._frames.items() if number > self._received)
         return self._unreceived_seconds - len(next(unreceived, b"")) / SLOWEST_LINK
@@ -282,15 +286,15 @@ class Outbox:
     def acknowledge(self, announcement: wire.Announcement) -> None:
         """Apply an announcement: remove durable frames, and those too large for the trainer.
 
-        If the trainer waits for groups, or has started a step since the previous announcement, it
-        has read all groups that had arrived. If it has nevertheless received no further frame of
-        the outbox, the time since the previous announcement, at most a second, is added to
+        The trainer has read all groups that had arrived if it waits for groups, or has started a
+        step since the previous announcement. If it has then received no further group of the
+        outbox, the time since the previous announcement, at most a second, is added to
         `_unreceived_seconds`.
         """
         previous, self._announcement = self._announcement, announcement
         if announcement is previous:
             return
-        # The trainer, too, draws an incarnation at each start.
+        # Like a generator, the trainer draws an incarnation at each start.
         restarted = previous.incarnation not in (b"", announcement.incarnation)
         self.must_resend |= restarted
         durable = announcement.durable.get(self.sender, -1)
@@ -298,7 +302,7 @@ class Outbox:
         known = -1 if restarted else self._received
         received = max(known, durable, announcement.received.get(self.sender, -1))
         now = time.monotonic()
-        if received != self._received or not self.num_undelivered:
+        if received != self._received or not self.num_unreceived:
             self._unreceived_seconds = 0.0
         elif announcement.waiting or announcement.started_step != previous.started_step:
             self._unreceived_seconds += min(1.0, now - self._announced_at)
@@ -312,13 +316,17 @@ class Outbox:
     def frames_to_resend(self) -> list[bytes]:
         """Count and return the frames to send again now, in order.
 
-        All frames that the trainer has not received are sent again if `must_resend` is set (the
-        trainer has restarted, or the connection was opened again), or if the trainer could have
-        received a frame for LOST_SECONDS, but did not. Otherwise, at most every RESEND_SECONDS, the
-        frames between the groups that it has received without a gap and the highest received one.
+        All unreceived frames are sent again
+
+        - if `must_resend` is set: the trainer has restarted, or the connection was opened again;
+        - if the trainer has not received one for LOST_SECONDS although it could, at most once in
+          this time.
+
+        Otherwise, every RESEND_SECONDS, only those frames are sent again that are missing between
+        frames that the trainer has received.
         """
         elapsed = time.monotonic() - self._resent_at
-        if self.must_resend or min(elapsed, self.undelivered_seconds) > LOST_SECONDS:
+        if self.must_resend or min(elapsed, self.unreceived_seconds) > LOST_SECONDS:
             below = self.next_sequence
         elif elapsed >= RESEND_SECONDS:
             below = self._announcement.highest_received.get(self.sender, -1)
@@ -334,9 +342,9 @@ class Outbox:
         return frames
 
     def _drop_larger(self, max_bytes: int) -> None:
-        """Drop frames of former settings that the trainer no longer accepts.
+        """Drop frames larger than the trainer accepts; it may have had another limit before.
 
-        Each one would close the connection, and block the acknowledgement of all later groups.
+        For each of them it would close the connection, and acknowledge no later group.
         """
         for sequence, frame in list(self._frames.items()):
             if len(frame) > max_bytes:

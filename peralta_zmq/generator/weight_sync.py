@@ -1,11 +1,14 @@
-"""Weights of a generator: open the engine on a version, apply newer versions.
+"""Weights of a generator: start the engine with a version, then apply newer versions to it.
 
-The engine samples completions. A weight version is one published set of weights with a manifest:
-number, policy step (training steps that produced it), weights_id (hash of the manifest), run and
-lineage (number of roll-backs to an older checkpoint). A version is loaded when WeightSubscriber has
-verified all its files and tensors against the manifest; it offers only loaded versions. Quarantine
-marks a version as bad: this process does not load it again. A group (all rollouts of one problem)
-is in flight while the engine samples it.
+The engine samples completions; a group (all rollouts of one problem) is in flight while the engine
+samples it. WeightSubscriber downloads and verifies weight versions in a thread, and offers the
+newest verified one. A version that the engine rejects is quarantined: this process does not use it
+again. The manifest of a version has
+
+- its number,
+- the policy step: the number of training steps that produced the weights,
+- the run, and the lineage: how often the run was rolled back to an older checkpoint,
+- `result`, the hash of the weights. The hash of the manifest itself is the weights_id.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class ObsoleteGroupsError(Exception):
-    """The new weights are of another run or lineage, so groups in flight are useless."""
+    """The new weights are of another run or follow a roll-back: groups in flight are useless."""
 
 
 class ServedWeights:
@@ -55,22 +58,23 @@ class ServedWeights:
         return self._subscriber.wants_keyframe
 
     def weights_id_of(self, step: int) -> str:
-        """The weights_id of the version of policy step `step`; the engine has used it."""
+        """The weights_id of the version with this policy step, which the engine must have used."""
         return self._weights_ids[step]
 
     def poll_for(self, announcement: wire.Announcement) -> None:
-        """Poll the store for the announced version now, not at the next regular time."""
+        """Poll the store for the announced version now, instead of at the next regular poll."""
         self._subscriber.notify(announcement.version, announcement.weights_id)
 
     def reject(self) -> None:
-        """Quarantine the version in use; `refresh` then applies the newest other one."""
+        """Quarantine the version in use; `refresh` then applies the newest of the others."""
         self._subscriber.reject(self.version)
 
     def refresh(self, engine: registry.Engine, *, num_in_flight: int) -> None:
-        """Apply the newest loaded version in place, if it may be applied now.
+        """Apply the newest verified version in place, if it may be applied now.
 
-        Raises ObsoleteGroupsError if the new version belongs to another run or lineage, after
-        applying it.
+        Raises ObsoleteGroupsError, after applying the version, if it belongs to another run or
+        follows a roll-back: it has another lineage, or no higher policy step. Not if it only
+        publishes equal weights again.
         """
         must_wait = num_in_flight > 0 and self._between_groups
         self.is_draining = must_wait and self._subscriber.poll() is not None
@@ -98,7 +102,7 @@ class ServedWeights:
 def apply_newest(
     engine: registry.Engine, subscriber: WeightSubscriber, current: Version
 ) -> Version:
-    """Apply the newest loaded version in place; returns the version now in use.
+    """Apply the newest verified version in place; returns the version now in use.
 
     If the engine rejects the newest version, that version is quarantined and `current` stays.
     """
@@ -119,7 +123,7 @@ def apply_newest(
 
 
 def _accept(subscriber: WeightSubscriber, pending: PendingWeights, started: float) -> Version:
-    """Accept and log an applied version; `started` = monotonic start of its applying."""
+    """Accept and log an applied version; `started`: monotonic seconds before it was applied."""
     subscriber.accept()
     version, seconds = pending.version, time.monotonic() - started
     identity = f"version={version.number} step={version.step} weights_id={version.weights_id}"
@@ -131,7 +135,7 @@ def _accept(subscriber: WeightSubscriber, pending: PendingWeights, started: floa
 
 
 def open_subscriber(config: Config, name: str) -> WeightSubscriber:
-    """Subscribe to the weight store; a local copy of the weights serves later starts."""
+    """Subscribe to the weight store; the local copy of the weights is kept for later starts."""
     address = config.weights_address
     return WeightSubscriber(
         WeightStore.open(address, token=read_private_token(config.weights.token_file)),

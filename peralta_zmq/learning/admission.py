@@ -1,9 +1,9 @@
 """Decides which rollout groups are trained, and records the outcome of each group.
 
-A group is all rollouts of one problem, sent as one message. A sender is one incarnation of a
-generator; it numbers its groups 0, 1, ...: the sequence. `Admission.admit` decides on a group for a
-training step. The first row that applies is the group's outcome; no_signal and trained mean that
-the group is admitted to the step's batch, and the others that it is dropped:
+A group is all rollouts of one problem, sent as one message. A sender is one incarnation (start) of
+a generator; the sequence numbers of its groups are 0, 1, ... `Admission.admit` decides whether a
+group is admitted to the batch of a training step. The outcome of the group is the first row of this
+table that applies; the last two admit it, all others drop it:
 
     invalid     the group has no rollouts, because the decoder rejected them
     abandoned   sampled from weights that a roll-back of the run has undone
@@ -15,8 +15,9 @@ the group is admitted to the step's batch, and the others that it is dropped:
     trained     admitted
 
 One more outcome is `lost`: the group never arrived, and its sender will not send it again. A group
-with an outcome is settled; `Ledger` records the outcomes. A group that arrives after it was settled
-is a duplicate: it is dropped and counted. (trainer/collector.py lists all states of a group.)
+with an outcome is settled; `Ledger` records the outcomes. A group that arrives when it is settled
+already, also as lost, is a duplicate: it is dropped and counted. (trainer/collector.py lists all
+states of a group.)
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ Outcome: TypeAlias = Admitted | Dropped
 AdmissionDecision: TypeAlias = Outcome | Literal["duplicate"]
 ADMITTED: tuple[str, ...] = get_args(Admitted)
 OUTCOMES: tuple[str, ...] = (*ADMITTED, *get_args(Dropped))
-# A gap is a range of sequences that have not arrived while larger sequences of the sender have.
-MAX_ABOVE = 1024  # settled sequences above a gap, per sender; bounds memory if sequences jump
-MAX_ABOVE_ALL = 1 << 17  # settled sequences above a gap, all senders; about 100 bytes each
+# A gap is a range of groups that have not arrived although later groups of the sender have. Groups
+# above a gap are stored one by one, so their number is limited:
+MAX_ABOVE = 1024  # settled groups above a gap, per sender
+MAX_ABOVE_ALL = 1 << 17  # settled groups above a gap, all senders; about 100 bytes each
 MAX_SENDERS = 1 << 16  # senders in memory; the least recently active is dropped first
-# A sender skips sequences after a roll-back of the run or when its queue of unsent groups is full,
-# but always fewer than this. A larger jump is an error and would distort the count of lost groups.
+# Largest valid jump of the sequence number. A sender drops groups after a roll-back of the run, and
+# when its outbox is full, but always fewer. A larger jump is an error, and would distort the count
+# of lost groups.
 MAX_JUMP = 1 << 20
 
 
@@ -49,7 +52,7 @@ MAX_JUMP = 1 << 20
 class Admission:
     """Decides which groups are trained, and records every decision in the ledger."""
 
-    max_off_policy_steps: int  # the setting of [train]; 0 if train.max_async_level is 0
+    max_off_policy_steps: int  # train.max_off_policy_steps, or 0 if train.max_async_level is 0
     online_difficulty_filtering: bool = False
     """Drop groups whose mean reward is exactly 0 or 1."""
     ledger: Ledger = field(default_factory=lambda: Ledger())
@@ -57,7 +60,7 @@ class Admission:
     """The `weights_id` of each weight version that a roll-back of the run has undone."""
     flagged: set[str] = field(default_factory=set[str])
     """Senders whose mean logprob mismatch with the trainer exceeds the configured bound."""
-    duplicates: int = 0  # groups received again
+    duplicates: int = 0  # groups that arrived when they were settled
 
     def admit(self, group: RolloutGroup, *, step: int) -> AdmissionDecision:
         """Decide whether step `step` trains the group, and settle it with the outcome."""
@@ -98,9 +101,9 @@ def staleness(group: RolloutGroup, *, step: int) -> int:
 class Ledger:
     """The settled groups of each sender, and the number of groups with each outcome.
 
-    Groups can arrive out of order. All sequences of a sender up to `settled(sender)` are settled.
-    Above the gap that follows, some larger sequences may be settled too. Every settled group has
-    exactly one outcome, so the outcomes sum to `total`.
+    Groups can arrive out of order. All groups of a sender up to sequence number `settled(sender)`
+    are settled, and perhaps some later ones, above a gap. Every settled group has exactly one
+    outcome, so the outcomes sum to `total`.
     """
 
     def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
@@ -115,18 +118,17 @@ class Ledger:
         self._num_above = sum(map(len, self._above.values()))
 
     def settle(self, sender: str, sequence: int, outcome: str, *, min_sequence: int = 0) -> bool:
-        """Record the outcome of a group; returns True.
+        """Record the outcome of a group; returns False, and changes nothing, for a duplicate.
 
-        For a duplicate, returns False and changes nothing.
-        The sender will send no group below `min_sequence` any more, so each group below it that has
-        not arrived becomes lost.
+        The sender never sends groups below `min_sequence` again, so those that have not arrived
+        become lost.
         """
         settled, above = self.settled(sender), self._above.get(sender, set())
         if sequence <= settled or sequence in above:
             return False
         self.outcomes[outcome] += 1
         above = above | {sequence}
-        if len(above) > MAX_ABOVE:
+        if len(above) > MAX_ABOVE:  # close the first gap
             min_sequence = max(min_sequence, min(above))
         if min_sequence > settled + 1:
             passed = {number for number in above if number < min_sequence}
@@ -185,7 +187,7 @@ class Ledger:
         }
 
     def copy(self) -> Ledger:
-        """An independent copy; takes a small part of the time of `saved`."""
+        """An independent copy; much faster than `saved`."""
         ledger = Ledger()
         ledger.outcomes, ledger._forgotten = self.outcomes.copy(), self._forgotten
         # Both share the sets in `_above`: `settle` replaces a set instead of changing it.
@@ -200,9 +202,10 @@ class Ledger:
         return above
 
     def _limit_memory(self) -> None:
-        """Close one gap or drop one sender if MAX_ABOVE_ALL or MAX_SENDERS is exceeded.
+        """Above MAX_ABOVE_ALL, close all gaps of a sender; above MAX_SENDERS, forget a sender.
 
-        The sender is the least recently active one. The missing groups of a closed gap become lost.
+        Each time it is the least recently active sender, the first time of those with gaps. The
+        groups missing in closed gaps become lost.
         """
         if self._num_above > MAX_ABOVE_ALL:
             oldest = next(iter(self._above))

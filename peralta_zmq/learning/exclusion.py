@@ -1,17 +1,17 @@
 """Excludes unusable groups from an update, so one broken generator does no harm.
 
-A group is all rollouts of one problem; its generator reports the logprobs of the tokens. An update
-excludes
+A group is all rollouts of one problem. The generator that sampled it sends the logprobs of its
+tokens, and the trainer computes their logprobs under the policy. An update excludes
 
-- a group with a very large logprob mismatch: the trainer's logprobs differ from the reported ones.
-  This is checked before the loss is computed;
+- a group with a very large logprob mismatch: the policy's logprobs are far above those of the
+  generator. This is checked before the loss is computed;
 - a group whose loss, or the loss's gradient, is not finite. The learner checks this only if the
-  policy's logprobs are finite.
+  policy's logprobs are finite: if they are not, the policy is the cause, not the group.
 
-The decision depends only on the group, its micro-batch and the policy, so a replay from the journal
-excludes the same groups. A group can be split over several micro-batches and be excluded in only
-one of them. Excluded tokens still count in the means of the update: the divisor of the means must
-be known before the first backward pass.
+The decision depends only on the group, its micro-batch and the policy, so that a restarted trainer,
+which repeats steps, excludes the same groups. A group can be split over several micro-batches and
+be excluded in only one of them. Excluded tokens still count in the means of the update, because the
+divisor of the means must be known before the first backward pass.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from peralta_zmq.learning.losses import (
     sequence_sum,
 )
 
-# Largest mean of e^x over the tokens of a group. x is the policy's logprob minus the generator's,
-# clamped to 20 (losses.ratio_of). For a generator that reports its true logprobs the expected mean
-# is 1, because it sampled the tokens. So by Markov's inequality fewer than 1 of 100 groups exceed
-# the bound. One token with x = 20 makes the mean of up to 4.8 million tokens exceed the bound.
+# Bound on the mean of the importance ratio e^x over the tokens of a group, where x is the policy's
+# logprob minus the generator's, at most 20 (losses.ratio_of). If the generator sampled the tokens
+# with the logprobs that it sends, the expected ratio is at most 1, and by Markov's inequality fewer
+# than 1 of 100 groups exceed the bound. A group of up to 4.8 million tokens exceeds it if a single
+# token has x = 20.
 MAX_MEAN_RATIO = 100.0
 MISMATCH, NOT_FINITE = "logprob mismatch", "loss not finite"  # reasons for an exclusion
-EXCLUDED = "excluded/"  # excluded/REASON/GROUP is a key in the results of `summands`
+EXCLUDED = "excluded/"  # prefix of the keys excluded/REASON/GROUP (see exclusion_keys)
 
 
 @torch.no_grad()
@@ -79,16 +80,17 @@ def without_groups(
     return of_rollouts(tokens, keep) if keep.any() else None
 
 
-def summands(excluded: Mapping[str, str]) -> dict[str, float]:
-    """One key per excluded group, to be added to the update's sums.
+def exclusion_keys(excluded: Mapping[str, str]) -> dict[str, float]:
+    """One key per excluded group, with the value 1, to be added to the update's sums.
 
-    Only the keys matter: the sum of dicts over micro-batches and ranks has the keys of all of them.
+    These sums are dicts that are added over all micro-batches and ranks, so the result has the keys
+    of all excluded groups. The values are not used.
     """
     return {f"{EXCLUDED}{reason}/{name}": 1.0 for name, reason in excluded.items()}
 
 
 def pop_excluded(sums: dict[str, float]) -> dict[str, str]:
-    """Remove the results of `summands` from `sums`; returns the reason by group name."""
+    """Remove the keys of `exclusion_keys` from `sums`; returns the reason by group name."""
     excluded: dict[str, str] = {}
     for key in [key for key in sums if key.startswith(EXCLUDED)]:
         reason, _, name = key.removeprefix(EXCLUDED).partition("/")

@@ -7,8 +7,8 @@ logprobs (models/scoring.py), the loss (losses.py) and the gradients; then the o
 parameters. With train.num_iterations above 1, a training step has this number of updates, each on a
 share of the groups.
 
-A rollout is a prompt with its completion; a group is all rollouts of one problem; the sender of a
-group is one start of one generator. A rank is one process of a data-parallel trainer. An update
+A rollout is a prompt with its completion; a group is all rollouts of one problem. The sender of a
+group is one process of a generator. A rank is one process of a data-parallel trainer. An update
 excludes unusable groups (exclusion.py). If the gradient of the other groups is not finite, the
 update is skipped: it changes no parameter. A step with a skipped update counts as skipped.
 """
@@ -125,9 +125,10 @@ class Learner:
     ) -> StepResult:
         """Take step `self.step + 1` on these groups.
 
-        A restarted trainer repeats earlier steps from its journal: `learning_rate` is then the rate
-        that the step had before, instead of the schedule's. Raises TrainingError at the third
-        consecutive skipped step, but not at a repeated step: otherwise no restart could pass it.
+        A restarted trainer repeats earlier steps from its journal. `learning_rate` is then the rate
+        that the step had before; None, in any other step, stands for the schedule's. Raises
+        TrainingError at the third consecutive skipped step, except in a repeated step, at which
+        every restart would end.
         """
         self.step += 1
         started = time.monotonic()
@@ -364,7 +365,7 @@ def _backward(loss: TokenLoss, tokens: Tokens, groups: Sequence[str]) -> dict[st
             usable = exclusion.without_groups(excluded, tokens, groups)
             result = evaluate(loss, usable) if usable else None
         summands |= step_metrics.mismatch_summands(tokens, groups)
-        summands |= exclusion.summands(excluded)
+        summands |= exclusion.exclusion_keys(excluded)
     if result is None:  # ranks in lockstep must all run a backward pass
         (tokens.logprobs.sum() * 0.0).backward()
         return summands

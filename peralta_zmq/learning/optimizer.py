@@ -56,7 +56,7 @@ def make_optimizer(
     if optim == "adamw_bf16":
         return AdamWBf16(parameters.values(), options)
     if optim == "adamw_8bit":
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns without CUDA
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns without CUDA
         library = import_extra("bitsandbytes", extra="optim", needed_by="train.optim adamw_8bit")
         return library.optim.AdamW8bit(parameters.values(), **options)
     return torch.optim.AdamW(parameters.values(), fused=True, **options)
@@ -128,7 +128,7 @@ def set_state(
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
     """Restore the result of `state_of`."""
-    # Only bitsandbytes has init_state: it creates the state of a parameter with the QUANTILE_MAPS.
+    # Only bitsandbytes has init_state, which creates a parameter's state, with the QUANTILE_MAPS.
     init_state: Any = getattr(optimizer, "init_state", None)
     for index, (name, parameter) in enumerate(parameters.items()):
         values: dict[str, Any] = dict(state.get(name, {}))

@@ -1,4 +1,4 @@
-"""Calls of a user's loss, advantage or filter, with clear errors and a timeout.
+"""Calls the loss, advantage or filters of a user, with clear errors and a timeout.
 
 These functions run inside the trainer. A function that fails ends the training with one line that
 names the function. The trainer can then be restarted, because its journal and checkpoints hold all
@@ -56,8 +56,8 @@ def checked_function(
 def _exit_after_timeout(label: str) -> Generator[None]:
     """End the process if the block takes longer than CALL_TIMEOUT_SECONDS.
 
-    `label` names the function in the message. An exception instead of the exit could not interrupt
-    native code, and an `except Exception` in the function could catch it.
+    `label` names the function in the message. Raising an exception would not suffice: it cannot
+    interrupt native code, and the function might catch it.
     """
     seconds = CALL_TIMEOUT_SECONDS
 

@@ -20,7 +20,7 @@ from peralta_zmq.observe.metrics import finite_mean, generator_numbers, number
 Rows: TypeAlias = Sequence[Mapping[str, object]]  # of metrics.jsonl or events.jsonl, oldest first
 
 WINDOW = 20  # number of newest rows that the state covers
-MIN_ROWS = 3  # minimum number of rows for means of waiting times and rewards
+MIN_ROWS = 3  # smallest number of rows from which the verdict computes means
 # A run has stalled after STALL_SECONDS, or the duration of STALL_STEPS steps if that is longer.
 STALL_SECONDS, STALL_STEPS = 30.0, 10.0
 REPORTED = "tokens_per_s"  # metric in every report of a generator
@@ -50,13 +50,13 @@ class SessionState:
     """The trainer's newest session, according to its events."""
 
     start: float  # unix seconds; NaN if unknown
-    active_since: float  # end of the newest held-out evaluation; `start` if there was none
+    active_since: float  # newest begin or end of a held-out evaluation; `start` if there was none
     is_evaluating: bool  # a held-out evaluation is running; no step is expected until it ends
     is_over: bool
     up: Mapping[str, float]  # generators that joined and did not leave -> unix seconds
     left: Mapping[str, float]  # generators that left -> unix seconds
 
-    def missing_generators(self, now: float) -> str:
+    def why_no_generator(self, now: float) -> str:
         """Return why no generator is up; empty if one is up or may still join soon."""
         if self.up:
             return ""
@@ -75,11 +75,11 @@ class RunState:
     events: Rows
     session: SessionState
     generators: Sequence[GeneratorStats]  # generators in the newest row, sorted by name
-    gone: Sequence[str]  # generators that stopped reporting or left during the recent rows
+    gone: Sequence[str]  # generators that left, or are silent and not up (see _gone)
     idle_seconds: float  # since the newest step; NaN if no step is expected
 
     def share(self, key: str) -> float:
-        """Share of all step time that the activity `key` (seconds) took; NaN without rows."""
+        """Sum of the metric `key`, in seconds, as a share of the time of all steps; NaN if none."""
         seconds = sum(number(row, key, 0.0) for row in self.rows)
         total = sum(number(row, "step_time", 0.0) for row in self.rows)
         return seconds / total if total else math.nan
@@ -87,7 +87,8 @@ class RunState:
     def growth(self, key: str) -> float:
         """Increase of a cumulative count from the first to the last row; never negative.
 
-        A restart of the trainer may reset the count; the result is then 0.
+        A restart of the trainer may reset the count; the result is then too small, or 0. There must
+        be a row.
         """
         return max(0.0, number(self.rows[-1], key, 0.0) - number(self.rows[0], key, 0.0))
 
@@ -110,7 +111,8 @@ class RunState:
 def run_state(rows: Rows, events: Rows, *, now: float | None = None) -> RunState:
     """Return the state of a run.
 
-    Pass `now` (unix seconds) if the trainer should be running; without it, `idle_seconds` is NaN.
+    Pass `now` (unix seconds) only for a trainer that should be running: without it, `idle_seconds`
+    is NaN.
     """
     session, recent = _newest_session(events), _recent(rows, events)
     if not recent:
@@ -209,7 +211,7 @@ def _without_replayed(rows: Rows) -> Rows:
 
 
 def _stats(rows: Rows, name: str) -> GeneratorStats:
-    """Return a generator's means over the rows; one report covers only two seconds."""
+    """Return a generator's means over the rows: a single report covers only two seconds."""
 
     def mean(metric: str) -> float:
         return finite_mean((number(row, f"gen/{name}/{metric}") for row in rows), default=0.0)

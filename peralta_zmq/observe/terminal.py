@@ -84,7 +84,7 @@ class Terminal:
         return Progress(description, total, self._show_progress, in_place=bool(self._live))
 
     def step(self, row: Row, verdict: Verdict | None = None) -> None:
-        """Show one row of metrics.jsonl, and the verdict (as a line only if `_is_new`)."""
+        """Show one row of metrics.jsonl, and the verdict; a repeated verdict gets no line."""
         self._rows.append(row)
         if not self._live:
             self._print(self._step_line(row))
@@ -120,7 +120,7 @@ class Terminal:
             self._print(text)
 
     def _is_new(self, verdict: Verdict, now: float) -> bool:
-        """True if no verdict of its kind was printed last or in the last minute.
+        """False if the last printed verdict, or one in the last minute, was of the same kind.
 
         The kind of a verdict is its sentence without the numbers.
         """

@@ -86,7 +86,7 @@ def _before_first_step(state: RunState, now: float | None) -> Verdict:
         return Verdict("waiting for the first step", "", "ok")
     if session.is_evaluating:
         return Verdict("evaluating the untrained model before the first step", "", "ok")
-    if reason := session.missing_generators(now):
+    if reason := session.why_no_generator(now):
         return Verdict(f"no step yet: {reason}", START_GENERATOR, "bad")
     if not session.up:
         return Verdict("waiting for the first generator", START_GENERATOR, "ok")
@@ -104,7 +104,7 @@ def _stalled(state: RunState) -> Iterator[Verdict]:
     session, seconds = state.session, state.idle_seconds
     has_no_step = session.start > number(state.rows[-1], "time") and not math.isnan(seconds)
     # Without a step in this session, `seconds` counts from `active_since`, so the sum is "now".
-    if has_no_step and (reason := session.missing_generators(session.active_since + seconds)):
+    if has_no_step and (reason := session.why_no_generator(session.active_since + seconds)):
         yield Verdict(f"no step since the resume: {reason}", START_GENERATOR, "bad")
     if seconds > stall_limit(state.step_seconds):
         sentence = f"no step for {format_duration(seconds)}"

@@ -248,19 +248,19 @@ def _make_keys(folder: Path, generators: Sequence[str]) -> None:
 
 
 def check_addresses(hosts: Hosts, config: Config) -> None:
-    """Raise ConfigError for hosts that cannot find the weights folder or the trainer."""
+    """Raise ConfigError for a missing weights folder, or a loopback address of the trainer."""
     others = [host for host in hosts.host if host is not hosts.trainer]
     # If all other hosts load the weights from a URL, the trainer may publish to its run folder.
     have_urls = all("://" in (host.weights_dir or "") for host in others)
     for host in others if have_urls else hosts.host:
         if others and not (host.weights_dir or config.weights.dir):
             raise ConfigError(
-                f"host {host.name}: weights_dir is missing; set it to the shared folder as "
-                "that machine has it mounted"
+                f"host {host.name}: weights_dir is missing; set it to the path at which "
+                "that machine mounts the shared folder"
             )
     if len({host.ssh for host in hosts.host}) > 1 and config.wire.host in LOOPBACK:
         raise ConfigError(
-            f"wire.host {config.wire.host} means each machine itself; set wire.host in "
+            f"wire.host {config.wire.host} is the loopback address; set wire.host in "
             f"{hosts.config} to the address of {hosts.trainer.name}"
         )
 

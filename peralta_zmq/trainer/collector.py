@@ -51,7 +51,7 @@ SUPPLY_STEPS = 4  # newest steps whose groups show which generators supply the r
 # Dropped groups in the journal of one step, which can take long: a sender must not fill the disk
 # or the memory of a restart. After a restart, further ones count as lost.
 MAX_DROPPED = 1 << 16
-MAX_SUPPLIERS = 1024  # names in an announcement; so many generators supply at most a group each
+MAX_SUPPLIERS = 1024  # suppliers named in an announcement, which has a maximum size
 MAX_SAMPLES_AHEAD = 1 << 20  # a larger jump of the sample index is invalid and ignored
 
 

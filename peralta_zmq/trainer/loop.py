@@ -65,15 +65,12 @@ class Trainer:
         """Open all resources; `stack` closes them. Locks the run folder before any write."""
         stop = session.StopSignal()
         folder, name = config.run_folder, config.run.name
-        is_new, run_id, self._previous_config = session.wait_out(
-            lambda: (
-                not (folder / session.IDENTITY).exists(),
-                session.run_id_of(folder, name),
-                earlier_config(config, folder),
-            ),
+        known_id, self._previous_config = session.wait_out(
+            lambda: (session.known_run_id(folder), earlier_config(config, folder)),
             folder=folder,
             stop=stop,
         )
+        run_id = known_id or session.new_run_id(name)
         check_trackers(config.run.report_to)
         train = open_environments(config, "train")
         held_out = open_environments(config, "eval", limit=config.eval.num_examples)
@@ -88,7 +85,7 @@ class Trainer:
         )
         store = policy.open_store(config)
         run_log, journal = session.open_run_folder(
-            config, stack, store, run_id, stop, is_new=is_new
+            config, stack, store, run_id, stop, is_new=known_id is None
         )
         self.session = session.Session(config, run_id, run_log, announcer, stop)
         self.publishing = policy.PolicyPublisher(self.session, store, self.policy, stack)

@@ -2,21 +2,21 @@
 
 A checkpoint is the saved state after a step. The journal is the write-ahead log of received groups
 (all rollouts of one problem), with one file per step. The lineage counts roll-backs to an earlier
-step. A roll-back abandons the weights of the undone steps: groups that were sampled from them are
-not trained.
+step. A roll-back abandons the weights of the undone steps: the trainer drops groups that were
+sampled from them.
 
 A start brings the trainer to step N, the newest step that the run folder holds:
 
-1. If checkpoint.resume_step is set, roll back to that checkpoint by moving later files away; only
-   once, even if the next start has the same setting.
+1. If checkpoint.resume_step is set, roll back to that checkpoint by moving later files away. Later
+   starts with the same setting do not repeat this.
 2. Restore the newest checkpoint, of step C: weights, optimizer, RNG, counts of groups, curriculum.
 3. Train the steps C+1 to N again from the journal, bit-identically on CPUs. Steps that are already
-   in metrics.jsonl are not written again. A step of which all groups exceed the limits is skipped.
-   The journaled groups of step N+1 are not a full batch yet; they become the first groups of the
-   next batch.
+   in metrics.jsonl are not written again. Groups above the limits of the settings are refused, and
+   a step whose groups are all refused is skipped. The journaled groups of step N+1, not a full
+   batch yet, become the first groups of the next batch.
 4. Correct the run log: remove steps whose groups the journal has lost, which counts as a
    roll-back; add weight versions that were published just before a kill.
-5. Include some of the excluded problems in sampling again.
+5. Return some problems, which were excluded as too easy or too hard, to the problems in use.
 6. Publish the weights of step N, unless the weights folder has them; announce them.
 
 A killed trainer loses the groups that are not in the journal on disk yet. Their generators
@@ -51,7 +51,7 @@ from peralta_zmq.trainer.policy import Policy, PolicyPublisher, group_limits
 from peralta_zmq.trainer.ranks import PolicyLearner
 from peralta_zmq.trainer.session import Session
 
-ALL_REFUSED = "all groups are refused"  # why a journaled step is skipped
+ALL_REFUSED = "all groups are refused"  # reason for skipping a journaled step
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Recovery:
         wait_out(lambda: self._undo_lost_steps(step))
         self.publishing.record_unrecorded()
         self.collector.admission.abandoned = wait_out(lambda: abandoned_weights(folder, step))
-        self._include_problems(step)
+        self._return_problems(step)
         self._report(step, restored_step)
         self._publish(step)
         return True
@@ -149,11 +149,11 @@ class Recovery:
     def _check_journal_start(self) -> None:
         """Raise JournalError if the journal starts after step 1.
 
-        Called without a checkpoint: then the steps before the journal cannot be restored.
+        Without a checkpoint, nothing else can restore the steps before the journal.
         """
         folder = self.session.folder / JOURNAL
-        # Pruning after a checkpoint of the last recorded step can empty the journal: it then
-        # counts as beginning with the next step (step 1 in a new run).
+        # The journal may be empty: in a new run, or because a checkpoint of the last recorded step
+        # made all its files superfluous. It then begins with the next step.
         next_step = self.session.run_log.last_step + 1
         if (first := min(files_in(folder), default=next_step)) > 1:
             raise JournalError(
@@ -166,8 +166,8 @@ class Recovery:
     def _replay_journal(self) -> bool:
         """Train the journaled steps again, at the previous session's learning rates.
 
-        So a change of `train.max_steps` changes only the learning rates of new steps. Returns False
-        if a stop is requested; the next start replays the remaining steps.
+        A change of `train.max_steps` thus changes the learning rates of new steps only. Returns
+        False if a stop is requested; the next start replays the remaining steps.
         """
         learner, run_log = self.policy.learner, self.session.run_log
         learning_rate = build.learning_rate_schedule(self.previous_config)
@@ -191,7 +191,7 @@ class Recovery:
         return True
 
     def _skip_step(self) -> None:
-        """Skip a journaled step of which all groups are refused, and report it."""
+        """Skip a journaled step whose groups are all refused, and report it."""
         skip_step(self.policy.learner)
         self.checkpoints.update_progress()
         step, run_log = self.policy.learner.step, self.session.run_log
@@ -217,10 +217,10 @@ class Recovery:
                 f"the journal has lost groups: steps {step + 1} to {last} are trained again"
             )
 
-    # 5. Include excluded problems, and report.
+    # 5. Return excluded problems, and report.
 
-    def _include_problems(self, step: int) -> None:
-        """Include configured fractions of the excluded problems in sampling again."""
+    def _return_problems(self, step: int) -> None:
+        """Return the configured fractions of the excluded problems to the problems in use."""
         config = self.session.config
         num_returned = self.collector.curriculum.pools.return_to_normal(
             easy_fraction=config.curriculum.easy_fraction,
@@ -271,11 +271,14 @@ def _move_later(folder: Path, step: int, target: Path) -> None:
 def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.GroupLimits) -> bool:
     """Load the batch of `step` from the journal; return True if the step can be taken.
 
-    Refuses groups that exceed the limits. The step can be taken if the batch is full. It can also
-    be taken if it is not the last step of the journal and groups were refused. Returns False if the
-    last step of the journal has too few groups: they are the beginning of the next batch. Raises
-    JournalError if an earlier step has too few groups although none was refused, or if a group is
-    in the checkpoint, too. Waits while the journal cannot be read.
+    Refuses groups that exceed the limits. The step can be taken, i.e. trained or skipped,
+
+    - if the batch is full, or
+    - if groups were refused and it is not the last step of the journal.
+
+    Otherwise the last step of the journal is the beginning of the next batch, and an earlier step
+    is damaged: raises JournalError, as for a group that the checkpoint has counted, too. Waits
+    while the journal cannot be read.
     """
     journal, wait_out = collector.journal, collector.session.wait_out
     groups: list[RolloutGroup] = []

@@ -1,8 +1,9 @@
-"""The tool `bin/replay`, not part of a restart: train the steps of a run again.
+"""The tool `bin/replay`: repeat the training steps of a run, with its journaled rollouts.
 
 The journal holds the rollouts of each training step. A replay needs no generators and does not
-change the run. With the run's settings it gives the weights that the run published, bit-identical
-on CPUs. With other settings (`--loss.name grpo`) it shows their effect on the same rollouts.
+change the run. With the run's settings it reproduces the weights that the run published,
+bit-identically on CPUs. With other settings (`--loss.name grpo`) it shows their effect on the same
+rollouts.
 `bin/replay export` writes a published weight version as a model folder.
 """
 
@@ -37,27 +38,27 @@ from peralta_zmq.trainer import checkpoint, journal
 from peralta_zmq.trainer.collector import size_of, step_size
 from peralta_zmq.trainer.policy import group_limits, write_merged
 from peralta_zmq.trainer.recovery import ALL_REFUSED, skip_step
-from peralta_zmq.trainer.session import run_id_of
+from peralta_zmq.trainer.session import known_run_id
 from peralta_zmq.weights.replica import STATE, load_version
 from peralta_zmq.weights.store import WeightStore, version_of_step
 from peralta_zmq.weights.tensor_set import MappedTensors
 from peralta_zmq.weights.version import RUN_FILE, WEIGHTS_FILE, Version
 
 PRINTED = ("reward", "loss", "grad_norm", "learning_rate")  # metrics in the line of each step
-DIFFERENT, DAMAGED = 1, 3  # exit codes: see `main`; the exit code of errors is 2
+DIFFERENT, DAMAGED = 1, 3  # exit codes, see `main`; 2 is that of any error
 
 
 def main(arguments: Sequence[str]) -> int:
     """Replay or export; returns the exit code.
 
-    The exit code is DIFFERENT if replayed weights differ from the published weights. Published
-    versions that cannot be read are named on stderr and not compared; if all others are equal, the
-    exit code is DAMAGED.
+    The exit code is DIFFERENT if replayed weights differ from the published ones. Otherwise it is
+    DAMAGED if published versions cannot be read; they are named on stderr and not compared.
 
-    Each step uses the learning rate in metrics.jsonl, unless the settings of the schedule changed.
-    Weights are compared only if no setting changed. After a step without a learning rate in
-    metrics.jsonl, different weights are not an error, because the rate may have been another one.
-    Raises ConfigError or JournalError if there is nothing to replay.
+    Each step uses the learning rate in metrics.jsonl, unless options of this command change the
+    schedule. Weights are compared only if the options change no setting. From the first step
+    without a learning rate in metrics.jsonl on, different weights are not an error, because that
+    step may have been trained with another rate. Raises ConfigError or JournalError if there is
+    nothing to replay, StoreError if the weights folder cannot be listed.
     """
     options, settings = replay_options(arguments)
     if arguments[:1] == ["export"]:
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     run: Path = options.run
     config, run_config = _load_config(run, settings), _load_config(run)
     rates = _recorded_rates(run)
-    schedule = build.learning_rate_schedule  # returns a partial: its keywords are the settings
+    schedule = build.learning_rate_schedule  # returns a partial whose keywords are the settings
     is_same_schedule = schedule(config).keywords == schedule(run_config).keywords
     published, problems = _published(run, config) if config == run_config else ({}, [])
     sys.stderr.writelines(f"{printable(problem)}\n" for problem in problems)
@@ -99,9 +100,9 @@ def replay(
 
     `first` and `last` limit the steps; None: no limit. Training starts from the newest checkpoint
     before `first`, or from the base model, so steps before `first` may be trained but are not
-    yielded. `rates` (step -> learning rate) replace the learning rates of the settings. A step of
-    which all groups are refused is skipped and has no metrics. Raises JournalError if the journal
-    starts too late, has a gap, or ends before `first`.
+    yielded. `rates` (step -> learning rate) replace the learning rates of the settings. A step
+    whose groups all exceed the limits of the run is skipped and has no metrics. Raises JournalError
+    if the journal starts too late, has a gap, or ends before `first`.
     """
     models.use_threads(config.train.num_workers)
     model = build.load_policy(config, models.model_folder(config.model.name))
@@ -121,8 +122,8 @@ def replay(
             groups = [group for group in decoded if isinstance(group, RolloutGroup)]
             num_refused = sum(record.kind == journal.GROUP for record in records) - len(groups)
             is_full = sum(size_of(config, group) for group in groups) >= step_size(config)
-            # As in recovery.py: a step that lacks only refused groups is taken, unless it is the
-            # newest, whose batch may still have been filling up.
+            # As in recovery.py: a batch that is full only with its refused groups is trained
+            # without them, except in the newest step, whose batch may not have been complete.
             if not is_full and not (num_refused and step < max(steps)):
                 if step < max(steps):
                     larger = " (or train.batch_size is larger than the run's)" if groups else ""
@@ -219,12 +220,12 @@ def _recorded_rates(run: Path) -> dict[int, float]:
 def _restore(learner: Learner, folder: Path, earliest: int, first: int | None) -> None:
     """Restore the newest checkpoint before step `first`.
 
-    If `first` is None: before `earliest`, the first step in the journal. Raises JournalError if the
-    journal lacks steps after that checkpoint.
+    None stands for `earliest`, the first step in the journal. Raises JournalError if the journal
+    lacks steps after that checkpoint.
     """
     if earliest == 1 and first is None:
         return
-    run_id = run_id_of(folder, folder.name)
+    run_id = known_run_id(folder) or ""
     until = earliest - 1 if first is None else first - 1
     saved = checkpoint.newest(folder / checkpoint.CHECKPOINTS, run_id=run_id, until=until)
     if saved is not None:
@@ -240,9 +241,9 @@ def _restore(learner: Learner, folder: Path, earliest: int, first: int | None) -
 def _published(run: Path, config: Config) -> tuple[dict[int, str], list[str]]:
     """The sha256 of the published weights by step, and a line for each problem.
 
-    Leaves out versions that a roll-back of the run has undone. A problem is a version in the
-    weights folder that cannot be read, because it or a version that it depends on is damaged; or
-    that RUN.json, which names the folder's run, or the folder cannot be read.
+    Leaves out versions that a roll-back of the run has undone. Problems are versions that cannot be
+    read, because they or versions that they depend on are damaged, and a missing RUN.json, the file
+    that names the run of the weights folder. Raises StoreError if the folder cannot be listed.
     """
     digests: dict[int, str] = {}
     problems: dict[int, str] = {}  # by version number
@@ -257,8 +258,8 @@ def _published(run: Path, config: Config) -> tuple[dict[int, str], list[str]]:
             if version is None:
                 problems[number] = f"version {number} is not compared: no valid {MANIFEST}"
             elif version.run_id == run_id and not _is_undone(version, targets):
-                # If a version's step is not above the steps before, the run was rolled back, even
-                # if events.jsonl lacks the event (full disk).
+                # A version of an earlier step than a version before it follows a roll-back, even if
+                # the event is missing, because the disk was full.
                 digests = {step: value for step, value in digests.items() if step < version.step}
                 try:
                     with load_version(store, version) as local:
@@ -280,12 +281,12 @@ def _roll_back_targets(run: Path) -> list[float]:
 
 def _is_undone(version: Version, targets: Sequence[float]) -> bool:
     """True if a roll-back has undone the version's step; `targets`: see _roll_back_targets."""
-    # targets[lineage:] belong to the roll-backs after the version.
+    # The lineage is the number of roll-backs before the version; the targets after it are later.
     return any(target < version.step for target in targets[version.lineage :])
 
 
 def _numbers_in(store: WeightStore) -> list[int]:
-    """Numbers of all versions in the store, also damaged ones, ascending.
+    """Numbers of all versions in the store, including damaged ones, ascending.
 
     Raises StoreError.
     """

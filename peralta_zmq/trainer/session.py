@@ -68,7 +68,7 @@ class Session:
         """
 
         def report(text: str) -> None:
-            self.announcer.publish(waiting=False)  # it reads no groups during the outage
+            self.announcer.publish(waiting=False)  # the trainer reads no groups meanwhile
             self.run_log.event("outage", reason=text)
             self.run_log.note(text)
 
@@ -175,9 +175,9 @@ def open_run_folder(
 ) -> tuple[RunLog, Journal]:
     """Lock the run folder, claim the weights folder, open the run log and the journal.
 
-    `is_new`: there was no RUN.json when `run_id` was chosen. Waits while the folders of an existing
-    run cannot be used. For a new run, raises ConfigError or StoreError instead; after StoreError
-    the new files are removed.
+    `is_new`: `run_id` is new, not from RUN.json. Waits while the folders of an existing run cannot
+    be used. For a new run, raises ConfigError or StoreError instead; after StoreError the new files
+    are removed.
     """
     folder = config.run_folder
 
@@ -245,12 +245,17 @@ def lock(folder: Path) -> IO[bytes]:
     raise ConfigError(f"another trainer uses {folder}; stop it, or choose another --run.name")
 
 
-def run_id_of(folder: Path, name: str) -> str:
-    """Read the run's id from RUN.json in `folder`; else create a new id from `name`.
+def known_run_id(folder: Path) -> str | None:
+    """The run's id in RUN.json; None for a new run.
 
     Raises OSError if RUN.json cannot be read, JournalError if it is damaged.
     """
-    return _read_identity(folder, "run_id") or f"{name}-{uuid.uuid4().hex[:8]}"
+    return _read_identity(folder, "run_id")
+
+
+def new_run_id(name: str) -> str:
+    """A new id for a run called `name`."""
+    return f"{name}-{uuid.uuid4().hex[:8]}"
 
 
 def write_identity(folder: Path, *, run_id: str, weights: str | None) -> None:

@@ -1,12 +1,15 @@
 """Weight store: how the weights that a trainer publishes reach the generators.
 
 A keyframe is a version with all weights; a delta has only the changes since an earlier version.
-Trainer: `publisher` (a thread that writes versions) -> `store` -> a backend; `pruning` removes old
-versions. Generator: `subscriber` (a thread that finds, loads and verifies versions) -> `store` and
-`replica` (local copy, updated by deltas).
 
-`backends` has the interface of all backends and the backend for folders; `http_backend` and
-`object_store_backend` are for other storage. `leases` has the files with which processes
-coordinate, `version` the fields of a version's manifest, `delta` the encoding of changes,
-`tensor_set` safetensors files. docs/weights.md has the protocol.
+- The trainer: `publisher` writes versions in a thread, through `store`, to a backend; `pruning`
+  removes old versions.
+- A generator: `subscriber` finds, loads and verifies versions in a thread. It reads them through
+  `store` and applies them to `replica`, the local copy, which deltas update.
+- Backends: `backends` defines their interface and the one for folders; `http_backend` reads from an
+  HTTP server, `object_store_backend` uses S3.
+- `leases`: files by which processes agree who publishes, and which versions are being read.
+- Formats: `version` (manifest), `delta` (encoded changes), `tensor_set` (safetensors files).
+
+docs/weights.md describes the protocol.
 """

@@ -3,9 +3,9 @@
 A trainer holds the publishing lease, so that no second trainer publishes to the folder. A process
 that reads a version marks it, so that the trainer does not remove it meanwhile. Leases and marks
 expire, because a killed process leaves its files behind. The clocks of two machines may differ, so
-the age of a file is the mtime of a file that was just written in the same folder, minus its own.
-The clock of the NAS can be set back, which makes an mtime lie in the future. Therefore a lease also
-expires when a process that checks it again and again sees no renewal for that time.
+the age of a file is the difference between its mtime and that of a file that was just written to
+the same folder. The clock of the NAS can be set back, so that mtimes are in the future. Therefore a
+lease also expires when a process that checks it repeatedly sees no renewal for LEASE_SECONDS.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class FolderLeases:
 def _may_be_running(owner: Mapping[str, Any]) -> bool:
     """Whether the owner of a lease is another process, which may still be running.
 
-    False only for this process and for processes of this machine that have ended. The start
-    distinguishes a process from a later process with the same pid.
+    False only for this process and for processes of this machine that have ended. The start time
+    distinguishes a process from a later one with the same pid.
     """
     pid = int(owner["pid"])
     if owner["host"] != socket.gethostname():
@@ -179,8 +179,8 @@ def _may_be_running(owner: Mapping[str, Any]) -> bool:
 def _start_of(pid: int) -> float:
     """When a process started, independent of later changes of the clock.
 
-    On Linux in clock ticks since the boot: psutil computes the time from the clock, which may be
-    set while the process runs. Elsewhere the time that the system has recorded, in seconds.
+    On Linux the result is in clock ticks since the boot, because psutil computes a time from the
+    clock, which may be set while the process runs. Elsewhere it is the recorded time, in seconds.
     Raises ProcessLookupError or PermissionError.
     """
     if sys.platform == "linux":

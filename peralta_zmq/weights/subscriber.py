@@ -274,7 +274,7 @@ class VersionLoader:
         return pending
 
     def _find_announced(self, known: Sequence[Version]) -> Version | None:
-        """The announced version, which a NAS may open before it lists it."""
+        """The announced version, which can be opened on some NAS before the folder lists it."""
         number, _ = self._announced
         if number <= max((version.number for version in known), default=-1):
             return None

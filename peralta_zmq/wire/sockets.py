@@ -27,13 +27,13 @@ from peralta_zmq.wire.message_fields import MAX_MESSAGE, check_owner
 from peralta_zmq.wire.messages import InvalidGroupError, decode_group
 
 # Sizes of the kernel's TCP buffers in bytes. The send buffer is small, because `hwm` does not count
-# the groups in it: dozens of groups would wait in a larger buffer, while their weights become old.
+# the groups in it: dozens of groups would wait in a larger buffer and become stale.
 SEND_BUFFER = 16 << 10
 # With a buffer of less than two segments of the loopback device (64 KiB each), TCP often waits
-# 40 ms for an acknowledgement: 177 to 5,000 groups a second were received instead of 25,000.
+# 40 ms for an acknowledgement. Then 177 to 5,000 groups per second arrived, with this one 25,000.
 RECEIVE_BUFFER = 128 << 10
-# Milliseconds between two attempts to connect; the time doubles from the first to the second value.
-# With a maximum of 5000 a short run ended before the generators received an announcement.
+# Milliseconds between two attempts to connect; doubled after each attempt, up to the second value.
+# With a maximum of 5000 a short run could end before the generators received an announcement.
 RECONNECT, RECONNECT_MAX = 100, 1000
 STATUS_HWM = 100  # for messages that may be lost: announcements, generator status, probes
 CURVE_BYTES = 33  # that encryption adds to a message
@@ -181,10 +181,10 @@ class RolloutSender:
 class RolloutReceiver:
     """Binds the trainer's PULL socket and receives the groups of one run.
 
-    Invalid messages are counted in `refused` and logged once per reason; `receive` returns nothing
-    of them, or, if only the rollouts are invalid, the group without rollouts. libzmq closes a
-    connection on a message of more than `limits.max_bytes`. With an authenticator, a group is also
-    invalid if its generator_id differs from the name of the sender's CURVE key. Use with `closing`.
+    Invalid messages are counted in `refused`, logged once per reason and not returned (`receive`
+    has an exception). libzmq closes a connection on a message of more than `limits.max_bytes`. With
+    an authenticator, a group is also invalid if its generator_id differs from the name of the
+    sender's CURVE key. Use with `closing`.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class RolloutReceiver:
         Waits up to `timeout` seconds. If only the rollouts of a group are invalid, returns the
         group without rollouts, so that the trainer can count the group as dropped.
         """
-        self._timeout.set(timeout)  # a receive with a timeout is twice as fast as a poll before it
+        self._timeout.set(timeout)  # twice as fast as to poll and then receive
         try:
             # With copy=False the result is a Frame, whose `more` needs no system call.
             first = self._socket.recv(copy=False)

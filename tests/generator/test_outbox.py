@@ -61,18 +61,18 @@ def resent(outbox: Outbox, announcement: Announcement) -> list[bytes]:
 def test_outbox_forgets_durable_frames_only() -> None:
     outbox = outbox_with(4)
     assert resent(outbox, acknowledging(0, received=2)) == []
-    assert (outbox.num_undelivered, len(outbox), outbox.min_sequence) == (1, 3, 1)
+    assert (outbox.num_unreceived, len(outbox), outbox.min_sequence) == (1, 3, 1)
     resent(outbox, acknowledging(3))
-    assert (outbox.num_undelivered, len(outbox), outbox.min_sequence) == (0, 0, 4)
+    assert (outbox.num_unreceived, len(outbox), outbox.min_sequence) == (0, 0, 4)
 
 
 def test_outbox_keeps_received_when_the_trainer_omits_the_sender() -> None:
     outbox = outbox_with(3)
     assert resent(outbox, UNLISTED) == []
-    assert outbox.num_undelivered == 3
+    assert outbox.num_unreceived == 3
     resent(outbox, acknowledging(0, received=2))
     resent(outbox, UNLISTED)
-    assert (outbox.num_undelivered, len(outbox)) == (0, 2)
+    assert (outbox.num_unreceived, len(outbox)) == (0, 2)
 
 
 def test_num_pending_keeps_the_last_known_number_of_consumed_groups() -> None:
@@ -94,7 +94,7 @@ def test_outbox_resends_groups_that_a_restarted_trainer_lost() -> None:
     outbox = outbox_with(4)
     resent(outbox, acknowledging(0, received=3))
     assert resent(outbox, acknowledging(1, incarnation=b"2")) == [b"2", b"3"]
-    assert outbox.num_undelivered == 2
+    assert outbox.num_unreceived == 2
     assert resent(outbox, acknowledging(1, incarnation=b"2")) == []
 
 
@@ -141,7 +141,7 @@ def test_undelivered_time_counts_only_while_the_trainer_takes_groups(
             started_step=number if case == "fast steps" else 0,
         )
         resends += bool(resent(outbox, first if case == "silence" else new))
-    assert outbox.undelivered_seconds == pytest.approx(seconds, abs=0.01)
+    assert outbox.unreceived_seconds == pytest.approx(seconds, abs=0.01)
     assert (resends > 0) == (seconds > trainer_connection.LOST_SECONDS)
 
 

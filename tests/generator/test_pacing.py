@@ -40,7 +40,7 @@ def num_allowed(
                 for start in range(num_starts)}  # fmt: skip
     announcement, count = Announcement("run", received=received, **announced), 0
     while count < 100 and pacer.may_start(
-        announcement, step=step, num_pending=count, num_undelivered=0
+        announcement, step=step, num_pending=count, num_unreceived=0
     ):
         pacer.record_start()
         count += 1

@@ -64,15 +64,13 @@ def test_select_accepts_names_of_hosts_and_workers() -> None:
 
 def test_hosts_that_cannot_reach_weights_or_trainer_are_refused() -> None:
     without_weights = Hosts(host=(MAC, PC.model_copy(update={"weights_dir": None})))
-    with pytest.raises(ConfigError, match="host pc: weights_dir is missing; set it to the shared"):
+    with pytest.raises(ConfigError, match="host pc: weights_dir is missing; set it to the path"):
         lan.check_addresses(without_weights, config())
     over_http = PC.model_copy(update={"weights_dir": "http://mac.local:8471"})
     lan.check_addresses(
         Hosts(host=(MAC.model_copy(update={"weights_dir": None}), over_http)), config()
     )
     loopback = config(wire=WireSection(host="127.0.0.1"))
-    with pytest.raises(
-        ConfigError, match=r"wire.host 127.0.0.1 means each machine itself; set wire"
-    ):
+    with pytest.raises(ConfigError, match=r"wire.host 127.0.0.1 is the loopback address; set wire"):
         lan.check_addresses(HOSTS, loopback)
     lan.check_addresses(HOSTS, config())

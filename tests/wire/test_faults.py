@@ -113,7 +113,7 @@ def test_slow_lossy_network_keeps_the_order_and_resends_nothing(stack: ExitStack
     sender, outbox = sender_to(proxy.address, stack), Outbox(GROUP.sender)
     ledger, got, sent = Ledger(), [], 0
     for _ in until(4):
-        if outbox.num_undelivered < NUM_IN_FLIGHT:
+        if outbox.num_unreceived < NUM_IN_FLIGHT:
             frame = numbered(sent)
             outbox.add(frame)
             sent += 1
