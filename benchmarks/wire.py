@@ -39,7 +39,7 @@ VOCAB_SIZE = 64
 LIMITS = wire.GroupLimits(VOCAB_SIZE)
 RUN = "bench-00112233"
 SENDERS = (1, 8, 64)
-Keys: TypeAlias = tuple[wire.CurveAuthenticator, Path]  # and the key folder
+Keys: TypeAlias = tuple[wire.Authenticator, Path]  # and the key folder
 REPO = Path(__file__).resolve().parent.parent
 REQUIRED = {
     f"rate_vs_raw_pyzmq_{count}{kind}": 0.8 for count in (1, 8, 64) for kind in ("", "_small")
@@ -214,7 +214,7 @@ def _open_keys() -> Generator[Keys, None, None]:
         keys = Path(folder) / "keys"
         for name in (TRAINER, "ann"):
             make_keys(keys, name)
-        with closing(wire.CurveAuthenticator(keys)) as authenticator:
+        with closing(wire.Authenticator(keys)) as authenticator:
             yield authenticator, keys
 
 

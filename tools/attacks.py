@@ -186,6 +186,19 @@ def huge_group(client: Client, count: int) -> int:
     return _send(client, ROLLOUTS, frames)
 
 
+def closed_connections(client: Client, count: int) -> int:
+    """Connections that each send a group and close."""
+    frame = wire.encode_group(group_within_limits(client.target.run_id))
+    ends, sent = time.monotonic() + SEND_SECONDS, 0
+    with suppress(zmq.Again):
+        while sent < count and time.monotonic() < ends:
+            opened = client.open(zmq.PUSH, ROLLOUTS)
+            opened.send(frame)  # waits until the trainer accepts the connection
+            opened.close(linger=int(1000 * STUCK_SECONDS))
+            sent += 1
+    return sent
+
+
 def idle_connections(client: Client, count: int) -> int:
     """Connections to the four ports that send nothing."""
     for n in range(count):
@@ -262,6 +275,7 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
     "2,000 statuses, every second with a request for a keyframe": (keyframe_requests, 2000),
     "200,000 frames of 500 bytes, all of one message to groups": (many_frames, 200_000),
     "a group of 60 rollouts of 17,000 tokens": (huge_group, 1),
+    "20,000 connections that each send a group and close": (closed_connections, 20_000),
     "2,000 idle connections to the four ports": (idle_connections, 2000),
     "2,000 idle connections to the dashboard": (idle_page_connections, 2000),
     "a subscription of 15 MiB, refused": (partial(refused_subscriptions, size=LARGE), 1),

@@ -324,7 +324,7 @@ def open_sockets(
     detect that it has other training problems. Raises WireError if a port is in use.
     """
     address, keys = f"tcp://{config.wire.bind}:{config.wire.port}", config.keys_folder
-    authenticator = stack.enter_context(closing(wire.CurveAuthenticator(keys))) if keys else None
+    authenticator = stack.enter_context(closing(wire.Authenticator(keys)))
     receiver = wire.RolloutReceiver(
         address,
         run_id=run_id,

@@ -5,7 +5,8 @@ weights that the trainer updates. A group is all rollouts of one problem, sent a
 trainer's announcements acknowledge each group twice: as received, and as durable when the group is
 in the journal on the trainer's disk. A generator keeps each group until the group is durable, and
 resends lost groups. A receiver drops an invalid message and logs or counts it. The trainer binds
-four consecutive ports, beginning with the setting wire.port; the sender's socket is listed first:
+four consecutive ports, beginning with the setting wire.port. The sender's socket is listed first
+(announcements.py explains why the announcements do not use PUB and SUB):
 
     port  sockets      direction             content and module
     + 0   PUSH, PULL   generator -> trainer  groups: sockets.py, format in messages.py
@@ -22,7 +23,7 @@ from peralta_zmq.wire.announcements import (
     AnnouncementPublisher,
     AnnouncementSubscriber,
 )
-from peralta_zmq.wire.auth import CurveAuthenticator, generator_keys
+from peralta_zmq.wire.auth import Authenticator, generator_keys
 from peralta_zmq.wire.connection import SILENT_SECONDS, accepts_connection
 from peralta_zmq.wire.generator_status import (
     GeneratorStatus,
@@ -44,7 +45,7 @@ __all__ = [
     "Announcement",
     "AnnouncementPublisher",
     "AnnouncementSubscriber",
-    "CurveAuthenticator",
+    "Authenticator",
     "GeneratorStatus",
     "GeneratorStatusReceiver",
     "GeneratorStatusSender",

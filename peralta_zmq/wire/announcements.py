@@ -16,7 +16,6 @@ subscriptions. So does an XPUB, even with XPUB_MANUAL.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -25,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import zmq
 
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys
+from peralta_zmq.wire.auth import Authenticator, GeneratorKeys
 from peralta_zmq.wire.connection import ClientConnection
 from peralta_zmq.wire.message_fields import MAX_MESSAGE, decode_fields, encode_fields
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
@@ -101,14 +100,14 @@ class AnnouncementPublisher:
     announcements continue while the trainer computes. Use with `closing`.
     """
 
-    def __init__(self, address: str, *, authenticator: CurveAuthenticator | None = None) -> None:
+    def __init__(self, address: str, *, authenticator: Authenticator | None = None) -> None:
         self._changed = threading.Condition()
         # The condition `_changed` guards the following four attributes.
         self._newest: bytes | None = None  # the encoded announcement
         self._is_new = False  # `_newest` is not sent yet
         self._closed = False  # `close` was called
         self._seconds = ANNOUNCE_SECONDS  # until `_newest` is repeated
-        self._socket, self.address = open_server(
+        self._socket, self.address, self._quota = open_server(
             zmq.XSUB, address, authenticator, hwm=PUBLISHER_HWM, max_bytes=MAX_RECEIVED
         )
         self._thread = threading.Thread(target=self._publish, name="announcements", daemon=True)
@@ -146,9 +145,11 @@ class AnnouncementPublisher:
 
     def _discard_received(self) -> None:
         """Discard messages of peers, which libzmq keeps in memory even after a disconnect."""
-        with contextlib.suppress(zmq.Again):
+        try:
             for _ in range(MAX_DISCARDED):
                 self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            self._quota.on_socket_empty()
 
 
 class AnnouncementSubscriber:

@@ -1,11 +1,11 @@
-"""CURVE keys: key files, and authentication of clients.
+"""Which clients the trainer accepts: CURVE keys, and a limit of connections.
 
-CURVE is ZeroMQ's encryption with public keys. ZAP is ZeroMQ's authentication protocol: libzmq sends
-each new client's public key to a handler socket in the server's process, which accepts or refuses.
-The servers are the trainer's sockets, the clients those of generators and bin/doctor. A key folder
-holds one CURVE key per file: `trainer.public` and `trainer.secret`, and for each generator
-`NAME.public` and `NAME.secret`. The trainer needs its own secret key and every public key; a
-generator needs `trainer.public` and its own secret key.
+CURVE is ZeroMQ's encryption with public keys. ZAP is ZeroMQ's authentication protocol: libzmq asks
+a handler socket in the server's process whether to accept each new connection, and sends it the
+client's public key if CURVE is used. The servers are the trainer's sockets, the clients those of
+generators and bin/doctor. A key folder holds one CURVE key per file: `trainer.public` and
+`trainer.secret`, and for each generator `NAME.public` and `NAME.secret`. The trainer needs its own
+secret key and every public key; a generator needs `trainer.public` and its own secret key.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ PUBLIC, SECRET = ".public", ".secret"
 KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85, ZeroMQ's text encoding
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH  # mode bits: others than the owner can write
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by the ZAP specification
-DOMAIN = b"peralta"  # ZAP domain of the protected sockets
 POLL_SECONDS = 0.2  # interval at which the authenticator's thread checks for `close`
 READ_SECONDS = 1.0  # minimum interval between two reads of the key folder
 # A server disconnects a client whose handshake takes longer (HANDSHAKE_IVL in sockets.py).
 HANDSHAKE_SECONDS = 5.0
+# Unread messages of one server socket, see ConnectionQuota.
+MAX_UNREAD_BYTES = 256 << 20  # sum of their largest sizes
+MIN_CONNECTIONS = 64  # accepted also if their messages can be larger than that
 logger = logging.getLogger(__name__)
 
 
@@ -201,24 +203,65 @@ def _check_name(name: str) -> None:
 # The trainer's side.
 
 
-class CurveAuthenticator:
-    """The trainer's ZAP handler: accepts clients whose public key is in a key folder.
+class ConnectionQuota:
+    """Limits the new connections of a server socket while it has unread messages.
 
-    The generator name of an accepted client is the property User-Id of each frame that the client
-    sends. Open the authenticator before the sockets that it protects, and close these sockets
-    first. Adding or removing a key takes effect within READ_SECONDS, on new connections only.
+    libzmq keeps a message until the program reads it, also after the client has closed the
+    connection. A client that connects, sends and closes again and again could fill the memory
+    during a long training step. Therefore each accepted connection takes `queue` messages of the
+    quota, each message that the program reads gives one back, and an empty socket gives back all.
+    (Connections that were open when the socket was empty can send later; the limit of open files
+    bounds their number.)
+
+    The authenticator's thread calls `take`, the thread that reads the socket calls the others.
+    """
+
+    def __init__(self, *, queue: int, max_bytes: int) -> None:
+        """A connection holds up to `queue` unread messages of up to `max_bytes` each."""
+        self._queue = queue
+        self._size = max(MIN_CONNECTIONS * queue, MAX_UNREAD_BYTES // max_bytes)  # in messages
+        # Totals of messages. Only one thread changes each of them.
+        self._num_taken = 0
+        self._num_returned = 0
+
+    def take(self) -> bool:
+        """Take the messages of a new connection; False if the quota is used up."""
+        if self._num_taken - self._num_returned + self._queue > self._size:
+            return False
+        self._num_taken += self._queue
+        return True
+
+    def on_message_read(self) -> None:
+        """Give back one message."""
+        self._num_returned = min(self._num_returned + 1, self._num_taken)
+
+    def on_socket_empty(self) -> None:
+        """Give back all messages: no connection, open or closed, has an unread one."""
+        self._num_returned = self._num_taken
+
+
+class Authenticator:
+    """The trainer's ZAP handler: accepts or refuses each new connection of its server sockets.
+
+    With a key folder, accepts clients whose public key is in the folder; the generator name of an
+    accepted client is the property User-Id of each frame that the client sends. Adding or removing
+    a key takes effect within READ_SECONDS, on new connections only. Without a key folder, accepts
+    every client. In both cases accepts no connection beyond the ConnectionQuota of the socket.
+
+    Open the authenticator before the sockets that it protects, and close these sockets first.
     Protected sockets enforce a ZAP domain, so libzmq refuses every client while no authenticator
     runs. Use with `closing`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self.refused = 0  # number of refused connections
-        self._logged_unknown = False  # True after the first warning about an unknown key
-        self._secret = trainer_secret(folder)
+        self._logged: set[str] = set()  # reasons of refusals
         self._folder = folder
+        self._secret = trainer_secret(folder) if folder else b""
         # Public key -> name; None while the folder cannot be read.
-        self._names: dict[bytes, str] | None = known_generators(folder)
+        self._names: dict[bytes, str] | None = known_generators(folder) if folder else {}
         self._read_at = time.monotonic()
+        self._quotas: dict[bytes, ConnectionQuota] = {}  # ZAP domain, one per socket -> quota
         self._closed = threading.Event()
         # Used only by the thread once it runs. A ROUTER, because a REP must reply to every
         # request, and `_reply` can return None.
@@ -228,12 +271,23 @@ class CurveAuthenticator:
             self._zap.bind(ZAP_ENDPOINT)
         except zmq.ZMQError as error:
             self._zap.close()
-            raise WireError(f"a second CurveAuthenticator in one process ({error})") from None
+            raise WireError(f"a second Authenticator in one process ({error})") from None
         self._thread = threading.Thread(target=self._serve, name="authenticator", daemon=True)
         self._thread.start()
 
-    def protect(self, server: zmq.Socket[bytes]) -> None:
-        """Make a server socket accept only known clients; call `protect` before `bind`."""
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients need a key."""
+        return self._folder is not None
+
+    def protect(self, server: zmq.Socket[bytes], quota: ConnectionQuota) -> None:
+        """Make a server socket ask for each new connection; call `protect` before `bind`."""
+        domain = b"%d" % len(self._quotas)
+        self._quotas[domain] = quota
+        server.setsockopt(zmq.ZAP_DOMAIN, domain)
+        server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        if not self.has_keys:
+            return
         # After a client is accepted, libzmq puts the client's User-Id as a message into the receive
         # queue of the connection, and never counts this message as read. It takes one place of the
         # queue for ever, so add one; otherwise a queue of length one would stay full.
@@ -242,8 +296,6 @@ class CurveAuthenticator:
         server.setsockopt(zmq.RCVHWM, queue + 1)
         server.setsockopt(zmq.CURVE_SERVER, 1)
         server.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
-        server.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def close(self) -> None:
         """Stop the thread; from now on libzmq refuses every new client."""
@@ -261,29 +313,40 @@ class CurveAuthenticator:
             zap.unbind(ZAP_ENDPOINT)  # `close` alone releases the endpoint only some time later
 
     def _reply(self, request: list[bytes]) -> list[bytes] | None:
-        """The reply to a ZAP 1.0 request: status 200 for a known key, otherwise 400.
+        """The reply to a ZAP 1.0 request: status 200 accepts the client, 400 refuses its key.
 
-        None (no reply) while the key folder cannot be read: libzmq then disconnects the client
-        after HANDSHAKE_SECONDS, and the client connects again. (The status 300, temporary failure,
-        would disconnect the client at once. To the client, that looks like a wrong key.)
+        None (no reply) while the key folder cannot be read or the socket's quota is used up: libzmq
+        then disconnects the client after HANDSHAKE_SECONDS, and the client connects again. (The
+        status 300, temporary failure, would disconnect the client at once. To the client, that
+        looks like a wrong key.)
         """
         version, request_id, domain, address, _, mechanism, *credentials = request
-        names, name = self._known_names(), None
-        if names and (domain, mechanism) == (DOMAIN, b"CURVE") and len(credentials) == 1:
-            name = names.get(z85.encode(credentials[0]))
-        if name is not None:
-            return [version, request_id, b"200", b"OK", name.encode(), b""]
-        self.refused += 1
-        if names is None:
+        name: str | None = ""
+        if self.has_keys:
+            names, name = self._known_names(), None
+            if names is None:
+                self.refused += 1
+                return None
+            if mechanism == b"CURVE" and len(credentials) == 1:
+                name = names.get(z85.encode(credentials[0]))
+        if name is None:
+            self._log_refusal("unknown_key", address)
+            return [version, request_id, b"400", b"unknown key", b"", b""]
+        if not self._quotas[domain].take():
+            self._log_refusal("too_many_connections", address)
             return None
-        level = logging.DEBUG if self._logged_unknown else logging.WARNING
-        self._logged_unknown = True
-        logger.log(level, "client refused: reason=unknown_key address=%s", address.decode("ascii"))
-        return [version, request_id, b"400", b"unknown key", b"", b""]
+        return [version, request_id, b"200", b"OK", name.encode(), b""]
+
+    def _log_refusal(self, reason: str, address: bytes) -> None:
+        """Count a refused connection, and warn of the first one of each reason."""
+        self.refused += 1
+        level = logging.DEBUG if reason in self._logged else logging.WARNING
+        self._logged.add(reason)
+        logger.log(level, "client refused: reason=%s address=%s", reason, address.decode("ascii"))
 
     def _known_names(self) -> dict[bytes, str] | None:
         """Public key -> name, read at most READ_SECONDS ago; None if the read failed."""
-        if time.monotonic() - self._read_at > READ_SECONDS:
+        if self._folder and time.monotonic() - self._read_at > READ_SECONDS:
             self._read_at = time.monotonic()
             try:
                 self._names = known_generators(self._folder, strict=False)

@@ -21,7 +21,7 @@ import zmq
 from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import sender_of
 from peralta_zmq.wire import message_fields
-from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys
+from peralta_zmq.wire.auth import Authenticator, GeneratorKeys
 from peralta_zmq.wire.connection import ClientConnection
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
@@ -142,12 +142,13 @@ class GeneratorStatusReceiver:
     """
 
     def __init__(
-        self, address: str, *, run_id: str, authenticator: CurveAuthenticator | None = None
+        self, address: str, *, run_id: str, authenticator: Authenticator | None = None
     ) -> None:
         self.refused = 0  # number of messages
         self.is_empty = True  # False if the last `receive` left messages in the queue
-        self._run_id, self._has_keys = run_id, authenticator is not None
-        self._socket, self.address = open_server(
+        self._run_id = run_id
+        self._has_keys = authenticator is not None and authenticator.has_keys
+        self._socket, self.address, self._quota = open_server(
             zmq.SUB, address, authenticator, hwm=RECEIVER_HWM, max_bytes=MAX_STATUS
         )
         self._socket.subscribe(b"")
@@ -165,7 +166,9 @@ class GeneratorStatusReceiver:
             # Asked once per group; a tenth of the time of a receive that raises zmq.Again.
             if not cast(int, self._socket.getsockopt(zmq.EVENTS)) & POLLIN:
                 self.is_empty = True
+                self._quota.on_socket_empty()
                 break
+            self._quota.on_message_read()
             try:
                 status = self._accept(self._socket.recv_multipart(copy=False))
                 received[status.sender] = status

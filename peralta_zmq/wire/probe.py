@@ -20,7 +20,7 @@ import msgpack
 import zmq
 
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys
+from peralta_zmq.wire.auth import Authenticator, GeneratorKeys
 from peralta_zmq.wire.connection import ClientConnection
 from peralta_zmq.wire.message_fields import (
     check_worker_info,
@@ -98,11 +98,11 @@ class ProbeServer:
         reply: ProbeReply,
         *,
         create_file: Callable[[], str] | None = None,
-        authenticator: CurveAuthenticator | None = None,
+        authenticator: Authenticator | None = None,
     ) -> None:
         self.reply = reply
         self._create_file, self._closed = create_file, threading.Event()
-        self._socket, self.address = open_server(
+        self._socket, self.address, self._quota = open_server(
             zmq.REP, address, authenticator, hwm=SERVER_HWM, max_bytes=MAX_REQUEST
         )
         self._thread = threading.Thread(target=self._serve, name="probe", daemon=True)
@@ -116,8 +116,15 @@ class ProbeServer:
     def _serve(self) -> None:
         """The thread: answer requests until `close`."""
         while not self._closed.is_set():
-            if ready(self._socket, zmq.POLLIN, POLL_SECONDS):
-                self._socket.send(self._answer(self._socket.recv_multipart()))
+            ready(self._socket, zmq.POLLIN, POLL_SECONDS)
+            try:
+                # NOBLOCK: a REP is also ready for a request without delimiter, which it discards.
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                self._quota.on_socket_empty()
+                continue
+            self._quota.on_message_read()
+            self._socket.send(self._answer(frames))
         self._socket.close(linger=0)
 
     def _answer(self, frames: list[bytes]) -> bytes:

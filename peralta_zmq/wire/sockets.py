@@ -20,7 +20,7 @@ import zmq
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.wire.auth import HANDSHAKE_SECONDS, CurveAuthenticator, GeneratorKeys
+from peralta_zmq.wire.auth import HANDSHAKE_SECONDS, Authenticator, ConnectionQuota, GeneratorKeys
 from peralta_zmq.wire.connection import ClientConnection
 from peralta_zmq.wire.group_rules import GroupLimits
 from peralta_zmq.wire.message_fields import MAX_MESSAGE, check_owner
@@ -64,15 +64,16 @@ def open_socket(
 def open_server(
     kind: int,
     address: str,
-    authenticator: CurveAuthenticator | None,
+    authenticator: Authenticator | None,
     *,
     hwm: int = STATUS_HWM,
     max_bytes: int = MAX_MESSAGE,
-) -> tuple[zmq.Socket[bytes], str]:
-    """Open a socket, bind it to `address` and return it with the bound address.
+) -> tuple[zmq.Socket[bytes], str, ConnectionQuota]:
+    """Open a socket and bind it to `address`; returns socket, bound address and quota.
 
-    With an authenticator, the socket accepts only clients with a known key. Raises WireError if the
-    bind fails; for a port in use, the error names the process that listens there.
+    With an authenticator, the socket accepts only clients that the authenticator accepts, within
+    the quota; tell the quota of each message that is read. Raises WireError if the bind fails; for
+    a port in use, the error names the process that listens there.
     """
     server = open_socket(kind, hwm=hwm, max_bytes=max_bytes)
     # TCP keepalive (in seconds) detects dead peers; ZeroMQ heartbeats would disconnect busy peers.
@@ -83,8 +84,10 @@ def open_server(
         (zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000)),
     ):  # fmt: skip
         server.setsockopt(option, value)
+    # Besides the queue, libzmq holds one message that it has read from the connection.
+    quota = ConnectionQuota(queue=hwm + 1, max_bytes=max_bytes)
     if authenticator is not None:
-        authenticator.protect(server)
+        authenticator.protect(server, quota)
     try:
         server.bind(address)
     except zmq.ZMQError as error:
@@ -94,7 +97,7 @@ def open_server(
         raise WireError(
             f"cannot listen on {address} ({error}); check wire.bind and wire.port"
         ) from None
-    return server, cast(bytes, server.getsockopt(zmq.LAST_ENDPOINT)).decode()
+    return server, cast(bytes, server.getsockopt(zmq.LAST_ENDPOINT)).decode(), quota
 
 
 def ready(opened: zmq.Socket[bytes], event: int, timeout: float) -> bool:
@@ -182,9 +185,9 @@ class RolloutReceiver:
     """Binds the trainer's PULL socket and receives the groups of one run.
 
     Invalid messages are counted in `refused`, logged once per reason and not returned (`receive`
-    has an exception). libzmq closes a connection on a message of more than `limits.max_bytes`. With
-    an authenticator, a group is also invalid if its generator_id differs from the name of the
-    sender's CURVE key. Use with `closing`.
+    has an exception). libzmq closes a connection on a message of more than `limits.max_bytes`. If
+    the authenticator has keys, a group is also invalid if its generator_id differs from the name of
+    the sender's CURVE key. Use with `closing`.
     """
 
     def __init__(
@@ -194,12 +197,12 @@ class RolloutReceiver:
         run_id: str,
         limits: GroupLimits,
         hwm: int = 1,
-        authenticator: CurveAuthenticator | None = None,
+        authenticator: Authenticator | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()  # reason -> number of messages
         self._run_id, self._limits = run_id, limits
-        self._has_keys = authenticator is not None
-        self._socket, self.address = open_server(
+        self._has_keys = authenticator is not None and authenticator.has_keys
+        self._socket, self.address, self._quota = open_server(
             zmq.PULL, address, authenticator, hwm=hwm, max_bytes=limits.max_bytes + CURVE_BYTES
         )
         self._timeout = _Timeout(self._socket, zmq.RCVTIMEO)
@@ -215,7 +218,9 @@ class RolloutReceiver:
             # With copy=False the result is a Frame, whose `more` needs no system call.
             first = self._socket.recv(copy=False)
         except zmq.Again:
+            self._quota.on_socket_empty()
             return None
+        self._quota.on_message_read()
         last, count = first, 1
         while last.more:  # a valid message has one frame; read all frames of an invalid one
             last, count = self._socket.recv(copy=False), count + 1

@@ -25,6 +25,7 @@ from sockets import (
     DEADLINE,
     GROUP,
     bound_again,
+    drained,
     eventually,
     numbered,
     received,
@@ -35,9 +36,15 @@ from sockets import (
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire import auth, connection, message_fields
+from peralta_zmq.wire import announcements, auth, connection, message_fields
 from peralta_zmq.wire import sockets as wire_sockets
-from peralta_zmq.wire.auth import GeneratorKeys, generator_keys, known_generators, make_keys
+from peralta_zmq.wire.auth import (
+    GeneratorKeys,
+    generator_keys,
+    known_generators,
+    make_keys,
+    use_keys,
+)
 from peralta_zmq.wire.sockets import open_socket
 
 REPO = Path(__file__).parents[2]
@@ -69,7 +76,7 @@ class Scene:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder, self._stack = folder, stack
-        self.authenticator = stack.enter_context(closing(wire.CurveAuthenticator(folder)))
+        self.authenticator = stack.enter_context(closing(wire.Authenticator(folder)))
         self.receiver = stack.enter_context(closing(receiver_at(authenticator=self.authenticator)))
         self.ann = generator_keys(folder, "ann")
 
@@ -162,7 +169,7 @@ def test_generator_with_an_unknown_key_exits_with_the_reason(
         make_keys(other, name)
     shutil.copy(scene.folder / "trainer.public", other)
     publisher = stack.enter_context(open_socket(zmq.XSUB, hwm=1))
-    scene.authenticator.protect(publisher)
+    scene.authenticator.protect(publisher, auth.ConnectionQuota(queue=2, max_bytes=512))
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
     connections = stack.enter_context(publisher.get_monitor_socket(zmq.EVENT_ACCEPTED))
     stack.callback(publisher.disable_monitor)
@@ -356,8 +363,8 @@ def test_client_waits_while_the_key_folder_is_unreadable(
 
 
 def test_second_authenticator_in_a_process_is_refused(scene: Scene) -> None:
-    with pytest.raises(WireError, match="a second CurveAuthenticator"):
-        wire.CurveAuthenticator(scene.folder)
+    with pytest.raises(WireError, match="a second Authenticator"):
+        wire.Authenticator(scene.folder)
 
 
 def test_known_generator_reaches_a_restarted_trainer(scene: Scene, stack: ExitStack) -> None:
@@ -375,6 +382,111 @@ def test_known_generator_reaches_a_restarted_trainer(scene: Scene, stack: ExitSt
     assert eventually(send)[0].sequence == 6
 
 
+# Limit of connections.
+
+
+def close_after_a_group(address: str, keys: GeneratorKeys | None) -> bool:
+    """Connect, send a group and close; False if the trainer does not accept the connection."""
+    with open_socket(zmq.PUSH, hwm=1) as client:
+        use_keys(client, keys)
+        client.setsockopt(zmq.IMMEDIATE, 1)  # `send` waits for an accepted connection
+        client.setsockopt(zmq.SNDTIMEO, 1000)  # milliseconds
+        client.connect(address)
+        with suppress(zmq.Again):
+            client.send(numbered(5))
+            client.close(linger=int(DEADLINE * 1000))
+            return True
+    return False
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_closed_connections_fill_only_the_quota_of_a_busy_trainer(
+    folder: Path, stack: ExitStack, has_keys: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "MAX_UNREAD_BYTES", 1)
+    monkeypatch.setattr(auth, "MIN_CONNECTIONS", 10)
+    monkeypatch.setattr(wire_sockets, "HANDSHAKE_SECONDS", 0.5)  # until a client connects again
+    authenticator = wire.Authenticator(folder if has_keys else None)
+    stack.enter_context(closing(authenticator))
+    receiver = stack.enter_context(closing(receiver_at(authenticator=authenticator)))
+    keys = generator_keys(folder, "ann") if has_keys else None
+    # The trainer computes, and reads nothing.
+    num_sent = sum(close_after_a_group(receiver.address, keys) for _ in range(12))
+    assert num_sent == 10 and authenticator.refused >= 2
+    # Each message read makes room for half a connection, as a connection can hold two.
+    assert receiver.receive(timeout=DEADLINE) and receiver.receive(timeout=DEADLINE)
+    assert [close_after_a_group(receiver.address, keys) for _ in range(2)] == [True, False]
+    sender = sender_to(receiver.address, stack, keys=keys)
+    assert sender.send(numbered(6), timeout=DEADLINE)
+    eventually(lambda: any(group.sequence == 6 for group in drained(receiver)))
+    # The socket was empty: all of the quota is free again.
+    assert all(close_after_a_group(receiver.address, keys) for _ in range(10))
+
+
+def open_receiver(kind: str, authenticator: wire.Authenticator) -> Any:
+    """A server of the trainer that the program reads, by the socket type of its clients."""
+    if kind == "XPUB":
+        return wire.AnnouncementPublisher(ANYWHERE, authenticator=authenticator)
+    reply = wire.ProbeReply("demo", run_id=RUN, worker_info={})
+    return wire.ProbeServer(ANYWHERE, reply, authenticator=authenticator)
+
+
+@pytest.mark.parametrize("kind", ["XPUB", "DEALER"])
+def test_connections_without_messages_are_accepted_again_and_again(
+    stack: ExitStack, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "MAX_UNREAD_BYTES", 1)
+    monkeypatch.setattr(auth, "MIN_CONNECTIONS", 2)
+    monkeypatch.setattr(wire_sockets, "HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr(announcements, "ANNOUNCE_SECONDS", 0.05)
+    authenticator = stack.enter_context(closing(wire.Authenticator(None)))
+    server = stack.enter_context(closing(open_receiver(kind, authenticator)))
+    for _ in range(10):
+        with (
+            open_socket(getattr(zmq, kind)) as client,
+            client.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as events,
+        ):
+            client.connect(server.address)
+            assert events.poll(int(DEADLINE * 1000))
+            client.disable_monitor()
+
+
+def test_statuses_make_room_for_connections(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "MAX_UNREAD_BYTES", 1)
+    monkeypatch.setattr(auth, "MIN_CONNECTIONS", 2)
+    authenticator = stack.enter_context(closing(wire.Authenticator(None)))
+    receiver = wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN, authenticator=authenticator)
+    stack.enter_context(closing(receiver))
+    for number in range(5):
+        sender = stack.enter_context(closing(wire.GeneratorStatusSender(receiver.address)))
+        status = wire.GeneratorStatus(RUN, f"g{number}", INCARNATION)
+
+        def arrives(sender: Any = sender, status: Any = status) -> bool:
+            if sender.check_due():
+                sender.send(status)
+            return status.sender in receiver.receive(timeout=0.05)
+
+        eventually(arrives)
+
+
+def test_quota_is_in_messages_of_the_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "MAX_UNREAD_BYTES", 1000)
+    monkeypatch.setattr(auth, "MIN_CONNECTIONS", 2)
+    quota = auth.ConnectionQuota(queue=3, max_bytes=100)  # ten messages
+    assert [quota.take() for _ in range(4)] == [True, True, True, False]
+    for _ in range(2):
+        quota.on_message_read()
+    assert [quota.take(), quota.take()] == [True, False]
+    quota.on_socket_empty()
+    for _ in range(5):  # more than were taken: there is no credit
+        quota.on_message_read()
+    assert [quota.take() for _ in range(4)] == [True, True, True, False]
+    large = auth.ConnectionQuota(queue=3, max_bytes=900)  # fewer messages than two connections hold
+    assert [large.take() for _ in range(3)] == [True, True, False]
+
+
 # Key files.
 
 
@@ -390,13 +502,13 @@ def test_secret_key_readable_by_others_is_refused(folder: Path, mode: int) -> No
         generator_keys(folder, "ann")
     (folder / "trainer.secret").chmod(mode)
     with pytest.raises(WireError, match=r"chmod 600 .*trainer\.secret"):
-        wire.CurveAuthenticator(folder)
+        wire.Authenticator(folder)
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
 def test_key_folder_writable_by_others_is_refused(folder: Path, mode: int) -> None:
     folder.chmod(mode)
-    for opened in (lambda: generator_keys(folder, "ann"), lambda: wire.CurveAuthenticator(folder)):
+    for opened in (lambda: generator_keys(folder, "ann"), lambda: wire.Authenticator(folder)):
         with pytest.raises(WireError, match=r"keys can be written by others; chmod go-w .*keys$"):
             opened()
 
@@ -405,7 +517,7 @@ def test_key_folder_writable_by_others_is_refused(folder: Path, mode: int) -> No
 def test_public_key_writable_by_others_is_refused(folder: Path, mode: int) -> None:
     (folder / "bob.public").chmod(mode)
     with pytest.raises(WireError, match=r"bob\.public can be written by others; chmod go-w .*bob"):
-        wire.CurveAuthenticator(folder)
+        wire.Authenticator(folder)
     (folder / "trainer.public").chmod(mode)
     with pytest.raises(WireError, match=r"trainer\.public can be written by others; chmod go-w "):
         generator_keys(folder, "ann")
@@ -420,7 +532,7 @@ def test_key_or_key_folder_of_another_user_is_refused(folder: Path, name: str) -
         if name == "trainer.public":
             generator_keys(folder, "ann")
         else:
-            wire.CurveAuthenticator(folder)
+            wire.Authenticator(folder)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")

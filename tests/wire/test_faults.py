@@ -238,22 +238,35 @@ def test_connection_without_a_handshake_is_closed(
 ) -> None:
     monkeypatch.setattr(wire_sockets, "HANDSHAKE_SECONDS", 0.2, raising=False)
     receiver = stack.enter_context(closing(receiver_at()))
-    send_until_closed(receiver.address, GREETING)
+    opened = socket.create_connection(("127.0.0.1", port_of(receiver.address)))
+    send_until_closed(stack.enter_context(closing(opened)), GREETING)
 
 
-def send_until_closed(address: str, content: bytes) -> None:
-    """Send from a client without keys and wait until the trainer closes the connection."""
-    hostile = socket.create_connection(("127.0.0.1", port_of(address)), timeout=10)
-    with closing(hostile), suppress(ConnectionError):
-        hostile.sendall(content)
-        while hostile.recv(1000):
+def connected(stack: ExitStack, address: str, kind: str) -> socket.socket:
+    """A connection of a client without keys, after the handshake; may raise ConnectionError."""
+    opened = socket.create_connection(("127.0.0.1", port_of(address)), timeout=DEADLINE)
+    stack.enter_context(closing(opened))
+    opened.sendall(hello(kind))
+    with opened.makefile("rb") as reader:
+        answer = reader.read(len(GREETING) + 2)
+        if len(answer) < len(GREETING) + 2 or len(reader.read(answer[-1])) < answer[-1]:
+            raise ConnectionResetError
+    return opened  # libzmq refuses messages that come before its own READY, which is read
+
+
+def send_until_closed(opened: socket.socket, content: bytes) -> None:
+    """Send and wait until the trainer closes the connection."""
+    opened.settimeout(10)
+    with suppress(ConnectionError):
+        opened.sendall(content)
+        while opened.recv(1000):
             pass  # the greeting of the trainer, then the end
 
 
 def test_oversize_message_disconnects_its_client_only(stack: ExitStack) -> None:
     receiver, sender = pair(stack)
     oversize = frame_of(bytes(message_fields.MAX_MESSAGE + 1))
-    send_until_closed(receiver.address, hello("PUSH") + oversize[:1000])
+    send_until_closed(connected(stack, receiver.address, "PUSH"), oversize[:1000])
     for number in range(5):
         assert sender.send(numbered(number), timeout=DEADLINE)
         assert received(receiver).sequence == number
@@ -264,7 +277,8 @@ def test_length_above_any_group_of_the_run_closes_its_connection(stack: ExitStac
     limits = wire.GroupLimits(VOCAB_SIZE, max_rollouts=8, max_tokens=512, max_turns=64)
     assert limits.max_bytes < 128 << 10
     receiver = stack.enter_context(closing(receiver_at(limits=limits)))
-    send_until_closed(receiver.address, hello("PUSH") + frame_of(bytes(128 << 10))[:1000])
+    opened = connected(stack, receiver.address, "PUSH")
+    send_until_closed(opened, frame_of(bytes(128 << 10))[:1000])
 
 
 class AttackedPorts:
@@ -276,12 +290,12 @@ class AttackedPorts:
     def __init__(self, stack: ExitStack, keys: Path | None) -> None:
         target = attacks.Target(RUN, free_ports(), page=0, step=0, weights=Path())
         self._address = f"tcp://127.0.0.1:{target.port}"
-        authenticator = known = None
+        known = None
         if keys is not None:
             for name in ("trainer", "bob"):
                 make_keys(keys, name)
-            authenticator = stack.enter_context(closing(wire.CurveAuthenticator(keys)))
             known = generator_keys(keys, "bob")
+        authenticator = stack.enter_context(closing(wire.Authenticator(keys)))
         address, options = wire_sockets.next_port, {"authenticator": authenticator}
         self.publisher = wire.AnnouncementPublisher(address(self._address), **options)
         stack.enter_context(closing(self.publisher))
@@ -376,18 +390,6 @@ def publisher_of_constant_memory() -> Iterator[str]:
         step = eventually(lambda: subscriber.receive(timeout=0.1)).step
         eventually(lambda: subscriber.receive(timeout=0.1).step > step + 100)  # type: ignore
         assert resident_bytes(process.pid) - before < MAX_GROWTH
-
-
-def connected(stack: ExitStack, address: str, kind: str) -> socket.socket:
-    """A connection of a client without keys, after the handshake; may raise ConnectionError."""
-    opened = socket.create_connection(("127.0.0.1", port_of(address)), timeout=DEADLINE)
-    stack.enter_context(closing(opened))
-    opened.sendall(hello(kind))
-    with opened.makefile("rb") as reader:
-        answer = reader.read(len(GREETING) + 2)
-        if len(answer) < len(GREETING) + 2 or len(reader.read(answer[-1])) < answer[-1]:
-            raise ConnectionResetError
-    return opened  # libzmq refuses messages that come before its own READY, which is read
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

@@ -103,7 +103,7 @@ def test_probe_without_a_server_times_out(stack: ExitStack) -> None:
 def test_probe_answers_known_keys_only(stack: ExitStack, tmp_path: Path) -> None:
     for name in ("trainer", "ann"):
         make_keys(tmp_path, name)
-    authenticator = stack.enter_context(closing(wire.CurveAuthenticator(tmp_path)))
+    authenticator = stack.enter_context(closing(wire.Authenticator(tmp_path)))
     address = server(stack, authenticator=authenticator).address
     known = client(stack, address, keys=generator_keys(tmp_path, "ann"))
     assert known.request("info", timeout=DEADLINE)[0].run == "demo"
@@ -132,3 +132,10 @@ def test_malformed_probe_reply_is_refused(field: str, value: object) -> None:
     frame = pack_with_checksum({**dataclasses.asdict(REPLY), field: value})
     with pytest.raises(WireError, match="malformed"):
         probe.decode_probe_reply(frame)
+
+
+def test_request_without_delimiter_does_not_stop_the_server(stack: ExitStack) -> None:
+    address = server(stack).address
+    raw_socket(stack, address, zmq.DEALER).send(probe.encode_probe_request("info"))
+    reply, _ = client(stack, address).request("info", timeout=DEADLINE)
+    assert reply.run_id == REPLY.run_id

@@ -202,16 +202,16 @@ def check_keys(config: Config, role: str, name: str) -> Check:
 def serve_probes(
     config: Config, stack: ExitStack, folder: Path | None, worker_info: dict[str, str]
 ) -> Check:
-    """Answer the doctors of generators, instead of a trainer, until `stack` is closed.
+    """Answer the probes of generators' doctors while no trainer runs, until `stack` is closed.
 
-    `folder` is the weights folder: a doctor has a file created there to see whether its machine
-    shares the folder. None if the weight store is no folder. Raises WireError if the port is in use
-    or a key file cannot be used.
+    A probe can create a file in `folder`, the weights folder, so that the other doctor sees whether
+    its machine has the same folder. None if the weight store is not a folder. Raises WireError if
+    the port is in use or a key file cannot be used.
     """
     from peralta_zmq.weights.backends import ProbeFile
 
     keys = config.keys_folder
-    authenticator = stack.enter_context(closing(wire.CurveAuthenticator(keys))) if keys else None
+    authenticator = stack.enter_context(closing(wire.Authenticator(keys)))
     create_file = None  # the server then refuses requests to create a file
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
