@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import distributions
 from pathlib import Path
 
 from benchmarks.harness import REPO, progress
@@ -19,11 +20,12 @@ def python() -> Path:
     """The interpreter of the peers; creates their environment at the first call.
 
     A .pth file makes our packages visible, so that both sides use the same torch and transformers.
-    The environment is cached by Python version, our packages and the constraints. Raises
-    CalledProcessError if pip fails.
+    pip does not install what it finds there. Therefore the environment is cached by Python version,
+    our packages with their versions, and the constraints. Raises CalledProcessError if pip fails.
     """
     ours, constraints = Path(sysconfig.get_path("purelib")).resolve(), REPO / ".ci/constraints.txt"
-    contents = f"{sys.version} {ours} {PACKAGES} {constraints.read_text('utf-8')}"
+    installed = sorted(f"{found.name} {found.version}" for found in distributions(path=[str(ours)]))
+    contents = f"{sys.version} {ours} {installed} {PACKAGES} {constraints.read_text('utf-8')}"
     folder = CACHE / hashlib.sha256(contents.encode()).hexdigest()[:12]
     interpreter, complete = folder / "bin" / "python", folder / "complete"
     if complete.exists():
