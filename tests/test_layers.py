@@ -50,7 +50,7 @@ LIBRARIES = {  # the only modules that may import a library
     "math_verify": {"environments.math_answers"},
     "pydantic": {"config"},
     "pydantic_config": {"config"},
-    "rich": {"observe", "operate"},
+    "rich": {"observe"},
     "matplotlib": {"observe"},
     "starlette": {"observe.dashboard"},
     "uvicorn": {"observe.dashboard"},

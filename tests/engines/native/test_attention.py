@@ -29,7 +29,9 @@ def test_attention_in_parts_matches_sdpa(num_shared: int) -> None:
     keys, values = (
         torch.cat([part.shared.expand(ROWS, -1, -1, -1), part.own], 2) for part in (key, value)
     )
-    expected = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=0.3)
+    exact = (each.double() for each in (query, keys, values))
+    expected = scaled_dot_product_attention(*exact, attn_mask=mask.double(), scale=0.3)
     in_parts = decoder._attention_in_parts(query, key, value, mask, scaling=0.3, softcap=None)
-    assert torch.allclose(in_parts, expected, atol=1e-6)
+    # Of 300 seeds, the largest error was 4e-7 here and 5e-7 in torch's float32 attention.
+    assert torch.allclose(in_parts.double(), expected, rtol=0, atol=2e-6)
     assert not torch.allclose(expected[0], expected[1], atol=0.1)
