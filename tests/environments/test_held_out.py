@@ -51,7 +51,7 @@ def test_evaluation_is_complete_with_its_last_example() -> None:
     assert made.policy_steps == [5, 6, 7]
 
 
-def test_generators_do_their_share_and_then_the_others() -> None:
+def test_generator_answers_the_shares_of_others_after_its_own() -> None:
     def todo(index: int) -> list[int]:
         return list(examples_for(7, index=index, count=2, answered=lambda place: place == 4))
 
