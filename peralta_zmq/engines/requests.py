@@ -1,8 +1,8 @@
-"""Shared code of the engines: requests, completions, LoRA adapters.
+"""Code shared by the engines: requests, completions, LoRA adapters.
 
 A request asks for one completion of a prompt. The requests for the same problem form a group, and
-the completions of a group are siblings. The policy step of a token is the number of training steps
-that the weights had when they sampled the token.
+the completions of a group are siblings. The policy step of a token is the training step that
+produced the weights with which the token was sampled.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def generate_groups(
     sampling: Sampling,
     between_steps: Callable[[], None] | None = None,
 ) -> Iterator[tuple[Problem, list[Completion]]]:
-    """Yield each problem with its completions when all of these have ended.
+    """Yield each problem with its completions when all of its completions have ended.
 
     The next problem is read when the engine can start another completion. `problems` may yield None
     for "no problem is available now"; the engine then continues and reads again later. The engine
-    calls `between_steps` between decode steps (one new token for every completion in flight); this
-    function may apply newer weights or cancel the engine.
+    calls `between_steps` between decode steps (one new token for every completion in flight);
+    `between_steps` may apply newer weights or cancel the engine.
     """
     in_flight: dict[int, tuple[Problem, list[Completion]]] = {}  # by group number
 
@@ -134,7 +134,7 @@ def read_requests(
             return batch, True
         num_prompt, num_new = len(request.prompt_ids), sampling.max_completion_length
         if num_prompt == 0:
-            raise ConfigError("a prompt has no token; check the chat template of the tokenizer")
+            raise ConfigError("a prompt is empty; check the chat template of the tokenizer")
         if num_prompt + num_new > max_model_len:
             raise ConfigError(
                 f"a prompt of {num_prompt} tokens and sampling.max_completion_length {num_new} do "
@@ -210,7 +210,7 @@ class LoraEngine:
     def apply(
         self, weights: Mapping[str, Tensor], *, step: int, folder: Path | None = None
     ) -> None:
-        """Replace the engine's weights by the base with the adapter `weights` merged in.
+        """Merge the adapter `weights` into the base, and serve the result.
 
         Raises ValueError, with nothing changed, if the adapter belongs to another model.
         """

@@ -368,7 +368,7 @@ def _json_records(text: str) -> Iterator[tuple[int, Mapping[str, object]]]:
 def _row(
     number: int, record: Mapping[str, object], prompt_column: str, answer_column: str
 ) -> DataRow:
-    """The row of a record; ValueError for a missing column or a value that is no text."""
+    """The row of a record; ValueError for a missing column or a value that is not text."""
     prompts = [column for column in (prompt_column, TOKENS_COLUMN) if column in record]
     columns = [*(prompts or [prompt_column]), answer_column]
     for column in columns:

@@ -1,4 +1,4 @@
-"""Evaluation on held-out problems: who answers which, the collected answers, avg@n and pass@k.
+"""Evaluation on held-out problems: assignment to generators, collected answers, avg@n, pass@k.
 
 An example is one held-out problem. A generator answers it with several completions and sends them
 with their rewards to the trainer, as one group. The weights of one step are evaluated while the

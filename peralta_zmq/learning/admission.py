@@ -15,8 +15,8 @@ table that applies; the last two admit it, all others drop it:
     trained     admitted
 
 One more outcome is `lost`: the group never arrived, and its sender will not send it again. A group
-with an outcome is settled; `Ledger` records the outcomes. A group that arrives when it is settled
-already, also as lost, is a duplicate: it is dropped and counted. (trainer/collector.py lists all
+with an outcome is settled; `Ledger` records the outcomes. A group that arrives after it has been
+settled, even as lost, is a duplicate: it is dropped and counted. (trainer/collector.py lists all
 states of a group.)
 """
 
@@ -42,9 +42,9 @@ OUTCOMES: tuple[str, ...] = (*ADMITTED, *get_args(Dropped))
 MAX_ABOVE = 1024  # settled groups above a gap, per sender
 MAX_ABOVE_ALL = 1 << 17  # settled groups above a gap, all senders; about 100 bytes each
 MAX_SENDERS = 1 << 16  # senders in memory; the least recently active is dropped first
-# Largest valid jump of the sequence number. A sender drops groups after a roll-back of the run, and
-# when its outbox is full, but always fewer. A larger jump is an error, and would distort the count
-# of lost groups.
+# Largest valid jump of a sender's sequence number. A sender drops groups, and so skips numbers,
+# after a roll-back of the run and when its outbox is full, but always fewer than this. A larger
+# jump must be an error, and would distort the count of lost groups.
 MAX_JUMP = 1 << 20
 
 
@@ -202,10 +202,10 @@ class Ledger:
         return above
 
     def _limit_memory(self) -> None:
-        """Above MAX_ABOVE_ALL, close all gaps of a sender; above MAX_SENDERS, forget a sender.
+        """Close gaps if MAX_ABOVE_ALL is exceeded; forget a sender if MAX_SENDERS is exceeded.
 
-        Each time it is the least recently active sender, the first time of those with gaps. The
-        groups missing in closed gaps become lost.
+        The gaps closed are those of the least recently active sender that has any; the groups
+        missing in them become lost. The sender forgotten is the least recently active one.
         """
         if self._num_above > MAX_ABOVE_ALL:
             oldest = next(iter(self._above))

@@ -125,10 +125,10 @@ class Learner:
     ) -> StepResult:
         """Take step `self.step + 1` on these groups.
 
-        A restarted trainer repeats earlier steps from its journal. `learning_rate` is then the rate
-        that the step had before; None, in any other step, stands for the schedule's. Raises
-        TrainingError at the third consecutive skipped step, except in a repeated step, at which
-        every restart would end.
+        When a restarted trainer repeats a step from its journal, `learning_rate` is the rate that
+        the step had before; otherwise it is None, and the schedule sets the rate. Raises
+        TrainingError at the third consecutive skipped step, but never in a repeated step, because
+        then every restart would fail.
         """
         self.step += 1
         started = time.monotonic()
@@ -204,7 +204,7 @@ class Learner:
         if self._num_skipped_in_a_row >= MAX_SKIPPED and not is_repeated:
             raise TrainingError(
                 f"steps {self.step - MAX_SKIPPED + 1} to {self.step} had no finite gradient "
-                f"({skip_reason}) and changed no weights. The same command continues with new "
+                f"({skip_reason}) and were skipped. The same command continues with new "
                 "groups; if it ends here again, choose another --run.name with a lower "
                 "train.learning_rate or another [loss], or fix the rewards and resume a checkpoint "
                 "with --checkpoint.resume-step"
@@ -294,7 +294,7 @@ def update_parameters(
     `compute_with_entropy`, if set, replaces `compute_logprobs` and fills `Tokens.entropy`.
     """
     totals = _totals(batches, ranks)
-    internal = ("_ratio", "_ratio_square", "_not_finite", "_usable")  # sums that are no metrics
+    internal = ("_ratio", "_ratio_square", "_not_finite", "_usable")  # sums that are not metrics
     sums: dict[str, float] = {name: 0.0 for name in ("loss", "mismatch_kl", *internal)}
     for batch in batches:
         tokens = _forward(batch, totals, compute_logprobs, compute_with_entropy)

@@ -1,10 +1,12 @@
 """Metrics of a training step: rollout groups, entropy and logprob mismatch.
 
-Logprob mismatch: the trainer computes another logprob for a token than the generator reported. The
-causes are that its weights are newer than the generator's, another dtype, or an error in one of the
-two programs. The measure is the k3 estimate of the KL divergence (`losses.k3`), over all tokens and
-for each sender. A sender is a generator from one start of its process to the next, and is named
-GENERATOR/INCARNATION; its groups are named SENDER/SEQUENCE (0, 1, ...).
+The logprob mismatch compares the logprobs that the trainer computes for the tokens of a batch with
+those that the generators reported. They differ if the trainer's weights are newer or have another
+dtype, or if one of the two programs has an error. The metric is the k3 estimate of the KL
+divergence (`losses.k3`), as a mean over all tokens and over those of each sender. A sender is a
+generator from one start of its process to the next, and is named GENERATOR/INCARNATION; its groups
+are named SENDER/SEQUENCE (0, 1, ...).
+
 docs/metrics.md lists the metrics; a metric that TRL also has keeps TRL's name.
 """
 
@@ -22,11 +24,12 @@ from peralta_zmq.learning import losses
 from peralta_zmq.learning.admission import staleness
 from peralta_zmq.rollout import RolloutGroup
 
-# WINDOW and MIN_STEPS count only steps that had groups of the sender.
-WINDOW = 4  # a sender's mean mismatch covers its last 4 steps
-MIN_STEPS = 2  # a sender can be flagged from its second step on
-# The sums of an update over its micro-batches and ranks (`mismatch_summands`) contain two for each
-# sender, named with these prefixes; `pop_mismatch` takes them out before the sums become metrics.
+# In steps with groups of the sender:
+WINDOW = 4  # steps in a sender's mean mismatch
+MIN_STEPS = 2  # steps before a sender can be flagged
+# Prefixes of two sums per sender. The learner adds up the results of `mismatch_summands` over the
+# micro-batches and ranks of an update; then `pop_mismatch` removes these two from the sums, and the
+# other sums become metrics.
 SENDER_KL, SENDER_TOKENS = "sender_kl/", "sender_tokens/"
 MAX_NAMES = 64  # names in each metric of a step; senders of groups choose them
 MAX_COUNTED = 4096  # senders in memory; the least recently active is dropped first
@@ -148,12 +151,12 @@ def mismatch_by(names: Sequence[str], parts: Sequence[Mismatch]) -> dict[str, Mi
 
 @torch.no_grad()
 def mismatch_summands(tokens: losses.Tokens, groups: Sequence[str]) -> dict[str, Tensor | float]:
-    """What a micro-batch adds to the update's sums for the metrics of mismatch.
+    """A micro-batch's terms of the sums from which an update's mismatch metrics are computed.
 
-    These are mismatch_kl, the mean over all tokens of the update; the sums from which the learner
-    computes ess, the effective sample size: sum(ratio)^2 / (number of tokens * sum(ratio^2)); and
-    the Mismatch of each sender. A name with a leading underscore is a sum that is no metric.
-    `groups` has the name of each rollout's group.
+    Summed over the micro-batches of an update they give: the metric mismatch_kl, a mean over all
+    tokens; the Mismatch of each sender; and the terms of the metric ess, the effective sample size,
+    sum(ratio)^2 / (number of tokens * sum(ratio^2)). The names of sums that are not metrics begin
+    with an underscore. `groups` has the name of each rollout's group.
     """
     log_ratio = tokens.logprobs - tokens.old_logprobs
     ratio, kl = losses.ratio_of(log_ratio, limit=losses.STRICT_LOG_RATIO), losses.k3(log_ratio)

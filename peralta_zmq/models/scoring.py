@@ -250,7 +250,7 @@ def _padded_layout(
 def _attention(
     module: Any,
     query: Tensor,  # [1, heads, M, D]
-    key: Tensor,  # [1, H, M, D]
+    key: Tensor,  # [1, key heads, M, D]
     value: Tensor,
     mask: Tensor | None,
     *,
@@ -295,7 +295,7 @@ def _tree_attention(
 
 def _matmul_attention(
     query: Tensor,  # [1, heads, T, D]
-    key: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, key heads, T, D]
     value: Tensor,
     mask: Tensor,  # [T, T]
     *,

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     options, settings = _parser().parse_known_args(arguments)
     command: str = options.command
     if settings and command not in STARTING:
-        raise ConfigError(f"{command} takes no {settings[0]}; settings are for bin/lan up")
+        raise ConfigError(f"{command} takes no {settings[0]}; only up and sync take settings")
     if command in STARTING and not (host_setup.REPO / "bin").exists():
         raise ConfigError(
             f"{command} copies a checkout of the project to the hosts, and this is an installed "

@@ -125,7 +125,7 @@ class ProcessGroup:
         """Handle a SIGINT or SIGTERM; returns the exit code if the group ends now.
 
         The first signal is passed to the leader, and the group continues (None). The second signal
-        ends the group, and so does the first if the leader does not run.
+        ends the group, and so does the first if the leader is not running.
         """
         if self._interrupted or not self._leader.send_signal(number):
             return 128 + number
@@ -277,13 +277,13 @@ class ManagedProcess:
         return len(self.crashes) < MAX_CRASHES or now - self.crashes[0] > CALM_SECONDS
 
     def send_signal(self, number: int) -> bool:
-        """Send a signal to the process, not to its children; False if it does not run."""
+        """Send a signal to the process, not to its children; False if it is not running."""
         if self.process:
             self.process.send_signal(number)
         return self.is_running
 
     def kill(self) -> bool:
-        """Send SIGKILL, as a fault injection; returns False if the process does not run.
+        """Send SIGKILL, as a fault injection; returns False if the process is not running.
 
         The process is restarted, and the kill does not count as a crash.
         """

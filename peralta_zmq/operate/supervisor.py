@@ -46,7 +46,7 @@ LOCK_SECONDS = 2.0  # to take the lock of a worker, which `supervisor_pid` takes
 START_SECONDS = 20.0  # for a started supervisor to take its lock
 STOP_SECONDS = 60.0  # for a trainer to finish its step and save, after SIGTERM
 KILL_SECONDS = 10.0  # for a supervisor to end after the second SIGTERM, or after SIGKILL
-STOPPED_SECONDS = 1.0  # for `stop` to write State.stopped after the supervisor has ended
+STOPPED_STATE_SECONDS = 1.0  # for `stop` to write State.stopped after the supervisor has ended
 RESTART_SECONDS = 10.0  # for `restart` or systemd to start an ended supervisor again
 POLL_SECONDS = 0.02  # between two tests of a condition
 FOLLOW_SECONDS = 0.2  # between two reads of a log
@@ -107,17 +107,17 @@ def check(jobs: Sequence[Job]) -> None:
     for job in jobs:
         if supervisor_pid(job.name) and read_job(job.name) != job:
             raise ConfigError(
-                f"{job.name} runs already with other settings; bin/lan stop {job.name} first"
+                f"{job.name} is already running with other settings; bin/lan stop {job.name} first"
             )
 
 
 def start(jobs: Sequence[Job]) -> None:
-    """Start each worker detached, except those that run already. Raises ConfigError."""
+    """Start each worker detached, except those that are already running. Raises ConfigError."""
     check(jobs)
     FOLDER.mkdir(exist_ok=True)
     for job in jobs:
         if pid := supervisor_pid(job.name):
-            sys.stdout.write(f"{job.name}: runs already pid={pid}\n")
+            sys.stdout.write(f"{job.name}: already running pid={pid}\n")
             continue
         # The environment variables may hold passwords.
         replace_file(_file(job.name, "json"), job_text(job).encode(), mode=0o600)
@@ -127,7 +127,7 @@ def start(jobs: Sequence[Job]) -> None:
 
 
 def restart(names: Sequence[str]) -> int | None:
-    """Stop workers, then start their jobs again; returns 1 if a worker does not end.
+    """Stop workers, then start their jobs again; returns 1 if a worker does not stop.
 
     Raises ConfigError, before it stops any worker, if the code or a job is missing.
     """
@@ -163,11 +163,11 @@ def run(job: Job) -> int:
 def stop(name: str) -> int:
     """Send SIGTERM to a supervisor, again after STOP_SECONDS, then SIGKILL.
 
-    Returns 0 once the supervisor has ended, 1 if it does not end.
+    Returns 0 once the supervisor has ended, 1 if it is still running.
     """
     pid = supervisor_pid(name)
     if pid is None:
-        sys.stdout.write(f"{name}: does not run\n")
+        sys.stdout.write(f"{name}: not running\n")
         return 0
     for number, seconds in (
         (signal.SIGTERM, STOP_SECONDS),
@@ -180,7 +180,7 @@ def stop(name: str) -> int:
             _write_state(name, replace(_read_state(name), stopped=True))
             sys.stdout.write(f"{name}: stopped\n")
             return 0
-    sys.stdout.write(f"{name}: does not end, pid={pid}\n")
+    sys.stdout.write(f"{name}: still running, pid={pid}\n")
     return 1
 
 
@@ -226,7 +226,7 @@ def _restart_grace(names: Sequence[str]) -> float:
     """
     states = [_read_state(name) for name in names]
     have_ended = all(state.code is not None and not state.stopped for state in states)
-    return STOPPED_SECONDS if have_ended else RESTART_SECONDS
+    return STOPPED_STATE_SECONDS if have_ended else RESTART_SECONDS
 
 
 def supervisor_pid(name: str) -> int | None:
@@ -252,7 +252,7 @@ def _check_copied() -> None:
 
 
 def _lock(name: str) -> None:
-    """Lock a worker until this process ends. Raises ConfigError if it runs already."""
+    """Lock a worker until this process ends. Raises ConfigError if it is already running."""
     lock = os.open(_file(name, "lock"), os.O_RDWR | os.O_CREAT, 0o644)  # never closed
 
     def take_lock() -> bool:
@@ -262,7 +262,7 @@ def _lock(name: str) -> None:
         return False
 
     if not _wait_until(take_lock, LOCK_SECONDS):
-        raise ConfigError(f"{name} runs already; bin/lan stop {name} first")
+        raise ConfigError(f"{name} is already running; bin/lan stop {name} first")
     os.ftruncate(lock, 0)
     os.write(lock, str(os.getpid()).encode())
 

@@ -184,7 +184,7 @@ class PolicyPublisher:
         started = time.monotonic()
         while not self._publisher.wait(CHECK_SECONDS):
             if time.monotonic() - started > (timeout := self._timeout()):
-                note = f"the last version is not published after {timeout:.0f} s"
+                note = f"the last version is still not published after {timeout:.0f} s"
                 self._session.run_log.note(note)
                 break
         self.record_reports()
@@ -206,7 +206,8 @@ class PolicyPublisher:
         """Call `wait`; raise OutageError if the newest weights are still not published."""
         self.wait()
         if self._publisher.is_pending:
-            raise OutageError(self._failure or f"publishing to {self.store.address} takes longer")
+            reason = f"the last version is still being published to {self.store.address}"
+            raise OutageError(self._failure or reason)
         self.record_reports()  # an attempt after `wait` may have succeeded
 
     def record_reports(self) -> None:

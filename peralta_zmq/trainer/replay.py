@@ -45,7 +45,7 @@ from peralta_zmq.weights.tensor_set import MappedTensors
 from peralta_zmq.weights.version import RUN_FILE, WEIGHTS_FILE, Version
 
 PRINTED = ("reward", "loss", "grad_norm", "learning_rate")  # metrics in the line of each step
-DIFFERENT, DAMAGED = 1, 3  # exit codes, see `main`; 2 is that of any error
+DIFFERENT, DAMAGED = 1, 3  # exit codes, see `main`; 2 means any other error
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,9 +55,9 @@ def main(arguments: Sequence[str]) -> int:
     DAMAGED if published versions cannot be read; they are named on stderr and not compared.
 
     Each step uses the learning rate in metrics.jsonl, unless options of this command change the
-    schedule. Weights are compared only if the options change no setting. From the first step
-    without a learning rate in metrics.jsonl on, different weights are not an error, because that
-    step may have been trained with another rate. Raises ConfigError or JournalError if there is
+    schedule. Weights are compared only if the options change no setting. If metrics.jsonl lacks the
+    learning rate of a step, different weights of this step and later ones are not an error, because
+    the step may have been trained with another rate. Raises ConfigError or JournalError if there is
     nothing to replay, StoreError if the weights folder cannot be listed.
     """
     options, settings = replay_options(arguments)
@@ -122,10 +122,12 @@ def replay(
             groups = [group for group in decoded if isinstance(group, RolloutGroup)]
             num_refused = sum(record.kind == journal.GROUP for record in records) - len(groups)
             is_full = sum(size_of(config, group) for group in groups) >= step_size(config)
-            # As in recovery.py: a batch that is full only with its refused groups is trained
-            # without them, except in the newest step, whose batch may not have been complete.
-            if not is_full and not (num_refused and step < max(steps)):
-                if step < max(steps):
+            is_newest = step >= max(steps)
+            # As in recovery.py: refused groups were part of the batch, so a batch that is not full
+            # without them is trained, except in the newest step: it may never have been complete.
+            is_complete = is_full or (num_refused and not is_newest)
+            if not is_complete:
+                if not is_newest:
                     larger = " (or train.batch_size is larger than the run's)" if groups else ""
                     raise JournalError(
                         f"{journal.file_of(folder / 'journal', step)} is missing or lacks groups"
@@ -220,8 +222,8 @@ def _recorded_rates(run: Path) -> dict[int, float]:
 def _restore(learner: Learner, folder: Path, earliest: int, first: int | None) -> None:
     """Restore the newest checkpoint before step `first`.
 
-    None stands for `earliest`, the first step in the journal. Raises JournalError if the journal
-    lacks steps after that checkpoint.
+    `earliest` is the first step in the journal, and the default of `first`. Raises JournalError if
+    the journal lacks steps after that checkpoint.
     """
     if earliest == 1 and first is None:
         return
@@ -258,8 +260,8 @@ def _published(run: Path, config: Config) -> tuple[dict[int, str], list[str]]:
             if version is None:
                 problems[number] = f"version {number} is not compared: no valid {MANIFEST}"
             elif version.run_id == run_id and not _is_undone(version, targets):
-                # A version of an earlier step than a version before it follows a roll-back, even if
-                # the event is missing, because the disk was full.
+                # If the step is lower than that of a previous version, the run was rolled back. The
+                # event of the roll-back may be missing, because the disk was full.
                 digests = {step: value for step, value in digests.items() if step < version.step}
                 try:
                     with load_version(store, version) as local:

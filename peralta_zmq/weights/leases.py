@@ -172,7 +172,7 @@ def _may_be_running(owner: Mapping[str, Any]) -> bool:
         return pid != os.getpid() and owner["started"] == _start_of(pid)
     except PermissionError:  # it belongs to another user
         return True
-    except ProcessLookupError:
+    except (ProcessLookupError, FileNotFoundError):
         return False
 
 
@@ -180,8 +180,8 @@ def _start_of(pid: int) -> float:
     """When a process started, independent of later changes of the clock.
 
     On Linux the result is in clock ticks since the boot, because psutil computes a time from the
-    clock, which may be set while the process runs. Elsewhere it is the recorded time, in seconds.
-    Raises ProcessLookupError or PermissionError.
+    clock, which may be set while the process runs. Elsewhere it is the system's record, in seconds.
+    Raises PermissionError, and ProcessLookupError or FileNotFoundError if the process has ended.
     """
     if sys.platform == "linux":
         stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")

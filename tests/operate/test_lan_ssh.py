@@ -103,8 +103,8 @@ def assert_other_settings_are_refused(home: Home) -> None:
     other = home.lan("up", *home.settings(), "--train.learning-rate", "2e-5")
     assert other.returncode == 1, other.stdout
     for host, name in (("alpha", "alpha-trainer"), ("beta", "beta-0")):
-        said = f"{host}: check: {name} runs already with other settings; bin/lan stop {name} first"
-        assert said in other.stderr
+        reason = f"{name} is already running with other settings; bin/lan stop {name} first"
+        assert f"{host}: check: {reason}" in other.stderr
     assert f" @ .lan/{settings.name} " in processes_in(alpha)[worker_pid(alpha, "trainer")]
 
 

@@ -126,10 +126,10 @@ def test_start_keeps_a_running_worker_and_refuses_other_settings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pid = start("start", waiting_job("one"))
-    assert call("start", waiting_job("one")).stdout == f"{NAME}: runs already pid={pid}\n"
+    assert call("start", waiting_job("one")).stdout == f"{NAME}: already running pid={pid}\n"
     refused = call("start", waiting_job("two"))
     assert refused.returncode == 2 and refused.stderr == (
-        f"{NAME} runs already with other settings; bin/lan stop {NAME} first\n"
+        f"{NAME} is already running with other settings; bin/lan stop {NAME} first\n"
     )
     assert supervisor.supervisor_pid(NAME) == pid
     assert supervisor.stop(NAME) == 0 and status(capsys)["state"] == "stopped"

@@ -150,7 +150,7 @@ def _check_address(
     """
     address, token = config.weights_address, config.weights.token_file
     port, run_id = config.weights.serve_port, reply.run_id if reply else ""
-    # If a doctor replied, the trainer that will serve this URL does not run yet.
+    # If a doctor replied, the trainer that will serve this URL is not running yet.
     if reply and reply.role == "doctor" and port and address.startswith("http://"):
         report.run("weights", weights_checks.check_future_address, address, token, port)
         return
