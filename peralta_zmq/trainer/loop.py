@@ -80,12 +80,14 @@ class Trainer:
         self.policy = policy.open_policy(config, [*train.problems, *held_out.problems], ranks)
         worker_info = self.policy.worker_info
         limits = policy.group_limits(config, self.policy.model)
+        is_new = known_id is None
+        authenticator = session.open_authenticator(config, stack, stop, is_new=is_new)
         receiver, status_receiver, announcer = session.open_sockets(
-            config, stack, run_id, limits, worker_info, train.digest
+            config, stack, run_id, limits, worker_info, train.digest, authenticator
         )
         store = policy.open_store(config)
         run_log, journal = session.open_run_folder(
-            config, stack, store, run_id, stop, is_new=known_id is None
+            config, stack, store, run_id, stop, is_new=is_new
         )
         self.session = session.Session(config, run_id, run_log, announcer, stop)
         self.publishing = policy.PolicyPublisher(self.session, store, self.policy, stack)

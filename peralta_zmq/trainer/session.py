@@ -309,6 +309,22 @@ def _remove_new(folder: Path) -> None:
 # Sockets and dashboard.
 
 
+def open_authenticator(
+    config: Config, stack: ExitStack, stop: StopSignal, *, is_new: bool
+) -> wire.Authenticator:
+    """Read the keys, and accept their holders from now on; without keys, accept everyone.
+
+    Waits while the keys of an existing run cannot be read. For a new run, raises OutageError
+    instead. Raises WireError if a key cannot be used.
+    """
+
+    def start() -> wire.Authenticator:
+        return wire.Authenticator(config.keys_folder)
+
+    authenticator = start() if is_new else wait_out(start, folder=config.run_folder, stop=stop)
+    return stack.enter_context(closing(authenticator))
+
+
 def open_sockets(
     config: Config,
     stack: ExitStack,
@@ -316,6 +332,7 @@ def open_sockets(
     limits: wire.GroupLimits,
     worker_info: Mapping[str, str],
     train_set_digest: bytes,
+    authenticator: wire.Authenticator,
 ) -> tuple[wire.RolloutReceiver, wire.GeneratorStatusReceiver, ProgressAnnouncer]:
     """Bind four consecutive ports: rollouts, announcements, statuses, probes.
 
@@ -323,8 +340,7 @@ def open_sockets(
     tests of bin/doctor. `worker_info` describes this machine. `train_set_digest` lets a generator
     detect that it has other training problems. Raises WireError if a port is in use.
     """
-    address, keys = f"tcp://{config.wire.bind}:{config.wire.port}", config.keys_folder
-    authenticator = stack.enter_context(closing(wire.Authenticator(keys)))
+    address = f"tcp://{config.wire.bind}:{config.wire.port}"
     receiver = wire.RolloutReceiver(
         address,
         run_id=run_id,

@@ -23,7 +23,7 @@ import zmq
 from zmq.utils import z85
 
 from peralta_zmq.atomic_files import PLAIN_NAME
-from peralta_zmq.errors import WireError, program_name
+from peralta_zmq.errors import OutageError, WireError, program_name
 
 TRAINER = "trainer"  # name of the trainer's key files
 PUBLIC, SECRET = ".public", ".secret"
@@ -83,15 +83,26 @@ def make_keys(folder: Path, name: str) -> bool:
 
 
 def trainer_secret(folder: Path) -> bytes:
-    """Read the trainer's secret key. Raises WireError as `read_secret` does."""
-    return read_secret(folder / f"{TRAINER}{SECRET}")
+    """Read the trainer's secret key.
+
+    Raises OutageError if there is none, as in a mount point without its mount; otherwise as
+    `read_secret`.
+    """
+    file = folder / f"{TRAINER}{SECRET}"
+    if not os.path.exists(file):
+        raise OutageError(
+            f"key {file} is missing; mount its disk, copy it here, or make it with "
+            f"{program_name('doctor')} keygen"
+        )
+    return read_secret(file)
 
 
 def generator_keys(folder: Path, name: str) -> GeneratorKeys:
     """Read the keys of the generator `name`.
 
     Raises WireError if a file is missing or holds no key, or if other users can read the secret key
-    or replace the trainer's public key.
+    or replace the trainer's public key; OutageError if the folder or a file cannot be read for
+    now.
     """
     _check_name(name)
     secret = read_secret(folder / f"{name}{SECRET}")
@@ -104,8 +115,8 @@ def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
     """Read the public keys of all generators in a folder; returns key -> name.
 
     If `strict`, raises KeyFileError for an unusable key file; otherwise logs and skips the file.
-    Raises WireError if the folder cannot be read, other users can write to the folder, two names
-    have the same key, or a read fails with an error that may be temporary.
+    Raises WireError if other users can write to the folder or two names have the same key;
+    OutageError if the folder or a file cannot be read for now.
     """
     names: dict[bytes, str] = {}
     for entry in _check_and_list(folder):
@@ -126,16 +137,22 @@ def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
 
 
 def read_secret(file: Path) -> bytes:
-    """Read a secret key; WireError if the file holds no key or others can access it."""
+    """Read a secret key; KeyFileError if it is unusable or others can access it.
+
+    Raises OutageError if it cannot be read for now.
+    """
     key, status = _read_key(file)
     if status.st_mode & 0o077:
-        raise WireError(f"{file} can be read by others; chmod 600 {file}")
+        raise KeyFileError(f"{file} can be read by others; chmod 600 {file}")
     _check_writers(file, status)
     return key
 
 
 def _read_public(file: Path) -> bytes:
-    """Read a public key; KeyFileError if it is unusable or others can replace it."""
+    """Read a public key; KeyFileError if it is unusable or others can replace it.
+
+    Raises OutageError if it cannot be read for now.
+    """
     key, status = _read_key(file)
     _check_writers(file, status)
     return key
@@ -155,12 +172,12 @@ def _check_writers(path: Path, status: os.stat_result) -> None:
 def _check_and_list(folder: Path) -> list[str]:
     """Check the permissions of a key folder; returns its file names, sorted.
 
-    Raises WireError if the folder cannot be read, or if other users could add a key to the folder.
+    Raises OutageError if the folder cannot be read, KeyFileError if other users could add a key.
     """
     try:
         status, names = folder.stat(), sorted(os.listdir(folder))
     except OSError as error:
-        raise WireError(f"key folder {folder} cannot be read ({error.strerror})") from None
+        raise OutageError(f"key folder {folder} cannot be read ({error.strerror})") from None
     _check_writers(folder, status)
     return names
 
@@ -168,7 +185,7 @@ def _check_and_list(folder: Path) -> list[str]:
 def _read_key(file: Path) -> tuple[bytes, os.stat_result]:
     """Read a key file; returns the key and the status of the file.
 
-    Raises KeyFileError if the file is missing, not readable or not a key; WireError for an error
+    Raises KeyFileError if the file is missing, not readable or not a key; OutageError for an error
     that may be temporary, such as that of an unresponsive mount.
     """
     try:
@@ -176,7 +193,7 @@ def _read_key(file: Path) -> tuple[bytes, os.stat_result]:
             status, key = os.fstat(opened.fileno()), opened.read(100).strip()
     except OSError as error:
         permanent = isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError))
-        raise (KeyFileError if permanent else WireError)(
+        raise (KeyFileError if permanent else OutageError)(
             f"key {file} cannot be read ({error.strerror}); "
             f"if it is missing, make it with {program_name('doctor')} keygen, or copy it here"
         ) from None
@@ -254,12 +271,13 @@ class Authenticator:
     """
 
     def __init__(self, folder: Path | None) -> None:
+        """Raises KeyFileError for an unusable key, OutageError for keys that cannot be read."""
         self.refused = 0  # number of refused connections
         self._logged: set[str] = set()  # reasons of refusals
         self._folder = folder
-        self._secret = trainer_secret(folder) if folder else b""
         # Public key -> name; None while the folder cannot be read.
         self._names: dict[bytes, str] | None = known_generators(folder) if folder else {}
+        self._secret = trainer_secret(folder) if folder else b""
         self._read_at = time.monotonic()
         self._quotas: dict[bytes, ConnectionQuota] = {}  # ZAP domain, one per socket -> quota
         self._closed = threading.Event()
@@ -350,7 +368,7 @@ class Authenticator:
             self._read_at = time.monotonic()
             try:
                 self._names = known_generators(self._folder, strict=False)
-            except WireError as error:
+            except (WireError, OutageError) as error:
                 self._names = None
                 logger.warning("no client is accepted: %s", error)
         return self._names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,12 +15,13 @@ from typing import Any
 import pytest
 
 from peralta_zmq.config import Config, load_config
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import ConfigError, OutageError
 from peralta_zmq.trainer import loop as trainer
 from peralta_zmq.trainer import policy
 from peralta_zmq.trainer.loop import Trainer
 from peralta_zmq.trainer.session import StopSignal
 from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.wire.auth import TRAINER, make_keys
 from tools.link_proxy import free_ports
 
 Outage = Callable[[Config, pytest.MonkeyPatch], Callable[[], None]]  # begins; returns what ends it
@@ -150,6 +152,43 @@ def test_run_folder_that_is_unmounted_during_a_start_is_waited_for(
         again = Trainer(config, stack)
         assert again.session.run_id == again.publishing.store.run_id == run_id
     assert not away.exists(), "it has waited"
+
+
+@pytest.mark.parametrize("has_mount_point", [True, False])
+def test_existing_run_waits_for_its_unmounted_key_folder(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    has_mount_point: bool,
+) -> None:
+    keys, away = tmp_path / "keys", tmp_path / "away"
+    make_keys(keys, TRAINER)
+    config = config_in(tmp_path, "--security.keys", str(keys))
+    with ExitStack() as stack:
+        run_id = Trainer(config, stack).session.run_id
+    keys.rename(away)
+    if has_mount_point:
+        keys.mkdir()
+
+    def mount(stop: StopSignal, seconds: float) -> None:
+        away.rename(keys)  # replaces an empty folder
+
+    monkeypatch.setattr(StopSignal, "pause", mount)
+    with ExitStack() as stack:
+        assert Trainer(config, stack).session.run_id == run_id
+    waiting, over = (row.getMessage() for row in caplog.records if row.module == "session")
+    reason = r"key .*secret is missing; mount" if has_mount_point else "key folder .* cannot be"
+    assert re.match(reason, waiting) and over.startswith("the outage is over after")
+
+
+def test_new_run_without_its_key_folder_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_in(tmp_path, "--security.keys", str(tmp_path / "keys"))
+    monkeypatch.delattr(StopSignal, "pause")
+    with pytest.raises(OutageError, match=r"key folder .*keys cannot be read \(No such file"):
+        trainer.run(config)
+    assert not config.run_folder.exists()
 
 
 def test_new_run_on_a_full_disk_is_refused_at_once(
