@@ -190,12 +190,12 @@ def closed_connections(client: Client, count: int) -> int:
     """Connections that each send a group and close."""
     frame = wire.encode_group(group_within_limits(client.target.run_id))
     ends, sent = time.monotonic() + SEND_SECONDS, 0
-    with suppress(zmq.Again):
-        while sent < count and time.monotonic() < ends:
-            opened = client.open(zmq.PUSH, ROLLOUTS)
-            opened.send(frame)  # waits until the trainer accepts the connection
-            opened.close(linger=int(1000 * STUCK_SECONDS))
+    while sent < count and time.monotonic() < ends:
+        opened = client.open(zmq.PUSH, ROLLOUTS)
+        with suppress(zmq.Again):  # the trainer has refused the connection
+            opened.send(frame)
             sent += 1
+        opened.close(linger=int(1000 * STUCK_SECONDS))
     return sent
 
 
