@@ -124,8 +124,8 @@ def test_bf16_logprobs_are_as_exact_as_those_of_transformers(
     settings = {"tie_word_embeddings": tied, **FAMILIES[family]}
     model = sharp_model(**settings).bfloat16()
     engine = engine_of(model, tokenizer)
-    if gemm.panel_library() is not None:
-        assert packed_classes(model) == {gemm.PanelWeight}
+    if gemm.panel_kernel() is not None:
+        assert gemm.PanelWeight in packed_classes(model)
     for seed in (0, 8):
         plain = sharp_model(seed=seed, **settings).bfloat16()
         exact = copy.deepcopy(plain).float()

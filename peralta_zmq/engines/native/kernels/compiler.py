@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,10 +22,18 @@ from typing import Any
 
 import torch
 
+# The value of -march (default: native), or "none" to use torch's operators. For tests.
+INSTRUCTION_SET = "PERALTA_KERNELS"
 # The compiler may reorder sums, but must keep NaN (no -ffinite-math-only).
 MATH_FLAGS = "-fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative-math"
-FLAGS = f"-O3 -march=native -fPIC -fopenmp {MATH_FLAGS} -freciprocal-math".split()
+FLAGS = f"-O3 -fPIC -fopenmp {MATH_FLAGS} -freciprocal-math".split()
 COMPILE_TIMEOUT_SECONDS = 60.0
+PROBE_TIMEOUT_SECONDS = 10.0
+# Calls `probe` of a library, argument 2, which needs the OpenMP library, argument 1.
+PROBE = (
+    "import ctypes, sys; ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL); "
+    "sys.exit(ctypes.CDLL(sys.argv[2]).probe())"
+)
 REMEDY = "on Debian, install the packages gcc and libc6-dev"
 POINTER, INT64, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 logger = logging.getLogger(__name__)
@@ -40,20 +49,26 @@ def load(
     """Load the library of the C file `source`; None if the library cannot be used.
 
     `functions` maps the names of the C functions to their argument types. `defines` are -D options
-    of the compiler. `check` returns whether the library computes correct results. On Linux, the
-    reason for None is logged; on other systems, the result is always None.
+    of the compiler. `check` returns whether the library computes correct results. The library's
+    function `probe` uses its instructions, and returns 0 if the process may use them; a child
+    process calls it first, because an unusable instruction ends the process. On Linux, the reason
+    for None is logged; on other systems, the result is always None.
     """
-    if sys.platform != "linux":
+    instruction_set = os.environ.get(INSTRUCTION_SET, "native")
+    if sys.platform != "linux" or instruction_set == "none":
         return None
+    flags = (f"-march={instruction_set}", *defines)
     try:
-        library = ctypes.CDLL(str(_compiled(Path(__file__).with_name(source), defines)))
+        file = _compiled(Path(__file__).parent / source, flags)
+        _probe(file)
+        library = ctypes.CDLL(str(file))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         # Path.home() raises RuntimeError for a user without a home directory.
-        logger.info("%s is not compiled, which is slower: %s", source, error)
+        logger.info("%s is not used, which is slower: %s", source, error)
         return None
     for name, argument_types in functions.items():
         getattr(library, name).argtypes = argument_types
-    if check(library):
+    if library.probe() == 0 and check(library):
         return library
     logger.warning("%s is not used, which is slower: its results differ from torch's", source)
     return None
@@ -68,18 +83,28 @@ def cpu_features() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _compiled(source: Path, defines: tuple[str, ...]) -> Path:
+def _probe(library: Path) -> None:
+    """Call the function `probe` of a library in a child process. Raises OSError if it fails."""
+    command = [sys.executable, "-I", "-S", "-c", PROBE, str(_openmp()), str(library)]
+    code = subprocess.run(command, capture_output=True, timeout=PROBE_TIMEOUT_SECONDS).returncode
+    if code:
+        reason = signal.strsignal(-code) if code < 0 else f"code {code}"
+        raise OSError(f"this machine cannot execute it ({reason})")
+
+
+def _compiled(source: Path, options: tuple[str, ...]) -> Path:
     """The library file of `source`; compiles it if it is not in the cache folder.
 
     The file name has two hashes. The first covers everything that the build depends on, also the
-    CPU features: machines may share a home directory, and code for another CPU may crash. The
+    machine: machines may share a home directory, and code for another CPU may crash. The
     second covers the content of the file, because a damaged library could crash the process.
     """
     cc = shutil.which("cc")
     if cc is None:
         raise FileNotFoundError(f"no C compiler here (cc); {REMEDY}")
-    flags = [cc, *FLAGS, *defines]
-    build = repr((flags, cpu_features(), platform.libc_ver(), _openmp())).encode()
+    flags = [cc, *FLAGS, *options]
+    machine = platform.machine(), cpu_features(), platform.libc_ver()
+    build = repr((flags, machine, _openmp())).encode()
     name = f"{source.stem}-{_hash(source.read_bytes() + build)}"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peralta_zmq"
     for library in folder.glob(f"{name}-*.so"):

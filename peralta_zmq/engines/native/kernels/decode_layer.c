@@ -6,12 +6,17 @@
    stored once, in the shared part; a row's own part holds the rest of its sequence.
 
    Compiled by decode_layer.py, for bfloat16 with SCALAR_IS_BF16 and for float without. The width of
-   a head (head_dim) is a multiple of LANES and at most MAX_WIDTH. At most MAX_GROUP query heads
-   share a key head. */
+   a head (head_dim) is a multiple of WIDTH_UNIT and at most MAX_WIDTH. At most MAX_GROUP query
+   heads share a key head. */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+#if defined(SCALAR_IS_BF16) && defined(__AVX512BF16__) && LANES == 16 && WIDTH_UNIT % 32 == 0
+#define HAS_PAIRS /* vdpbf16ps multiplies 32 pairs of bfloat16 and adds the products to 16 sums */
+#include <immintrin.h>
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -65,9 +70,32 @@ typedef struct {
     float epsilon, scaling;
 } Attention;
 
+#ifdef HAS_PAIRS
+
+typedef scalar operand; /* of the scores: queries, rounded as torch rounds them */
+enum { DOT_STEP = 2 * LANES };
+INLINE operand to_operand(float x) { return to_scalar(x); }
+INLINE __m512bh load_pairs(const scalar *from) { return (__m512bh)_mm512_loadu_si512(from); }
+
+INLINE lanes add_products(lanes sums, const operand *query, const scalar *key) {
+    return (lanes)_mm512_dpbf16_ps((__m512)sums, load_pairs(query), load_pairs(key));
+}
+
+#else
+
+typedef float operand;
+enum { DOT_STEP = LANES };
+INLINE operand to_operand(float x) { return x; }
+
+INLINE lanes add_products(lanes sums, const operand *query, const scalar *key) {
+    return sums + load(key) * *(const lanes *)query;
+}
+
+#endif
+
 /* Running result of the online softmax, for the query heads that share a key head. */
 typedef struct {
-    float query[MAX_GROUP * MAX_WIDTH];
+    operand query[MAX_GROUP * MAX_WIDTH];
     float sum[MAX_GROUP * MAX_WIDTH]; /* sum of exp(score - max) * value */
     float max[MAX_GROUP];             /* maximum of the scores */
     float total[MAX_GROUP];           /* sum of exp(score - max) */
@@ -109,28 +137,33 @@ static void rotate(const scalar *in, const scalar *norm, const scalar *cosine, c
         out[d] = head[d] * to_float(cosine[d]) + head[d - half] * to_float(sine[d]);
 }
 
+typedef float half_lanes __attribute__((vector_size(2 * LANES)));
+typedef float quarter_lanes __attribute__((vector_size(LANES)));
+
+/* The sum of all lanes. Adds halves first, because compilers would add one lane after the other. */
 INLINE float horizontal_sum(lanes terms) {
+    half_lanes halves[2];
+    quarter_lanes quarters[2];
+    memcpy(halves, &terms, sizeof halves);
+    halves[0] += halves[1];
+    memcpy(quarters, halves, sizeof quarters);
+    quarters[0] += quarters[1];
     float sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += terms[lane];
+    for (int lane = 0; lane < LANES / 4; lane++) sum += quarters[0][lane];
     return sum;
 }
 
-INLINE void prefetch(const scalar *from, int64_t width) {
-    for (int64_t d = 0; d < width; d += CACHE_LINE / sizeof(scalar)) __builtin_prefetch(from + d);
-}
-
-/* Computes the scores of `count` keys, at most BLOCK. Prefetches `count` vectors from `next`. */
-INLINE void qk_scores(const State *state, const scalar *keys, const scalar *next, int64_t count,
-                      int64_t group, int64_t width, float scores[][BLOCK]) {
+/* Computes the scores of `count` keys, at most BLOCK. Prefetches their values. */
+INLINE void qk_scores(const State *state, const scalar *keys, const scalar *values, int64_t count,
+                      int64_t group, int64_t width, float scaling, float scores[][BLOCK]) {
     for (int64_t p = 0; p < count; p++) {
         lanes sums[MAX_GROUP] = {0};
-        prefetch(next + p * width, width);
-        for (int64_t d = 0; d < width; d += LANES) {
-            lanes key = load(keys + p * width + d);
+        for (int64_t d = 0; d < width; d += CACHE_LINE / sizeof(scalar))
+            __builtin_prefetch(values + p * width + d);
+        for (int64_t d = 0; d < width; d += DOT_STEP)
             for (int64_t g = 0; g < group; g++)
-                sums[g] += key * *(const lanes *)(state->query + g * width + d);
-        }
-        for (int64_t g = 0; g < group; g++) scores[g][p] = horizontal_sum(sums[g]);
+                sums[g] = add_products(sums[g], state->query + g * width + d, keys + p * width + d);
+        for (int64_t g = 0; g < group; g++) scores[g][p] = scaling * horizontal_sum(sums[g]);
     }
 }
 
@@ -145,14 +178,55 @@ INLINE void online_softmax(State *state, int64_t g, int64_t count, int64_t width
     state->max[g] = max, state->total[g] = total;
 }
 
-/* Adds `count` values times their weights to the sums. Keeps the sums of `step` SIMD vectors in
-   registers at a time. Prefetches `count` vectors from `next`. */
-INLINE void weighted_sum(State *state, const scalar *values, const scalar *next, int64_t count,
-                         int64_t group, int64_t width, float weights[][BLOCK], const int step) {
+/* Adds `count` values times their weights to the sums. Keeps the sums of `step` * DOT_STEP scalars
+   in registers at a time. */
+#ifdef HAS_PAIRS
+
+INLINE void weighted_sum(State *state, const scalar *values, int64_t count, int64_t group,
+                         int64_t width, float weights[][BLOCK], const int step) {
+    const __m512i order = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i upper = _mm512_add_epi32(order, _mm512_set1_epi32(8));
+    scalar pairs[MAX_GROUP][BLOCK + 2]; /* weights of positions p and p + 1 */
+    for (int64_t g = 0; g < group; g++) {
+        for (int64_t p = 0; p < BLOCK; p++) pairs[g][p] = to_scalar(weights[g][p]);
+        pairs[g][count] = 0;
+    }
+    for (int64_t d = 0; d < width; d += step * DOT_STEP) {
+        __m512 sums[MAX_GROUP][4] = {0};
+        for (int64_t p = 0; p < count; p += 2) {
+            const scalar *first = values + p * width + d;
+            const scalar *second = p + 1 < count ? first + width : first;
+            for (int k = 0; k < step; k++) {
+                __m512i a = _mm512_loadu_si512(first + k * DOT_STEP);
+                __m512i b = _mm512_loadu_si512(second + k * DOT_STEP);
+                __m512bh low = (__m512bh)_mm512_unpacklo_epi16(a, b);
+                __m512bh high = (__m512bh)_mm512_unpackhi_epi16(a, b);
+                for (int64_t g = 0; g < group; g++) {
+                    uint32_t both;
+                    memcpy(&both, pairs[g] + p, sizeof both);
+                    __m512bh weight = (__m512bh)_mm512_set1_epi32(both);
+                    sums[g][2 * k] = _mm512_dpbf16_ps(sums[g][2 * k], low, weight);
+                    sums[g][2 * k + 1] = _mm512_dpbf16_ps(sums[g][2 * k + 1], high, weight);
+                }
+            }
+        }
+        for (int64_t g = 0; g < group; g++)
+            for (int k = 0; k < step; k++) { /* unpack has interleaved groups of four */
+                __m512 low = sums[g][2 * k], high = sums[g][2 * k + 1];
+                lanes *to = (lanes *)(state->sum + g * width + d + k * DOT_STEP);
+                to[0] += (lanes)_mm512_permutex2var_ps(low, order, high);
+                to[1] += (lanes)_mm512_permutex2var_ps(low, upper, high);
+            }
+    }
+}
+
+#else
+
+INLINE void weighted_sum(State *state, const scalar *values, int64_t count, int64_t group,
+                         int64_t width, float weights[][BLOCK], const int step) {
     for (int64_t d = 0; d < width; d += step * LANES) {
         lanes sums[MAX_GROUP][4] = {0};
         for (int64_t p = 0; p < count; p++) {
-            prefetch(next + p * width + d, step * LANES);
             for (int k = 0; k < step; k++) {
                 lanes value = load(values + p * width + d + k * LANES);
                 for (int64_t g = 0; g < group; g++) sums[g][k] += value * weights[g][p];
@@ -164,18 +238,21 @@ INLINE void weighted_sum(State *state, const scalar *values, const scalar *next,
     }
 }
 
-/* Attends to `count` positions. `next` points to the keys that are read afterwards, to prefetch. */
-INLINE void attend_range(State *state, const scalar *keys, const scalar *values,
-                         const scalar *next, int64_t count, int64_t group, int64_t width) {
+#endif
+
+/* Attends to `count` positions. */
+INLINE void attend_range(State *state, const scalar *keys, const scalar *values, int64_t count,
+                         int64_t group, int64_t width, float scaling) {
+    enum { WIDE = 4 * LANES }; /* scalars */
     for (int64_t first = 0; first < count; first += BLOCK) {
         float scores[MAX_GROUP][BLOCK];
         int64_t size = count - first < BLOCK ? count - first : BLOCK, offset = first * width;
-        qk_scores(state, keys + offset, values + offset, size, group, width, scores);
+        qk_scores(state, keys + offset, values + offset, size, group, width, scaling, scores);
         for (int64_t g = 0; g < group; g++) online_softmax(state, g, size, width, scores[g]);
-        if (width % (4 * LANES))
-            weighted_sum(state, values + offset, next + offset, size, group, width, scores, 1);
+        if (width % WIDE)
+            weighted_sum(state, values + offset, size, group, width, scores, 1);
         else
-            weighted_sum(state, values + offset, next + offset, size, group, width, scores, 4);
+            weighted_sum(state, values + offset, size, group, width, scores, WIDE / DOT_STEP);
     }
 }
 
@@ -190,7 +267,7 @@ INLINE void attend_head(const Attention *a, int64_t row, int64_t head, int64_t g
     const scalar *query = a->query + row * a->query_stride + head * group * width;
     scalar *keys = a->keys + index * row_size, *values = a->values + index * row_size;
     scalar *out = a->out + index * group * width;
-    float key[MAX_WIDTH];
+    float key[MAX_WIDTH], rotated[MAX_WIDTH];
 
     rotate(a->key + row * a->key_stride + head * width, a->key_norm, cosine, sine, a->epsilon,
            width, key);
@@ -199,15 +276,16 @@ INLINE void attend_head(const Attention *a, int64_t row, int64_t head, int64_t g
            width * sizeof(scalar));
 
     for (int64_t g = 0; g < group; g++) {
-        rotate(query + g * width, a->query_norm, cosine, sine, a->epsilon, width,
-               state.query + g * width);
+        rotate(query + g * width, a->query_norm, cosine, sine, a->epsilon, width, rotated);
+        for (int64_t d = 0; d < width; d++) {
+            state.query[g * width + d] = to_operand(rotated[d]);
+            state.sum[g * width + d] = 0;
+        }
         state.max[g] = -INFINITY, state.total[g] = 0;
     }
-    for (int64_t d = 0; d < group * width; d++)
-        state.query[d] *= a->scaling, state.sum[d] = 0;
-    attend_range(&state, a->shared_keys + shared_offset, a->shared_values + shared_offset, keys,
-                 a->end[row] - start, group, width);
-    attend_range(&state, keys, values, keys + a->heads * row_size, column + 1, group, width);
+    attend_range(&state, a->shared_keys + shared_offset, a->shared_values + shared_offset,
+                 a->end[row] - start, group, width, a->scaling);
+    attend_range(&state, keys, values, column + 1, group, width, a->scaling);
     for (int64_t g = 0; g < group; g++)
         for (int64_t d = 0; d < width; d++)
             out[g * width + d] = to_scalar(state.sum[g * width + d] / state.total[g]);
@@ -250,4 +328,22 @@ void gate(const scalar *gates, const scalar *ups, scalar *out, int64_t rows, int
             float x = to_float(gates[row * stride + d]), up = to_float(ups[row * stride + d]);
             out[row * width + d] = to_scalar(to_float(to_scalar(x / (1 + fast_exp(-x)))) * up);
         }
+}
+
+/* Uses the instructions of this file once, on zeros. Returns 0. */
+int probe(void) {
+    enum { WIDTH = 4 * LANES, ROWS = 2, KEYS = 16 };
+    static scalar zeros[ROWS * KEYS * WIDTH], out[ROWS * KEYS * WIDTH];
+    const int64_t start[ROWS] = {0}, end[ROWS] = {KEYS, KEYS - 1}, column[ROWS] = {KEYS - 1};
+    const Attention a = {
+        .rows = ROWS, .heads = 1, .group = 1, .width = WIDTH, .shared = KEYS, .capacity = KEYS,
+        .threads = 1, .query_stride = WIDTH, .key_stride = WIDTH, .value_stride = WIDTH,
+        .query = zeros, .key = zeros, .value = zeros, .query_norm = zeros, .key_norm = zeros,
+        .cosine = zeros, .sine = zeros, .shared_keys = zeros, .shared_values = zeros,
+        .keys = zeros, .values = zeros, .start = start, .end = end, .column = column, .out = out,
+        .epsilon = 1, .scaling = 1};
+    attend(&a);
+    norm(zeros, zeros, out, ROWS, WIDTH, 1, 1);
+    gate(zeros, zeros, out, ROWS, WIDTH, WIDTH, 1);
+    return 0;
 }

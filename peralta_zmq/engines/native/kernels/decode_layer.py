@@ -26,6 +26,10 @@ from peralta_zmq.engines.native.kernels.compiler import FLOAT, INT, INT64, POINT
 LANES = 16  # floats in a SIMD vector
 MAX_WIDTH, MAX_GROUP = 256, 8  # limits of decode_layer.c: head_dim; query heads per key head
 SIZES = (f"-DLANES={LANES}", f"-DMAX_WIDTH={MAX_WIDTH}", f"-DMAX_GROUP={MAX_GROUP}")
+WIDTH_UNITS = (
+    2 * LANES,
+    LANES,
+)  # the code is faster for a head_dim that is a multiple of the first
 DEFINES = {torch.bfloat16: (*SIZES, "-DSCALAR_IS_BF16"), torch.float32: SIZES}
 
 # Fields of the struct `Attention`, in the order of decode_layer.c.
@@ -138,7 +142,9 @@ def library_for(
     if device.type != "cpu" or dtype not in DEFINES or not supported:
         return None
     check = functools.partial(_is_correct, dtype=dtype, group=queries_per_head, head_dim=head_dim)
-    return compiler.load("decode_layer.c", ARGUMENTS, DEFINES[dtype], check=check)
+    unit = next(unit for unit in WIDTH_UNITS if not head_dim % unit)
+    defines = (*DEFINES[dtype], f"-DWIDTH_UNIT={unit}")
+    return compiler.load("decode_layer.c", ARGUMENTS, defines, check=check)
 
 
 def _is_correct(library: ctypes.CDLL, *, dtype: torch.dtype, group: int, head_dim: int) -> bool:

@@ -1,20 +1,30 @@
-/* Matrix product of rows and a packed weight in bfloat16, accumulated in float, for processors with
-   AVX512-BF16, whose instruction vdpbf16ps multiplies pairs of bfloat16.
+/* Matrix product of rows and a packed weight in bfloat16, accumulated in float.
 
    A weight is packed into panels of PANEL_WIDTH outputs, [panels][in / 2][PANEL_WIDTH][2]: for few
-   rows, memory is read in one stream. A tile is a panel times at most TILE_ROWS rows; its sums stay
-   in registers over all inputs. The panel stays in the CPU's cache for the next rows, while the
-   next panel is prefetched. The order of summation does not depend on the number of rows, so the
-   result of a row does not either.
+   rows, memory is read in one stream. A block is a panel times at most BLOCK_ROWS rows; its sums
+   stay in registers over all inputs. The panel stays in the CPU's cache for the next rows, while
+   the next panel is prefetched. The order of summation does not depend on the number of rows, so
+   the result of a row does not either.
 
-   Compiled by gemm.py. */
+   Compiled by gemm.py: with WITH_AMX for processors with AMX, whose instruction tdpbf16ps
+   multiplies matrices of 16 x 32 and 32 x 16; otherwise for AVX512-BF16, whose instruction
+   vdpbf16ps multiplies pairs. */
 
 #include <immintrin.h>
+#include <stddef.h>
 #include <stdint.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { PANEL_WIDTH = 64, TILE_ROWS = 6 }; /* registers: 24 for sums, 4 for weights, 1 for a row */
+#ifdef WITH_AMX
+enum { PANEL_WIDTH = 32, BLOCK_ROWS = 32 }; /* tile registers: 4 for sums, 2 for rows, 2 for weights */
+enum { STEP = 32 };                         /* inputs per instruction */
+#else
+enum { PANEL_WIDTH = 64, BLOCK_ROWS = 6 };  /* registers: 24 for sums, 4 for weights, 1 for a row */
+enum { STEP = 2 };
+#endif
 enum { CACHE_LINE = 64, PREFETCH_DISTANCE = 8192 }; /* bytes */
 enum { ONE_THREAD = 1 << 18 }; /* multiplications up to which one thread is faster than several */
 
@@ -35,7 +45,7 @@ INLINE void transpose(__m512i pairs[16]) {
     }
 }
 
-/* Packs `weight`, [outs, in] with an even `in`, into panels. The outputs from `outs` to the next
+/* Packs `weight`, [outs, in], into panels; `in` is a multiple of STEP. The outputs from `outs` to the next
    multiple of PANEL_WIDTH are zero. */
 void pack(const scalar *weight, scalar *packed, int64_t outs, int64_t in, int threads) {
     const int64_t per_panel = PANEL_WIDTH / 16; /* groups of 16 outputs */
@@ -60,15 +70,90 @@ void pack(const scalar *weight, scalar *packed, int64_t outs, int64_t in, int th
 }
 
 typedef struct {
-    const scalar *rows;   /* [TILE_ROWS or fewer, in] */
+    const scalar *rows;   /* [BLOCK_ROWS or fewer, in] */
     const scalar *panel;  /* [in / 2][PANEL_WIDTH][2] */
     const char *next;     /* start of the memory to prefetch */
-    int64_t pace;         /* bytes to advance `next` after each pair of inputs */
+    int64_t pace;         /* bytes to prefetch per STEP inputs */
     int64_t in, outs;
     const float *bias;    /* [PANEL_WIDTH] */
-    __mmask32 low, high;  /* the existing outputs, of the panel's first and second half */
+    int64_t width;        /* number of existing outputs of the panel, at most PANEL_WIDTH */
     scalar *out;          /* rows of `outs` scalars */
-} Tile;
+} Block;
+
+/* A mask with the lowest `count` bits set: none if `count` is negative, at most 32. */
+INLINE __mmask32 first_bits(int64_t count) {
+    return count >= 32 ? 0xffffffffu : count > 0 ? 0xffffffffu >> (32 - count) : 0;
+}
+
+/* Stores the first `count` of 32 outputs. */
+INLINE void store(scalar *out, int64_t count, __m512 low, __m512 high) {
+    _mm512_mask_storeu_epi16(out, first_bits(count), (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+
+#ifdef WITH_AMX
+
+enum { TILE_ROWS = 16, TILE_BYTES = 64 }; /* of the largest tile: TILE_ROWS rows of TILE_BYTES */
+
+/* The operand of ldtilecfg. */
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} TileConfig;
+
+/* Requests Linux's permission to use AMX in this process. Returns 0 if it is granted. */
+static int request_permission(void) {
+    const int request = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
+    return syscall(SYS_arch_prctl, request, tile_data);
+}
+
+/* Multiplies a block of `count` rows. Tile registers 0 to 3 are the sums: of the first 16 rows and
+   of the others, each for two times 16 outputs. 4 and 5 are the rows, 6 and 7 the weights. */
+static void multiply_block(const Block b, int64_t count) {
+    const int64_t first = count < TILE_ROWS ? count : TILE_ROWS, others = count - first;
+    const int64_t row_bytes = b.in * sizeof(scalar), panel_bytes = 2 * TILE_BYTES;
+    const scalar *rows = b.rows, *other_rows = b.rows + first * b.in, *panel = b.panel;
+    const char *next = b.next;
+    float sums[BLOCK_ROWS][PANEL_WIDTH];
+    TileConfig config = {.palette = 1, .rows = {first, first, others, others, first, others, 16, 16}};
+    for (int tile = 0; tile < 8; tile++) config.row_bytes[tile] = config.rows[tile] ? TILE_BYTES : 0;
+    __asm__ volatile("" ::: "memory"); /* the intrinsics do not declare which memory they read */
+    _tile_loadconfig(&config);
+    _tile_loadd(0, b.bias, 0); /* the same bias for each row */
+    _tile_loadd(1, b.bias + 16, 0);
+    if (others) {
+        _tile_loadd(2, b.bias, 0);
+        _tile_loadd(3, b.bias + 16, 0);
+    }
+    for (int64_t i = 0; i < b.in; i += STEP, panel += STEP * PANEL_WIDTH, next += b.pace) {
+        for (int64_t byte = 0; byte < b.pace; byte += CACHE_LINE)
+            _mm_prefetch(next + byte, _MM_HINT_T0);
+        _tile_loadd(6, panel, panel_bytes);
+        _tile_loadd(7, panel + 32, panel_bytes);
+        _tile_loadd(4, rows + i, row_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (others) {
+            _tile_loadd(5, other_rows + i, row_bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums[0], sizeof sums[0]);
+    _tile_stored(1, sums[0] + 16, sizeof sums[0]);
+    if (others) {
+        _tile_stored(2, sums[TILE_ROWS], sizeof sums[0]);
+        _tile_stored(3, sums[TILE_ROWS] + 16, sizeof sums[0]);
+    }
+    _tile_release();
+    for (int64_t row = 0; row < count; row++)
+        store(b.out + row * b.outs, b.width, _mm512_loadu_ps(sums[row]),
+              _mm512_loadu_ps(sums[row] + 16));
+}
+
+#else
+
+static int request_permission(void) { return 0; }
 
 /* The sums of row r are a##r to d##r, 16 outputs each: as separate variables, because compilers do
    not keep an array in registers. */
@@ -82,27 +167,23 @@ typedef struct {
     }
 #define STORE(r) \
     if (r < count) { \
-        store(t.out + r * t.outs, t.low, a##r, b##r); \
-        store(t.out + r * t.outs + 32, t.high, c##r, d##r); \
+        store(t.out + r * t.outs, t.width, a##r, b##r); \
+        store(t.out + r * t.outs + 32, t.width - 32, c##r, d##r); \
     }
 
 typedef int32_t int32_unaligned __attribute__((aligned(2), may_alias));
 
 INLINE __m512bh load(const scalar *from) { return (__m512bh)_mm512_loadu_si512(from); }
 
-INLINE void store(scalar *out, __mmask32 mask, __m512 low, __m512 high) {
-    _mm512_mask_storeu_epi16(out, mask, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-}
-
-/* Computes one tile of `count` rows. Prefetches `prefetched_lines` cache lines per pair of inputs.
+/* Multiplies a block of `count` rows. Prefetches `prefetched_lines` cache lines per pair of inputs.
    Both are constants after inlining. */
-INLINE void tile_gemm(const Tile t, const int count, const int prefetched_lines) {
+INLINE void multiply_rows(const Block t, const int count, const int prefetched_lines) {
     const __m512 bias_a = _mm512_loadu_ps(t.bias), bias_b = _mm512_loadu_ps(t.bias + 16);
     const __m512 bias_c = _mm512_loadu_ps(t.bias + 32), bias_d = _mm512_loadu_ps(t.bias + 48);
     EACH_ROW(BEGIN)
     const scalar *panel = t.panel, *row = t.rows, *end = t.rows + t.in;
     const char *next = t.next;
-    for (; row < end; row += 2, panel += 2 * PANEL_WIDTH, next += t.pace) {
+    for (; row < end; row += STEP, panel += STEP * PANEL_WIDTH, next += t.pace) {
         __m512bh a = load(panel), b = load(panel + 32), c = load(panel + 64), d = load(panel + 96);
         for (int line = 0; line < prefetched_lines; line++)
             _mm_prefetch(next + line * CACHE_LINE, _MM_HINT_T0);
@@ -111,29 +192,33 @@ INLINE void tile_gemm(const Tile t, const int count, const int prefetched_lines)
     EACH_ROW(STORE)
 }
 
-INLINE void tile_gemm_rows(const Tile t, int64_t count, const int prefetched_lines) {
+INLINE void multiply_and_prefetch(const Block t, int64_t count, const int prefetched_lines) {
     switch (count) { /* constants, so that the compiler keeps the sums in registers */
-        case 1: tile_gemm(t, 1, prefetched_lines); break;
-        case 2: tile_gemm(t, 2, prefetched_lines); break;
-        case 3: tile_gemm(t, 3, prefetched_lines); break;
-        case 4: tile_gemm(t, 4, prefetched_lines); break;
-        case 5: tile_gemm(t, 5, prefetched_lines); break;
-        default: tile_gemm(t, 6, prefetched_lines);
+        case 1: multiply_rows(t, 1, prefetched_lines); break;
+        case 2: multiply_rows(t, 2, prefetched_lines); break;
+        case 3: multiply_rows(t, 3, prefetched_lines); break;
+        case 4: multiply_rows(t, 4, prefetched_lines); break;
+        case 5: multiply_rows(t, 5, prefetched_lines); break;
+        default: multiply_rows(t, 6, prefetched_lines);
     }
 }
 
-/* A mask with the lowest `count` bits set: none if `count` is negative, at most 32. */
-INLINE __mmask32 first_bits(int64_t count) {
-    return count >= 32 ? 0xffffffffu : count > 0 ? 0xffffffffu >> (32 - count) : 0;
+/* Multiplies a block of `count` rows. */
+static void multiply_block(const Block block, int64_t count) {
+    if (block.pace > 2 * CACHE_LINE) multiply_and_prefetch(block, count, 4);
+    else if (block.pace > CACHE_LINE) multiply_and_prefetch(block, count, 2);
+    else multiply_and_prefetch(block, count, 1);
 }
 
+#endif
+
 /* out = rows * weight + bias: `rows` is [num_rows, in], `out` [num_rows, outs], `bias` [outs] or
-   NULL. The rows are divided into blocks of at most TILE_ROWS. If there are fewer panels than
-   threads, several threads share a panel, and each multiplies some of the blocks. */
+   NULL. The rows are divided into blocks. If there are fewer panels than threads, several threads
+   share a panel, and each multiplies some of the blocks. */
 void multiply(const scalar *rows, const scalar *packed, const scalar *bias, scalar *out,
               int64_t num_rows, int64_t in, int64_t outs, int threads) {
     const int64_t panels = (outs + PANEL_WIDTH - 1) / PANEL_WIDTH;
-    const int64_t blocks = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t blocks = (num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     const int64_t threads_per_panel = (threads + panels - 1) / panels;
     const int64_t parts = threads_per_panel < blocks ? threads_per_panel : blocks; /* of a panel */
 #pragma omp parallel for schedule(static) num_threads(threads) \
@@ -141,22 +226,30 @@ void multiply(const scalar *rows, const scalar *packed, const scalar *bias, scal
     for (int64_t task = 0; task < panels * parts; task++) {
         const int64_t output = task / parts * PANEL_WIDTH, part = task % parts;
         const int64_t first = part * blocks / parts, last = (part + 1) * blocks / parts;
-        const int64_t passes = last - first; /* tiles of this task, which all use one panel */
+        const int64_t passes = last - first; /* blocks of this task, which all use one panel */
         float panel_bias[PANEL_WIDTH] = {0};
         for (int64_t o = 0; bias && o < PANEL_WIDTH && output + o < outs; o++)
             panel_bias[o] = _mm_cvtss_f32((__m128)_mm_cvtsi32_si128(bias[output + o] << 16));
-        Tile t = {.panel = packed + output * in, .in = in, .outs = outs, .bias = panel_bias,
-                  .low = first_bits(outs - output), .high = first_bits(outs - output - 32),
-                  .pace = 4 * CACHE_LINE / passes};
-        t.next = (const char *)t.panel +
+        Block b = {.panel = packed + output * in, .in = in, .outs = outs, .bias = panel_bias,
+                   .width = outs - output, .pace = STEP * PANEL_WIDTH * sizeof(scalar) / passes};
+        b.next = (const char *)b.panel +
                  (passes == 1 ? PREFETCH_DISTANCE : in * PANEL_WIDTH * sizeof(scalar));
-        for (int64_t block = first; block < last; block++, t.next += in / 2 * t.pace) {
+        for (int64_t block = first; block < last; block++, b.next += in / STEP * b.pace) {
             const int64_t row = block * num_rows / blocks;
-            const int64_t count = (block + 1) * num_rows / blocks - row;
-            t.rows = rows + row * in, t.out = out + row * outs + output;
-            if (passes == 1) tile_gemm_rows(t, count, 4);
-            else if (passes < 4) tile_gemm_rows(t, count, 2);
-            else tile_gemm_rows(t, count, 1);
+            b.rows = rows + row * in, b.out = out + row * outs + output;
+            multiply_block(b, (block + 1) * num_rows / blocks - row);
         }
     }
+}
+
+/* Makes the other functions usable, and uses their instructions once, on zeros. Returns 0 if the
+   process may use them. */
+int probe(void) {
+    static scalar weight[PANEL_WIDTH * STEP], packed[PANEL_WIDTH * STEP];
+    static scalar rows[BLOCK_ROWS * STEP], out[BLOCK_ROWS * PANEL_WIDTH];
+    if (request_permission()) return 1;
+    pack(weight, packed, PANEL_WIDTH, STEP, 1);
+    for (int num_rows = 1; num_rows <= BLOCK_ROWS; num_rows++)
+        multiply(rows, packed, NULL, out, num_rows, STEP, PANEL_WIDTH, 1);
+    return 0;
 }

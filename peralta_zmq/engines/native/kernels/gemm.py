@@ -1,10 +1,11 @@
 """Packed weights: stored in the memory order that this machine multiplies fastest.
 
 There are two packed orders, and both are faster than a plain weight. One is the order of oneDNN.
-The other is the order of gemm.c, which stores a weight in panels. On processors with AVX512-BF16,
-gemm.c is faster than oneDNN for every measured number of input rows (products_vs_onednn_* in the
-results of `bin/bench generation`). Each implementation is checked against a plain matmul before
-use, because torch's operators for oneDNN are private, and gemm.c depends on the local compiler.
+The other is the order of gemm.c, which stores a weight in panels. On processors with AVX512-BF16
+or AMX, gemm.c is faster than oneDNN for every measured number of input rows
+(products_vs_onednn_* in the results of `bin/bench generation`). Each implementation is checked
+against a plain matmul before use, because torch's operators for oneDNN are private, and gemm.c
+depends on the local compiler.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -22,11 +23,26 @@ from peralta_zmq.engines.native.kernels import compiler
 from peralta_zmq.engines.native.kernels.compiler import INT, INT64, POINTER
 
 ONEDNN_ROWS = 32  # number of input rows for which oneDNN optimizes its order
-PANEL_WIDTH = 64  # outputs per panel; equal to the constant in gemm.c
 ARGUMENTS = {
     "pack": (POINTER, POINTER, INT64, INT64, INT),
     "multiply": (POINTER, POINTER, POINTER, POINTER, INT64, INT64, INT64, INT),
 }
+
+
+class Variant(NamedTuple):
+    """One of the ways to compile gemm.c; the last two fields equal constants there."""
+
+    cpu_feature: str  # that the code needs
+    defines: tuple[str, ...]  # compiler options
+    panel_width: int  # outputs per panel
+    step: int  # the number of inputs of a weight must be a multiple of this
+
+
+# The faster one first.
+VARIANTS = (
+    Variant("amx_bf16", ("-DWITH_AMX",), panel_width=32, step=32),
+    Variant("avx512_bf16", (), panel_width=64, step=2),
+)
 
 
 class OnednnWeight:
@@ -42,12 +58,12 @@ class OnednnWeight:
 
 
 class PanelWeight:
-    """A bfloat16 weight with an even number of inputs, in the panels of gemm.c."""
+    """A bfloat16 weight in the panels of gemm.c."""
 
-    def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
+    def __init__(self, variant: Variant, library: ctypes.CDLL, weight: Tensor) -> None:
         self._library, (self._out, self._in) = library, weight.shape
-        num_panels = -(-self._out // PANEL_WIDTH)  # rounded up
-        self._panels = weight.new_empty(num_panels, self._in // 2, PANEL_WIDTH, 2)
+        num_panels = -(-self._out // variant.panel_width)  # rounded up
+        self._panels = weight.new_empty(num_panels, self._in // 2, variant.panel_width, 2)
         weight = weight.contiguous()
         addresses = weight.data_ptr(), self._panels.data_ptr()
         library.pack(*addresses, self._out, self._in, torch.get_num_threads())
@@ -74,10 +90,9 @@ PackedWeight: TypeAlias = OnednnWeight | PanelWeight
 
 def pack(weight: Tensor) -> PackedWeight:
     """Pack a weight [out, in]; `can_pack` must be true for its dtype."""
-    if weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0:
-        library = panel_library()
-        if library is not None:
-            return PanelWeight(library, weight)
+    kernel = panel_kernel() if weight.dtype == torch.bfloat16 else None
+    if kernel is not None and weight.shape[1] % kernel[0].step == 0:
+        return PanelWeight(*kernel, weight)
     return OnednnWeight(weight)
 
 
@@ -90,33 +105,28 @@ def can_pack(dtype: torch.dtype) -> bool:
         return False
 
 
-def supports_panels(cpu_features: str) -> bool:
-    """Whether gemm.c is used on a CPU with these `compiler.cpu_features`.
-
-    On CPUs with AMX (matrix instructions), oneDNN uses AMX and gemm.c does not. gemm.c was not
-    measured on such CPUs; therefore it is not used there.
-    """
-    flags = cpu_features.split()
-    return "avx512_bf16" in flags and "amx_bf16" not in flags
-
-
 @functools.cache
-def panel_library() -> ctypes.CDLL | None:
-    """The library of gemm.c; None if the CPU does not support it or it cannot be used."""
-    if not supports_panels(compiler.cpu_features()):
-        return None
+def panel_kernel() -> tuple[Variant, ctypes.CDLL] | None:
+    """The fastest usable variant of gemm.c and its library; None if the CPU supports none."""
+    cpu_features = compiler.cpu_features().split()
+    for variant in VARIANTS:
+        if variant.cpu_feature in cpu_features:
+            check = functools.partial(_reproduces_matmul, variant)
+            library = compiler.load("gemm.c", ARGUMENTS, variant.defines, check=check)
+            if library is not None:
+                return variant, library
+    return None
 
-    def check(library: ctypes.CDLL) -> bool:
-        return _is_correct(functools.partial(PanelWeight, library), torch.bfloat16)
 
-    return compiler.load("gemm.c", ARGUMENTS, check=check)
+def _reproduces_matmul(variant: Variant, library: ctypes.CDLL) -> bool:
+    return _is_correct(functools.partial(PanelWeight, variant, library), torch.bfloat16)
 
 
 def _is_correct(make: Callable[[Tensor], PackedWeight], dtype: torch.dtype) -> bool:
     """Whether a weight packed by `make` gives the outputs of a plain matmul."""
-    # 80 outputs are a full and a partial panel; 7 rows are a full and a partial tile of gemm.c.
-    weight = torch.linspace(-1, 1, 80 * 48).reshape(80, 48).to(dtype)
-    rows = torch.linspace(-1, 1, 7 * 48).reshape(7, 48).to(dtype)
+    # Full and partial panels and blocks of all variants of gemm.c.
+    weight = torch.linspace(-1, 1, 80 * 64).reshape(80, 64).to(dtype)
+    rows = torch.linspace(-1, 1, 41 * 64).reshape(41, 64).to(dtype)
     bias = torch.ones(80, dtype=dtype)
     out, expected = make(weight).multiply(rows, bias), functional.linear(rows, weight, bias)
     return torch.allclose(out, expected, rtol=0.02 if dtype != torch.float32 else 1e-5, atol=1e-4)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import logging
+import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -166,26 +169,33 @@ def test_unsupported_head_shapes_are_left_to_torch(group: int, width: int) -> No
     )
 
 
-def panels(weight: torch.Tensor) -> gemm.PanelWeight:
-    if not (HAS_COMPILER and gemm.supports_panels(compiler.cpu_features())):
-        pytest.skip("no C compiler, or a processor that gemm.c does not support")
-    packed = gemm.pack(weight)
-    assert isinstance(packed, gemm.PanelWeight)
-    return packed
+@pytest.fixture(params=gemm.VARIANTS, ids=lambda variant: variant.cpu_feature)
+def make_panels(request: Any) -> Callable[[torch.Tensor], gemm.PanelWeight]:
+    """Packs a weight for one variant of gemm.c."""
+    variant = request.param
+    if not HAS_COMPILER or variant.cpu_feature not in compiler.cpu_features().split():
+        pytest.skip(f"no C compiler, or no {variant.cpu_feature}")
+    library = compiler.load("gemm.c", gemm.ARGUMENTS, variant.defines, check=lambda library: True)
+    if library is None:
+        pytest.skip("PERALTA_KERNELS excludes this variant")
+    return functools.partial(gemm.PanelWeight, variant, library)
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("inputs", "outputs"), [(2, 1), (62, 63), (64, 64), (96, 225)])
+@pytest.mark.parametrize(("least", "outputs"), [(2, 1), (62, 63), (64, 64), (66, 225)])
 def test_panels_multiply_exactly_for_any_number_of_rows(
-    inputs: int, outputs: int, biased: bool
-) -> None:
+    make_panels: Callable[[torch.Tensor], gemm.PanelWeight],
+    least: int, outputs: int, biased: bool,
+) -> None:  # fmt: skip
+    step = make_panels.args[0].step
+    inputs = -(-least // step) * step
     generator = torch.Generator().manual_seed(0)
     weight, bias = (
         torch.randn(outputs, inputs + 1, generator=generator).bfloat16().split([inputs, 1], -1)
     )  # neither is contiguous
     bias = bias[:, 0].contiguous() if biased else None
-    packed = panels(weight)
-    for num_rows in (0, 1, 2, 3, 4, 5, 6, 7, 13, 20, 41):
+    packed = make_panels(weight)
+    for num_rows in (0, 1, 2, 3, 4, 5, 6, 7, 13, 16, 17, 32, 33, 41, 70):
         rows = torch.randn(num_rows, inputs, generator=generator).bfloat16()
         exact = torch.nn.functional.linear(
             rows.double(), weight.double(), None if bias is None else bias.double()
@@ -194,9 +204,11 @@ def test_panels_multiply_exactly_for_any_number_of_rows(
         assert torch.allclose(ours, exact, rtol=2**-8, atol=1e-5)  # rounded to the nearest
 
 
-def test_row_result_does_not_depend_on_other_rows_or_threads() -> None:
+def test_row_result_does_not_depend_on_other_rows_or_threads(
+    make_panels: Callable[[torch.Tensor], gemm.PanelWeight],
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    packed = panels(torch.randn(128, 512, generator=generator).bfloat16())
+    packed = make_panels(torch.randn(128, 512, generator=generator).bfloat16())
     rows = torch.randn(3, 16, 512, generator=generator).bfloat16()
     threads, together = torch.get_num_threads(), packed.multiply(rows, None)
     try:
@@ -207,24 +219,28 @@ def test_row_result_does_not_depend_on_other_rows_or_threads() -> None:
     assert torch.equal(packed.multiply(rows[:, 8:9], None), together[:, 8:9])
 
 
-def test_panels_propagate_nan() -> None:
+def test_panels_propagate_nan(make_panels: Callable[[torch.Tensor], gemm.PanelWeight]) -> None:
     weight, rows = torch.ones(70, 64).bfloat16(), torch.ones(8, 64).bfloat16()
     weight[66, 3] = rows[7, 5] = torch.nan
-    is_nan = panels(weight).multiply(rows, None).isnan()
+    is_nan = make_panels(weight).multiply(rows, None).isnan()
     assert is_nan[7].all() and is_nan[:, 66].all() and is_nan.sum() == 70 + 7
 
 
 @pytest.mark.parametrize("rows", [torch.ones(2, 64), torch.ones(2, 62).bfloat16()])
-def test_panels_reject_rows_of_another_shape_or_dtype(rows: torch.Tensor) -> None:
-    packed = panels(torch.ones(4, 64).bfloat16())
+def test_panels_reject_rows_of_another_shape_or_dtype(
+    make_panels: Callable[[torch.Tensor], gemm.PanelWeight], rows: torch.Tensor
+) -> None:
+    packed = make_panels(torch.ones(4, 64).bfloat16())
     with pytest.raises(RuntimeError, match=r"rows are \[2, 6[24]\] of .*, not \[..., 64\]"):
         packed.multiply(rows, None)
 
 
-def test_panels_require_avx512_bf16_without_amx() -> None:
-    assert gemm.supports_panels("flags : avx512f avx512_bf16 sse")
-    assert not gemm.supports_panels("flags : avx512f avx512_bf16 amx_bf16")
-    assert not gemm.supports_panels("flags : avx512f") and not gemm.supports_panels("")
+def test_fastest_variant_of_this_processor_is_used() -> None:
+    features = compiler.cpu_features().split()
+    expected = [each for each in gemm.VARIANTS if each.cpu_feature in features]
+    if not (HAS_COMPILER and expected and compiler.INSTRUCTION_SET not in os.environ):
+        pytest.skip("no C compiler, or no variant for this processor")
+    assert (kernel := gemm.panel_kernel()) and kernel[0] == expected[0]
 
 
 def test_pack_uses_onednn_where_panels_do_not_apply() -> None:
@@ -241,7 +257,7 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pat
         pytest.skip("kernels are compiled on Linux only")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    cached = (decode_layer.library_for, gemm.panel_library)
+    cached = (decode_layer.library_for, gemm.panel_kernel)
     for each in cached:
         each.cache_clear()
     yield tmp_path
@@ -254,7 +270,7 @@ def test_layer_ops_without_compiler_are_torchs(
 ) -> None:
     with caplog.at_level(logging.INFO):
         assert decode_layer.library_for(torch.float32, CPU, queries_per_head=2, head_dim=64) is None
-    assert "decode_layer.c is not compiled, which is slower: no C compiler here (cc)" in caplog.text
+    assert "decode_layer.c is not used, which is slower: no C compiler here (cc)" in caplog.text
 
 
 @pytest.fixture
@@ -270,21 +286,73 @@ def test_pack_without_compiler_uses_onednn(
 ) -> None:
     with caplog.at_level(logging.INFO):
         assert isinstance(gemm.pack(torch.ones(4, 4).bfloat16()), gemm.OnednnWeight)
-    assert "gemm.c is not compiled, which is slower: no C compiler here" in caplog.text
+    assert "gemm.c is not used, which is slower: no C compiler here" in caplog.text
 
 
-def test_pack_does_not_use_panels_with_wrong_results(
-    empty_cache: Path, for_panels: None, monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture
+def compile_with(empty_cache: Path) -> Callable[..., None]:
+    """A function that puts a compiler into PATH that includes a header before each file."""
+    if not HAS_COMPILER:
+        pytest.skip("no C compiler for Linux here")
+    compiler, header = empty_cache / "cc", empty_cache / "first.h"
+
+    def write(*lines: str) -> None:
+        header.write_text("".join(f"{line}\n" for line in lines))
+        options = f"-include {shlex.quote(str(header))}"
+        compiler.write_text(f'#!/bin/sh\nPATH=/usr/bin:/bin exec cc "$@" {options}\n')
+        compiler.chmod(0o755)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("sqrtf(x)", torch.float32), ("rintf(x)", torch.bfloat16)]
+)
+def test_layer_ops_of_a_compiler_with_defects_are_torchs(
+    compile_with: Callable[..., None], name: str, dtype: torch.dtype,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    def multiply(rows: int, packed: int, bias: int, out: int, num: int, *sizes: int) -> None:
-        ctypes.memset(out, 0, 2 * num * sizes[1])
+    compile_with("#include <math.h>", f"#define {name} 1")
+    assert decode_layer.library_for(dtype, CPU, queries_per_head=2, head_dim=64) is None
+    reason = "decode_layer.c is not used, which is slower: its results differ from torch's"
+    assert caplog.messages == [reason]
 
-    wrong = SimpleNamespace(pack=lambda *_: None, multiply=multiply)
-    monkeypatch.setattr(compiler, "_compiled", lambda *_: Path())
-    monkeypatch.setattr(ctypes, "CDLL", lambda path: wrong)
-    assert isinstance(gemm.pack(torch.ones(4, 4).bfloat16()), gemm.OnednnWeight)
-    assert "gemm.c is not used, which is slower: its results differ" in caplog.text
+
+def test_pack_does_not_use_panels_of_a_compiler_with_defects(
+    compile_with: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    features = compiler.cpu_features().split()
+    variants = [each for each in gemm.VARIANTS if each.cpu_feature in features]
+    if not variants or compiler.INSTRUCTION_SET in os.environ:
+        pytest.skip("gemm.c does not support this processor")
+    swapped = "#define _mm512_cvtne2ps_pbh(a, b) _mm512_cvtne2ps_pbh(b, a)"
+    compile_with("#include <immintrin.h>", swapped)
+    assert isinstance(gemm.pack(torch.ones(4, 32).bfloat16()), gemm.OnednnWeight)
+    reason = "gemm.c is not used, which is slower: its results differ from torch's"
+    assert caplog.messages == len(variants) * [reason]
+
+
+def test_library_with_an_unknown_instruction_ends_only_a_child_process(
+    compile_with: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_with("int probe(void) { __builtin_trap(); }", "#define probe other_probe")
+    with caplog.at_level(logging.INFO):
+        assert decode_layer.library_for(torch.float32, CPU, queries_per_head=2, head_dim=64) is None
+    assert caplog.messages == [
+        "decode_layer.c is not used, which is slower: this machine cannot execute it "
+        "(Illegal instruction)"
+    ]
+
+
+def test_cache_folder_that_cannot_be_written_leaves_torchs_layer_ops(
+    compile_with: Callable[..., None], empty_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_with()
+    (empty_cache / "peralta_zmq").write_text("not a folder")
+    with caplog.at_level(logging.INFO):
+        assert decode_layer.library_for(torch.float32, CPU, queries_per_head=2, head_dim=64) is None
+    (message,) = caplog.messages
+    assert message.startswith("decode_layer.c is not used, which is slower: [Errno")
 
 
 def test_processor_is_empty_if_cpuinfo_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,11 +387,14 @@ def test_damaged_library_is_compiled_again(
     assert ctypes.CDLL(str(compile_library())).two() == 2
 
 
-def test_another_c_library_version_gets_its_own_library(
-    compile_library: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "value"), [("libc_ver", ("glibc", "2.17")), ("machine", "aarch64")]
+)
+def test_another_c_library_or_architecture_gets_its_own_library(
+    compile_library: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, name: str, value: Any
 ) -> None:
     here = compile_library()
-    monkeypatch.setattr(compiler.platform, "libc_ver", lambda: ("glibc", "2.17"))
+    monkeypatch.setattr(compiler.platform, name, lambda: value)
     assert compile_library() != here and here.exists()
 
 
