@@ -14,6 +14,7 @@ from torch import Tensor
 from peralta_zmq.rollout import Sampling
 
 CHUNK_SIZE = 2**20  # logits per chunk, so that the fp32 copies of a chunk stay in the CPU cache
+BLOCK_SIZE = 128  # logits per block of `_topk`
 
 
 def sample(
@@ -53,12 +54,30 @@ def _logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     return torch.cat(chunks)[:, 0]
 
 
+def _topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`logits.topk(k)` of [n, V]: values and indices, [n, k] each, in descending order.
+
+    The k largest logits are in the k blocks with the largest maxima. For a large vocabulary on a
+    CPU, finding these blocks first takes half the time.
+    """
+    num_rows, vocab_size = logits.shape
+    num_blocks, rest = divmod(vocab_size, BLOCK_SIZE)
+    if logits.device.type != "cpu" or rest or num_blocks <= 2 * k:
+        values, indices = logits.topk(k)
+        return values, indices
+    blocks = logits.view(num_rows, num_blocks, BLOCK_SIZE)
+    largest = blocks.amax(-1).topk(k).indices  # [n, k], numbers of blocks
+    candidates = blocks.gather(1, largest[..., None].expand(-1, -1, BLOCK_SIZE))
+    values, indices = candidates.flatten(1).topk(k)  # indices in the k blocks
+    return values, largest.gather(1, indices // BLOCK_SIZE) * BLOCK_SIZE + indices % BLOCK_SIZE
+
+
 def _sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     """Sample from softmax(logits / temperature), truncated by top_k, top_p, min_p."""
     token_ids = None  # [n, k], most probable first; None = the whole vocabulary, in its order
     vocab_size = logits.shape[-1]
     if 0 < sampling.top_k < vocab_size:
-        logits, token_ids = logits.topk(sampling.top_k)
+        logits, token_ids = _topk(logits, sampling.top_k)
     elif sampling.top_p < 1:
         logits, token_ids = logits.float().sort(descending=True)
     probs = (logits.float() / sampling.temperature).softmax(-1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from peralta_zmq.engines.native.sampler import sample
+from peralta_zmq.engines.native.sampler import BLOCK_SIZE, _topk, sample
 from peralta_zmq.rollout import Sampling
 
 PROBABILITIES = np.array([0.02, 0.4, 0.05, 0.2, 0.1, 0.15, 0.05, 0.03])
@@ -57,6 +57,17 @@ def test_sample_frequencies_follow_the_truncated_distribution(
     probs[kept] = PROBABILITIES[kept] ** (1 / temperature)
     counts = sample_counts(Sampling(temperature=temperature, **options))
     assert chi_square(counts, DRAWS * probs / probs.sum()) < 24.3  # 0.1% at 7 degrees
+
+
+@pytest.mark.parametrize("vocab_size", [100 * BLOCK_SIZE, 100 * BLOCK_SIZE + 1, BLOCK_SIZE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_topk_of_blocks_matches_torchs(vocab_size: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[1, 30:70] = 9.0  # all of the largest in few blocks, with ties
+    values, indices = _topk(logits, 40)
+    assert torch.equal(values, logits.topk(40).values)
+    assert torch.equal(logits.gather(1, indices), values)
+    assert all(len(row.unique()) == 40 for row in indices)
 
 
 def test_banned_tokens_are_never_sampled() -> None:
