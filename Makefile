@@ -35,6 +35,9 @@ attack-costs: setup  ## Memory, disk and speed that attacks cost; writes a table
 test: setup  ## Run the tests (under five minutes on two cores)
 	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
+test-isa: setup  ## The numeric tests with older instruction sets (ARGS=--quick for a part)
+	@$(BIN)/python -m tools.instruction_sets $(ARGS)
+
 test-slow: setup  ## The tests that train for minutes
 	@$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
 
@@ -124,4 +127,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos run-lan soak attack-costs test test-slow test-chaos test-browser test-gpu test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model clean fresh torch package docs pacing picture structure
+.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-gpu test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model clean fresh torch package docs pacing picture structure

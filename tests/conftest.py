@@ -1,4 +1,4 @@
-"""Settings of all tests: one torch thread, no hub, closed sockets; common fixtures."""
+"""Settings of all tests: number of torch threads, no hub, closed sockets; common fixtures."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def context() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def threads() -> None:
-    """Give torch one thread again, after programs that chose another number."""
+    """Give torch one thread again, or OMP_NUM_THREADS, after programs that chose another number."""
     if "torch" in sys.modules:
         import torch
 
-        torch.set_num_threads(1)
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(autouse=True)
