@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -26,8 +28,18 @@ import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig
 
-from benchmarks.harness import Claim, bounded, compared, interleaved, progress, seconds, spread
+from benchmarks.harness import (
+    REPO,
+    Claim,
+    bounded,
+    compared,
+    interleaved,
+    progress,
+    seconds,
+    spread,
+)
 from benchmarks.limits import bandwidth_meter, flops
+from benchmarks.peers import environment
 from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
 from peralta_zmq.engines.native import NativeEngine, decoder, linears
@@ -53,9 +65,12 @@ SAMPLING = Sampling(temperature=0.7, top_p=0.95, top_k=40, max_completion_length
 TINY_GROUPS, TINY_SIBLINGS = 24, 8
 MAX_STALL = 0.1  # seconds that newer weights may stop the decode loop, beyond the copy itself
 CPU = torch.device("cpu")
+# Shares of one bound: by number of prompts, the claim and the field of Bound.
+OLD_SHARES = {1: ("bandwidth", "memory"), 8: ("flop", "products")}
 REQUIRED = {
-    "native_8x4_vs_original": 20.0, "native_varied_vs_original_varied": 30.0,
-    "native_tiny_vs_hf_batched": 1.5, "bandwidth_share_4_rows": 0.5, "flop_share_32_rows": 0.5,
+    "native_8x4_vs_original": 30.0, "native_varied_vs_original_varied": 40.0,
+    "native_tiny_vs_hf_batched": 4.0, "native_8x4_vs_vllm": 2.0,
+    "roofline_share_4_rows": 0.7, "roofline_share_32_rows": 0.5,
 }  # fmt: skip
 
 
@@ -69,6 +84,8 @@ def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
     setting.hf_batched(1, 4)
     list(setting.native.generate(requests(1, 4), SAMPLING))
     yield from against_peers(interleaved(variants(setting), repeats=1 if quick else 3))
+    if device == CPU and not quick:
+        yield from against_vllm(setting)
     rounds = 3 if quick else 7
     yield from against_bounds(setting, rounds)
     yield from against_copy(setting, rounds)
@@ -125,11 +142,17 @@ class Setting:
         with torch.inference_mode():
             return seconds(lambda: generated(self.hf, num_prompts, num_new))
 
-    def ours(self, num_prompts: int, num_new: int | Sequence[int] = NUM_NEW) -> float:
+    def ours(
+        self,
+        num_prompts: int,
+        num_new: int | Sequence[int] = NUM_NEW,
+        *,
+        sampling: Sampling = SAMPLING,
+    ) -> float:
         """Tokens per second of the native engine, without a prefix cache from earlier calls."""
         batch = requests(num_prompts, num_new)
         started = time.perf_counter()
-        completions = list(self.native.generate(batch, SAMPLING))
+        completions = list(self.native.generate(batch, sampling))
         seconds = time.perf_counter() - started
         num_tokens = sum(len(completion.token_ids) for completion in completions)
         assert num_tokens == sum(request.max_completion_length or 0 for request in batch)
@@ -319,6 +342,82 @@ def against_peers(rates: dict[str, list[float]]) -> Iterator[Claim]:
         yield compared(name, rates[ours], rates[peer], "tokens/s")
 
 
+class Bound(NamedTuple):
+    """Tokens per second that the machine permits."""
+
+    memory: float  # reading all weights in each step
+    products: float  # multiplying by all weights
+
+    @property
+    def roofline(self) -> float:
+        """The smaller one."""
+        return min(self)
+
+
+class Vllm:
+    """A process of vLLM with the same weights, eager or compiled; used with `closing`."""
+
+    def __init__(self, folder: str, mode: str) -> None:
+        command = [str(environment.vllm_python()), "-m", "benchmarks.peers.vllm_generation"]
+        self._process = subprocess.Popen(
+            [*command, folder, mode, str(NUM_PROMPT + NUM_NEW)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            cwd=REPO,
+        )  # fmt: skip
+        self._read_line()
+
+    def rate(self, sampling: Sampling) -> float:
+        """Tokens per second of 8 prompts x 4, without a prefix cache from earlier calls."""
+        job = {
+            "prompts": [prompt.tolist() for prompt in prompts(8)], "completions": SIBLINGS,
+            "tokens": NUM_NEW, "temperature": sampling.temperature, "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+        }  # fmt: skip
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return 8 * SIBLINGS * NUM_NEW / float(self._read_line())
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+    def _read_line(self) -> str:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"vLLM ended with exit code {self._process.wait()}")
+        return line
+
+
+def against_vllm(setting: Setting, repeats: int = 3) -> Iterator[Claim]:
+    """The native engine alternating with vLLM on the CPU, eager and compiled; the better counts.
+
+    Once with the sampling of the other variants and once without truncation by top_k and top_p.
+    """
+    samplings = {"": SAMPLING, "_untruncated": replace(SAMPLING, top_k=0, top_p=1.0)}
+    rates: dict[str, dict[str, list[float]]] = {}
+    with TemporaryDirectory() as folder:
+        setting.hf.save_pretrained(folder)
+        for mode in ("eager", "compiled"):
+            with closing(Vllm(folder, mode)) as vllm:
+                measures: dict[str, Callable[[], float]] = {}
+                for name, sampling in samplings.items():
+                    vllm.rate(sampling)  # warms up
+                    measures[f"ours{name}"] = functools.partial(setting.ours, 8, sampling=sampling)
+                    measures[f"vllm{name}"] = functools.partial(vllm.rate, sampling)
+                rates[mode] = interleaved(measures, repeats=repeats)
+    for name in samplings:
+        best = max(rates, key=lambda mode: statistics.median(rates[mode][f"vllm{name}"]))
+        ours, peer = (rates[best][f"{side}{name}"] for side in ("ours", "vllm"))
+        yield compared(f"native_8x4{name}_vs_vllm", ours, peer, "tokens/s")
+
+
+def peers() -> dict[str, str]:
+    """Version of vLLM."""
+    return environment.vllm_version()
+
+
 def against_bounds(setting: Setting, rounds: int) -> Iterator[Claim]:
     """Decode steps against the machine's memory bandwidth and arithmetic throughput, measured just
     before and after each round; and the shares of matmuls, attention and the rest of a step.
@@ -326,36 +425,43 @@ def against_bounds(setting: Setting, rounds: int) -> Iterator[Claim]:
     size = setting.num_parameters * setting.dtype.itemsize  # tied: the head is the embedding
     read = bandwidth_meter(size, setting.device)
     per_token = 2 * setting.num_parameters  # operations
-    for name, num_prompts, bound in (
-        ("bandwidth_share", 1, lambda: SIBLINGS * read() / size),
-        ("flop_share", 8, lambda: flops(setting.dtype, setting.device) / per_token),
-    ):
+    for num_prompts in (1, 2, 4, 8):
         rows = num_prompts * SIBLINGS
-        steps, by_torch, bounds = list[Step](), list[Step](), list[float]()
+
+        def bound(rows: int = rows) -> Bound:
+            return Bound(rows * read() / size, flops(setting.dtype, setting.device) / per_token)
+
+        steps, by_torch, bounds = list[Step](), list[Step](), list[Bound]()
         for _ in range(rounds):
             step, limit = with_bound(bound, functools.partial(setting.step, num_prompts))
             steps.append(step)
             bounds.append(limit)
-            if setting.device == CPU:
+            if setting.device == CPU and num_prompts in OLD_SHARES:
                 by_torch.append(setting.step_by_torch(num_prompts))
-            progress(f"{name}: {rows / step.whole:.4g} of {limit:.4g} tokens/s")
+            progress(f"{rows} rows: {rows / step.whole:.4g} of {limit.roofline:.4g} tokens/s")
         rates = [rows / step.whole for step in steps]
-        yield bounded(f"{name}_{rows}_rows", rates, bounds, "tokens/s")
+        roofline = [limit.roofline for limit in bounds]
+        yield bounded(f"roofline_share_{rows}_rows", rates, roofline, "tokens/s")
+        if num_prompts not in OLD_SHARES:
+            continue
+        kind, field = OLD_SHARES[num_prompts]
+        limits = [getattr(limit, field) for limit in bounds]
+        yield bounded(f"{kind}_share_{rows}_rows", rates, limits, "tokens/s")
         if setting.device != CPU:
             continue
         products = [rows / step.products for step in steps]
-        yield bounded(f"products_alone_{rows}_rows", products, bounds, "tokens/s")
+        yield bounded(f"products_alone_{rows}_rows", products, roofline, "tokens/s")
         yield from step_parts(f"step_{rows}_rows", steps)
         torch_rates = [rows / step.whole for step in by_torch]
         yield compared(f"compiled_vs_torch_{rows}_rows", rates, torch_rates, "tokens/s")
 
 
-def with_bound(bound: Callable[[], float], work: Callable[[], Step]) -> tuple[Step, float]:
+def with_bound(bound: Callable[[], Bound], work: Callable[[], Step]) -> tuple[Step, Bound]:
     """The result of `work`, and the mean of the bound before and after it: the bandwidth available
     on a shared machine changes within minutes.
     """
-    before, step = bound(), work()
-    return step, (before + bound()) / 2
+    before, step, after = bound(), work(), bound()
+    return step, Bound(*(statistics.fmean(pair) for pair in zip(before, after, strict=True)))
 
 
 def step_parts(name: str, steps: Sequence[Step]) -> Iterator[Claim]:

@@ -20,7 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from benchmarks.report import REPO, Claim, document, place_of, report_of, table
+from benchmarks import pages
+from benchmarks.report import REPO, Claim, report_of, table
 from peralta_zmq.observe.run_state import format_duration
 
 __all__ = [
@@ -132,21 +133,24 @@ def main() -> int:
         help=f"device of the model, such as cuda, for {', '.join(ON_DEVICE)} or all",
     )  # fmt: skip
     parser.add_argument(
-        "--document", type=Path, nargs="+",
-        help="Markdown pages whose tables are replaced, with the quotes in README.md and docs/",
+        "--record", action="store_true",
+        help="save the claims in benchmarks/results/, and write them into README.md and docs/",
     )  # fmt: skip
     arguments = parser.parse_args()
     names = available() if arguments.device == "cpu" else ON_DEVICE
     if arguments.name not in (*names, "all"):
         parser.error(f"{arguments.name} has no --device; choose one of {', '.join(names)}, or all")
     chosen = names if arguments.name == "all" else [arguments.name]
-    for name in chosen if arguments.document else ():
-        place_of(name, arguments.document)
+    if arguments.record and arguments.quick:
+        parser.error("--record needs a whole measurement, without --quick")
+    suffix = "" if arguments.device == "cpu" else f"_{arguments.device.partition(':')[0]}"
+    for name in chosen if arguments.record else ():
+        pages.page_of(name + suffix)
     if arguments.name == "all":
         return run_all(names, arguments)
     report, claims = measured(arguments.name, quick=arguments.quick, device=arguments.device)
     sys.stdout.write(f"{json.dumps(report)}\n" if arguments.json else table(claims))
-    return int(not _documented(report, arguments))
+    return int(not _recorded(report, arguments))
 
 
 def available() -> list[str]:
@@ -183,7 +187,7 @@ def _find_device(device: str) -> tuple[Any, str]:
 def run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
     """Run each bench in a separate process; a failed one does not stop the others.
 
-    The claims of one bench are printed, and written into the pages, before the next one starts.
+    The claims of one bench are printed and recorded before the next one starts.
     """
     failed = [name for name in names if not _run_and_print(name, arguments)]
     if failed:
@@ -200,12 +204,12 @@ def _run_and_print(name: str, arguments: argparse.Namespace) -> bool:
     lines = claim_lines(report) if arguments.json else [f"{name}\n{table(claims)}"]
     sys.stdout.writelines(lines)
     sys.stdout.flush()
-    return _documented(report, arguments)
+    return _recorded(report, arguments)
 
 
-def _documented(report: Mapping[str, Any], arguments: argparse.Namespace) -> bool:
-    """Write the claims into the pages given; return whether all quoted claims were measured."""
-    missing = document(arguments.document, report) if arguments.document else []
+def _recorded(report: Mapping[str, Any], arguments: argparse.Namespace) -> bool:
+    """Record the claims if asked to; return whether all quoted claims were measured."""
+    missing = pages.record(report) if arguments.record else []
     for each in missing:
         progress(f"not measured, but quoted in {each}")
     return not missing

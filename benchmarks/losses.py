@@ -20,7 +20,8 @@ from statistics import fmean
 import torch
 
 from benchmarks.harness import progress_of
-from benchmarks.report import when, write_between
+from benchmarks.pages import write_between
+from benchmarks.report import when
 from peralta_zmq import build, models
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines import evaluate, generate_groups

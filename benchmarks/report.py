@@ -1,4 +1,4 @@
-"""Claims as JSON, as a table for the terminal and as tables in Markdown pages."""
+"""Claims as JSON and as a table for the terminal; machine and versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
 LIBRARIES = ("torch", "transformers", "pyzmq", "msgpack", "safetensors")
-END = "<!-- end -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,96 +54,32 @@ def table(claims: Sequence[Claim]) -> str:
         f"{'claim':<34} {'ours':>12} {'peer':>12} {'ratio':>15} {'bound':>12} {'share':>15}  unit"
     )
     lines = [
-        f"{each.name:<34} {_cell(each.ours):>12} {_cell(each.peer):>12} "
-        f"{_figure_cell(asdict(each), 'ratio'):>15} {_cell(each.bound):>12} "
-        f"{_figure_cell(asdict(each), 'share'):>15}  {each.unit}"
+        f"{each.name:<34} {number_cell(each.ours):>12} {number_cell(each.peer):>12} "
+        f"{figure_cell(asdict(each), 'ratio'):>15} {number_cell(each.bound):>12} "
+        f"{figure_cell(asdict(each), 'share'):>15}  {each.unit}"
         for each in claims
     ]
     return "\n".join([head, *lines]) + "\n"
 
 
-def page(report: Mapping[str, Any]) -> str:
-    """Return the claims as a Markdown table, followed by machine and versions."""
-    rows = [
-        "| claim | ours | peer | ratio | bound | share | unit | n | spread |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for claim in report["claims"]:
-        ours, peer, bound = (_cell(claim[of]) for of in ("ours", "peer", "bound"))
-        last = [claim["unit"], str(claim["n"]), _cell(claim["spread"])]
-        ratio, share = (_figure_cell(claim, figure) for figure in ("ratio", "share"))
-        rows.append(f"| {' | '.join([claim['name'], ours, peer, ratio, bound, share, *last])} |")
-    return "\n".join([*rows, "", _where(report)]) + "\n"
-
-
-def write_between(document: Path, begin: str, end: str, text: str) -> None:
-    """Replace the text between two markers of the document. Exits if one is missing."""
-    before, found, rest = document.read_text("utf-8").partition(begin)
-    _, ended, after = rest.partition(end)
-    if not (found and ended):
-        raise SystemExit(f"{document} lacks the lines {begin} and {end}; add them")
-    document.write_text(f"{before}{begin}\n{text}{end}{after}", "utf-8")
-
-
-def place_of(bench: str, files: Sequence[Path]) -> Path:
-    """Return the page with the markers of this bench's table. Exits if there is none."""
-    mark = f"<!-- bench {bench} -->"
-    for file in files:
-        _, found, rest = (file.read_text("utf-8") if file.exists() else "").partition(mark)
-        if found and END in rest:
-            return file
-    names = ", ".join(map(str, files))
-    raise SystemExit(f"{names}: none has the lines {mark} and {END}; add them to one")
-
-
-def document(files: Sequence[Path], report: Mapping[str, Any]) -> list[str]:
-    """Write the table of one bench into the page that has `<!-- bench NAME -->`, and its figures
-    where README and docs/ quote them. A quick measurement is not quoted.
-
-    Returns the quoted claims that were not measured.
-    """
-    mark = f"<!-- bench {report['bench']} -->"
-    write_between(place_of(report["bench"], files), mark, END, page(report))
-    missing = list[str]()
-    if not report["quick"]:
-        for file in (REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))):
-            text = file.read_text("utf-8")
-            if (quoted := quoting(text, report)) != text:
-                file.write_text(quoted, "utf-8")
-            missing += [f"{file.name}: {each}" for each in unfilled(quoted, report["bench"])]
-    return missing
-
-
-def unfilled(text: str, bench: str) -> list[str]:
-    """Return the claims of one bench that the text quotes with ? as their value."""
-    return re.findall(rf"<!-- ({bench} \S+ \w+) -->\?<!-- / -->", text)
-
-
-def quoting(text: str, report: Mapping[str, Any]) -> str:
-    """Fill in `<!-- BENCH CLAIM FIELD -->...<!-- / -->` for the bench of this report, with ? for
-    claims and figures that it does not have.
-    """
-    claims = {each["name"]: each for each in report["claims"]}
-
-    def filled(found: re.Match[str]) -> str:
-        begin, name, figure, end = found.groups()
-        return begin + (_cell(claims.get(name, {}).get(figure)) or "?") + end
-
-    return re.sub(rf"(<!-- {report['bench']} (\w\S*) (\w+) -->).*?(<!-- / -->)", filled, text)
-
-
 def machine() -> dict[str, object]:
     """Return processor, usable cores and memory."""
-    names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo")
-             if line.startswith("model name")]  # fmt: skip
+    lines = _lines("/proc/cpuinfo")
+    names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
+    has_amx = any("amx_bf16" in line for line in lines if line.startswith("flags"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "cpu": names[0] if names else platform.processor(),
+        "cpu": cpu_name(names[0] if names else platform.processor()) + " with AMX" * has_amx,
         "cores": cores,
         "memory_gib": round(memory / 2**30, 1),
         "system": platform.platform(),
     }
+
+
+def cpu_name(text: str) -> str:
+    """Return the name of a processor without trademark signs and the word Processor."""
+    return " ".join(re.sub(r"\((R|TM)\)|\bProcessor\b", " ", text).split())
 
 
 def versions() -> dict[str, str]:
@@ -183,27 +118,14 @@ def commit() -> str:
     return done.stdout.strip() + "+" * bool(changed.returncode)
 
 
-def _where(report: Mapping[str, Any]) -> str:
-    hardware, libraries = report["machine"], report["versions"]
-    library_list = ", ".join(f"{name} {number}" for name, number in libraries.items())
-    rough = " `--quick`: smaller, shorter, rough." if report["quick"] else ""
-    card = f"{hardware['card']}; " if hardware["card"] else ""
-    return (
-        f"{card}{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_gib']} GiB; "
-        f"{library_list}; "
-        f"commit {report['commit'] or 'unknown'}, {report['date']}. Medians of n; "
-        f"spread = (max - min) / median of ours.{rough}"
-    )
-
-
-def _figure_cell(claim: Mapping[str, Any], figure: str) -> str:
+def figure_cell(claim: Mapping[str, Any], figure: str) -> str:
     """Return ratio or share, with the required value if there is one."""
     required_figure = "share" if claim["ratio"] is None else "ratio"
     required = claim["required"] if figure == required_figure else None
-    return _cell(claim[figure]) + (f" (>= {_cell(required)})" if required else "")
+    return number_cell(claim[figure]) + (f" (>= {number_cell(required)})" if required else "")
 
 
-def _cell(value: float | None) -> str:
+def number_cell(value: float | None) -> str:
     """Format with four significant digits, without exponent where that is readable."""
     if value is None:
         return ""

@@ -28,7 +28,8 @@ from typing import NamedTuple
 import psutil
 import zmq
 
-from benchmarks.report import when, write_between
+from benchmarks.pages import write_between
+from benchmarks.report import when
 from peralta_zmq.config.programs import program_command
 from peralta_zmq.observe.metrics import METRICS
 from peralta_zmq.wire import auth
