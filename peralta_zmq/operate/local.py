@@ -12,6 +12,7 @@ from peralta_zmq.config import RESOLVED, Config, earlier_config
 from peralta_zmq.config.programs import program_command
 from peralta_zmq.errors import EXIT_ERROR, ConfigError, failure_text
 from peralta_zmq.observe.metrics import EVENTS, METRICS
+from peralta_zmq.operate import forks
 from peralta_zmq.operate.process_group import ProcessGroup, Worker, recorder, supervise
 
 
@@ -45,7 +46,12 @@ def run_local(
                 f"run folder {folder} cannot be written ({failure_text(error)}); "
                 "choose another --run.dir"
             ) from None
-    workers = local_workers(folder, arguments, num_generators=config.run.num_local_generators)
+    workers = local_workers(
+        folder,
+        arguments,
+        num_generators=config.run.num_local_generators,
+        can_fork=forks.import_libraries(),
+    )
     num_bytes = 0  # size of metrics.jsonl, which has a line for each step of earlier sessions
     with contextlib.suppress(OSError):
         num_bytes = (folder / METRICS).stat().st_size
@@ -64,20 +70,27 @@ def run_local(
     return code
 
 
-def local_workers(folder: Path, arguments: Sequence[str], *, num_generators: int) -> list[Worker]:
-    """The trainer, which is first, and the generators.
+def local_workers(
+    folder: Path, arguments: Sequence[str], *, num_generators: int, can_fork: bool = False
+) -> list[Worker]:
+    """The trainer, which is first, and the generators; forks of this process if it `can_fork`.
 
     Each worker gets the number of workers that share the cores of this machine.
     """
+
+    def main(program: str) -> str:
+        return f"peralta_zmq.config.programs:{program}" if can_fork else ""
+
     count, num_workers = str(num_generators), str(num_generators + 1)
     share = ("--train.num-workers", num_workers)
-    workers = [Worker("trainer", (*program_command("trainer"), *arguments, *share))]
+    command = (*program_command("trainer"), *arguments, *share)
+    workers = [Worker("trainer", command, main=main("trainer"))]
     share = ("--generator.count", count, "--generator.num-workers", num_workers)
     for index in range(num_generators):
         identity = ("--generator.index", str(index), "--generator.name", f"local-{index}")
         command = (*program_command("generator"), *arguments, *share, *identity)
         log = folder / "logs" / f"generator-{index}.log"
-        workers.append(Worker(f"generator-{index}", command, log))
+        workers.append(Worker(f"generator-{index}", command, log, main("generator")))
     return workers
 
 

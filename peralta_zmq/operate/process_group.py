@@ -25,6 +25,7 @@ from typing import BinaryIO, TextIO, TypeAlias
 
 from peralta_zmq.errors import EXIT_ERROR, printable
 from peralta_zmq.observe.metrics import EVENTS, JsonLines
+from peralta_zmq.operate.forks import ForkedProcess
 
 FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0  # seconds before a restart; doubles with each crash
 # A worker fails after this many crashes within CALM_SECONDS. The delay of a worker that ran longer
@@ -47,11 +48,16 @@ WaitForSignals: TypeAlias = Callable[[float], list[int]]  # see `catch_signals`
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A command to keep running. Its output goes to `log`; None = to the terminal."""
+    """A command to keep running. Its output goes to `log`; None = to the terminal.
+
+    If `main` (module:function) is set, the worker is a fork of this process that calls it, with the
+    arguments of `command`.
+    """
 
     name: str
     command: tuple[str, ...]
     log: Path | None = None
+    main: str = ""
 
 
 def supervise(
@@ -155,7 +161,7 @@ class ProcessGroup:
             self._record(
                 "restart", worker=name, reason=reason, delay=delay, killed=process.was_killed
             )
-        process.start(self._guard_pipe[0])
+        process.start(self._guard_pipe)
 
     def _handle_exit(self, process: ManagedProcess, code: int) -> int | None:
         """Schedule a restart, or return the exit code of the group; None if it continues."""
@@ -214,7 +220,7 @@ class ManagedProcess:
 
     worker: Worker
     record: Record
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | ForkedProcess | None = None
     started: float = 0.0  # time of the last start; monotonic seconds, like `start_at` and `crashes`
     start_at: float | None = 0.0  # time of the next start; None = no start is due
     delay: float = FIRST_DELAY  # seconds from the last crash to the restart
@@ -229,17 +235,23 @@ class ManagedProcess:
         """True from the start of the process until `poll` returns its exit code."""
         return self.process is not None
 
-    def start(self, guard_pipe: int) -> None:
+    def start(self, guard_pipe: tuple[int, int]) -> None:
         """Start the worker and its guard, which reads `guard_pipe`, in a new session."""
-        with _open_log(self.worker) as output:
-            self.process = subprocess.Popen(
-                ["/bin/sh", "-c", GUARD, "sh", *self.worker.command],
-                stdin=guard_pipe,
-                stdout=output,
-                stderr=subprocess.STDOUT if output else None,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,
-            )
+        worker = self.worker
+        with _open_log(worker) as output:
+            if worker.main:
+                self.process = ForkedProcess(
+                    worker.main, worker.command, guard_pipe=guard_pipe, output=output
+                )
+            else:
+                self.process = subprocess.Popen(
+                    ["/bin/sh", "-c", GUARD, "sh", *worker.command],
+                    stdin=guard_pipe[0],
+                    stdout=output,
+                    stderr=subprocess.STDOUT if output else None,
+                    env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                    start_new_session=True,
+                )
         self.started, self.start_at, self.was_killed = time.monotonic(), None, False
 
     def poll(self) -> int | None:

@@ -10,7 +10,7 @@ from peralta_zmq.config import Config, programs, write_resolved
 from peralta_zmq.config.sections import RunSection
 from peralta_zmq.config.training_sections import TrainSection
 from peralta_zmq.observe.metrics import read_rows
-from peralta_zmq.operate import process_group
+from peralta_zmq.operate import forks, process_group
 from peralta_zmq.operate.local import local_workers, run_local
 
 PAUSE = "import signal; signal.pause()"
@@ -26,6 +26,7 @@ while not os.path.exists('starts') or os.path.getsize('starts') < 3: time.sleep(
 def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(programs, "CHECKOUT_BIN", tmp_path)
+    monkeypatch.setattr(forks, "import_libraries", lambda: False)  # forks would run real programs
 
 
 def write_programs(*, trainer: str, generator: str) -> None:

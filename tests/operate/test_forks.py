@@ -1,0 +1,96 @@
+"""Workers that are forks of their supervisor, in a Python process with one thread."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+DEADLINE = 20.0
+# The programs that a fork can run.
+PROGRAMS = """
+import logging, os, signal, sys, time
+
+def report():
+    logging.basicConfig(format="%(message)s")
+    logging.warning("logged")
+    print(sys.argv, os.getsid(0) == os.getpid(), sys.stdin.read(), flush=True)
+    return 3
+
+def crash():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def raise_error():
+    raise ValueError("broken")
+
+def sleep():
+    time.sleep(60)
+"""
+# Starts one fork and prints what happens to it. The supervisor's own logging has a handler.
+SUPERVISOR = """
+import logging, os, sys, threading
+from peralta_zmq.operate.forks import ForkedProcess
+logging.basicConfig(format="supervisor %(message)s")
+pipe = os.pipe()
+with open("log", "ab") as log:
+    process = ForkedProcess("programs:" + sys.argv[1], (sys.executable, "bin/trainer", "--x", "1"),
+                            guard_pipe=pipe, output=log)
+print(process.pid, flush=True)
+if sys.argv[1] == "sleep":
+    sys.stdin.read()
+    os._exit(0)
+process.wait()
+print(process.poll())
+"""
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if sys.platform != "linux":
+        pytest.skip("forks on Linux only")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    Path("programs.py").write_text(PROGRAMS)
+
+
+def supervised(program: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, program],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("program", "code"), [("report", 3), ("crash", -signal.SIGKILL), ("raise_error", 1)]
+)
+def test_exit_code_of_a_fork_is_that_of_its_program(program: str, code: int) -> None:
+    output, _ = supervised(program).communicate(timeout=DEADLINE)
+    assert int(output.split()[1]) == code
+
+
+def test_fork_has_its_own_arguments_session_input_output_and_logging() -> None:
+    supervised("report").communicate(timeout=DEADLINE)
+    assert Path("log").read_text() == "logged\n['bin/trainer', '--x', '1'] True \n"
+
+
+def test_error_of_a_fork_is_in_its_log() -> None:
+    supervised("raise_error").communicate(timeout=DEADLINE)
+    assert "ValueError: broken" in Path("log").read_text()
+
+
+def test_fork_is_listed_with_its_command_and_ends_with_its_supervisor() -> None:
+    with supervised("sleep") as supervisor:
+        assert supervisor.stdout and supervisor.stdin
+        fork = psutil.Process(int(supervisor.stdout.readline()))
+        deadline = time.monotonic() + DEADLINE
+        while fork.cmdline()[1:2] != ["bin/trainer"]:
+            assert time.monotonic() < deadline, fork.cmdline()
+            time.sleep(0.01)
+        supervisor.kill()
+        fork.wait(DEADLINE)
