@@ -29,7 +29,7 @@ class Sample(NamedTuple):
 
     time: float  # seconds since the epoch
     cpu: float  # seconds since the command's start
-    memory: int  # bytes, without mapped files
+    memory: int  # bytes; a page that several processes map counts once in total
     kinds: Mapping[str, float]  # CPU seconds of the running processes of each kind in KINDS
 
 
@@ -109,7 +109,9 @@ class MeasuredCommand:
             for member in members:
                 if kind := _kind(member):
                     kinds[kind] += _cpu_seconds(member)
-            self.samples.append(Sample(time.time(), cpu, sum(map(own_bytes, members)), kinds))
+            self.samples.append(
+                Sample(time.time(), cpu, sum(map(proportional_bytes, members)), kinds)
+            )
             self._ended.wait(PERIOD)
 
 
@@ -167,10 +169,9 @@ def _cpu_seconds(process: int) -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def own_bytes(process: int) -> int:
-    """Memory in bytes, without mapped files; 0 if the process has ended."""
+def proportional_bytes(process: int) -> int:
+    """Proportional set size (PSS) in bytes: of a page that n processes map, an n-th; 0 if ended."""
     try:
-        memory = psutil.Process(process).memory_info()
-    except psutil.NoSuchProcess:
+        return psutil.Process(process).memory_full_info().pss
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
         return 0
-    return memory.rss - memory.shared

@@ -26,8 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
+
 from benchmarks.harness import REPO, Claim, progress_of, spread
-from benchmarks.measured_command import own_bytes
 from benchmarks.wire import RUN
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
@@ -190,7 +191,7 @@ def trainer(settings: dict[str, Any]) -> None:
             step = take(collector, measurement, step, seconds=settings["seconds"] / NUM_PARTS)
         result = {
             **measurement.summary(count),
-            "memory": own_bytes(os.getpid()),
+            "memory": own_bytes(),
             "announcement": len(encode_fields(announcer.announcement)),
         }
     sys.stdout.write(json.dumps(result) + "\n")
@@ -294,6 +295,12 @@ def cpu_seconds() -> float:
     """CPU seconds of all threads of this process, including those of ZeroMQ."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
+
+
+def own_bytes() -> int:
+    """Memory of this process in bytes, without mapped files."""
+    memory = psutil.Process().memory_info()
+    return memory.rss - memory.shared
 
 
 if __name__ == "__main__":
