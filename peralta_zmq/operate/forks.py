@@ -1,8 +1,8 @@
-"""Workers as forks of this process, which imports their libraries once.
+"""Starts workers as forks of this process, which has imported their libraries.
 
-A new Python process needs seconds to import torch and transformers, and its own memory for them. A
-fork has them at once, and shares the memory. Linux only: elsewhere system libraries do not work in
-a fork.
+A new Python process needs seconds to import torch and transformers, and memory for them. A fork
+needs neither: it shares the memory until one side writes to it. Only on Linux, because system
+libraries of macOS do not support forks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-# What the trainer and a generator import, some of it only while they load a model.
+# What the trainer and a generator import; some of it they import only when they load a model.
 LIBRARIES = (
     "peralta_zmq.trainer.loop",
     "peralta_zmq.generator.loop",
@@ -29,30 +29,34 @@ LIBRARIES = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
 )
-GUARD = "read -r line; kill -KILL 0"  # see GUARD in process_group.py
+# Kills its process group when its input is closed, see GUARD in process_group.py.
+GUARD = "read -r line; kill -KILL 0"
 
 
 def import_libraries() -> bool:
-    """Import what workers need; returns whether this process can be forked.
+    """Import what workers need; returns whether this process can be forked safely.
 
-    Only the thread that forks exists in the fork, so a process with several threads cannot be
-    forked safely.
+    Only the thread that forks exists in the fork, so a process with several threads cannot.
     """
     if sys.platform != "linux":
         return False
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else numpy starts threads when imported
-    gc.disable()  # as in config/programs.py
+    name = "OPENBLAS_NUM_THREADS"  # of numpy's library, which would start threads when imported
+    previous = os.environ.get(name)
+    os.environ.setdefault(name, "1")
+    gc.disable()  # the many new objects would be scanned again and again
     try:
         for library in LIBRARIES:
             importlib.import_module(library)
     finally:
         gc.freeze()
         gc.enable()
+        if previous is None:
+            del os.environ[name]
     return len(os.listdir("/proc/self/task")) == 1
 
 
 class ForkedProcess:
-    """A function in a fork, in a session of its own; has the methods of `subprocess.Popen`."""
+    """A function in a fork with its own session; has three methods of `subprocess.Popen`."""
 
     def __init__(
         self,
@@ -62,21 +66,22 @@ class ForkedProcess:
         guard_pipe: tuple[int, int],
         output: BinaryIO | None,
     ) -> None:
-        """Call `main` (module:function), the program of `command`; it returns the exit code.
+        """Start a fork that calls `main` (module:function), whose result is its exit code.
 
-        A guard process kills the fork and its children when the writing end of `guard_pipe` is
-        closed. The output goes to `output`; None = that of this process.
+        `command` would start the same program in a new process; the fork takes sys.argv from it,
+        and is listed with it. A guard process kills the fork and its children when the writing end
+        of `guard_pipe` is closed. The output goes to `output`; None = the output of this process.
         """
-        ready, writing = os.pipe()
+        is_ready, ready = os.pipe()
         try:
             process = multiprocessing.get_context("fork").Process(
-                target=_run, args=(main, command, guard_pipe, output, writing)
+                target=_run, args=(main, command, guard_pipe, output, ready)
             )
             process.start()
         finally:
-            os.close(writing)
-        os.read(ready, 1)  # returns when the fork has closed its end
-        os.close(ready)
+            os.close(ready)
+        os.read(is_ready, 1)  # returns when the fork has its own session and guard
+        os.close(is_ready)
         self._process = process
         assert process.pid is not None
         self.pid = process.pid
@@ -102,10 +107,12 @@ def _run(
     output: BinaryIO | None,
     ready: int,
 ) -> None:
-    """Prepare the fork as a process of its own, and call `main`."""
+    """In the fork: become independent of the parent process, and call `main`."""
+    import numpy  # not before `import_libraries`
+
     os.setsid()
     os.close(guard_pipe[1])
-    signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(-1)  # the parent's
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -118,18 +125,22 @@ def _run(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    os.close(ready)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(write_through=True)  # pyright: ignore[reportAttributeAccessIssue]
+        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     logging.root.handlers.clear()  # `main` sets up its own
+    numpy.random.seed()  # otherwise all forks would draw the same numbers
     sys.argv = list(command[1:] if command[0] == sys.executable else command)
-    _show(command)
+    _list_as(command)
+    os.close(ready)
     sys.exit(pkgutil.resolve_name(main)())
 
 
-def _show(command: Sequence[str]) -> None:
-    """Show `command` in lists of processes, as far as it fits into the memory of ours."""
-    fields = Path("/proc/self/stat").read_text("ascii").rpartition(")")[2].split()
+def _list_as(command: Sequence[str]) -> None:
+    """Overwrite this process's arguments, so that `ps` lists it as `command`.
+
+    The command is cut off at the length of the old one.
+    """
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, see proc(5)
-    text = "\0".join(command).encode()[: end - start - 1]
+    text = os.fsencode("\0".join(command))[: end - start - 1]
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
