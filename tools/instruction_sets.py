@@ -1,8 +1,9 @@
-"""Run the numeric tests as on other processors: `make test-isa`.
+"""Run the numeric tests as if on older processors.
 
-Variables limit the instruction sets of torch's operators (ATEN_CPU_CAPABILITY), of oneDNN
-(ONEDNN_MAX_CPU_ISA) and of the engine's C kernels (PERALTA_KERNELS), so that one machine runs the
-code of older processors. Rows of instruction sets that this processor lacks are skipped.
+Environment variables limit the instruction sets of torch's operators (ATEN_CPU_CAPABILITY), of MKL
+(MKL_ENABLE_INSTRUCTIONS), of oneDNN (ONEDNN_MAX_CPU_ISA) and of the engine's C kernels
+(PERALTA_KERNELS), so that one machine runs the code paths for older ones. Combinations with an
+instruction set that this processor lacks are skipped. `make test-isa` calls this module.
 """
 
 from __future__ import annotations
@@ -30,15 +31,21 @@ QUICK_TESTS = (
 )
 
 
+# Values of MKL_ENABLE_INSTRUCTIONS by those of ATEN_CPU_CAPABILITY.
+MKL = {"default": "SSE4_2", "avx2": "AVX2", "avx512": "AVX512"}
+
+
 class Row(NamedTuple):
-    """One combination of limits; empty: no limit."""
+    """One combination of limits; an empty string means no limit."""
 
     torch: str  # value of ATEN_CPU_CAPABILITY
     onednn: str  # value of ONEDNN_MAX_CPU_ISA
-    kernels: str  # value of PERALTA_KERNELS
+    kernels: (
+        str  # value of PERALTA_KERNELS: of the compiler's -march, or none for torch's operators
+    )
     threads: int
-    needs: str = ""  # CPU feature without which the row repeats an earlier one
-    is_quick: bool = False  # also in a quick run
+    needs: str = ""  # CPU feature without which the row is skipped
+    is_quick: bool = False  # also run with --quick
 
 
 X86_ROWS = (
@@ -57,7 +64,7 @@ OTHER_ROWS = (Row("", "", "none", 1), Row("", "", "native", 2, is_quick=True))
 def main() -> int:
     """Run the rows and print a line for each; 1 if a test failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few rows and tests, for .ci/run")
+    parser.add_argument("--quick", action="store_true", help="fewer rows and tests, for .ci/run")
     quick = parser.parse_args().quick
     rows = X86_ROWS if platform.machine() in ("x86_64", "AMD64") else OTHER_ROWS
     available, has_failed = cpu_features().split(), False
@@ -73,7 +80,7 @@ def main() -> int:
             continue
         started = time.monotonic()
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-n", str(3 - row.threads), "--dist", "worksteal",
+            [sys.executable, "-m", "pytest", "-n", str(2 // row.threads), "--dist", "worksteal",
              *(QUICK_TESTS if quick else TESTS)],
             cwd=REPO, env=_environment(row), capture_output=True, text=True,
         )  # fmt: skip
@@ -86,13 +93,16 @@ def main() -> int:
 
 
 def _environment(row: Row) -> dict[str, str]:
+    """The variables of this process, with the limits of a row instead of its own."""
     limits = {
         "ATEN_CPU_CAPABILITY": row.torch,
+        "MKL_ENABLE_INSTRUCTIONS": MKL.get(row.torch, ""),
         "ONEDNN_MAX_CPU_ISA": row.onednn,
         INSTRUCTION_SET: row.kernels,
         "OMP_NUM_THREADS": str(row.threads),
     }
-    return {**os.environ, **{name: value for name, value in limits.items() if value}}
+    others = {name: value for name, value in os.environ.items() if name not in limits}
+    return {**others, **{name: value for name, value in limits.items() if value}}
 
 
 if __name__ == "__main__":
