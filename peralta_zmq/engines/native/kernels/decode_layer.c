@@ -330,7 +330,7 @@ void gate(const scalar *gates, const scalar *ups, scalar *out, int64_t rows, int
         }
 }
 
-/* Uses the instructions of this file once, on zeros. Returns 0. */
+/* Uses every instruction of this file, on zeros: the process ends if the CPU lacks one. Returns 0. */
 int probe(void) {
     enum { WIDTH = 4 * LANES, ROWS = 2, KEYS = 16 };
     static scalar zeros[ROWS * KEYS * WIDTH], out[ROWS * KEYS * WIDTH];

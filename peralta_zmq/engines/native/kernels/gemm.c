@@ -1,14 +1,14 @@
 /* Matrix product of rows and a packed weight in bfloat16, accumulated in float.
 
-   A weight is packed into panels of PANEL_WIDTH outputs, [panels][in / 2][PANEL_WIDTH][2]: for few
-   rows, memory is read in one stream. A block is a panel times at most BLOCK_ROWS rows; its sums
-   stay in registers over all inputs. The panel stays in the CPU's cache for the next rows, while
-   the next panel is prefetched. The order of summation does not depend on the number of rows, so
-   the result of a row does not either.
+   A weight is packed into panels of PANEL_WIDTH outputs, [panels][in / 2][PANEL_WIDTH][2], so that
+   with few rows the memory is read sequentially. A block is a panel times at most BLOCK_ROWS rows;
+   its sums stay in registers throughout the loop over the inputs. If there are more rows, the panel
+   stays in the CPU's cache for their blocks, while the next panel is prefetched. The order of
+   summation does not depend on the number of rows, so the result of a row does not either.
 
-   Compiled by gemm.py: with WITH_AMX for processors with AMX, whose instruction tdpbf16ps
-   multiplies matrices of 16 x 32 and 32 x 16; otherwise for AVX512-BF16, whose instruction
-   vdpbf16ps multiplies pairs. */
+   Compiled by gemm.py for processors with AVX512-BF16, whose instruction vdpbf16ps adds the products
+   of 16 pairs to 16 sums. With WITH_AMX, the sums are computed with tdpbf16ps of AMX, which
+   multiplies matrices of 16 x 32 and 32 x 16. */
 
 #include <immintrin.h>
 #include <stddef.h>
@@ -76,23 +76,23 @@ typedef struct {
     int64_t pace;         /* bytes to prefetch per STEP inputs */
     int64_t in, outs;
     const float *bias;    /* [PANEL_WIDTH] */
-    int64_t width;        /* number of existing outputs of the panel, at most PANEL_WIDTH */
+    int64_t width;        /* outputs from the panel's first one on; may exceed PANEL_WIDTH */
     scalar *out;          /* rows of `outs` scalars */
 } Block;
 
-/* A mask with the lowest `count` bits set: none if `count` is negative, at most 32. */
+/* A mask with the lowest `count` bits set; `count` is limited to 0 to 32. */
 INLINE __mmask32 first_bits(int64_t count) {
     return count >= 32 ? 0xffffffffu : count > 0 ? 0xffffffffu >> (32 - count) : 0;
 }
 
-/* Stores the first `count` of 32 outputs. */
+/* Rounds 32 outputs to bfloat16, and stores the first `count` of them. */
 INLINE void store(scalar *out, int64_t count, __m512 low, __m512 high) {
     _mm512_mask_storeu_epi16(out, first_bits(count), (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
 #ifdef WITH_AMX
 
-enum { TILE_ROWS = 16, TILE_BYTES = 64 }; /* of the largest tile: TILE_ROWS rows of TILE_BYTES */
+enum { TILE_ROWS = 16, TILE_ROW_BYTES = 64 }; /* of the largest tile */
 
 /* The operand of ldtilecfg. */
 typedef struct {
@@ -107,17 +107,21 @@ static int request_permission(void) {
     return syscall(SYS_arch_prctl, request, tile_data);
 }
 
-/* Multiplies a block of `count` rows. Tile registers 0 to 3 are the sums: of the first 16 rows and
-   of the others, each for two times 16 outputs. 4 and 5 are the rows, 6 and 7 the weights. */
+/* Multiplies a block of `count` rows. Tile registers:
+   0, 1  sums of the first 16 rows, for the first and the last 16 outputs
+   2, 3  the same of the other rows, if there are any
+   4, 5  inputs of the first 16 rows, and of the others
+   6, 7  weights for the first and the last 16 outputs */
 static void multiply_block(const Block b, int64_t count) {
     const int64_t first = count < TILE_ROWS ? count : TILE_ROWS, others = count - first;
-    const int64_t row_bytes = b.in * sizeof(scalar), panel_bytes = 2 * TILE_BYTES;
+    const int64_t row_stride = b.in * sizeof(scalar), panel_stride = 2 * TILE_ROW_BYTES; /* bytes */
     const scalar *rows = b.rows, *other_rows = b.rows + first * b.in, *panel = b.panel;
     const char *next = b.next;
     float sums[BLOCK_ROWS][PANEL_WIDTH];
     TileConfig config = {.palette = 1, .rows = {first, first, others, others, first, others, 16, 16}};
-    for (int tile = 0; tile < 8; tile++) config.row_bytes[tile] = config.rows[tile] ? TILE_BYTES : 0;
-    __asm__ volatile("" ::: "memory"); /* the intrinsics do not declare which memory they read */
+    for (int tile = 0; tile < 8; tile++) config.row_bytes[tile] = config.rows[tile] ? TILE_ROW_BYTES : 0;
+    /* Finishes earlier stores: the intrinsics do not declare which memory they read. */
+    __asm__ volatile("" ::: "memory");
     _tile_loadconfig(&config);
     _tile_loadd(0, b.bias, 0); /* the same bias for each row */
     _tile_loadd(1, b.bias + 16, 0);
@@ -128,13 +132,13 @@ static void multiply_block(const Block b, int64_t count) {
     for (int64_t i = 0; i < b.in; i += STEP, panel += STEP * PANEL_WIDTH, next += b.pace) {
         for (int64_t byte = 0; byte < b.pace; byte += CACHE_LINE)
             _mm_prefetch(next + byte, _MM_HINT_T0);
-        _tile_loadd(6, panel, panel_bytes);
-        _tile_loadd(7, panel + 32, panel_bytes);
-        _tile_loadd(4, rows + i, row_bytes);
+        _tile_loadd(6, panel, panel_stride);
+        _tile_loadd(7, panel + 32, panel_stride);
+        _tile_loadd(4, rows + i, row_stride);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (others) {
-            _tile_loadd(5, other_rows + i, row_bytes);
+            _tile_loadd(5, other_rows + i, row_stride);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
@@ -156,7 +160,7 @@ static void multiply_block(const Block b, int64_t count) {
 static int request_permission(void) { return 0; }
 
 /* The sums of row r are a##r to d##r, 16 outputs each: as separate variables, because compilers do
-   not keep an array in registers. */
+   not keep this array in registers. */
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
 #define BEGIN(r) __m512 a##r = bias_a, b##r = bias_b, c##r = bias_c, d##r = bias_d;
 #define ADD(r) \
@@ -203,7 +207,7 @@ INLINE void multiply_and_prefetch(const Block t, int64_t count, const int prefet
     }
 }
 
-/* Multiplies a block of `count` rows. */
+/* Multiplies a block of `count` rows. Prefetches 4, 2 or 1 cache lines per pair of inputs. */
 static void multiply_block(const Block block, int64_t count) {
     if (block.pace > 2 * CACHE_LINE) multiply_and_prefetch(block, count, 4);
     else if (block.pace > CACHE_LINE) multiply_and_prefetch(block, count, 2);
@@ -212,8 +216,8 @@ static void multiply_block(const Block block, int64_t count) {
 
 #endif
 
-/* out = rows * weight + bias: `rows` is [num_rows, in], `out` [num_rows, outs], `bias` [outs] or
-   NULL. The rows are divided into blocks. If there are fewer panels than threads, several threads
+/* out = rows * weight^T + bias: `rows` is [num_rows, in], `out` [num_rows, outs], `bias` [outs] or
+   NULL; `in` is a multiple of STEP. The rows are divided into blocks. If there are fewer panels than threads, several threads
    share a panel, and each multiplies some of the blocks. */
 void multiply(const scalar *rows, const scalar *packed, const scalar *bias, scalar *out,
               int64_t num_rows, int64_t in, int64_t outs, int threads) {
@@ -229,7 +233,7 @@ void multiply(const scalar *rows, const scalar *packed, const scalar *bias, scal
         const int64_t passes = last - first; /* blocks of this task, which all use one panel */
         float panel_bias[PANEL_WIDTH] = {0};
         for (int64_t o = 0; bias && o < PANEL_WIDTH && output + o < outs; o++)
-            panel_bias[o] = _mm_cvtss_f32((__m128)_mm_cvtsi32_si128(bias[output + o] << 16));
+            panel_bias[o] = _mm_cvtss_f32((__m128)_mm_cvtsi32_si128((uint32_t)bias[output + o] << 16));
         Block b = {.panel = packed + output * in, .in = in, .outs = outs, .bias = panel_bias,
                    .width = outs - output, .pace = STEP * PANEL_WIDTH * sizeof(scalar) / passes};
         b.next = (const char *)b.panel +
@@ -242,8 +246,8 @@ void multiply(const scalar *rows, const scalar *packed, const scalar *bias, scal
     }
 }
 
-/* Makes the other functions usable, and uses their instructions once, on zeros. Returns 0 if the
-   process may use them. */
+/* Requests permission to use AMX, and uses every instruction of this file, on zeros: the process
+   ends if the CPU lacks one. Call it before the other functions. Returns 0 if they may be used. */
 int probe(void) {
     static scalar weight[PANEL_WIDTH * STEP], packed[PANEL_WIDTH * STEP];
     static scalar rows[BLOCK_ROWS * STEP], out[BLOCK_ROWS * PANEL_WIDTH];
