@@ -1,8 +1,10 @@
-"""Measured claims by kind of machine, and the Markdown pages that are made from them.
+"""Measured claims by kind of machine, and their tables and quotes in Markdown pages.
 
-benchmarks/results/ has a JSON file for each kind of machine: the newest report of each bench. A
-page has a table per kind of machine between `<!-- bench NAME -->` and `<!-- end -->`. README.md and
-docs/ quote figures as `<!-- BENCH CLAIM FIELD -->value<!-- / -->`: the worst of all these machines.
+benchmarks/results/ has a JSON file for each kind of machine: the last recorded report of each
+bench. A page has a table per kind of machine between `<!-- bench BENCH -->` and `<!-- end -->`.
+README.md and docs/ quote figures as `<!-- BENCH CLAIM FIELD -->value<!-- / -->`, where FIELD is
+ours, ratio or share: the worst value of all machines, so that figures of one sentence may come from
+different ones.
 """
 
 from __future__ import annotations
@@ -17,15 +19,15 @@ from benchmarks import report
 from benchmarks.report import figure_cell, number_cell
 
 END = "<!-- end -->"
-RATE = re.compile(r"\w+/(s|h)\b")  # unit of a figure that is better if it is larger
+RATE = re.compile(r"\w+/(s|h)\b")  # a unit for which higher is better
 Report = Mapping[str, Any]
 
 
 def record(measured: Report) -> list[str]:
     """Save the report of one bench, and write it into the pages.
 
-    Returns the quotes that no report has, as `PAGE: BENCH CLAIM FIELD`. Exits if no page has the
-    markers of this bench.
+    Returns the quotes for which no report has a figure, as `PAGE: BENCH CLAIM FIELD`. Exits if no
+    page has the markers of this bench.
     """
     bench = measured["bench"]
     table_page = page_of(bench)
@@ -47,7 +49,7 @@ def record(measured: Report) -> list[str]:
 
 
 def kind_of(measured: Report) -> str:
-    """Name of a kind of machine, for a file."""
+    """Stem of the file for this kind of machine."""
     return re.sub(r"[^a-z0-9]+", "-", _machine(measured).lower()).strip("-")
 
 
@@ -76,7 +78,7 @@ def table(measured: Report) -> str:
 
 def quoting(text: str, bench: str, reports: Sequence[Report]) -> str:
     """Fill in the quotes of one bench, with ? for figures that no report has."""
-    claims: dict[str, list[Report]] = {}
+    claims: dict[str, list[Mapping[str, Any]]] = {}
     for each in reports:
         for claim in each["claims"]:
             claims.setdefault(claim["name"], []).append(claim)
@@ -94,7 +96,9 @@ def page_of(bench: str) -> Path:
         _, found, rest = page.read_text("utf-8").partition(_begin(bench))
         if found and END in rest:
             return page
-    raise SystemExit(f"no page in docs/ has the lines {_begin(bench)} and {END}; add them to one")
+    raise SystemExit(
+        f"neither README.md nor docs/ has the lines {_begin(bench)} and {END}; add them to one"
+    )
 
 
 def write_between(document: Path, begin: str, end: str, text: str) -> None:
@@ -106,13 +110,13 @@ def write_between(document: Path, begin: str, end: str, text: str) -> None:
     document.write_text(f"{before}{begin}\n{text}{end}{after}", "utf-8")
 
 
-def _worst(claims: Iterable[Report], field: str) -> float | None:
-    """The worst value of a field in the claims of several machines; None without a value."""
-    found = [claim for claim in claims if claim.get(field) is not None]
-    if not found:
+def _worst(claims: Iterable[Mapping[str, Any]], field: str) -> float | None:
+    """The worst value of a field in the claims of several machines; None if none has one."""
+    measured = [claim for claim in claims if claim.get(field) is not None]
+    if not measured:
         return None
-    is_better_if_larger = field != "ours" or RATE.match(found[0]["unit"])
-    return (min if is_better_if_larger else max)(claim[field] for claim in found)
+    higher_is_better = field != "ours" or RATE.match(measured[0]["unit"])
+    return (min if higher_is_better else max)(claim[field] for claim in measured)
 
 
 def _unfilled(text: str, bench: str) -> list[str]:

@@ -156,7 +156,7 @@ def test_machine_names_processor_and_amx(
 
 
 def test_bench_without_a_marker_is_refused(repo: Path) -> None:
-    with pytest.raises(SystemExit, match="no page in docs/ has the lines <!-- bench scale -->"):
+    with pytest.raises(SystemExit, match=r"has the lines <!-- bench scale -->"):
         pages.record(on_machine("AMD EPYC", *CLAIMS, bench="scale"))
     assert not (repo / "benchmarks" / "results").exists()
 
