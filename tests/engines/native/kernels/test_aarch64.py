@@ -54,6 +54,7 @@ class EmulatedLibrary:
         return sizes | dict.fromkeys(("start", "end", "column"), 8 * a.rows)
 
 
+@pytest.mark.slow  # compiles and emulates
 @pytest.mark.skipif(
     not (shutil.which(CC) and shutil.which(QEMU)),
     reason="needs Debian's gcc-aarch64-linux-gnu and qemu-user",
