@@ -78,19 +78,19 @@ def local_workers(
     Each worker gets the number of workers that share the cores of this machine.
     """
 
-    def main(program: str) -> str:
+    def entry_point(program: str) -> str:
         return f"peralta_zmq.config.programs:{program}" if can_fork else ""
 
     count, num_workers = str(num_generators), str(num_generators + 1)
     share = ("--train.num-workers", num_workers)
     command = (*program_command("trainer"), *arguments, *share)
-    workers = [Worker("trainer", command, main=main("trainer"))]
+    workers = [Worker("trainer", command, main=entry_point("trainer"))]
     share = ("--generator.count", count, "--generator.num-workers", num_workers)
     for index in range(num_generators):
         identity = ("--generator.index", str(index), "--generator.name", f"local-{index}")
         command = (*program_command("generator"), *arguments, *share, *identity)
         log = folder / "logs" / f"generator-{index}.log"
-        workers.append(Worker(f"generator-{index}", command, log, main("generator")))
+        workers.append(Worker(f"generator-{index}", command, log, entry_point("generator")))
     return workers
 
 
