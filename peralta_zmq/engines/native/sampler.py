@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from peralta_zmq.rollout import Sampling
 
 CHUNK_SIZE = 2**20  # logits per chunk, so that the fp32 copies of a chunk stay in the CPU cache
-BLOCK_SIZE = 128  # logits per block of `_topk`
+BLOCK_SIZE = 128  # logits or probs per block of `_topk` and `_inverse_transform`
 
 
 def sample(
@@ -40,9 +41,16 @@ def sample(
         adjusted = adjusted.masked_fill(banned, float("-inf"))
     if sampling.temperature == 0:
         tokens = adjusted.argmax(-1)
+    elif adjusted is logits and not _truncates(sampling):
+        return _sample_untruncated(logits, sampling.temperature, uniform)
     else:
         tokens = _sample_tokens(adjusted, sampling, uniform)
     return tokens, _logprobs(logits, tokens, sampling.temperature or 1.0)
+
+
+def _truncates(sampling: Sampling) -> bool:
+    """Whether top_k, top_p or min_p is on."""
+    return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
@@ -52,6 +60,19 @@ def _logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     # On a CPU, log_softmax (one fused kernel) takes half the time of logsumexp (several kernels).
     chunks = [(rows.float() / temperature).log_softmax(-1).gather(-1, ids) for rows, ids in pairs]
     return torch.cat(chunks)[:, 0]
+
+
+def _sample_untruncated(
+    logits: Tensor, temperature: float, uniform: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Tokens from softmax(logits / temperature), and their logprobs; one pass over the logits."""
+    num_rows = max(1, CHUNK_SIZE // logits.shape[-1])
+    tokens, selected = list[Tensor](), list[Tensor]()
+    for rows, numbers in zip(logits.split(num_rows), uniform.split(num_rows), strict=True):
+        logprobs = (rows.float() / temperature).log_softmax(-1)
+        tokens.append(_inverse_transform(logprobs.exp(), numbers))
+        selected.append(logprobs.gather(-1, tokens[-1][:, None])[:, 0])
+    return torch.cat(tokens), torch.cat(selected)
 
 
 def _topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -87,10 +108,37 @@ def _sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tenso
     if sampling.min_p > 0:
         threshold = sampling.min_p * probs.amax(-1, keepdim=True)
         probs = probs.masked_fill(probs < threshold, 0)
-    # Inverse transform sampling: the first index at which the cumulated probs exceed the target.
-    # uniform is at most 1 - 2^-24 in fp32. Therefore the target, also when rounded, is below the
-    # sum of all probs, and the index is below the number of probs.
-    cumulated = probs.cumsum(-1)
-    target = uniform[:, None] * cumulated[:, -1:]
-    index = (cumulated <= target).sum(-1)
+    index = _inverse_transform(probs, uniform)
     return index if token_ids is None else token_ids.gather(-1, index[:, None])[:, 0]
+
+
+def _inverse_transform(probs: Tensor, uniform: Tensor) -> Tensor:
+    """For each row of `probs` [n, k], the first index at which their sum exceeds a target, [n].
+
+    The target is `uniform` times the sum of the row; zeros in `probs` are never selected. In a
+    large vocabulary, sums are compared per block first, and then in one block, because a cumulated
+    sum of all probs takes as long as the softmax.
+    """
+    num_rows, length = probs.shape
+    if length % BLOCK_SIZE:
+        sums = probs.cumsum(-1)
+        return _first_above(sums, uniform[:, None] * sums[:, -1:])
+    blocks = probs.view(num_rows, -1, BLOCK_SIZE)
+    sums = pad(blocks.sum(-1).cumsum(-1), (1, 0))  # [n, b + 1], before each of b blocks; total
+    target = uniform[:, None] * sums[:, -1:]
+    block = _first_above(sums[:, 1:], target)[:, None]
+    in_block = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK_SIZE))[:, 0].cumsum(-1)
+    index = _first_above(in_block, target - sums.gather(1, block))
+    # The sums in the block are rounded otherwise than those of the blocks, and may all be below the
+    # target; then this is the last prob above 0.
+    last = (in_block < in_block[:, -1:]).sum(-1)
+    return block[:, 0] * BLOCK_SIZE + torch.minimum(index, last)
+
+
+def _first_above(sums: Tensor, target: Tensor) -> Tensor:
+    """Index of the first of the increasing `sums` [n, k] that is above `target` [n, 1]; [n].
+
+    It is below k if the target is the last sum times a `uniform`, which is at most 1 - 2^-24 in
+    fp32: then the target, also when rounded, is below the last sum.
+    """
+    return (sums <= target).sum(-1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from peralta_zmq.engines.native.sampler import BLOCK_SIZE, _topk, sample
+from peralta_zmq.engines.native.sampler import BLOCK_SIZE, _inverse_transform, _topk, sample
 from peralta_zmq.rollout import Sampling
 
 PROBABILITIES = np.array([0.02, 0.4, 0.05, 0.2, 0.1, 0.15, 0.05, 0.03])
@@ -68,6 +68,50 @@ def test_topk_of_blocks_matches_torchs(vocab_size: int, dtype: torch.dtype) -> N
     assert torch.equal(values, logits.topk(40).values)
     assert torch.equal(logits.gather(1, indices), values)
     assert all(len(row.unique()) == 40 for row in indices)
+
+
+@pytest.mark.parametrize("vocab_size", [40 * BLOCK_SIZE, 40 * BLOCK_SIZE + 1])
+def test_inverse_transform_selects_where_the_sum_of_probs_crosses_the_target(
+    vocab_size: int,
+) -> None:
+    random = np.random.default_rng(0)
+    probs = random.exponential(size=(64, vocab_size)) * (random.random((64, vocab_size)) < 0.2)
+    probs[:, : 3 * BLOCK_SIZE] = 0  # whole blocks are 0
+    probs = (probs / probs.sum(1, keepdims=True)).astype(np.float32)
+    uniform = random.random(64, dtype=np.float32)
+    uniform[:2] = 0, 1 - 2**-24
+    tokens = _inverse_transform(torch.from_numpy(probs), torch.from_numpy(uniform)).numpy()
+    rows = np.arange(64)
+    assert (probs[rows, tokens] > 0).all()
+    exact = probs.astype(np.float64).cumsum(1)
+    after = exact[rows, tokens]
+    target = uniform * exact[:, -1]
+    # The sums have at most 168 roundings of 2^-24 each, and so has the target.
+    assert (after > target - 2e-5).all()
+    assert (after - probs[rows, tokens] <= target + 2e-5).all()
+
+
+def test_a_target_above_the_sums_within_the_block_selects_its_last_prob_above_0() -> None:
+    probs = torch.zeros(1, 2 * BLOCK_SIZE)
+    probs[0, : BLOCK_SIZE - 1] = torch.rand(
+        BLOCK_SIZE - 1, generator=torch.Generator().manual_seed(1)
+    )
+    total = probs.view(1, 2, -1).sum(-1).cumsum(-1)[:, -1]
+    below_total = torch.nextafter(total, torch.zeros(1)) / total
+    assert int(_inverse_transform(probs, below_total)) == BLOCK_SIZE - 2
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.3, 1 - 2**-24])
+def test_sampling_from_all_tokens_gives_the_logprobs_of_the_softmax(uniform: float) -> None:
+    logits = 3 * torch.randn(20, 400 * BLOCK_SIZE, generator=torch.Generator().manual_seed(2))
+    numbers = torch.full((20,), uniform)
+    tokens, logprobs = sample(logits, Sampling(temperature=0.7), numbers)
+    assert torch.equal(tokens, _inverse_transform((logits / 0.7).log_softmax(-1).exp(), numbers))
+    exact, torchs = (
+        (logits.to(dtype) / 0.7).log_softmax(-1) for dtype in (torch.float64, torch.float32)
+    )
+    error = (logprobs - exact.gather(1, tokens[:, None])[:, 0]).abs().max()
+    assert error <= (torchs - exact).abs().max()
 
 
 def test_banned_tokens_are_never_sampled() -> None:
