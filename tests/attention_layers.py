@@ -14,30 +14,35 @@ from peralta_zmq.engines.native.kernels import decode_layer
 
 ROWS, HEADS, SHARED, CAPACITY = 5, 2, 70, 160
 SPANS = [[0, 70], [3, 70], [3, 9], [0, 0], [69, 70]]
-COLUMNS = [130, 0, 63, 64, 100]  # the kernel attends to blocks of 64 keys
+COLUMNS = [130, 0, 63, 64, 100]  # of the first new tokens; the kernel's blocks have 64 keys
 CPU = torch.device("cpu")
 
 
 class Layer:
     """Random inputs of one attention layer, and a KV cache filled with random values."""
 
-    def __init__(self, dtype: torch.dtype, group: int, width: int, *, normed: bool) -> None:
+    def __init__(
+        self, dtype: torch.dtype, group: int, width: int, *, normed: bool, new_tokens: int = 1
+    ) -> None:
         self._generator, self._dtype = torch.Generator().manual_seed(0), dtype
         self.cache = KVCache(
             num_layers=2, num_rows=ROWS + 1, num_heads=HEADS, capacity=CAPACITY, head_dim=width,
             dtype=dtype, device=CPU,
         )  # fmt: skip
-        self.cache.widen(max(COLUMNS) + 1)
+        self.cache.widen(max(COLUMNS) + new_tokens)
         for part in self.cache.layers[1]:
             part.copy_(self.random(*part.shape))
         shape = HEADS, SHARED, width
         self.cache.shared[1] = self.random(*shape), self.random(*shape)
-        angles = torch.cat([6 * torch.rand(ROWS, 1, width // 2, generator=self._generator)] * 2, -1)
+        shape = ROWS, new_tokens, width // 2
+        angles = torch.cat([6 * torch.rand(shape, generator=self._generator)] * 2, -1)
         self.rotary = angles.cos().to(dtype), angles.sin().to(dtype)
         sizes = [group * HEADS * width, HEADS * width, HEADS * width]
-        self.inputs = self.random(ROWS, 1, sum(sizes)).split(sizes, -1)  # views of one matmul
+        self.inputs = self.random(ROWS, new_tokens, sum(sizes)).split(
+            sizes, -1
+        )  # views of one matmul
         self.start, self.end = torch.tensor(SPANS).T.contiguous()[..., None]
-        self.columns = torch.tensor(COLUMNS)[:, None]
+        self.columns = torch.tensor(COLUMNS)[:, None] + torch.arange(new_tokens)
         self.module = SimpleNamespace(layer_idx=1, scaling=0.2, head_dim=width)
         if normed:
             self.module.q_norm, self.module.k_norm = self.norm(width), self.norm(width)
@@ -55,14 +60,15 @@ class Layer:
         )  # fmt: skip
 
     def torch_ops(self) -> decoder.TorchLayerOps:
+        outside_span = (torch.arange(SHARED) < self.start) | (torch.arange(SHARED) >= self.end)
         hidden = torch.cat([
-            (torch.arange(SHARED) < self.start) | (torch.arange(SHARED) >= self.end),
-            torch.arange(self.cache.width) > self.columns,
+            outside_span[:, None].expand(-1, self.columns.shape[1], -1),
+            torch.arange(self.cache.width) > self.columns[..., None],
         ], -1)  # fmt: skip
         mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill(hidden, -torch.inf)
         window = RowWindow(self.cache, 1, self.columns)
         rotary = decoder.RotaryEmbedding(*self.rotary)
-        return decoder.TorchLayerOps(rotary, window, {"": mask[:, None, None]})
+        return decoder.TorchLayerOps(rotary, window, {"": mask[:, None]})
 
     def in_float64(self) -> Layer:
         """The same values in double precision: the reference for both implementations."""

@@ -27,6 +27,7 @@ from transformers import AttentionInterface
 
 from peralta_zmq import models
 from peralta_zmq.engines.native.cache import KVCache, Part, RowWindow, cache_shape
+from peralta_zmq.engines.native.compiled_layers import CompiledLayers, can_compile
 from peralta_zmq.engines.native.graphs import GraphCache, capture_for
 from peralta_zmq.engines.native.kernels.decode_layer import CompiledLayerOps, library_for
 from peralta_zmq.engines.native.linears import ModelWeights
@@ -36,6 +37,7 @@ LLAMA_FAMILIES = ("llama", "qwen2", "qwen3")
 ONE_MASK_FAMILIES = ("gemma",)  # take one mask; gemma2 and gemma3_text take one per layer type
 FAMILIES = (*LLAMA_FAMILIES, *ONE_MASK_FAMILIES, "gemma2", "gemma3_text")
 ATTENTION_NAME = "peralta_zmq"  # name of `_attention` in transformers' registry
+MAX_SCORES = 2**16  # new tokens of a row times positions, up to which the C attention is used
 
 
 class Decoder:
@@ -62,6 +64,11 @@ class Decoder:
         self.weights = ModelWeights(model, pack=not live)
         self._rotary_table = _rotary_table(model, self._positions)
         self._library = _library_for(model)  # C kernels, or None
+        self._compiled_layers = None
+        if self._library is not None and can_compile(self._model.model):
+            self._compiled_layers = CompiledLayers(
+                self._library, self._model.model, self.weights, self.cache
+            )
         capture = capture_for(model.device) if can_capture(self._model.model) else None
         self._graphs = None if capture is None else GraphCache(capture, model.device)
 
@@ -104,6 +111,9 @@ class Decoder:
         columns = positions - (end - start)  # [n, S], positions in the row's own part
         if self._config.model_type in LLAMA_FAMILIES:
             ops = self._layer_ops(first_row, positions, columns, start, end)
+            if self._compiled_layers is not None and isinstance(ops, CompiledLayerOps):
+                hidden = self._model.model.embed_tokens(ids)
+                return self._compiled_layers(hidden, ops, first_row=first_row)
             return decoder_forward(self._model.model, ids, ops)
         masks: Any = self._masks(columns, start, end)
         if self._config.model_type in ONE_MASK_FAMILIES:
@@ -124,18 +134,26 @@ class Decoder:
     def _layer_ops(
         self, first_row: int, positions: Tensor, columns: Tensor, start: Tensor, end: Tensor
     ) -> TorchLayerOps | CompiledLayerOps:
-        """The C kernels if usable, for one new token per row; else torch's operators."""
+        """The C kernels if usable and faster; else torch's operators."""
         if self._rotary_table is None:
             rotary = _rotary(self._model, positions)
         else:
             rotary = self._rotary_table[0][positions], self._rotary_table[1][positions]
-        if self._library is not None and positions.shape[1] == 1:
+        if self._library is not None and self._is_short(positions.shape[1]):
             span = start, end
             return CompiledLayerOps(
                 self._library, self.cache, first_row, rotary=rotary, span=span, columns=columns
             )
         window = RowWindow(self.cache, first_row, columns)
         return TorchLayerOps(RotaryEmbedding(*rotary), window, self._masks(columns, start, end))
+
+    def _is_short(self, num_new: int) -> bool:
+        """Whether the C attention, which computes one query at a time, is faster than matmuls.
+
+        `num_new` is the number of new tokens per row.
+        """
+        num_positions = self.cache.shared[0][0].shape[1] + self.cache.width
+        return num_new == 1 or num_new * num_positions <= MAX_SCORES
 
     def _masks(self, columns: Tensor, start: Tensor, end: Tensor) -> dict[str, Tensor]:
         """Additive masks (0 or -inf), [n, 1, S, P + W], by layer type.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from peralta_zmq import models
-from peralta_zmq.engines.native.kernels.gemm import can_pack, pack
+from peralta_zmq.engines.native.kernels.gemm import PanelWeight, can_pack, pack
 
 # Each tuple: attribute names of layers with the same input.
 FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -25,6 +25,7 @@ class FusedLinear:
 
     One wide matmul is faster than several narrow matmuls. The names of the layers' weights and
     biases are those in the model: one weight per layer, and one bias per layer or no bias at all.
+    `packed` is the weight, and `bias` the bias or None, of all layers.
     """
 
     def __init__(
@@ -54,10 +55,10 @@ class FusedLinear:
         frees them. Callers must therefore read the outputs in the order of the layers.
         """
         if len(self._sizes) == 1:
-            return self._packed.multiply(rows, self._bias)
+            return self.packed.multiply(rows, self.bias)
         if rows is not self._input:
             self._input = rows
-            self._outputs = self._packed.multiply(rows, self._bias).split(self._sizes, -1)
+            self._outputs = self.packed.multiply(rows, self.bias).split(self._sizes, -1)
         output = self._outputs[index]
         if index == len(self._sizes) - 1:
             self._input, self._outputs = None, ()
@@ -65,10 +66,10 @@ class FusedLinear:
 
     def _pack(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
         """Set the packed weight and the bias of all layers."""
-        self._packed = pack(self._concatenated(weights))
+        self.packed = pack(self._concatenated(weights))
         # `_concatenated` does not copy a single bias, which may be a view of a memory-mapped file
         # that changes later.
-        self._bias = self._concatenated(biases).clone() if biases else None
+        self.bias = self._concatenated(biases).clone() if biases else None
         self._input = None  # outputs of the old weights are not used again
 
     def _concatenated(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -82,17 +83,18 @@ class PackedLinear(nn.Module):
 
     def __init__(self, fused: FusedLinear, index: int) -> None:
         super().__init__()
-        self._fused, self._index = fused, index
+        self.fused, self._index = fused, index
 
     def forward(self, rows: Tensor) -> Tensor:
         """Multiply `rows`, [..., in], to [..., out]."""
-        return self._fused.output(self._index, rows)
+        return self.fused.output(self._index, rows)
 
 
 class ModelWeights:
     """The weights of a model by name; `apply` replaces them with new values.
 
-    If `pack` and if this machine supports it, the linear layers of the model are packed.
+    If `pack` and if this machine supports it, the linear layers of the model are packed. `version`
+    counts the calls of `apply`, which moves packed weights in memory.
     """
 
     def __init__(self, model: models.Model, *, pack: bool) -> None:
@@ -100,6 +102,7 @@ class ModelWeights:
         self._shapes = {name: tensor.shape for name, tensor in weights.items()}
         self._plain = dict(weights)  # all weights, until `_pack` removes the packed ones
         self._fused: list[FusedLinear] = []
+        self.version = 0
         if pack and model.device.type == "cpu" and can_pack(model.dtype):
             self._pack(model)
 
@@ -110,6 +113,7 @@ class ModelWeights:
         if names or shapes differ from those of the model.
         """
         models.check_weights(self._shapes, weights)
+        self.version += 1
         with torch.no_grad():
             for name, tensor in self._plain.items():
                 tensor.copy_(weights[name])
@@ -134,6 +138,15 @@ class ModelWeights:
                 # An embedding needs its weight unpacked, even if the output head has the same one.
                 for name in {*weight_names, *bias_names} - embedding_names:
                     del self._plain[name]
+
+
+def panels_of(*linears: nn.Module) -> PanelWeight | None:
+    """The weight in which exactly these layers are fused; None if gemm.c has not packed it so."""
+    fused = [linear.fused for linear in linears if isinstance(linear, PackedLinear)]
+    if len(fused) < len(linears) or len(set(map(id, fused))) > 1:
+        return None
+    packed = fused[0].packed
+    return packed if isinstance(packed, PanelWeight) else None
 
 
 def _layer_groups(parent: nn.Module) -> Iterator[tuple[str, ...]]:

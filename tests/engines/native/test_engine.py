@@ -111,9 +111,38 @@ def test_decoder_logits_match_transformers_within_1e_5(family: str, tokenizer: A
             assert error <= 1e-5
 
 
+@pytest.mark.skipif(gemm.panel_kernel() is None, reason="gemm.c is not used on this machine")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_all_layers_in_one_call_compute_the_bits_of_a_call_per_operation(
+    family: str, tokenizer: Any
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_key_value_heads": 2}
+    settings = {**FAMILIES[family], **sizes}
+    ids = np.random.default_rng(0).integers(3, 60, (3, 20))
+    positions = np.tile(np.arange(20), (3, 1))
+
+    def hidden_states(*, in_one_call: bool) -> Iterator[torch.Tensor]:
+        """Of prompts, and of one token after another, with newer weights before the last ones."""
+        engine = engine_of(tiny_model(**settings).bfloat16(), tokenizer)
+        decoder = engine._decoder
+        assert decoder is not None and decoder._compiled_layers is not None
+        if not in_one_call:
+            decoder._compiled_layers = None
+        for first, last in [(0, 7), *((position, position + 1) for position in range(7, 20))]:
+            if first == 15:
+                newer = models.weights_of(tiny_model(seed=5, **settings).bfloat16())
+                engine.apply(newer, step=1)
+            new = slice(first, last)
+            yield decoder.hidden_states(ids[:, new], positions[:, new], first_row=1)
+
+    with torch.inference_mode():
+        ours, expected = (list(hidden_states(in_one_call=flag)) for flag in (True, False))
+    assert all(map(torch.equal, ours, expected))
+
+
 def packed_classes(model: Any) -> set[type]:
     """The classes of the packed weights of a model."""
-    return {type(each._fused._packed) for each in model.modules() if isinstance(each, PackedLinear)}
+    return {type(each.fused.packed) for each in model.modules() if isinstance(each, PackedLinear)}
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -1,6 +1,7 @@
-/* Everything that a decoder layer of the Llama family computes between its matmuls, for one new
-   token per row: RMS norm, SwiGLU, and attention with head norms, rotary embedding, the write of
-   key and value to the KV cache, and an online softmax (arXiv 1805.02867) over blocks of keys.
+/* Everything that a decoder layer of the Llama family computes between its matmuls, for a few new
+   tokens per row: RMS norm, SwiGLU, and attention with head norms, rotary embedding, the write of
+   keys and values to the KV cache, and an online softmax (arXiv 1805.02867) over blocks of keys.
+   `decode` computes all layers, with the matmuls of another library.
 
    A row caches one sequence. The keys and values of a prefix that several rows have in common are
    stored once, in the shared part; a row's own part holds the rest of its sequence.
@@ -51,22 +52,22 @@ INLINE scalar to_scalar(float x) { return x; }
 INLINE lanes load(const scalar *from) { return *(const lanes *)from; }
 #endif
 
-/* Arguments of `attend`. */
+/* Arguments of `attend`. The new tokens of a row are consecutive. */
 typedef struct {
-    int64_t rows, heads;                        /* `heads`: key heads */
-    int64_t group, width;                       /* query heads per key head; head_dim */
+    int64_t rows, new_tokens;                   /* new_tokens: of each row */
+    int64_t heads, group, width;                /* key heads; query heads per key head; head_dim */
     int64_t shared, capacity;                   /* positions of the shared part; of a row */
     int64_t threads;
-    int64_t query_stride, key_stride, value_stride; /* scalars from one row to the next */
-    const scalar *query;                        /* [rows, heads * group, width], new tokens */
-    const scalar *key, *value;                  /* [rows, heads, width], new tokens */
+    int64_t query_stride, key_stride, value_stride; /* scalars from one token to the next */
+    const scalar *query;                        /* [tokens, heads * group, width] */
+    const scalar *key, *value;                  /* [tokens, heads, width] */
     const scalar *query_norm, *key_norm;        /* [width], weights of the head norms, or NULL */
-    const scalar *cosine, *sine;                /* [rows, width], rotary embedding */
+    const scalar *cosine, *sine;                /* [tokens, width], rotary embedding */
     const scalar *shared_keys, *shared_values;  /* [heads, shared, width] */
     scalar *keys, *values;                      /* [rows, heads, capacity, width], own parts */
     const int64_t *start, *end;                 /* [rows], span of the shared part */
-    const int64_t *column;                      /* [rows], index of the new token in its row */
-    scalar *out;                                /* [rows, heads * group, width] */
+    const int64_t *column;                      /* [tokens], index of each token in its row */
+    scalar *out;                                /* [tokens, heads * group, width] */
     float epsilon, scaling;
 } Attention;
 
@@ -256,66 +257,88 @@ INLINE void attend_range(State *state, const scalar *keys, const scalar *values,
     }
 }
 
-/* Attention of one row for one key head and its `group` query heads: writes the new key and value
-   to the cache, then attends to the span of the shared part and to the row's own part. */
-INLINE void attend_head(const Attention *a, int64_t row, int64_t head, int64_t group) {
-    State state;
-    const int64_t width = a->width, column = a->column[row], start = a->start[row];
-    const int64_t row_size = a->capacity * width, index = row * a->heads + head;
-    const int64_t shared_offset = (head * a->shared + start) * width;
-    const scalar *cosine = a->cosine + row * width, *sine = a->sine + row * width;
-    const scalar *query = a->query + row * a->query_stride + head * group * width;
-    scalar *keys = a->keys + index * row_size, *values = a->values + index * row_size;
-    scalar *out = a->out + index * group * width;
-    float key[MAX_WIDTH], rotated[MAX_WIDTH];
+/* The index of a key head's first own key in `keys`; the same for `values`. */
+INLINE int64_t own_offset(const Attention *a, int64_t token, int64_t head) {
+    return (token / a->new_tokens * a->heads + head) * a->capacity * a->width;
+}
 
-    rotate(a->key + row * a->key_stride + head * width, a->key_norm, cosine, sine, a->epsilon,
-           width, key);
-    for (int64_t d = 0; d < width; d++) keys[column * width + d] = to_scalar(key[d]);
-    memcpy(values + column * width, a->value + row * a->value_stride + head * width,
+/* Writes the key and value of a new token to the cache. */
+INLINE void write_head(const Attention *a, int64_t token, int64_t head) {
+    const int64_t width = a->width, offset = own_offset(a, token, head) + a->column[token] * width;
+    float key[MAX_WIDTH];
+    rotate(a->key + token * a->key_stride + head * width, a->key_norm, a->cosine + token * width,
+           a->sine + token * width, a->epsilon, width, key);
+    for (int64_t d = 0; d < width; d++) a->keys[offset + d] = to_scalar(key[d]);
+    memcpy(a->values + offset, a->value + token * a->value_stride + head * width,
            width * sizeof(scalar));
+}
+
+/* Attention of one token for one key head and its `group` query heads, to the span of the shared
+   part and to the row's own part up to the token. */
+INLINE void attend_head(const Attention *a, int64_t token, int64_t head, int64_t group) {
+    State state;
+    const int64_t width = a->width, row = token / a->new_tokens, start = a->start[row];
+    const int64_t own = own_offset(a, token, head), shared = (head * a->shared + start) * width;
+    const scalar *query = a->query + token * a->query_stride + head * group * width;
+    scalar *out = a->out + (token * a->heads + head) * group * width;
+    float rotated[MAX_WIDTH];
 
     for (int64_t g = 0; g < group; g++) {
-        rotate(query + g * width, a->query_norm, cosine, sine, a->epsilon, width, rotated);
+        rotate(query + g * width, a->query_norm, a->cosine + token * width,
+               a->sine + token * width, a->epsilon, width, rotated);
         for (int64_t d = 0; d < width; d++) {
             state.query[g * width + d] = to_operand(rotated[d]);
             state.sum[g * width + d] = 0;
         }
         state.max[g] = -INFINITY, state.total[g] = 0;
     }
-    attend_range(&state, a->shared_keys + shared_offset, a->shared_values + shared_offset,
-                 a->end[row] - start, group, width, a->scaling);
-    attend_range(&state, keys, values, column + 1, group, width, a->scaling);
+    attend_range(&state, a->shared_keys + shared, a->shared_values + shared, a->end[row] - start,
+                 group, width, a->scaling);
+    attend_range(&state, a->keys + own, a->values + own, a->column[token] + 1, group, width,
+                 a->scaling);
     for (int64_t g = 0; g < group; g++)
         for (int64_t d = 0; d < width; d++)
             out[g * width + d] = to_scalar(state.sum[g * width + d] / state.total[g]);
 }
 
-/* Attention of the new token of every row. */
+/* Attention of all new tokens. */
 void attend(const Attention *a) {
-#pragma omp parallel for schedule(static) num_threads(a->threads)
-    for (int64_t task = 0; task < a->rows * a->heads; task++) {
-        /* All rows of a head in sequence, so that its shared part stays in the CPU's cache. */
-        int64_t head = task / a->rows, row = task % a->rows;
-        switch (a->group) { /* constants, so that the compiler keeps the sums in registers */
-            case 1: attend_head(a, row, head, 1); break;
-            case 2: attend_head(a, row, head, 2); break;
-            case 4: attend_head(a, row, head, 4); break;
-            default: attend_head(a, row, head, a->group);
+    const int64_t tokens = a->rows * a->new_tokens, several = a->new_tokens > 1;
+#pragma omp parallel num_threads(a->threads)
+    {
+        if (several) { /* a token attends to keys that another thread may write */
+#pragma omp for schedule(static)
+            for (int64_t task = 0; task < tokens * a->heads; task++)
+                write_head(a, task % tokens, task / tokens);
+        }
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < tokens * a->heads; task++) {
+            /* All tokens of a head in sequence, so that its keys stay in the CPU's cache. */
+            const int64_t head = task / tokens, token = task % tokens;
+            if (!several) write_head(a, token, head);
+            switch (a->group) { /* constants, so that the compiler keeps the sums in registers */
+                case 1: attend_head(a, token, head, 1); break;
+                case 2: attend_head(a, token, head, 2); break;
+                case 4: attend_head(a, token, head, 4); break;
+                default: attend_head(a, token, head, a->group);
+            }
         }
     }
+}
+
+INLINE void norm_row(const scalar *in, const scalar *weight, scalar *out, int64_t width,
+                     float epsilon) {
+    float factor = rms_factor(in, width, epsilon);
+    for (int64_t d = 0; d < width; d++)
+        out[d] = to_scalar(to_float(in[d]) * factor * to_float(weight[d]));
 }
 
 /* RMS norm of contiguous rows, [rows, width]. */
 void norm(const scalar *in, const scalar *weight, scalar *out, int64_t rows, int64_t width,
           float epsilon, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t row = 0; row < rows; row++) {
-        const scalar *from = in + row * width;
-        float factor = rms_factor(from, width, epsilon);
-        for (int64_t d = 0; d < width; d++)
-            out[row * width + d] = to_scalar(to_float(from[d]) * factor * to_float(weight[d]));
-    }
+    for (int64_t row = 0; row < rows; row++)
+        norm_row(in + row * width, weight, out + row * width, width, epsilon);
 }
 
 /* SwiGLU (arXiv 2002.05202): silu(gates) * ups. Rows of `gates` and `ups` start `stride` scalars
@@ -330,13 +353,94 @@ void gate(const scalar *gates, const scalar *ups, scalar *out, int64_t rows, int
         }
 }
 
+/* Adds `update` to `hidden`, both [rows, width], and writes the RMS norm of the sums to `out`. */
+void add_and_norm(scalar *hidden, const scalar *update, const scalar *weight, scalar *out,
+                  int64_t rows, int64_t width, float epsilon, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        scalar *sum = hidden + row * width;
+        for (int64_t d = 0; d < width; d++)
+            sum[d] = to_scalar(to_float(sum[d]) + to_float(update[row * width + d]));
+        norm_row(sum, weight, out + row * width, width, epsilon);
+    }
+}
+
+/* The type of `multiply` in gemm.c. */
+typedef void Multiply(const scalar *rows, const scalar *packed, const scalar *bias, scalar *out,
+                      int64_t num_rows, int64_t in, int64_t outs, int threads);
+
+typedef struct {
+    const scalar *packed, *bias; /* packed by gemm.c; [outs], or NULL */
+    int64_t in, outs;
+} Linear;
+
+/* Weights of a layer, and its part of the KV cache for the first row of the cache. */
+typedef struct {
+    const scalar *attention_norm, *mlp_norm;   /* [hidden_size], before the attention and the MLP */
+    const scalar *query_norm, *key_norm;       /* as in Attention */
+    const scalar *shared_keys, *shared_values;
+    scalar *keys, *values;
+    Linear qkv, attention_out, gate_up, down;  /* qkv: queries, keys and values in one weight */
+} Layer;
+
+/* Arguments of `decode`. */
+typedef struct {
+    const Attention *attention; /* the fields that all layers have in common */
+    const Layer *layers;
+    Multiply *multiply;
+    int64_t num_layers, first_row; /* first_row: that of the first new token, in the cache */
+    scalar *hidden;                /* [tokens, hidden_size], embeddings; overwritten */
+    const scalar *last_norm;       /* [hidden_size] */
+    scalar *out;                   /* [tokens, hidden_size], last hidden states */
+    scalar *qkv, *attended, *gates_and_ups, *gated, *update; /* memory for intermediate results */
+    float epsilon;                 /* of all norms */
+} Decode;
+
+INLINE void product(const Decode *d, const scalar *rows, const Linear *linear, scalar *out) {
+    const Attention *a = d->attention;
+    d->multiply(rows, linear->packed, linear->bias, out, a->rows * a->new_tokens, linear->in,
+                linear->outs, a->threads);
+}
+
+/* All layers, and the norm of the last hidden states. */
+void decode(const Decode *d) {
+    Attention a = *d->attention;
+    const int64_t tokens = a.rows * a.new_tokens;
+    const int threads = a.threads;
+    const int64_t hidden_size = d->layers->qkv.in, inner_size = d->layers->down.in;
+    const int64_t offset = d->first_row * a.heads * a.capacity * a.width;
+    scalar *normed = d->out; /* read before the last norm is written */
+    a.query_stride = a.key_stride = a.value_stride = d->layers->qkv.outs;
+    a.query = d->qkv, a.out = d->attended;
+    a.key = a.query + a.heads * a.group * a.width, a.value = a.key + a.heads * a.width;
+    norm(d->hidden, d->layers->attention_norm, normed, tokens, hidden_size, d->epsilon, threads);
+    for (int64_t l = 0; l < d->num_layers; l++) {
+        const Layer *layer = d->layers + l;
+        const scalar *next_norm = l + 1 < d->num_layers ? layer[1].attention_norm : d->last_norm;
+        a.query_norm = layer->query_norm, a.key_norm = layer->key_norm;
+        a.shared_keys = layer->shared_keys, a.shared_values = layer->shared_values;
+        a.keys = layer->keys + offset, a.values = layer->values + offset;
+        product(d, normed, &layer->qkv, d->qkv);
+        attend(&a);
+        product(d, d->attended, &layer->attention_out, d->update);
+        add_and_norm(d->hidden, d->update, layer->mlp_norm, normed, tokens, hidden_size, d->epsilon,
+                     threads);
+        product(d, normed, &layer->gate_up, d->gates_and_ups);
+        gate(d->gates_and_ups, d->gates_and_ups + inner_size, d->gated, tokens, 2 * inner_size,
+             inner_size, threads);
+        product(d, d->gated, &layer->down, d->update);
+        add_and_norm(d->hidden, d->update, next_norm, normed, tokens, hidden_size, d->epsilon,
+                     threads);
+    }
+}
+
 /* Uses every instruction of this file, on zeros: the process ends if the CPU lacks one. Returns 0. */
 int probe(void) {
     enum { WIDTH = 4 * LANES, ROWS = 2, KEYS = 16 };
     static scalar zeros[ROWS * KEYS * WIDTH], out[ROWS * KEYS * WIDTH];
     const int64_t start[ROWS] = {0}, end[ROWS] = {KEYS, KEYS - 1}, column[ROWS] = {KEYS - 1};
     const Attention a = {
-        .rows = ROWS, .heads = 1, .group = 1, .width = WIDTH, .shared = KEYS, .capacity = KEYS,
+        .rows = ROWS, .new_tokens = 1, .heads = 1, .group = 1, .width = WIDTH, .shared = KEYS, .capacity = KEYS,
         .threads = 1, .query_stride = WIDTH, .key_stride = WIDTH, .value_stride = WIDTH,
         .query = zeros, .key = zeros, .value = zeros, .query_norm = zeros, .key_norm = zeros,
         .cosine = zeros, .sine = zeros, .shared_keys = zeros, .shared_values = zeros,
@@ -345,5 +449,6 @@ int probe(void) {
     attend(&a);
     norm(zeros, zeros, out, ROWS, WIDTH, 1, 1);
     gate(zeros, zeros, out, ROWS, WIDTH, WIDTH, 1);
+    add_and_norm(out, zeros, zeros, out, 1, WIDTH, 1, 1);
     return 0;
 }

@@ -1,11 +1,13 @@
-"""Python binding of decode_layer.c: the operations between a layer's matmuls.
+"""Python binding of decode_layer.c: the operations between a layer's matmuls, and all layers.
 
-For one new token per row, the C code needs four calls per layer. torch needs about forty operations
-per layer and one matmul for each row's own keys. Without a C compiler, torch's operators are used.
+For a few new tokens per row, the C code needs four calls per layer. torch needs about forty
+operations per layer and one matmul for each row's own keys. Without a C compiler, torch's operators
+are used. If gemm.c has packed all weights of the layers, one call computes all layers.
 
 A row of the KV cache holds one sequence. A prefix that several rows have in common is stored once,
 in the shared part; the span of a row is the range of the shared part that belongs to its sequence,
-and the own part of the row has the other keys and values. Letters in shapes: n rows, D head_dim.
+and the own part of the row has the other keys and values. Letters in shapes: n rows, S new tokens
+per row, D head_dim.
 """
 
 from __future__ import annotations
@@ -33,18 +35,56 @@ WIDTH_UNITS = (
 DEFINES = {torch.bfloat16: (*SIZES, "-DSCALAR_IS_BF16"), torch.float32: SIZES}
 
 # Fields of the struct `Attention`, in the order of decode_layer.c.
-INTEGERS = "rows heads group width shared capacity threads query_stride key_stride value_stride"
+INTEGERS = (
+    "rows new_tokens heads group width shared capacity threads query_stride key_stride value_stride"
+)
 INPUTS = "query key value query_norm key_norm cosine sine"
 CACHES = "shared_keys shared_values keys values start end column"
 
 
-class _Attention(ctypes.Structure):
+def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
+    """Fields of a struct, all of one type."""
+    return [(name, kind) for name in names.split()]
+
+
+class AttentionStruct(ctypes.Structure):
     """The struct `Attention` of decode_layer.c, which explains the fields."""
 
     _fields_ = (
-        *((name, INT64) for name in INTEGERS.split()),
-        *((name, POINTER) for name in f"{INPUTS} {CACHES} out".split()),
-        *((name, FLOAT) for name in ("epsilon", "scaling")),
+        *_fields(INTEGERS, INT64),
+        *_fields(f"{INPUTS} {CACHES} out", POINTER),
+        *_fields("epsilon scaling", FLOAT),
+    )
+
+
+class LinearStruct(ctypes.Structure):
+    """The struct `Linear` of decode_layer.c."""
+
+    _fields_ = (("packed", POINTER), ("bias", POINTER), ("inputs", INT64), ("outputs", INT64))
+
+
+class LayerStruct(ctypes.Structure):
+    """The struct `Layer` of decode_layer.c."""
+
+    _fields_ = (
+        *_fields("attention_norm mlp_norm query_norm key_norm", POINTER),
+        *_fields("shared_keys shared_values keys values", POINTER),
+        *_fields("qkv attention_out gate_up down", LinearStruct),
+    )
+
+
+class DecodeStruct(ctypes.Structure):
+    """The struct `Decode` of decode_layer.c."""
+
+    _fields_ = (
+        ("attention", ctypes.POINTER(AttentionStruct)),
+        ("layers", ctypes.POINTER(LayerStruct)),
+        ("multiply", POINTER),
+        ("num_layers", INT64),
+        ("first_row", INT64),
+        *_fields("hidden last_norm out", POINTER),
+        *_fields("qkv attended gates_and_ups gated update", POINTER),
+        ("epsilon", FLOAT),
     )
 
 
@@ -52,14 +92,17 @@ class _Attention(ctypes.Structure):
 ARGUMENTS = {
     "norm": (POINTER, POINTER, POINTER, INT64, INT64, FLOAT, INT),
     "gate": (POINTER, POINTER, POINTER, INT64, INT64, INT64, INT),
-    "attend": (ctypes.POINTER(_Attention),),
+    "attend": (ctypes.POINTER(AttentionStruct),),
+    "add_and_norm": (POINTER, POINTER, POINTER, POINTER, INT64, INT64, FLOAT, INT),
+    "decode": (ctypes.POINTER(DecodeStruct),),
 }
 
 
 class CompiledLayerOps:
-    """Replaces `decoder.TorchLayerOps` for one new token per row.
+    """Replaces `decoder.TorchLayerOps` for a few new tokens per row.
 
-    The tokens belong to the n rows from `first_row` on.
+    The tokens belong to the n rows from `first_row` on. `arguments` are those of the C functions;
+    they also contain what `attend` has set for the last layer.
     """
 
     def __init__(
@@ -68,52 +111,56 @@ class CompiledLayerOps:
         cache: KVCache,
         first_row: int,
         *,
-        rotary: tuple[Tensor, Tensor],  # cosines and sines, [n, 1, D]
+        rotary: tuple[Tensor, Tensor],  # cosines and sines, [n, S, D]
         span: tuple[Tensor, Tensor],  # start and end in the shared part, [n, 1]
-        columns: Tensor,  # [n, 1], positions of the new tokens in the rows' own parts
+        columns: Tensor,  # [n, S], positions of the new tokens in the rows' own parts
     ) -> None:
         self._library, self._cache, self._rows = library, cache, slice(first_row, None)
         self._threads = torch.get_num_threads()
         (cosine, sine), (start, end) = rotary, span
         self._tensors = cosine, sine, start, end, columns  # must stay alive while C reads them
-        num_rows, head_dim = len(columns), cosine.shape[-1]
+        (num_rows, new_tokens), head_dim = columns.shape, cosine.shape[-1]
         # The struct calls the width of the rows, in tokens, `capacity`.
-        self._arguments = _Attention(
-            rows=num_rows, width=head_dim, capacity=cache.width, threads=self._threads
+        self.arguments = AttentionStruct(
+            rows=num_rows,
+            new_tokens=new_tokens,
+            width=head_dim,
+            capacity=cache.width,
+            threads=self._threads,
         )
         self._set_pointers(cosine=cosine, sine=sine, start=start, end=end, column=columns)
 
     def norm(self, norm: Any, hidden: Tensor) -> Tensor:
-        """RMS norm of [n, 1, hidden_size]."""
+        """RMS norm of [n, S, hidden_size]."""
         out = torch.empty_like(hidden)
         addresses = hidden.data_ptr(), norm.weight.data_ptr(), out.data_ptr()
-        num_rows, hidden_size = len(hidden), hidden.shape[-1]
-        self._library.norm(*addresses, num_rows, hidden_size, norm.variance_epsilon, self._threads)
+        num_tokens, size = hidden.shape[:-1].numel(), hidden.shape[-1]
+        self._library.norm(*addresses, num_tokens, size, norm.variance_epsilon, self._threads)
         return out
 
     def gate(self, mlp: Any, gates: Tensor, ups: Tensor) -> Tensor:
-        """SwiGLU: silu(gates) * ups; both are [n, 1, intermediate_size]."""
+        """SwiGLU: silu(gates) * ups; both are [n, S, intermediate_size]."""
         out = gates.new_empty(gates.shape)
         addresses = gates.data_ptr(), ups.data_ptr(), out.data_ptr()
-        num_rows, stride, size = len(gates), gates.stride(0), gates.shape[-1]
-        self._library.gate(*addresses, num_rows, stride, size, self._threads)
+        num_tokens, stride, size = gates.shape[:-1].numel(), gates.stride(-2), gates.shape[-1]
+        self._library.gate(*addresses, num_tokens, stride, size, self._threads)
         return out
 
     def attend(
         self, module: Any, layer_type: str, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """Attention of the new tokens; query, key and value are [n, 1, heads * D].
+        """Attention of the new tokens; query, key and value are [n, S, heads * D].
 
         Also writes key and value to the KV cache. `layer_type` is not used: all layers have full
         attention.
         """
-        arguments, layer = self._arguments, module.layer_idx
+        arguments, layer = self.arguments, module.layer_idx
         shared_keys, shared_values = self._cache.shared[layer]
         keys, values = (own[self._rows] for own in self._cache.layers[layer])
         arguments.heads, arguments.shared = shared_keys.shape[:2]
         arguments.group = query.shape[-1] // key.shape[-1]
-        arguments.query_stride, arguments.key_stride = query.stride(0), key.stride(0)
-        arguments.value_stride, arguments.scaling = value.stride(0), module.scaling
+        arguments.query_stride, arguments.key_stride = query.stride(-2), key.stride(-2)
+        arguments.value_stride, arguments.scaling = value.stride(-2), module.scaling
         out = query.new_empty(query.shape)
         self._set_pointers(query=query, key=key, value=value, keys=keys, values=values, out=out)
         self._set_pointers(shared_keys=shared_keys, shared_values=shared_values)
@@ -126,7 +173,7 @@ class CompiledLayerOps:
     def _set_pointers(self, **tensors: Tensor) -> None:
         """Set fields of the arguments to the addresses of `tensors`."""
         for name, tensor in tensors.items():
-            setattr(self._arguments, name, tensor.data_ptr())
+            setattr(self.arguments, name, tensor.data_ptr())
 
 
 @functools.cache
@@ -172,7 +219,12 @@ def _is_correct(library: ctypes.CDLL, *, dtype: torch.dtype, group: int, head_di
     )
     expected = torch.softmax(query.view(1, group, head_dim) @ keys.mT * 0.3, -1) @ values
     norm = SimpleNamespace(weight=key[0, 0], variance_epsilon=1e-6)
+    sums, normed = value.clone(), torch.empty_like(value)
+    addresses = (tensor.data_ptr() for tensor in (sums, key, norm.weight, normed))
+    library.add_and_norm(*addresses, 1, head_dim, 1e-6, 1)
     pairs = (
+        (sums, value + key),
+        (normed, functional.rms_norm(value + key, (head_dim,), norm.weight, 1e-6)),
         (attended, expected.view_as(attended)),
         (ops.norm(norm, value), functional.rms_norm(value, (head_dim,), norm.weight, 1e-6)),
         (ops.gate(None, key, value), functional.silu(key) * value),

@@ -58,29 +58,33 @@ class OnednnWeight:
 
 
 class PanelWeight:
-    """A bfloat16 weight in the panels of gemm.c."""
+    """A bfloat16 weight [outputs, inputs] in the panels of gemm.c."""
 
     def __init__(self, variant: Variant, library: ctypes.CDLL, weight: Tensor) -> None:
-        self._library, (self._out, self._in) = library, weight.shape
-        num_panels = -(-self._out // variant.panel_width)  # rounded up
-        self._panels = weight.new_empty(num_panels, self._in // 2, variant.panel_width, 2)
+        self._library, (self.outputs, self.inputs) = library, weight.shape
+        num_panels = -(-self.outputs // variant.panel_width)  # rounded up
+        self._panels = weight.new_empty(num_panels, self.inputs // 2, variant.panel_width, 2)
         weight = weight.contiguous()
         addresses = weight.data_ptr(), self._panels.data_ptr()
-        library.pack(*addresses, self._out, self._in, torch.get_num_threads())
+        library.pack(*addresses, self.outputs, self.inputs, torch.get_num_threads())
+
+    def data_ptr(self) -> int:
+        """The address of the panels."""
+        return self._panels.data_ptr()
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply `rows`, [..., in], to [..., out]; `bias` is [out].
 
         Raises RuntimeError, like torch's linear layers, if the size or dtype does not match.
         """
-        if rows.dtype != torch.bfloat16 or rows.shape[-1] != self._in:
-            expected = f"[..., {self._in}] of torch.bfloat16"
+        if rows.dtype != torch.bfloat16 or rows.shape[-1] != self.inputs:
+            expected = f"[..., {self.inputs}] of torch.bfloat16"
             raise RuntimeError(f"rows are {list(rows.shape)} of {rows.dtype}, not {expected}")
         rows = rows.contiguous()
-        out = rows.new_empty(*rows.shape[:-1], self._out)
+        out = rows.new_empty(*rows.shape[:-1], self.outputs)
         bias_address = None if bias is None else bias.data_ptr()
         addresses = rows.data_ptr(), self._panels.data_ptr(), bias_address, out.data_ptr()
-        sizes = rows.numel() // self._in, self._in, self._out
+        sizes = rows.numel() // self.inputs, self.inputs, self.outputs
         self._library.multiply(*addresses, *sizes, torch.get_num_threads())
         return out
 

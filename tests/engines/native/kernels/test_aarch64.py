@@ -42,16 +42,17 @@ class EmulatedLibrary:
 
     def _sizes(self, a: Any) -> dict[str, int]:
         """Bytes of each array."""
-        row, last, scalars = a.heads * a.width, a.rows - 1, {}
+        tokens = a.rows * a.new_tokens
+        row, last, scalars = a.heads * a.width, tokens - 1, {}
         scalars["query"] = last * a.query_stride + row * a.group
         scalars["key"], scalars["value"] = last * a.key_stride + row, last * a.value_stride + row
         scalars["query_norm"] = scalars["key_norm"] = a.width
-        scalars["cosine"] = scalars["sine"] = a.rows * a.width
+        scalars["cosine"] = scalars["sine"] = tokens * a.width
         scalars["shared_keys"] = scalars["shared_values"] = row * a.shared
         scalars["keys"] = scalars["values"] = a.rows * row * a.capacity
-        scalars["out"] = a.rows * row * a.group
+        scalars["out"] = tokens * row * a.group
         sizes = {name: self._item_size * number for name, number in scalars.items()}
-        return sizes | dict.fromkeys(("start", "end", "column"), 8 * a.rows)
+        return sizes | {"start": 8 * a.rows, "end": 8 * a.rows, "column": 8 * tokens}
 
 
 @pytest.mark.slow  # compiles and emulates
@@ -60,16 +61,18 @@ class EmulatedLibrary:
     reason="needs Debian's gcc-aarch64-linux-gnu and qemu-user",
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("group", "width"), [(1, 16), (2, 128), (3, 48), (8, 256)])
+@pytest.mark.parametrize(
+    ("group", "width", "new_tokens"), [(1, 16, 1), (2, 128, 1), (3, 48, 9), (8, 256, 1)]
+)
 def test_attention_on_arm_is_as_exact_as_torchs(
-    tmp_path: Path, group: int, width: int, dtype: torch.dtype
+    tmp_path: Path, group: int, width: int, new_tokens: int, dtype: torch.dtype
 ) -> None:
     program = tmp_path / "emulated"
     kernels, driver = Path(compiler.__file__).parent, Path(__file__).with_name("emulated.c")
     defines = (*decode_layer.DEFINES[dtype], f"-DWIDTH_UNIT={16 if width % 32 else 32}")
     flags = (*compiler.FLAGS, f"-I{kernels}", "-static")
     subprocess.run([CC, *flags, *defines, str(driver), "-lm", "-o", str(program)], check=True)
-    layer = Layer(dtype, group, width, normed=True)
+    layer = Layer(dtype, group, width, normed=True, new_tokens=new_tokens)
     exact_layer = layer.in_float64()
     exact = exact_layer.torch_ops().attend(exact_layer.module, "", *exact_layer.inputs)
     library = EmulatedLibrary(program, dtype)

@@ -38,14 +38,14 @@ def library(dtype: torch.dtype, group: int = 2, width: int = 64) -> Any:
     return found
 
 
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("normed", "new_tokens"), [(False, 1), (True, 1), (True, 30)])
 @pytest.mark.parametrize(
     ("group", "width"), [(1, 16), (2, 128), (3, 48), (2, 96), (4, 64), (8, 256)]
 )
 def test_attention_is_as_exact_as_torchs(
-    group: int, width: int, normed: bool, dtype: torch.dtype
+    group: int, width: int, normed: bool, new_tokens: int, dtype: torch.dtype
 ) -> None:
-    layer = Layer(dtype, group, width, normed=normed)
+    layer = Layer(dtype, group, width, normed=normed, new_tokens=new_tokens)
     in_float64 = layer.in_float64()
     exact = in_float64.torch_ops().attend(in_float64.module, "", *in_float64.inputs)
     ours = layer.compiled_ops(library(dtype, group, width)).attend(layer.module, "", *layer.inputs)
