@@ -26,6 +26,7 @@ QUICK_TESTS = (
     "tests/engines/native/kernels",
     "tests/engines/native/test_attention.py",
     "tests/engines/native/test_linears.py",
+    "tests/models/test_norms.py",
     "tests/models/test_scoring.py",
     "tests/learning/test_losses.py",
 )

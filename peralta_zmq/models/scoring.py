@@ -27,6 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from peralta_zmq.models.loading import Model
 from peralta_zmq.models.logprobs import entropies, selected_logprobs
+from peralta_zmq.models.norms import replace_norms
 from peralta_zmq.rollout import Int64Array, PrefixTree, TreeSpan
 
 TREE_ATTENTION = "peralta_zmq_trees"  # name under which transformers finds `_attention`
@@ -61,6 +62,7 @@ class Scorer:
         self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         if gradient_checkpointing:
             _checkpoint_layers(model)
+        replace_norms(model)
         self.padding_reason = self._find_padding_reason()
 
     @property
