@@ -32,7 +32,7 @@ BASE = REPO / "peralta_zmq" / "models" / "embedded"
 TIMEOUTS = {"ours": 180.0, "trl": 300.0, "ray_original": 900.0}  # seconds from the command
 QUICK_TIMEOUTS, QUICK_STEPS = {"ours": 60.0, "trl": 60.0, "ray_original": 90.0}, 8
 PEERS = ("trl", "ray_original")
-REQUIRED = {"wall_vs_trl": 3.0, "wall_vs_ray_original": 10.0}
+REQUIRED = {"wall_vs_trl": 4.0, "wall_with_start_vs_trl": 3.0, "wall_vs_ray_original": 8.0}
 OUR_PARTS = {
     "wait": "time/wait_for_batch", "journal": "time/journal", "train": "time/forward_backward",
     "publish": "time/publish",
