@@ -187,11 +187,11 @@ class Setting:
         """The same with torch's operators instead of decode_layer.c."""
         decoder = self.native._decoder  # pyright: ignore[reportPrivateUsage]
         assert decoder is not None
-        library, decoder._library = decoder._library, None  # pyright: ignore[reportPrivateUsage]
+        library, decoder.library = decoder.library, None  # pyright: ignore[reportPrivateUsage]
         try:
             return self._timed_step(num_prompts)
         finally:
-            decoder._library = library  # pyright: ignore[reportPrivateUsage]
+            decoder.library = library  # pyright: ignore[reportPrivateUsage]
 
     def stall(self, weights: Mapping[str, torch.Tensor], *, check: bool = False) -> float:
         """Extra seconds of the decode step before which newer weights are applied.

@@ -63,11 +63,11 @@ class Decoder:
         self._positions = torch.arange(capacity, device=self.device)
         self.weights = ModelWeights(model, pack=not live)
         self._rotary_table = _rotary_table(model, self._positions)
-        self._library = _library_for(model)  # C kernels, or None
+        self.library = _library_for(model)  # C kernels, or None
         self._compiled_layers = None
-        if self._library is not None and can_compile(self._model.model):
+        if self.library is not None and can_compile(self._model.model):
             self._compiled_layers = CompiledLayers(
-                self._library, self._model.model, self.weights, self.cache
+                self.library, self._model.model, self.weights, self.cache
             )
         capture = capture_for(model.device) if can_capture(self._model.model) else None
         self._graphs = None if capture is None else GraphCache(capture, model.device)
@@ -139,10 +139,10 @@ class Decoder:
             rotary = _rotary(self._model, positions)
         else:
             rotary = self._rotary_table[0][positions], self._rotary_table[1][positions]
-        if self._library is not None and self._is_short(positions.shape[1]):
+        if self.library is not None and self._is_short(positions.shape[1]):
             span = start, end
             return CompiledLayerOps(
-                self._library, self.cache, first_row, rotary=rotary, span=span, columns=columns
+                self.library, self.cache, first_row, rotary=rotary, span=span, columns=columns
             )
         window = RowWindow(self.cache, first_row, columns)
         return TorchLayerOps(RotaryEmbedding(*rotary), window, self._masks(columns, start, end))

@@ -217,6 +217,7 @@ class DecodeLoop:
             torch.from_numpy(self.rows.next_uniforms(rows)).to(logits.device),
             seen=self._seen_tokens(rows, logits),
             banned=self._banned_tokens(rows, logits),
+            library=self._decoder.library,
         )
         logprob_values = logprobs.cpu().numpy()
         is_finite = np.isfinite(logprob_values)

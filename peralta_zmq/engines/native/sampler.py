@@ -4,18 +4,26 @@ The options have the same effect as in transformers, which applies them in this 
 penalty, min_tokens (here `banned`), temperature, top_k, top_p, min_p. Here top_k comes before the
 temperature. The result is the same, but the later operations process k values, which are already
 sorted for top_p, instead of the whole vocabulary.
+
+On a CPU, a large vocabulary is divided into blocks. Their sums and largest logits are computed in
+one pass over the logits, and everything else reads only a few blocks.
+
+Letters in shapes: n rows, V vocabulary, b blocks of B logits.
 """
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from peralta_zmq.engines.native.kernels.decode_layer import BLOCK_SIZE, sum_blocks
 from peralta_zmq.rollout import Sampling
 
 CHUNK_SIZE = 2**20  # logits per chunk, so that the fp32 copies of a chunk stay in the CPU cache
-BLOCK_SIZE = 128  # logits or probs per block of `_topk` and `_inverse_transform`
+MIN_BLOCKS = 64  # blocks from which a vocabulary is divided
 
 
 def sample(
@@ -25,6 +33,7 @@ def sample(
     *,
     seen: Tensor | None = None,  # [n, V] bool, True: the repetition penalty applies
     banned: Tensor | None = None,  # [n, V] bool, True: must not be sampled
+    library: ctypes.CDLL | None = None,  # of decode_layer.c, for the dtype of the logits
 ) -> tuple[Tensor, Tensor]:
     """Sample one token for each of n rows; returns tokens [n] and logprobs [n].
 
@@ -32,6 +41,8 @@ def sample(
     sampling temperature (1 if greedy), before penalties, bans and truncation by top_k, top_p and
     min_p.
     """
+    temperature = sampling.temperature or 1.0
+    blocks = _LogitBlocks(logits, temperature, library) if _LogitBlocks.supports(logits) else None
     adjusted = logits
     if seen is not None:
         adjusted, penalty = adjusted.float(), sampling.repetition_penalty
@@ -41,16 +52,78 @@ def sample(
         adjusted = adjusted.masked_fill(banned, float("-inf"))
     if sampling.temperature == 0:
         tokens = adjusted.argmax(-1)
-    elif adjusted is logits and not _truncates(sampling):
-        return _sample_untruncated(logits, sampling.temperature, uniform)
     else:
-        tokens = _sample_tokens(adjusted, sampling, uniform)
-    return tokens, _logprobs(logits, tokens, sampling.temperature or 1.0)
+        tokens = _sample_tokens(adjusted, sampling, uniform, blocks if adjusted is logits else None)
+    if blocks is not None:
+        return tokens, blocks.logprobs(tokens)
+    return tokens, _logprobs(logits, tokens, temperature)
 
 
-def _truncates(sampling: Sampling) -> bool:
-    """Whether top_k, top_p or min_p is on."""
-    return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+class _LogitBlocks:
+    """Logits [n, V] in blocks, with the largest logit and the sum of each block.
+
+    The sum is that of exp((logit - largest) / temperature). `library` computes both if it is not
+    None, else torch.
+    """
+
+    def __init__(self, logits: Tensor, temperature: float, library: ctypes.CDLL | None) -> None:
+        self._logits, self._temperature = logits.unflatten(-1, (-1, BLOCK_SIZE)), temperature
+        if library is not None:
+            self._largest, sums = sum_blocks(library, logits, temperature)  # [n, b]
+        else:
+            parts = self._logits.split(max(1, CHUNK_SIZE // logits.shape[-1]))
+            least = torch.finfo(torch.float32).min  # not -inf, which would give inf - inf
+            self._largest = torch.cat([part.amax(-1).float().clamp_(min=least) for part in parts])
+            starts = self._largest.split([len(part) for part in parts])
+            sums = torch.cat([
+                ((part.float() - start[..., None]) / temperature).exp_().sum(-1)
+                for part, start in zip(parts, starts, strict=True)
+            ])  # fmt: skip
+        self._max = self._largest.amax(-1, keepdim=True)  # [n, 1]
+        # Sums of exp((logit - max) / temperature), [n, b].
+        self._sums = sums * ((self._largest - self._max) / temperature).exp()
+
+    @staticmethod
+    def supports(logits: Tensor) -> bool:
+        """Whether the logits can be divided into blocks, and whether that is faster."""
+        num_blocks, rest = divmod(logits.shape[-1], BLOCK_SIZE)
+        return (
+            logits.device.type == "cpu"
+            and logits.is_contiguous()
+            and num_blocks >= MIN_BLOCKS
+            and not rest
+        )
+
+    def logprobs(self, tokens: Tensor) -> Tensor:
+        """log softmax(logits / temperature) at `tokens`, [n] in fp32."""
+        logits = self._logits.flatten(1).gather(1, tokens[:, None]).float()
+        return ((logits - self._max) / self._temperature - self._sums.sum(-1, True).log())[:, 0]
+
+    def topk(self, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest logits and their tokens, [n, k] each, in descending order.
+
+        They are in the k blocks with the largest maxima.
+        """
+        blocks = self._largest.topk(k).indices  # [n, k]
+        values, indices = self._block(blocks).flatten(1).topk(k)  # indices in these blocks
+        return values, blocks.gather(1, indices // BLOCK_SIZE) * BLOCK_SIZE + indices % BLOCK_SIZE
+
+    def sample(self, uniform: Tensor) -> Tensor:
+        """Tokens [n] from softmax(logits / temperature)."""
+        sums = pad(self._sums.cumsum(-1), (1, 0))  # [n, b + 1], before each block; total
+        target = uniform[:, None] * sums[:, -1:]
+        block = _first_above(sums[:, 1:], target)[:, None]
+        logits = self._block(block)[:, 0].float()
+        in_block = ((logits - self._max) / self._temperature).exp().cumsum(-1)
+        token = _first_above(in_block, target - sums.gather(1, block))
+        # The sums in the block are rounded otherwise than the sums of blocks, and may all be below
+        # the target; then this is the last token with a probability above 0.
+        last = (in_block < in_block[:, -1:]).sum(-1)
+        return block[:, 0] * BLOCK_SIZE + torch.minimum(token, last)
+
+    def _block(self, blocks: Tensor) -> Tensor:
+        """The logits [n, m, B] of `blocks` [n, m]."""
+        return self._logits.gather(1, blocks[..., None].expand(-1, -1, BLOCK_SIZE))
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
@@ -62,45 +135,22 @@ def _logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     return torch.cat(chunks)[:, 0]
 
 
-def _sample_untruncated(
-    logits: Tensor, temperature: float, uniform: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Tokens from softmax(logits / temperature), and their logprobs; one pass over the logits."""
-    num_rows = max(1, CHUNK_SIZE // logits.shape[-1])
-    tokens, selected = list[Tensor](), list[Tensor]()
-    for rows, numbers in zip(logits.split(num_rows), uniform.split(num_rows), strict=True):
-        logprobs = (rows.float() / temperature).log_softmax(-1)
-        tokens.append(_inverse_transform(logprobs.exp(), numbers))
-        selected.append(logprobs.gather(-1, tokens[-1][:, None])[:, 0])
-    return torch.cat(tokens), torch.cat(selected)
+def _sample_tokens(
+    logits: Tensor, sampling: Sampling, uniform: Tensor, blocks: _LogitBlocks | None
+) -> Tensor:
+    """Sample from softmax(logits / temperature), truncated by top_k, top_p, min_p.
 
-
-def _topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`logits.topk(k)` of [n, V]: values and indices, [n, k] each, in descending order.
-
-    The k largest logits are in the k blocks with the largest maxima. For a large vocabulary on a
-    CPU, finding these blocks first takes half the time.
+    `blocks` are those of the logits; None if the vocabulary is not divided.
     """
-    num_rows, vocab_size = logits.shape
-    num_blocks, rest = divmod(vocab_size, BLOCK_SIZE)
-    if logits.device.type != "cpu" or rest or num_blocks <= 2 * k:
-        values, indices = logits.topk(k)
-        return values, indices
-    blocks = logits.view(num_rows, num_blocks, BLOCK_SIZE)
-    largest = blocks.amax(-1).topk(k).indices  # [n, k], numbers of blocks
-    candidates = blocks.gather(1, largest[..., None].expand(-1, -1, BLOCK_SIZE))
-    values, indices = candidates.flatten(1).topk(k)  # indices in the k blocks
-    return values, largest.gather(1, indices // BLOCK_SIZE) * BLOCK_SIZE + indices % BLOCK_SIZE
-
-
-def _sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
-    """Sample from softmax(logits / temperature), truncated by top_k, top_p, min_p."""
     token_ids = None  # [n, k], most probable first; None = the whole vocabulary, in its order
     vocab_size = logits.shape[-1]
     if 0 < sampling.top_k < vocab_size:
-        logits, token_ids = _topk(logits, sampling.top_k)
+        source = logits if blocks is None or sampling.top_k > MIN_BLOCKS else blocks
+        logits, token_ids = source.topk(sampling.top_k)
     elif sampling.top_p < 1:
         logits, token_ids = logits.float().sort(descending=True)
+    elif sampling.min_p == 0 and blocks is not None:
+        return blocks.sample(uniform)
     probs = (logits.float() / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:  # keeps the token at which the sum of probs crosses top_p
         preceding = probs.cumsum(-1) - probs
@@ -108,31 +158,10 @@ def _sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tenso
     if sampling.min_p > 0:
         threshold = sampling.min_p * probs.amax(-1, keepdim=True)
         probs = probs.masked_fill(probs < threshold, 0)
-    index = _inverse_transform(probs, uniform)
+    # Inverse transform sampling: the first index at which the cumulated probs exceed the target.
+    cumulated = probs.cumsum(-1)
+    index = _first_above(cumulated, uniform[:, None] * cumulated[:, -1:])
     return index if token_ids is None else token_ids.gather(-1, index[:, None])[:, 0]
-
-
-def _inverse_transform(probs: Tensor, uniform: Tensor) -> Tensor:
-    """For each row of `probs` [n, k], the first index at which their sum exceeds a target, [n].
-
-    The target is `uniform` times the sum of the row; zeros in `probs` are never selected. In a
-    large vocabulary, sums are compared per block first, and then in one block, because a cumulated
-    sum of all probs takes as long as the softmax.
-    """
-    num_rows, length = probs.shape
-    if length % BLOCK_SIZE:
-        sums = probs.cumsum(-1)
-        return _first_above(sums, uniform[:, None] * sums[:, -1:])
-    blocks = probs.view(num_rows, -1, BLOCK_SIZE)
-    sums = pad(blocks.sum(-1).cumsum(-1), (1, 0))  # [n, b + 1], before each of b blocks; total
-    target = uniform[:, None] * sums[:, -1:]
-    block = _first_above(sums[:, 1:], target)[:, None]
-    in_block = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK_SIZE))[:, 0].cumsum(-1)
-    index = _first_above(in_block, target - sums.gather(1, block))
-    # The sums in the block are rounded otherwise than those of the blocks, and may all be below the
-    # target; then this is the last prob above 0.
-    last = (in_block < in_block[:, -1:]).sum(-1)
-    return block[:, 0] * BLOCK_SIZE + torch.minimum(index, last)
 
 
 def _first_above(sums: Tensor, target: Tensor) -> Tensor:

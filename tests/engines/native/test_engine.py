@@ -69,7 +69,7 @@ def assert_greedy_matches(engine: Any, model: Any, prompts: Sequence[Sequence[in
 def test_engine_uses_compiled_kernels_if_there_is_a_compiler(engine: NativeEngine) -> None:
     decoder = engine._decoder
     assert decoder is not None
-    assert (decoder._library is not None) == HAS_COMPILER
+    assert (decoder.library is not None) == HAS_COMPILER
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,13 @@ from peralta_zmq.engines.native.kernels.compiler import FLOAT, INT, INT64, POINT
 
 LANES = 16  # floats in a SIMD vector
 MAX_WIDTH, MAX_GROUP = 256, 8  # limits of decode_layer.c: head_dim; query heads per key head
-SIZES = (f"-DLANES={LANES}", f"-DMAX_WIDTH={MAX_WIDTH}", f"-DMAX_GROUP={MAX_GROUP}")
+BLOCK_SIZE = 128  # logits per block of `sum_blocks`
+SIZES = (
+    f"-DLANES={LANES}",
+    f"-DMAX_WIDTH={MAX_WIDTH}",
+    f"-DMAX_GROUP={MAX_GROUP}",
+    f"-DLOGITS_PER_BLOCK={BLOCK_SIZE}",
+)
 WIDTH_UNITS = (
     2 * LANES,
     LANES,
@@ -95,6 +101,7 @@ ARGUMENTS = {
     "attend": (ctypes.POINTER(AttentionStruct),),
     "add_and_norm": (POINTER, POINTER, POINTER, POINTER, INT64, INT64, FLOAT, INT),
     "decode": (ctypes.POINTER(DecodeStruct),),
+    "sum_blocks": (POINTER, POINTER, POINTER, INT64, FLOAT, INT),
 }
 
 
@@ -176,6 +183,19 @@ class CompiledLayerOps:
             setattr(self.arguments, name, tensor.data_ptr())
 
 
+def sum_blocks(library: ctypes.CDLL, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Each block's largest logit, and its sum of exp((logit - largest) / temperature).
+
+    `logits` are [n, V], contiguous, in the dtype of the library. The results are fp32, and have one
+    value per block of BLOCK_SIZE logits: [n, V / BLOCK_SIZE].
+    """
+    num_blocks = logits.shape[1] // BLOCK_SIZE
+    largest, sums = logits.new_empty((2, len(logits), num_blocks), dtype=torch.float32)
+    addresses = (tensor.data_ptr() for tensor in (logits, largest, sums))
+    library.sum_blocks(*addresses, sums.numel(), 1 / temperature, torch.get_num_threads())
+    return largest, sums
+
+
 @functools.cache
 def library_for(
     dtype: torch.dtype, device: torch.device, *, queries_per_head: int, head_dim: int
@@ -222,7 +242,11 @@ def _is_correct(library: ctypes.CDLL, *, dtype: torch.dtype, group: int, head_di
     sums, normed = value.clone(), torch.empty_like(value)
     addresses = (tensor.data_ptr() for tensor in (sums, key, norm.weight, normed))
     library.add_and_norm(*addresses, 1, head_dim, 1e-6, 1)
+    logits = random(2, 2 * BLOCK_SIZE)
+    blocks = (logits.float() / 0.7).unflatten(-1, (2, BLOCK_SIZE)).logsumexp(-1)
+    largest, block_sums = sum_blocks(library, logits, 0.7)
     pairs = (
+        (largest / 0.7 + block_sums.log(), blocks),
         (sums, value + key),
         (normed, functional.rms_norm(value + key, (head_dim,), norm.weight, 1e-6)),
         (attended, expected.view_as(attended)),
