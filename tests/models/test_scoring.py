@@ -61,6 +61,22 @@ def test_scorer_matches_each_sequence_alone(way: str, temperature: float) -> Non
     assert ours.tolist() == pytest.approx(plainly(model, tokens, temperature), abs=1e-5)
 
 
+def test_gradients_are_those_of_each_sequence_alone() -> None:
+    """In float64, but transformers' norms and rotary embeddings compute in fp32."""
+    packed, alone = tiny_model().double(), tiny_model().double()
+    tokens, scored = row()
+    weights = torch.arange(1.0, 1 + len(SCORED), dtype=torch.float64)
+    scorer = Scorer(packed)
+    assert scorer.packs
+    (weights * scorer(tokens, TREES, scored)).sum().backward()
+    logprobs = [
+        token_logprobs(alone, tokens[places][None])[0, first:] for places, first in SEQUENCES
+    ]
+    (weights * torch.cat(logprobs)).sum().backward()
+    for ours, expected in zip(packed.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad, atol=1e-5, rtol=1e-5)
+
+
 @torch.no_grad()
 def test_scorer_takes_a_temperature_per_token() -> None:
     model, (tokens, scored) = tiny_model(), row()
