@@ -1,7 +1,7 @@
 """RMS norm with a faster backward pass, for training on a CPU.
 
 transformers computes RMS norm (arXiv 1910.07467) with six operations, and autograd differentiates
-each of them: about 25 passes over memory. Here both passes together take ten.
+each of them: forward and backward together read or write the rows about 25 times, here ten times.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def replace_norms(model: torch.nn.Module) -> int:
     """Let the RMS norms of a transformers model compute with `rms_norm`; returns their number.
 
-    Only norms on a CPU that give the same output as `rms_norm` (Gemma multiplies, for example,
-    by 1 + weight), and whose weights are not distributed over ranks.
+    Replaces only norms on a CPU whose output equals that of `rms_norm` (Gemma's, for example,
+    multiply by 1 + weight), and whose weights are not distributed over ranks.
     """
     num_replaced = 0
     for module in model.modules():
@@ -25,21 +26,26 @@ def replace_norms(model: torch.nn.Module) -> int:
         is_plain = type(weight) is torch.nn.Parameter and weight.device.type == "cpu"
         if not is_plain or weight.ndim != 1 or not hasattr(module, "variance_epsilon"):
             continue
-        forward = partial(_forward, module)
-        trial = torch.linspace(-1, 2, 2 * len(weight)).view(2, -1)
-        with torch.no_grad():
-            if torch.allclose(forward(trial), module(trial), rtol=1e-5, atol=1e-6):
-                module.forward = forward
-                num_replaced += 1
+        if all(_is_rms_norm(module, dtype) for dtype in (torch.float32, torch.bfloat16)):
+            module.forward = partial(_forward, module)
+            num_replaced += 1
     return num_replaced
 
 
 def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """`weight` [W] times `rows` [..., W] divided by their root mean square, as in transformers.
+    """Each row of `rows` [..., W], divided by sqrt(mean(row^2) + epsilon), times `weight` [W].
 
-    The rows are normalized in fp32 and rounded to their dtype before they are multiplied.
+    As in transformers, a row is divided in fp32, and rounded to its dtype before it is multiplied.
     """
     return _RMSNorm.apply(rows, weight, epsilon)  # pyright: ignore[reportReturnType]
+
+
+@torch.no_grad()
+def _is_rms_norm(module: Any, dtype: torch.dtype) -> bool:
+    """Whether a module computes `rms_norm` for rows of `dtype`."""
+    rows = torch.linspace(-1, 2, 2 * len(module.weight), device="cpu").view(2, -1).to(dtype)
+    ours, theirs = _forward(module, rows), module(rows)
+    return ours.dtype == theirs.dtype and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def _forward(module: Any, rows: Tensor) -> Tensor:
@@ -47,7 +53,7 @@ def _forward(module: Any, rows: Tensor) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """With f = 1 / root mean square of x, the output is y = f x w.
+    """With f = 1 / sqrt(mean(x^2) + epsilon), the output is y = f x w.
 
     For the gradient g of y, that of x is f g w - f^3 x mean(g w x), and that of w is sum(f g x).
     """
@@ -61,7 +67,10 @@ class _RMSNorm(torch.autograd.Function):
         return (x * factor).to(rows.dtype) * weight
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
         rows, weight, factor = ctx.saved_tensors
         x, g, w = rows.float(), grads[0].float(), weight.float()
         products = (g * x).reshape(-1, x.shape[-1])

@@ -2,7 +2,7 @@
 
 With a call per operation, a decode step of Qwen3-0.6B takes 1.1 times as long, and one of a small
 model 1.4 times. The C code gets the addresses of all weights and of the KV cache in a table, which
-is made again when a tensor has moved.
+is made again when the version of the weights or the layout of the cache has changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from peralta_zmq.engines.native.linears import ModelWeights, panels_of
 class CompiledLayers:
     """The layers of `model`, a Llama-family model without its head; `can_compile` must be true.
 
-    Computes the same as `decoder_forward` with CompiledLayerOps, bit by bit.
+    Gives bit for bit the result of `decoder_forward` with CompiledLayerOps.
     """
 
     def __init__(
@@ -37,15 +37,16 @@ class CompiledLayers:
     ) -> None:
         self._library, self._model, self._weights, self._cache = library, model, weights, cache
         kernel = panel_kernel()
-        assert kernel is not None, "can_compile has found panels"
+        assert kernel is not None, "no panels: can_compile is false"
         self._multiply = ctypes.cast(kernel[1].multiply, POINTER)
         self._table: Any = None  # array of LayerStruct, valid for the weights and the cache of _key
         self._key: Hashable = None
 
     def __call__(self, hidden: Tensor, ops: CompiledLayerOps, *, first_row: int) -> Tensor:
-        """Last hidden states [n, S, hidden_size] for embeddings of that shape, which change.
+        """Return the last hidden states [n, S, hidden_size].
 
-        The S new tokens per row are those of `ops`, in the n rows from `first_row` on.
+        `hidden` has the embeddings in this shape, contiguous; it is overwritten. The S new tokens
+        per row are those of `ops`, in the n rows from `first_row` on.
         """
         key = self._weights.version, self._cache.layout
         if key != self._key:
@@ -100,15 +101,15 @@ class CompiledLayers:
                 tensors["key_norm"] = attention.k_norm.weight
             for name, tensor in tensors.items():
                 setattr(entry, name, tensor.data_ptr())
-            entry.qkv = _address_of(attention.q_proj)
-            entry.attention_out = _address_of(attention.o_proj)
-            entry.gate_up = _address_of(mlp.gate_proj)
-            entry.down = _address_of(mlp.down_proj)
+            entry.qkv = _linear_struct(attention.q_proj)
+            entry.attention_out = _linear_struct(attention.o_proj)
+            entry.gate_up = _linear_struct(mlp.gate_proj)
+            entry.down = _linear_struct(mlp.down_proj)
         return table
 
 
 def can_compile(model: Any) -> bool:
-    """Whether gemm.c has packed all weights of a model's layers, fused as LayerStruct needs them.
+    """Whether gemm.c has packed all linear weights of the layers, fused as in LayerStruct.
 
     `model` is a Llama-family model without its head.
     """
@@ -125,8 +126,8 @@ def can_compile(model: Any) -> bool:
     )
 
 
-def _address_of(linear: Any) -> LinearStruct:
-    """The weight and bias that are shared by all layers fused with `linear`."""
+def _linear_struct(linear: Any) -> LinearStruct:
+    """Addresses and sizes of the fused weight and bias that contain those of `linear`."""
     panels, bias = linear.fused.packed, linear.fused.bias
     bias_address = None if bias is None else bias.data_ptr()
     return LinearStruct(panels.data_ptr(), bias_address, panels.inputs, panels.outputs)

@@ -2,11 +2,13 @@
 
 The options have the same effect as in transformers, which applies them in this order: repetition
 penalty, min_tokens (here `banned`), temperature, top_k, top_p, min_p. Here top_k comes before the
-temperature. The result is the same, but the later operations process k values, which are already
-sorted for top_p, instead of the whole vocabulary.
+temperature. The result is the same (except that exactly k tokens remain if several tie for the k-th
+place), but the later operations process k values, which are already sorted for top_p, instead of
+the whole vocabulary.
 
-On a CPU, a large vocabulary is divided into blocks. Their sums and largest logits are computed in
-one pass over the logits, and everything else reads only a few blocks.
+On a CPU, a large vocabulary is divided into blocks. One pass over the logits computes each block's
+largest logit and its sum of exponentials. Logprobs, top_k up to MIN_BLOCKS, and sampling without
+other options then read only a few blocks.
 
 Letters in shapes: n rows, V vocabulary, b blocks of B logits.
 """
@@ -23,7 +25,7 @@ from peralta_zmq.engines.native.kernels.decode_layer import BLOCK_SIZE, sum_bloc
 from peralta_zmq.rollout import Sampling
 
 CHUNK_SIZE = 2**20  # logits per chunk, so that the fp32 copies of a chunk stay in the CPU cache
-MIN_BLOCKS = 64  # blocks from which a vocabulary is divided
+MIN_BLOCKS = 64  # a vocabulary of fewer blocks is not divided
 
 
 def sample(
@@ -60,10 +62,10 @@ def sample(
 
 
 class _LogitBlocks:
-    """Logits [n, V] in blocks, with the largest logit and the sum of each block.
+    """Logits [n, V] in blocks.
 
-    The sum is that of exp((logit - largest) / temperature). `library` computes both if it is not
-    None, else torch.
+    Has each block's largest logit, and its sum of exp((logit - row's largest) / temperature).
+    `library` computes both; without it, torch does.
     """
 
     def __init__(self, logits: Tensor, temperature: float, library: ctypes.CDLL | None) -> None:
@@ -110,14 +112,14 @@ class _LogitBlocks:
 
     def sample(self, uniform: Tensor) -> Tensor:
         """Tokens [n] from softmax(logits / temperature)."""
-        sums = pad(self._sums.cumsum(-1), (1, 0))  # [n, b + 1], before each block; total
+        sums = pad(self._sums.cumsum(-1), (1, 0))  # [n, b + 1], before each block, and the total
         target = uniform[:, None] * sums[:, -1:]
         block = _first_above(sums[:, 1:], target)[:, None]
         logits = self._block(block)[:, 0].float()
         in_block = ((logits - self._max) / self._temperature).exp().cumsum(-1)
         token = _first_above(in_block, target - sums.gather(1, block))
-        # The sums in the block are rounded otherwise than the sums of blocks, and may all be below
-        # the target; then this is the last token with a probability above 0.
+        # The sums in the block round differently from the sums of blocks, so that all may be at or
+        # below the target. Then this is the last token that increases them.
         last = (in_block < in_block[:, -1:]).sum(-1)
         return block[:, 0] * BLOCK_SIZE + torch.minimum(token, last)
 
@@ -140,7 +142,8 @@ def _sample_tokens(
 ) -> Tensor:
     """Sample from softmax(logits / temperature), truncated by top_k, top_p, min_p.
 
-    `blocks` are those of the logits; None if the vocabulary is not divided.
+    `blocks` are those of these logits; None if the vocabulary is not divided, or if the logits have
+    been adjusted.
     """
     token_ids = None  # [n, k], most probable first; None = the whole vocabulary, in its order
     vocab_size = logits.shape[-1]
@@ -165,9 +168,9 @@ def _sample_tokens(
 
 
 def _first_above(sums: Tensor, target: Tensor) -> Tensor:
-    """Index of the first of the increasing `sums` [n, k] that is above `target` [n, 1]; [n].
+    """Index of the first of the non-decreasing `sums` [n, k] that is above `target` [n, 1]; [n].
 
-    It is below k if the target is the last sum times a `uniform`, which is at most 1 - 2^-24 in
-    fp32: then the target, also when rounded, is below the last sum.
+    It is below k if the last sum is positive and the target is that sum times a `uniform`, which is
+    at most 1 - 2^-24 in fp32: then the target, also when rounded, is below the last sum.
     """
     return (sums <= target).sum(-1)
