@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_layers import is_as_exact_as_torch
 from sample_data import tiny_model
 from torch import Tensor
 
@@ -45,12 +46,7 @@ def test_output_and_gradients_are_as_exact_as_transformers(
     theirs = results(by_operations, rows, weight)
     for our, their, reference in zip(ours, theirs, exact, strict=True):
         assert our.dtype == their.dtype
-
-        def error(result: Tensor, reference: Tensor = reference) -> float:
-            return float((result.double() - reference).abs().max())
-
-        rounding = torch.finfo(our.dtype).eps * float(reference.abs().max())
-        assert error(our) <= max(2 * error(their), rounding)
+        assert is_as_exact_as_torch(our, their, reference)
 
 
 def test_scorer_replaces_the_norms_of_qwen3_but_not_of_gemma() -> None:
