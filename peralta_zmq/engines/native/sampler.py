@@ -76,10 +76,10 @@ class _LogitBlocks:
             parts = self._logits.split(max(1, CHUNK_SIZE // logits.shape[-1]))
             least = torch.finfo(torch.float32).min  # not -inf, which would give inf - inf
             self._largest = torch.cat([part.amax(-1).float().clamp_(min=least) for part in parts])
-            starts = self._largest.split([len(part) for part in parts])
+            maxima = self._largest.split([len(part) for part in parts])
             sums = torch.cat([
-                ((part.float() - start[..., None]) / temperature).exp_().sum(-1)
-                for part, start in zip(parts, starts, strict=True)
+                ((part.float() - largest[..., None]) / temperature).exp_().sum(-1)
+                for part, largest in zip(parts, maxima, strict=True)
             ])  # fmt: skip
         self._max = self._largest.amax(-1, keepdim=True)  # [n, 1]
         # Sums of exp((logit - max) / temperature), [n, b].

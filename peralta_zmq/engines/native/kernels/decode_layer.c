@@ -462,7 +462,8 @@ int probe(void) {
     static scalar zeros[ROWS * KEYS * WIDTH], out[ROWS * KEYS * WIDTH];
     const int64_t start[ROWS] = {0}, end[ROWS] = {KEYS, KEYS - 1}, column[ROWS] = {KEYS - 1};
     const Attention a = {
-        .rows = ROWS, .new_tokens = 1, .heads = 1, .group = 1, .width = WIDTH, .shared = KEYS, .capacity = KEYS,
+        .rows = ROWS, .new_tokens = 1, .heads = 1, .group = 1, .width = WIDTH,
+        .shared = KEYS, .capacity = KEYS,
         .threads = 1, .query_stride = WIDTH, .key_stride = WIDTH, .value_stride = WIDTH,
         .query = zeros, .key = zeros, .value = zeros, .query_norm = zeros, .key_norm = zeros,
         .cosine = zeros, .sine = zeros, .shared_keys = zeros, .shared_values = zeros,

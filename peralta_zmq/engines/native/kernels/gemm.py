@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -21,7 +22,9 @@ from torch.nn import functional
 
 from peralta_zmq.engines.native.kernels import compiler
 from peralta_zmq.engines.native.kernels.compiler import INT, INT64, POINTER
+from peralta_zmq.errors import described
 
+logger = logging.getLogger(__name__)
 ONEDNN_ROWS = 32  # number of input rows for which oneDNN optimizes its order
 ARGUMENTS = {
     "pack": (POINTER, POINTER, INT64, INT64, INT),
@@ -105,7 +108,8 @@ def can_pack(dtype: torch.dtype) -> bool:
     """Whether this build of torch packs weights of `dtype` with correct results."""
     try:
         return _is_correct(OnednnWeight, dtype)
-    except (AttributeError, RuntimeError, NotImplementedError):
+    except (AttributeError, RuntimeError) as error:  # no such operator, or not for this dtype
+        logger.info("weights are not packed, which is slower: %s", described(error))
         return False
 
 

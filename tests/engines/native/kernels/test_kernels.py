@@ -159,6 +159,13 @@ def test_fastest_variant_of_this_processor_is_used() -> None:
     assert (kernel := gemm.panel_kernel()) and kernel[0] == expected[0]
 
 
+def test_dtype_that_onednn_does_not_pack_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    gemm.can_pack.cache_clear()
+    with caplog.at_level(logging.INFO):
+        assert not gemm.can_pack(torch.float64)
+    assert caplog.messages[0].startswith("weights are not packed, which is slower: ")
+
+
 def test_pack_uses_onednn_where_panels_do_not_apply() -> None:
     if not gemm.can_pack(torch.bfloat16):
         pytest.skip("this build cannot pack")
