@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from real_programs import has_ended, until
 
 DEADLINE = 20.0
 # The programs that a fork can run.
@@ -88,9 +88,6 @@ def test_fork_is_listed_with_its_command_and_ends_with_its_supervisor() -> None:
     with supervised("sleep") as supervisor:
         assert supervisor.stdout and supervisor.stdin
         fork = psutil.Process(int(supervisor.stdout.readline()))
-        deadline = time.monotonic() + DEADLINE
-        while fork.cmdline()[1:2] != ["bin/trainer"]:
-            assert time.monotonic() < deadline, fork.cmdline()
-            time.sleep(0.01)
+        until(lambda: fork.cmdline()[1:2] == ["bin/trainer"], seconds=DEADLINE)
         supervisor.kill()
-        fork.wait(DEADLINE)
+        until(lambda: has_ended(fork.pid), seconds=DEADLINE)
