@@ -18,11 +18,12 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+enum { PANEL_WIDTH = 32 };
 #ifdef WITH_AMX
-enum { PANEL_WIDTH = 32, BLOCK_ROWS = 32 }; /* tile registers: 4 for sums, 2 for rows, 2 for weights */
-enum { STEP = 32 };                         /* inputs per instruction */
+enum { BLOCK_ROWS = 32 }; /* tile registers: 4 for sums, 2 for rows, 2 for weights */
+enum { STEP = 32 };       /* inputs per instruction */
 #else
-enum { PANEL_WIDTH = 64, BLOCK_ROWS = 6 };  /* registers: 24 for sums, 4 for weights, 1 for a row */
+enum { BLOCK_ROWS = 12 }; /* registers: 24 for sums, 2 for weights, 1 for a row */
 enum { STEP = 2 };
 #endif
 enum { CACHE_LINE = 64, PREFETCH_DISTANCE = 8192 }; /* bytes */
@@ -159,21 +160,18 @@ static void multiply_block(const Block b, int64_t count) {
 
 static int request_permission(void) { return 0; }
 
-/* The sums of row r are a##r to d##r, 16 outputs each: as separate variables, because compilers do
+/* The sums of row r are a##r and b##r, 16 outputs each: as separate variables, because compilers do
    not keep this array in registers. */
-#define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
-#define BEGIN(r) __m512 a##r = bias_a, b##r = bias_b, c##r = bias_c, d##r = bias_d;
+#define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) \
+    DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
+#define BEGIN(r) __m512 a##r = bias_a, b##r = bias_b;
 #define ADD(r) \
     if (r < count) { \
         __m512bh pair = (__m512bh)_mm512_set1_epi32(*(const int32_unaligned *)(row + r * t.in)); \
         a##r = _mm512_dpbf16_ps(a##r, pair, a), b##r = _mm512_dpbf16_ps(b##r, pair, b); \
-        c##r = _mm512_dpbf16_ps(c##r, pair, c), d##r = _mm512_dpbf16_ps(d##r, pair, d); \
     }
 #define STORE(r) \
-    if (r < count) { \
-        store(t.out + r * t.outs, t.width, a##r, b##r); \
-        store(t.out + r * t.outs + 32, t.width - 32, c##r, d##r); \
-    }
+    if (r < count) store(t.out + r * t.outs, t.width, a##r, b##r);
 
 typedef int32_t int32_unaligned __attribute__((aligned(2), may_alias));
 
@@ -183,12 +181,11 @@ INLINE __m512bh load(const scalar *from) { return (__m512bh)_mm512_loadu_si512(f
    Both are constants after inlining. */
 INLINE void multiply_rows(const Block t, const int count, const int prefetched_lines) {
     const __m512 bias_a = _mm512_loadu_ps(t.bias), bias_b = _mm512_loadu_ps(t.bias + 16);
-    const __m512 bias_c = _mm512_loadu_ps(t.bias + 32), bias_d = _mm512_loadu_ps(t.bias + 48);
     EACH_ROW(BEGIN)
     const scalar *panel = t.panel, *row = t.rows, *end = t.rows + t.in;
     const char *next = t.next;
     for (; row < end; row += STEP, panel += STEP * PANEL_WIDTH, next += t.pace) {
-        __m512bh a = load(panel), b = load(panel + 32), c = load(panel + 64), d = load(panel + 96);
+        __m512bh a = load(panel), b = load(panel + 32);
         for (int line = 0; line < prefetched_lines; line++)
             _mm_prefetch(next + line * CACHE_LINE, _MM_HINT_T0);
         EACH_ROW(ADD)
@@ -203,14 +200,19 @@ INLINE void multiply_and_prefetch(const Block t, int64_t count, const int prefet
         case 3: multiply_rows(t, 3, prefetched_lines); break;
         case 4: multiply_rows(t, 4, prefetched_lines); break;
         case 5: multiply_rows(t, 5, prefetched_lines); break;
-        default: multiply_rows(t, 6, prefetched_lines);
+        case 6: multiply_rows(t, 6, prefetched_lines); break;
+        case 7: multiply_rows(t, 7, prefetched_lines); break;
+        case 8: multiply_rows(t, 8, prefetched_lines); break;
+        case 9: multiply_rows(t, 9, prefetched_lines); break;
+        case 10: multiply_rows(t, 10, prefetched_lines); break;
+        case 11: multiply_rows(t, 11, prefetched_lines); break;
+        default: multiply_rows(t, 12, prefetched_lines);
     }
 }
 
-/* Multiplies a block of `count` rows. Prefetches 4, 2 or 1 cache lines per pair of inputs. */
+/* Multiplies a block of `count` rows. Prefetches 2 or 1 cache lines per pair of inputs. */
 static void multiply_block(const Block block, int64_t count) {
-    if (block.pace > 2 * CACHE_LINE) multiply_and_prefetch(block, count, 4);
-    else if (block.pace > CACHE_LINE) multiply_and_prefetch(block, count, 2);
+    if (block.pace > CACHE_LINE) multiply_and_prefetch(block, count, 2);
     else multiply_and_prefetch(block, count, 1);
 }
 

@@ -26,6 +26,7 @@ from peralta_zmq.errors import described
 
 logger = logging.getLogger(__name__)
 ONEDNN_ROWS = 32  # number of input rows for which oneDNN optimizes its order
+PANEL_WIDTH = 32  # outputs per panel, as in gemm.c
 ARGUMENTS = {
     "pack": (POINTER, POINTER, INT64, INT64, INT),
     "multiply": (POINTER, POINTER, POINTER, POINTER, INT64, INT64, INT64, INT),
@@ -33,18 +34,17 @@ ARGUMENTS = {
 
 
 class Variant(NamedTuple):
-    """One of the ways to compile gemm.c; the last two fields equal constants there."""
+    """One of the ways to compile gemm.c."""
 
     cpu_feature: str  # that the code needs
     defines: tuple[str, ...]  # compiler options
-    panel_width: int  # outputs per panel
-    step: int  # the number of inputs of a weight must be a multiple of this
+    step: int  # as in gemm.c: the number of inputs of a weight must be a multiple of it
 
 
 # The faster one first.
 VARIANTS = (
-    Variant("amx_bf16", ("-DWITH_AMX",), panel_width=32, step=32),
-    Variant("avx512_bf16", (), panel_width=64, step=2),
+    Variant("amx_bf16", ("-DWITH_AMX",), step=32),
+    Variant("avx512_bf16", (), step=2),
 )
 
 
@@ -65,8 +65,8 @@ class PanelWeight:
 
     def __init__(self, variant: Variant, library: ctypes.CDLL, weight: Tensor) -> None:
         self._library, (self.outputs, self.inputs) = library, weight.shape
-        num_panels = -(-self.outputs // variant.panel_width)  # rounded up
-        self._panels = weight.new_empty(num_panels, self.inputs // 2, variant.panel_width, 2)
+        num_panels = -(-self.outputs // PANEL_WIDTH)  # rounded up
+        self._panels = weight.new_empty(num_panels, self.inputs // 2, PANEL_WIDTH, 2)
         weight = weight.contiguous()
         addresses = weight.data_ptr(), self._panels.data_ptr()
         library.pack(*addresses, self.outputs, self.inputs, torch.get_num_threads())
