@@ -25,6 +25,7 @@ Int64Array: TypeAlias = NDArray[np.int64]
 Float32Array: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
 
+ROUNDING = 1e-12  # relative rounding error of a reward that is the sum of some terms, at most
 MAX_REWARD = 1e6  # largest absolute value, so that sums and squares of rewards do not overflow
 
 
@@ -140,6 +141,13 @@ class Rollout:
         return int(self.loss_mask.sum())
 
 
+def equal_within_rounding(rewards: Sequence[float]) -> bool:
+    """True if the rewards differ by at most ROUNDING times the largest absolute value."""
+    if not rewards:
+        return True
+    return max(rewards) - min(rewards) <= ROUNDING * max(map(abs, rewards))
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
     """All rollouts of one problem, which a generator sends as one message.
@@ -200,8 +208,8 @@ class RolloutGroup:
 
     @property
     def has_signal(self) -> bool:
-        """True unless all rewards are equal, which makes all advantages zero."""
-        return len(set(self.rewards)) > 1
+        """True unless all rewards are equal within rounding."""
+        return not equal_within_rounding(self.rewards)
 
 
 class TreeSpan(NamedTuple):

@@ -100,6 +100,24 @@ def test_options_are_bound() -> None:
     assert advantage([1, 0], [1, 1]) == pytest.approx([0.5**0.5, -(0.5**0.5)])
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["--advantage.name=group_zscore", "--advantage.eps=0"],
+     ["--advantage.name=group_zscore", "--advantage.eps=0", "--advantage.ddof=1"],
+     ["--advantage.name=leave_one_out"]],
+)  # fmt: skip
+@pytest.mark.parametrize("rewards", [[2, 2], [0.1, 0.1, 0.1], [3]])
+def test_step_on_equal_rewards_or_one_rollout_changes_nothing(
+    arguments: list[str], rewards: list[float]
+) -> None:
+    model = tiny_model()
+    before = model.lm_head.weight.detach().clone()
+    config = config_of("--train.keep-zero-std", *arguments)
+    result = build.make_learner(config, model).learn([group_of(rewards)])
+    assert result.advantages == [[0.0] * len(rewards)]
+    assert torch.equal(model.lm_head.weight, before)
+
+
 REFUSED_OPTIONS = [
     (build.make_loss, "--loss.c-clip=3",
      "loss.c_clip is not an option of loss 'reinforce'; remove it or set loss.name to grpo or "

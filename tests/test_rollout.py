@@ -52,8 +52,9 @@ def test_rollout_refuses_arrays_of_unequal_length() -> None:
 
 @pytest.mark.parametrize(
     ("rewards", "signal"),
-    [([1, 0, 0, 1], True), ([0, 0, 0, 0], False), ([0.5, 0.5], False), ([1.0], False)],
-)
+    [([1, 0, 0, 1], True), ([0, 0, 0, 0], False), ([0.5, 0.5], False), ([1.0], False),
+     ([0.1 + 0.2, 0.3], False), ([1e6, 1e6 + 0.01], True), ([1e-9, 0.0], True)],
+)  # fmt: skip
 def test_group_has_signal_when_rewards_differ(rewards: list[float], signal: bool) -> None:
     assert group_of(rewards).has_signal is signal
 

@@ -29,7 +29,7 @@ from statistics import fmean
 
 import numpy as np
 
-from peralta_zmq.rollout import Rollout, RolloutGroup
+from peralta_zmq.rollout import Rollout, RolloutGroup, equal_within_rounding
 
 AdvantageFunction = Callable[[Sequence[float], Sequence[int]], list[float]]
 
@@ -61,29 +61,27 @@ def advantages_of(
 
 def group_mean(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """R - mean(R): REINFORCE with the mean reward of the group as baseline."""
-    mean = fmean(rewards)
-    return [reward - mean for reward in rewards]
+    return _deviations(rewards, fmean(rewards))
 
 
 def group_zscore(
     rewards: Sequence[float], lengths: Sequence[int], *, eps: float = 1e-8, ddof: int = 0
 ) -> list[float]:
     """(R - mean) / (std + eps) (GRPO); std divides by K - ddof for K rollouts."""
-    mean = fmean(rewards)
-    variance = sum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - ddof)
-    return _standardized(rewards, mean, variance, eps)
+    deviations = _deviations(rewards, fmean(rewards))
+    variance = math.fsum(each**2 for each in deviations) / max(1, len(rewards) - ddof)
+    return _scaled(deviations, math.sqrt(variance) + eps)
 
 
 def leave_one_out(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """R - mean of the other K - 1 rewards (RLOO, PipelineRL); 0 for a single rollout."""
-    total, num_others = sum(rewards), len(rewards) - 1
-    return [reward - (total - reward) / num_others if num_others else 0.0 for reward in rewards]
+    share_of_others = 1 - 1 / len(rewards)  # R - mean = share_of_others * (R - mean of the others)
+    return _scaled(_deviations(rewards, fmean(rewards)), share_of_others)
 
 
 def length_weighted(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """R - sum(R * length) / sum(length) (Surogate's length_weighted_mean)."""
-    baseline = _token_mean(rewards, lengths)
-    return [reward - baseline for reward in rewards]
+    return _deviations(rewards, _token_mean(rewards, lengths))
 
 
 def token_whitening(
@@ -98,17 +96,24 @@ def token_whitening(
     The weighted mean and the weighted std (of the population) are over all rollouts of the step, or
     over each group with `group_adv_norm`.
     """
-    mean = _token_mean(rewards, lengths)
-    variance = _token_mean([(reward - mean) ** 2 for reward in rewards], lengths)
-    return _standardized(rewards, mean, variance, eps)
+    deviations = _deviations(rewards, _token_mean(rewards, lengths))
+    variance = _token_mean([each**2 for each in deviations], lengths)
+    return _scaled(deviations, math.sqrt(variance) + eps)
 
 
-def _standardized(
-    rewards: Sequence[float], mean: float, variance: float, eps: float
-) -> list[float]:
-    """(R - mean) / (std + eps); 0 if the divisor is 0 (equal rewards and eps 0)."""
-    divisor = math.sqrt(variance) + eps
-    return [(reward - mean) / divisor if divisor else 0.0 for reward in rewards]
+def _deviations(rewards: Sequence[float], baseline: float) -> list[float]:
+    """R - baseline; exactly 0 if all rewards are equal within rounding.
+
+    Otherwise a division by the standard deviation would turn rounding errors into advantages of 1.
+    """
+    if equal_within_rounding(rewards):
+        return [0.0] * len(rewards)
+    return [reward - baseline for reward in rewards]
+
+
+def _scaled(deviations: Sequence[float], divisor: float) -> list[float]:
+    """Each deviation divided by `divisor`, which is 0 only if the deviations are."""
+    return [each / (divisor or 1.0) for each in deviations]
 
 
 def _token_mean(values: Sequence[float], lengths: Sequence[int]) -> float:

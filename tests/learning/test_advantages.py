@@ -114,9 +114,23 @@ def test_single_rollout_has_advantage_zero(advantage: Any) -> None:
     assert advantages_of([group_of([3])], advantage, keep_zero_std=True) == [[0]]
 
 
-@pytest.mark.parametrize("advantage", [group_zscore, token_whitening])
-def test_equal_rewards_without_eps_have_advantage_zero(advantage: Any) -> None:
-    assert advantage([2, 2], [1, 3], eps=0) == [0, 0]
+# Sums of equal terms; the mean of three times .1 is .10000000000000002, and .1 + .2 is not .3.
+EQUAL = [[2.0, 2.0], [0.1, 0.1, 0.1], [0.1 + 0.2, 0.3], [0.0, 0.0], [-0.7 - 0.1, -0.8]]
+WITHOUT_EPS = [
+    functools.partial(function, eps=0, **options)
+    for function, options in [(group_zscore, {}), (group_zscore, {"ddof": 1}),
+                              (token_whitening, {}), (token_whitening, {"group_adv_norm": True})]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rewards", EQUAL)
+@pytest.mark.parametrize("advantage", [group_mean, leave_one_out, length_weighted, *WITHOUT_EPS])
+def test_rewards_equal_within_rounding_have_advantage_zero(
+    advantage: Any, rewards: list[float]
+) -> None:
+    groups = [group_of(rewards, lengths=[*range(1, len(rewards) + 1)])]
+    zero = [0.0] * len(rewards)
+    assert advantages_of(groups, advantage, keep_zero_std=True) == [zero]
 
 
 def test_whitening_normalizes_over_the_step() -> None:
