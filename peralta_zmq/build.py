@@ -34,7 +34,7 @@ from peralta_zmq.environments.reward_runner import RewardRunner
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.http_server import read_private_token
-from peralta_zmq.learning.advantages import AdvantageFunction, Filter
+from peralta_zmq.learning.advantages import AdvantageFunction, Filter, RewardShaping
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.learner import Learner, LearnerSettings
 from peralta_zmq.learning.losses import TokenLoss, check_loss_options, with_entropy_bonus
@@ -53,6 +53,9 @@ logger = logging.getLogger(__name__)
 TEMPERATURE_OPTIONS = ("temperature", "temp_scheduler", "temp_start", "temp_end")  # of [sampling]
 # Option of a loss -> model that the loss needs, for its logprobs, if the option is above 0.
 REQUIRED_MODELS = {"beta": "reference", "teacher_tau": "teacher"}
+SHAPING = {"multi_objective_aggregation", "reward_weights", "length_penalty", "soft_punish_cache"}
+# Settings of [loss] and [advantage] that are no options of the function.
+NO_OPTIONS = {"name", "kwargs", "entropy_coef", *SHAPING}
 
 
 # Learner.
@@ -72,6 +75,7 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
     settings = LearnerSettings(
         loss=make_loss(config),
         advantage=make_advantage(config),
+        shaping=make_reward_shaping(config),
         filters=make_filters(config, vocab_size=int(model.config.vocab_size)),
         betas=(train.adam_beta1, train.adam_beta2),
         weight_decay=train.weight_decay,
@@ -156,6 +160,12 @@ def make_advantage(config: Config) -> AdvantageFunction:
     return _bind_section("advantage", config.advantage)
 
 
+def make_reward_shaping(config: Config) -> RewardShaping:
+    """The shaping of rewards that [advantage] sets."""
+    options = config.advantage.model_dump(include=SHAPING)
+    return RewardShaping(**options, max_completion_length=config.sampling.max_completion_length)
+
+
 def make_filters(config: Config, *, vocab_size: int) -> list[Filter]:
     """The filters of [filter], which detect rollouts to exclude, with their options.
 
@@ -192,8 +202,7 @@ def _bind_section(
 ) -> functools.partial[Any]:
     """The function that the section names, with the section's options bound."""
     function = _load_function(kind, section.name)
-    excluded = {"name", "kwargs", "entropy_coef"}  # settings that are no options of the function
-    settings = section.model_dump(exclude=excluded, exclude_defaults=True)
+    settings = section.model_dump(exclude=NO_OPTIONS, exclude_defaults=True)
     options = registry.bind_options(kind, section.name, function, settings, section.kwargs)
     return functools.partial(function, **options)
 

@@ -51,6 +51,7 @@ TABLES: dict[Kind, dict[str, str]] = {
         "group_mean": "peralta_zmq.learning.advantages:group_mean",
         "group_zscore": "peralta_zmq.learning.advantages:group_zscore",
         "leave_one_out": "peralta_zmq.learning.advantages:leave_one_out",
+        "max_rl": "peralta_zmq.learning.advantages:max_rl",
         "length_weighted": "peralta_zmq.learning.advantages:length_weighted",
         "token_whitening": "peralta_zmq.learning.advantages:token_whitening",
     },
@@ -186,7 +187,8 @@ class Advantage(Protocol):
 
     `rewards` and `lengths` (numbers of generated tokens) have one entry per rollout. If the
     function has an option `group_adv_norm` and the value of the option is False, the function is
-    called once with all rollouts of a training step instead of once per group.
+    called once with all rollouts of a training step instead of once per group. A keyword
+    `step_rewards` gets the rewards of all groups of the step.
     """
 
     def __call__(
@@ -306,9 +308,10 @@ def bind_options(
 
 
 def option_names(kind: Kind, function: Callable[..., Any]) -> list[str]:
-    """The names of a function's options, without a catch-all `**options`."""
+    """The names of a function's options, without a catch-all `**options` and values of a step."""
     parameters = list(inspect.signature(function).parameters.values())[NUM_ARGUMENTS[kind] :]
-    return [parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
+    names = [parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
+    return [name for name in names if name != "step_rewards"]
 
 
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:

@@ -124,7 +124,10 @@ REFUSED_OPTIONS = [
      "decoupled_ppo"),
     (build.make_advantage, "--advantage.ddof=1",
      "advantage.ddof is not an option of advantage 'group_mean'; remove it or set advantage.name "
-     "to group_zscore"),
+     "to group_zscore or leave_one_out"),
+    (build.make_advantage, "--advantage.scale-rewards=batch",
+     "advantage.scale_rewards is not an option of advantage 'group_mean'; remove it or set "
+     "advantage.name to group_zscore or leave_one_out"),
     (build.make_advantage, "--advantage.group-adv-norm",
      "advantage.group_adv_norm is not an option of advantage 'group_mean'; remove it or set "
      "advantage.name to token_whitening"),
@@ -176,6 +179,15 @@ def test_entropy_bonus_raises_the_entropy() -> None:
     rows = [learner.learn([group_of([1, 0, 0, 1])]).metrics for _ in range(4)]
     entropies = [row["entropy"] for row in rows]
     assert entropies == sorted(entropies) and entropies[-1] > entropies[0] + 0.01
+
+
+def test_shaped_rewards_reach_the_advantages() -> None:
+    # of at most 6 tokens the last 3 cost 1/3 each: rewards 1 - 1/3, 1 - 1, 0, 0
+    config = config_of("--advantage.soft-punish-cache=3", "--sampling.max-completion-length=6")
+    group = group_of([1, 1, 0, 0], lengths=[4, 6, 1, 3])
+    result = build.make_learner(config, tiny_model()).learn([group])
+    assert result.advantages == [pytest.approx([0.5, -1 / 6, -1 / 6, -1 / 6])]
+    assert result.metrics["reward"] == 0.5
 
 
 # Filters.

@@ -93,6 +93,7 @@ class Config(Section):
         _check_batch(self)
         _check_temperature(self.sampling)
         _check_reference(self)
+        _check_reward_shaping(self)
         _check_ranges(self)
         _check_security(self)
         _check_environments(self)
@@ -174,6 +175,21 @@ def _check_reference(config: Config) -> None:
         raise ConfigError(
             f"train.ref_mixup_alpha {alpha} and lora.rank {config.lora.rank} exclude each other: "
             "averaged adapters are not the adapters of averaged weights; leave one of them out"
+        )
+
+
+def _check_reward_shaping(config: Config) -> None:
+    """Check the settings of [advantage] that change rewards."""
+    advantage, max_length = config.advantage, config.sampling.max_completion_length
+    if advantage.reward_weights and advantage.multi_objective_aggregation != "normalize_then_sum":
+        raise ConfigError(
+            "advantage.reward_weights needs advantage.multi_objective_aggregation "
+            "normalize_then_sum; set it, or weight the terms in the reward function"
+        )
+    if (cache := advantage.soft_punish_cache or 0) > max_length:
+        raise ConfigError(
+            f"advantage.soft_punish_cache {cache} is above sampling.max_completion_length "
+            f"{max_length}; lower it"
         )
 
 

@@ -244,12 +244,28 @@ class AdvantageSection(Section):
 
     name: Text = "group_mean"
     """a shipped estimator, or the import path of a custom function (module:function)"""
+    scale_rewards: Literal["group", "batch", "none"] | None = None
+    """group_zscore, leave_one_out: divide by the standard deviation of the rewards of the group, or
+    of the step, or do not divide; default group for group_zscore, none for leave_one_out"""
     eps: NonNegativeFloat | None = None
-    """group_zscore (1e-8), token_whitening (1e-5): added to the standard deviation"""
+    """group_zscore, leave_one_out (1e-8), token_whitening (1e-5): added to the standard deviation;
+    TRL and PipelineRL: 1e-4"""
     ddof: Annotated[int, Field(ge=0, le=1)] | None = None
-    """group_zscore: 0 = population standard deviation, 1 = sample standard deviation"""
+    """group_zscore, leave_one_out: 0 = population standard deviation, 1 = sample standard
+    deviation, as in TRL and PipelineRL; default 0"""
     group_adv_norm: bool = False
     """token_whitening: normalize within each group instead of over the whole step"""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
+        "sum_then_normalize"
+    )
+    """the reward is the sum of its terms, or of the terms after normalization in the group"""
+    reward_weights: dict[Text, float] = Field(default={})
+    """normalize_then_sum: weight of each term by its name, as a TOML table or as JSON; default 1"""
+    length_penalty: Literal["tokens"] | None = None
+    """tokens: raise the best reward of a group for completions shorter than the mean of the best"""
+    soft_punish_cache: PositiveInt | None = None
+    """lower the reward linearly, by up to 1, in the last tokens before max_completion_length; this
+    is their number; None = off"""
     kwargs: Table = Field(default={})
     """keyword arguments of a custom estimator, as a TOML table or as JSON"""
 

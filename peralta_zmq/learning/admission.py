@@ -11,7 +11,7 @@ table that applies; the last two admit it, all others drop it:
     mismatched  the sender is flagged: its logprobs differ too much from the trainer's
     stale       sampled from weights that are more than `max_off_policy_steps` steps old
     filtered    mean reward exactly 0 or 1, with `online_difficulty_filtering`
-    no_signal   admitted, but all rewards are equal, so every advantage is 0
+    no_signal   admitted, but all rewards are equal
     trained     admitted
 
 One more outcome is `lost`: the group never arrived, and its sender will not send it again. A group

@@ -8,7 +8,11 @@ in [advantage] or [filter].
 
 turns the rewards of K rollouts into K advantages; `lengths` are the numbers of generated tokens.
 The K rollouts are one group, or all rollouts of the step if the function has a keyword
-`group_adv_norm` and its value is False.
+`group_adv_norm` and its value is False. A keyword `step_rewards` gets the rewards of all groups of
+the step.
+
+`RewardShaping` computes the rewards that such a function gets from the rollouts of a group:
+normalized terms, and penalties of the length.
 
     def filter(rollout, *, option=...) -> bool
 
@@ -22,41 +26,108 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from statistics import fmean
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 
 from peralta_zmq.rollout import Rollout, RolloutGroup, equal_within_rounding
 
 AdvantageFunction = Callable[[Sequence[float], Sequence[int]], list[float]]
+ScaleRewards: TypeAlias = Literal["group", "batch", "none"]
+TERM_EPS = 1e-4  # added to the standard deviation of a term, as in TRL
+
+
+# Rewards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardShaping:
+    """Computes the rewards of a group that its advantages are computed from.
+
+    Without options they are those of the rollouts. The options are named as in [advantage].
+    """
+
+    multi_objective_aggregation: str = "sum_then_normalize"
+    """normalize_then_sum: R = sum(w z) over the terms of the reward, z = (term - mean) / (std +
+    TERM_EPS), with mean and sample std of the group (GDPO, arXiv 2601.05242)."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict[str, float])
+    """w of each term by its name; 1 for other terms."""
+    length_penalty: str | None = None
+    """tokens: multiply the highest reward of a group, if it is above 0, by 1 + max(0, 1 - length /
+    mean), where mean is the mean length of the rollouts with this reward (prime-rl)."""
+    soft_punish_cache: int | None = None
+    """Subtract the share of these tokens, the last before max_completion_length, that a completion
+    uses (DAPO, arXiv 2503.14476, TRL's get_soft_overlong_punishment)."""
+    max_completion_length: int = 0  # tokens
+
+    def __call__(self, group: RolloutGroup) -> list[float]:
+        is_normalized = self.multi_objective_aggregation == "normalize_then_sum"
+        rewards = self._sums_of_terms(group) if is_normalized else [*group.rewards]
+        lengths = [rollout.num_generated for rollout in group.rollouts]
+        best = max(rewards, default=0.0)
+        if self.length_penalty == "tokens" and best > 0:
+            mean = fmean(n for n, reward in zip(lengths, rewards, strict=True) if reward == best)
+            rewards = [
+                reward * (1 + max(0.0, 1 - length / mean)) if reward == best else reward
+                for reward, length in zip(rewards, lengths, strict=True)
+            ]
+        if cache := self.soft_punish_cache:
+            over = [max(0, length - self.max_completion_length + cache) for length in lengths]
+            rewards = [r - min(1.0, n / cache) for r, n in zip(rewards, over, strict=True)]
+        return rewards
+
+    def _sums_of_terms(self, group: RolloutGroup) -> list[float]:
+        """The weighted sum of the normalized terms of each rollout; a missing term adds 0."""
+        terms = [rollout.rewards or {"reward": rollout.reward} for rollout in group.rollouts]
+        sums = [0.0] * len(terms)
+        for name in dict.fromkeys(chain(*terms)):
+            indices = [index for index, values in enumerate(terms) if name in values]
+            scores = group_zscore([terms[at][name] for at in indices], [], eps=TERM_EPS, ddof=1)
+            for index, score in zip(indices, scores, strict=True):
+                sums[index] += self.reward_weights.get(name, 1.0) * score
+        return sums
 
 
 # Advantages
 
 
 def advantages_of(
-    groups: Sequence[RolloutGroup], advantage: AdvantageFunction, *, keep_zero_std: bool = False
+    groups: Sequence[RolloutGroup],
+    advantage: AdvantageFunction,
+    *,
+    shaping: Callable[[RolloutGroup], list[float]] = RewardShaping(),
+    keep_zero_std: bool = False,
 ) -> list[list[float]]:
-    """Compute the advantages of each group's rollouts.
+    """Compute the advantages of each group's rollouts from the rewards of `shaping`.
 
-    If all rewards of a group are equal, its list of advantages is empty, and its rewards do not
-    count in a mean over the whole step. `keep_zero_std` turns off this exception.
+    If these are equal within rounding, the group's list of advantages is empty, and its rewards do
+    not count in a mean over the whole step. `keep_zero_std` turns off this exception.
     """
-    trained = [group for group in groups if keep_zero_std or group.has_signal]
-    rewards = [group.rewards for group in trained]
-    lengths = [[rollout.num_generated for rollout in group.rollouts] for group in trained]
+    shaped = [shaping(group) for group in groups]
+    is_trained = [keep_zero_std or not equal_within_rounding(rewards) for rewards in shaped]
+    rewards = [each for each, trained in zip(shaped, is_trained, strict=True) if trained]
+    lengths = [
+        [rollout.num_generated for rollout in group.rollouts]
+        for group, trained in zip(groups, is_trained, strict=True)
+        if trained
+    ]
     # `advantage` has its options bound (functools.partial). inspect.signature shows the value of a
     # bound option as its default, so `option.default` is the configured value.
-    option = inspect.signature(advantage).parameters.get("group_adv_norm")
+    keywords = inspect.signature(advantage).parameters
+    if "step_rewards" in keywords:
+        advantage = partial(cast(Any, advantage), step_rewards=[*chain(*shaped)])
+    option = keywords.get("group_adv_norm")
     if option is None or option.default:
         by_group = map(advantage, rewards, lengths)
     else:
-        values = iter(advantage([*chain(*rewards)], [*chain(*lengths)]) if trained else ())
+        values = iter(advantage([*chain(*rewards)], [*chain(*lengths)]) if rewards else ())
         by_group = (list(islice(values, len(group))) for group in rewards)
-    return [next(by_group) if keep_zero_std or group.has_signal else [] for group in groups]
+    return [next(by_group) if trained else [] for trained in is_trained]
 
 
 def group_mean(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
@@ -65,18 +136,45 @@ def group_mean(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
 
 
 def group_zscore(
-    rewards: Sequence[float], lengths: Sequence[int], *, eps: float = 1e-8, ddof: int = 0
+    rewards: Sequence[float],
+    lengths: Sequence[int],
+    *,
+    scale_rewards: ScaleRewards = "group",
+    eps: float = 1e-8,
+    ddof: int = 0,
+    step_rewards: Sequence[float] = (),
 ) -> list[float]:
-    """(R - mean) / (std + eps) (GRPO); std divides by K - ddof for K rollouts."""
+    """(R - mean) / (std + eps) (GRPO); std divides by n - ddof for n rollouts.
+
+    std is that of the group, or with `scale_rewards` "batch" of the rewards of all groups of the
+    step. With "none" the divisor is 1 (Dr. GRPO).
+    """
     deviations = _deviations(rewards, fmean(rewards))
-    variance = math.fsum(each**2 for each in deviations) / max(1, len(rewards) - ddof)
-    return _scaled(deviations, math.sqrt(variance) + eps)
+    return _scaled(deviations, _scale(scale_rewards, rewards, step_rewards, eps, ddof))
 
 
-def leave_one_out(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """R - mean of the other K - 1 rewards (RLOO, PipelineRL); 0 for a single rollout."""
+def leave_one_out(
+    rewards: Sequence[float],
+    lengths: Sequence[int],
+    *,
+    scale_rewards: ScaleRewards = "none",
+    eps: float = 1e-8,
+    ddof: int = 0,
+    step_rewards: Sequence[float] = (),
+) -> list[float]:
+    """R - mean of the other K - 1 rewards (RLOO); 0 for a single rollout.
+
+    `scale_rewards` divides it as in `group_zscore` (PipelineRL: "group", eps 1e-4, ddof 1).
+    """
     share_of_others = 1 - 1 / len(rewards)  # R - mean = share_of_others * (R - mean of the others)
-    return _scaled(_deviations(rewards, fmean(rewards)), share_of_others)
+    deviations = _scaled(_deviations(rewards, fmean(rewards)), share_of_others)
+    return _scaled(deviations, _scale(scale_rewards, rewards, step_rewards, eps, ddof))
+
+
+def max_rl(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """(R - mean) / mean, or 0 unless the mean is above 0 (MaxRL, arXiv 2602.02710)."""
+    mean = fmean(rewards)
+    return _scaled(_deviations(rewards, mean), mean) if mean > 0 else [0.0] * len(rewards)
 
 
 def length_weighted(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
@@ -111,8 +209,24 @@ def _deviations(rewards: Sequence[float], baseline: float) -> list[float]:
     return [reward - baseline for reward in rewards]
 
 
+def _scale(
+    scale_rewards: ScaleRewards,
+    rewards: Sequence[float],
+    step_rewards: Sequence[float],
+    eps: float,
+    ddof: int,
+) -> float:
+    """Standard deviation + eps of the rewards that `scale_rewards` selects; 1 for "none"."""
+    if scale_rewards == "none":
+        return 1.0
+    scaled = step_rewards if scale_rewards == "batch" else rewards
+    deviations = _deviations(scaled, fmean(scaled))
+    variance = math.fsum(each**2 for each in deviations) / max(1, len(scaled) - ddof)
+    return math.sqrt(variance) + eps
+
+
 def _scaled(deviations: Sequence[float], divisor: float) -> list[float]:
-    """Each deviation divided by `divisor`, which is 0 only if the deviations are."""
+    """Each deviation divided by `divisor`, which is 0 only if the deviations are 0."""
     return [each / (divisor or 1.0) for each in deviations]
 
 

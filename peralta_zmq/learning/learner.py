@@ -28,7 +28,13 @@ from torch import Tensor
 from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning import exclusion, step_metrics
 from peralta_zmq.learning import optimizer as adamw
-from peralta_zmq.learning.advantages import AdvantageFunction, Filter, advantages_of, apply_filters
+from peralta_zmq.learning.advantages import (
+    AdvantageFunction,
+    Filter,
+    RewardShaping,
+    advantages_of,
+    apply_filters,
+)
 from peralta_zmq.learning.distributed import (
     SINGLE,
     Ranks,
@@ -63,6 +69,7 @@ class LearnerSettings:
 
     loss: TokenLoss
     advantage: AdvantageFunction
+    shaping: RewardShaping = field(default_factory=RewardShaping)
     filters: Sequence[Filter] = ()
     betas: tuple[float, float]  # of AdamW
     weight_decay: float
@@ -83,7 +90,7 @@ class StepResult:
     excluded: dict[str, str] = field(default_factory=dict[str, str])
     """Name of each excluded group -> the reason."""
     advantages: Sequence[Sequence[float]] = ()
-    """One list per group; empty if the group's rewards are equal. Not set for an update."""
+    """One list per group; empty for a group without signal. Not set for an update."""
 
 
 class Learner:
@@ -136,7 +143,12 @@ class Learner:
         adamw.set_learning_rate(self._optimizer, rate)
         settings = self._settings
         included, filter_metrics = apply_filters(groups, settings.filters)
-        advantages = advantages_of(groups, settings.advantage, keep_zero_std=settings.keep_zero_std)
+        advantages = advantages_of(
+            groups,
+            settings.advantage,
+            shaping=settings.shaping,
+            keep_zero_std=settings.keep_zero_std,
+        )
         samples, packing_metrics = pack_groups(
             groups, advantages, settings.packing, included=included
         )

@@ -11,6 +11,7 @@ from sample_data import group_of, rollout_with
 
 from peralta_zmq.learning.advantages import (
     Filter,
+    RewardShaping,
     advantages_of,
     apply_filters,
     gibberish,
@@ -18,6 +19,7 @@ from peralta_zmq.learning.advantages import (
     group_zscore,
     leave_one_out,
     length_weighted,
+    max_rl,
     overlong,
     repetition,
     token_whitening,
@@ -46,6 +48,15 @@ HALF = [0.5, -0.5, -0.5, 0.5]
         # 1 - (2 - 1) / 3 and 0 - 2 / 3
         (leave_one_out, REWARDS, [2 / 3, -2 / 3, -2 / 3, 2 / 3]),
         (leave_one_out, [3, 1], [2, -2]),
+        # 2/3 / sqrt(1/3) = 1.1547005
+        (
+            functools.partial(leave_one_out, scale_rewards="group", ddof=1),
+            REWARDS,
+            [1.1547005, -1.1547005, -1.1547005, 1.1547005],
+        ),
+        (functools.partial(group_zscore, scale_rewards="none"), REWARDS, HALF),
+        (max_rl, [1, 0, 0, 0], [3, -1, -1, -1]),  # (1 - .25) / .25
+        (max_rl, [0, -1], [0, 0]),  # no success: the mean is not above 0
         (length_weighted, REWARDS, HALF),
     ],
 )
@@ -150,6 +161,86 @@ def test_whitening_with_group_adv_norm_normalizes_per_group() -> None:
     first, second = advantages_of(GROUPS, whiten)
     assert first == pytest.approx([1, -1])
     assert second == pytest.approx([2**0.5, -(2**0.5), 0])
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_batch_scale_is_that_of_all_rewards_of_the_step(ddof: int) -> None:
+    # rewards 1 0 | 5 3 4 | 2 2 (without signal): mean 17/7, squares 59 - 289/7 = 17.7142857
+    groups, deviation = [*GROUPS, group_of([2, 2])], math.sqrt(17.7142857 / (7 - ddof))
+    expected = [[0.5, -0.5], [1, -1, 0], []]
+    scaled = functools.partial(group_zscore, scale_rewards="batch", eps=0.5, ddof=ddof)
+    found = advantages_of(groups, scaled)
+    assert [[each * (deviation + 0.5) for each in group] for group in found] == [
+        pytest.approx(group, abs=1e-7) for group in expected
+    ]
+    others = functools.partial(leave_one_out, scale_rewards="batch", eps=0.5, ddof=ddof)
+    factors = [2, 1.5, 1]  # K / (K - 1)
+    assert advantages_of(groups, others) == [
+        pytest.approx([factor * each for each in group])
+        for factor, group in zip(factors, found, strict=True)
+    ]
+
+
+# Shaped rewards
+
+
+def group_with_terms(*terms: dict[str, float]) -> Any:
+    group = group_of([sum(values.values()) for values in terms])
+    rollouts = [
+        dataclasses.replace(rollout, rewards=values)
+        for rollout, values in zip(group.rollouts, terms, strict=True)
+    ]
+    return dataclasses.replace(group, rollouts=rollouts)
+
+
+def test_normalized_terms_are_weighted_and_summed() -> None:
+    # right: 1 0 0 1, sample deviation .5773503; short: 10 30 20 -, mean 20, deviation 10
+    group = group_with_terms(
+        {"right": 1, "short": 10}, {"right": 0, "short": 30},
+        {"right": 0, "short": 20}, {"right": 1},
+    )  # fmt: skip
+    shaping = RewardShaping(
+        multi_objective_aggregation="normalize_then_sum", reward_weights={"short": 2}
+    )
+    one = 0.5 / 0.5774503
+    expected = [one - 2 * 10 / 10.0001, -one + 2 * 10 / 10.0001, -one, one]
+    assert shaping(group) == pytest.approx(expected, abs=1e-6)
+
+
+def test_normalized_terms_of_a_single_reward_are_its_zscore() -> None:
+    expected = group_zscore([1, 0], [], eps=1e-4, ddof=1)
+    assert (
+        RewardShaping(multi_objective_aggregation="normalize_then_sum")(group_of([1, 0]))
+        == expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("rewards", "lengths", "expected"),
+    [
+        # the mean length of the best is 4: 2 * (1 + 1 - 2/4), no bonus above the mean
+        ([2, 2, 0], [2, 6, 1], [3, 2, 0]),
+        ([0, -1], [1, 9], [0, -1]),
+    ],
+)
+def test_length_penalty_prefers_short_best_rollouts(
+    rewards: list[float], lengths: list[int], expected: list[float]
+) -> None:
+    group = group_of(rewards, lengths=lengths)
+    assert RewardShaping(length_penalty="tokens")(group) == expected
+
+
+def test_soft_overlong_punishment_grows_to_one() -> None:
+    # 10 tokens at most, of which the last 4 cost 1/4 each
+    group = group_of([1] * 5, lengths=[6, 7, 8, 10, 11])
+    shaping = RewardShaping(soft_punish_cache=4, max_completion_length=10)
+    assert shaping(group) == [1, 0.75, 0.5, 0, 0]
+
+
+def test_shaping_gives_signal_to_equal_rewards() -> None:
+    groups = [group_of([1, 1], lengths=[2, 6]), group_of([1, 1])]
+    shaping = RewardShaping(length_penalty="tokens")
+    assert advantages_of(groups, group_mean, shaping=shaping) == [[0.25, -0.25], []]
 
 
 # Filters
