@@ -39,7 +39,7 @@ LOSSES: dict[str, list[str]] = {
     "importance": ["--loss.name=importance"],
     "importance, ratio_type sequence": ["--loss.name=importance", "--loss.ratio-type=sequence"],
     "decoupled_ppo": ["--loss.name=decoupled_ppo"],
-    "decoupled_ppo, num_iterations 4": ["--loss.name=decoupled_ppo", "--train.num-iterations=4"],
+    "decoupled_ppo, num_minibatches 4": ["--loss.name=decoupled_ppo", "--train.num-minibatches=4"],
     "grpo_kl": ["--loss.name=grpo_kl"],
     "dppo": ["--loss.name=dppo"],
     "gspo": ["--loss.name=gspo"],

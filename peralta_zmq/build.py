@@ -87,6 +87,7 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
             share_prompts=scorer.packs,
             temperature=temperature_schedule(config) or config.sampling.temperature or 1.0,
         ),
+        num_minibatches=train.num_minibatches,
         num_iterations=train.num_iterations,
         keep_zero_std=train.keep_zero_std,
     )

@@ -50,8 +50,9 @@ def earlier_config(config: Config, folder: Path) -> Config:
     """Return the settings of the last start of the run in `folder`.
 
     For a new run, returns `config` itself. Raises ConfigError if `config` changes a setting that
-    a resumed run may not change, or if config.toml in `folder` is damaged; OSError if config.toml
-    cannot be read for another reason.
+    a resumed run may not change, if a setting had another meaning in the version that made the run,
+    or if config.toml in `folder` is damaged; OSError if config.toml cannot be read for another
+    reason.
     """
     try:
         (folder / RESOLVED).read_bytes()  # `load_config` would raise ConfigError for an OSError
@@ -65,6 +66,12 @@ def earlier_config(config: Config, folder: Path) -> Config:
             f"run folder {folder} cannot be resumed, its {RESOLVED} does not load "
             f"({error}); {REMEDY}"
         ) from None
+    is_older = "num_minibatches" not in earlier.train.model_fields_set
+    if is_older and (number := earlier.train.num_iterations) > 1:
+        raise ConfigError(
+            f"run folder {folder} is of an older version, in which train.num_iterations {number} "
+            f"meant train.num_minibatches {number}; {REMEDY}"
+        )
     before, now = dict(_settings(earlier)), dict(_settings(config))
     changes = [
         f"{key} {shorten(before[key])} -> {shorten(now[key])}"

@@ -167,8 +167,10 @@ class TrainSection(Section):
     """also train on groups with equal rewards; useful with a loss term for a reference, a teacher
     or the entropy, or with token_whitening over the whole step, which gives them advantages"""
     num_iterations: PositiveInt = 1
-    """optimizer updates per training step, each on another part of the batch (a mini-batch);
-    unlike in TRL no rollout is used twice"""
+    """number of times that a training step uses its batch, as in TRL; each mini-batch is an
+    optimizer update"""
+    num_minibatches: PositiveInt = 1
+    """mini-batches per training step: parts of the batch, each with an optimizer update"""
     ref_sync_steps: PositiveInt | None = None
     """training steps between two updates of the reference model from the policy; None = never"""
     ref_mixup_alpha: Fraction = 1.0

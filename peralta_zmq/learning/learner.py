@@ -4,8 +4,8 @@
 pack them into micro-batches (packing.py), compute the logprobs of reference models, and update the
 parameters. `update_parameters` makes one update. For each micro-batch it computes the policy's
 logprobs (models/scoring.py), the loss (losses.py) and the gradients; then the optimizer changes the
-parameters. With train.num_iterations above 1, a training step has this number of updates, each on a
-share of the groups.
+parameters. A training step has train.num_minibatches updates, each on a share of its groups, and
+repeats them train.num_iterations times.
 
 A rollout is a prompt with its completion; a group is all rollouts of one problem. The sender of a
 group is one process of a generator. A rank is one process of a data-parallel trainer. An update
@@ -76,7 +76,8 @@ class LearnerSettings:
     optim: adamw.Optim = "adamw"
     max_grad_norm: float
     packing: Packing
-    num_iterations: int = 1  # updates per step
+    num_minibatches: int = 1  # of a step, which has at least one group for each
+    num_iterations: int = 1  # updates on each mini-batch
     keep_zero_std: bool = False  # train also on groups in which all rewards are equal
 
 
@@ -162,7 +163,7 @@ class Learner:
                 max_grad_norm=settings.max_grad_norm,
                 ranks=self._ranks,
             )
-            for batches in self._mini_batches(samples)
+            for batches in self._mini_batches(samples) * settings.num_iterations
         ]
         skip_reason = next((update.skip_reason for update in updates if update.skip_reason), "")
         self._count_skipped(skip_reason, is_repeated=learning_rate is not None)
@@ -184,17 +185,17 @@ class Learner:
         return StepResult(metrics, skip_reason, mismatch, excluded, advantages)
 
     def _mini_batches(self, samples: Sequence[PackedSample]) -> list[list[MicroBatch]]:
-        """Micro-batches of each update of a step, with the logprobs of reference models.
+        """Micro-batches of each mini-batch of a step, with the logprobs of reference models.
 
-        A step has no more updates than groups; without samples it has one update without batches.
+        A step has no more mini-batches than groups; without samples it has one without batches.
         All logprobs are computed before the first update changes the policy.
         """
         settings = self._settings
         num_groups = samples[-1].group + 1 if samples else 1
         mini_batches = list[list[MicroBatch]]()
-        for index in range(min(settings.num_iterations, num_groups)):
+        for index in range(min(settings.num_minibatches, num_groups)):
             batches = make_micro_batches(
-                [sample for sample in samples if sample.group % settings.num_iterations == index],
+                [sample for sample in samples if sample.group % settings.num_minibatches == index],
                 settings.packing,
                 device=next(iter(self._parameters.values())).device,
                 ranks=self._ranks,
@@ -203,7 +204,7 @@ class Learner:
                 batches = _with_logprobs("ref_logprobs", batches, self._reference)
             if self._teacher is not None:
                 batches = _with_logprobs("teacher_logprobs", batches, self._teacher)
-            if settings.num_iterations > 1:
+            if settings.num_minibatches > 1 or settings.num_iterations > 1:
                 policy = partial(reference_logprobs, self._compute_logprobs)
                 batches = _with_logprobs("prox_logprobs", batches, policy)
             mini_batches.append(batches)

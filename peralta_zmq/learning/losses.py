@@ -1,8 +1,8 @@
 """Loss functions for policy optimization, on the tokens of one micro-batch.
 
 A rollout is a prompt with one completion. The policy is the model in training. A training step has
-one parameter update, or several on shares of its rollouts (train.num_iterations). An update adds
-the gradients of its micro-batches, each of which fits into memory.
+one parameter update, or several (train.num_minibatches, train.num_iterations). An update adds the
+gradients of its micro-batches, each of which fits into memory.
 
 To add a loss, write a function here and add its line to the table in `registry.py`
 (CONTRIBUTING.md lists its tests, documents and benchmark):

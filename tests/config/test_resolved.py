@@ -102,3 +102,26 @@ def test_earlier_config_names_damaged_file_and_remedies(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[run")
     with pytest.raises(ConfigError, match=r"does not load .* choose another --run.name"):
         earlier_config(Config(), tmp_path)
+
+
+def test_earlier_config_refuses_iterations_that_meant_mini_batches(tmp_path: Path) -> None:
+    reused = load("--train.num-iterations=4")
+    write_resolved(reused, tmp_path)
+    assert earlier_config(reused, tmp_path) == reused
+    of_older_version(tmp_path / "config.toml")
+    with pytest.raises(
+        ConfigError, match=r"num_iterations 4 meant train\.num_minibatches 4; choose"
+    ):
+        earlier_config(reused, tmp_path)
+
+
+def test_earlier_config_accepts_older_run_without_iterations(tmp_path: Path) -> None:
+    write_resolved(Config(), tmp_path)
+    of_older_version(tmp_path / "config.toml")
+    assert earlier_config(Config(), tmp_path) == Config()
+
+
+def of_older_version(file: Path) -> None:
+    """Remove the setting that older versions did not have."""
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if not line.startswith("num_minibatches")))

@@ -81,7 +81,7 @@ def test_good_step_resets_the_skip_count() -> None:
 
 def test_mini_batches_update_on_their_groups() -> None:
     model = tiny_model()
-    seen = tokens_of_step(functools.partial(tiny_learner, model), num_iterations=2)
+    seen = tokens_of_step(functools.partial(tiny_learner, model), num_minibatches=2)
     assert [each.num_sequences for each in seen] == [4, 4]
     assert [each.step_tokens for each in seen] == [16, 16]
     updates = tiny_learner(updates_model := tiny_model())
@@ -110,8 +110,8 @@ def test_siblings_share_an_update_for_any_packing(options: dict[str, Any]) -> No
         updates.append({known[each] for each in tokens.old_logprobs.tolist()})
         return reinforce(tokens)
 
-    tiny_learner(models[0], num_iterations=2).learn(groups)
-    tiny_learner(models[1], num_iterations=2, loss=loss, **options).learn(groups)
+    tiny_learner(models[0], num_minibatches=2).learn(groups)
+    tiny_learner(models[1], num_minibatches=2, loss=loss, **options).learn(groups)
     half = len(updates) // 2
     assert [set().union(*updates[:half]), set().union(*updates[half:])] == [{0, 2}, {1, 3}]
     whole, split = map(weights, models)
@@ -123,7 +123,7 @@ def test_siblings_share_an_update_for_any_packing(options: dict[str, Any]) -> No
 def test_prox_logprobs_precede_first_mini_batch() -> None:
     model = tiny_model()
     (whole,) = tokens_of_step(functools.partial(tiny_learner, tiny_model()))
-    first, second = tokens_of_step(functools.partial(tiny_learner, model), num_iterations=2)
+    first, second = tokens_of_step(functools.partial(tiny_learner, model), num_minibatches=2)
     known = dict(zip(whole.old_logprobs.tolist(), whole.logprobs.tolist(), strict=True))
     assert torch.equal(first.prox_logprobs, first.logprobs.detach())
     assert not torch.equal(second.prox_logprobs, second.logprobs.detach())
@@ -132,7 +132,31 @@ def test_prox_logprobs_precede_first_mini_batch() -> None:
         assert tokens.prox_logprobs.tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_prox_logprobs_equal_policy_with_one_iteration() -> None:
+def test_iterations_repeat_the_mini_batches_in_order() -> None:
+    model = tiny_model()
+    seen = tokens_of_step(
+        functools.partial(tiny_learner, model), num_minibatches=2, num_iterations=3
+    )
+    assert len(seen) == 6
+    for number, tokens in enumerate(seen):
+        assert torch.equal(tokens.old_logprobs, seen[number % 2].old_logprobs)
+        assert torch.equal(tokens.prox_logprobs, seen[number % 2].prox_logprobs)
+        assert torch.equal(tokens.prox_logprobs, tokens.logprobs) is (number == 0)
+    # without prox_logprobs in the loss, it is as if the step were taken three times
+    updates = tiny_learner(updates_model := tiny_model(), num_minibatches=2)
+    for _ in range(3):
+        updates.learn(FOUR)
+    assert identical(weights(model), weights(updates_model))
+
+
+def test_iterations_alone_compute_prox_logprobs_once() -> None:
+    first, second = tokens_of_step(functools.partial(tiny_learner, tiny_model()), num_iterations=2)
+    assert torch.equal(first.prox_logprobs, first.logprobs)
+    assert torch.equal(second.prox_logprobs, first.logprobs)
+    assert not torch.equal(second.logprobs, first.logprobs)
+
+
+def test_prox_logprobs_equal_policy_with_one_update() -> None:
     (tokens,) = tokens_of_step(functools.partial(tiny_learner, tiny_model()))
     assert torch.equal(tokens.prox_logprobs, tokens.logprobs)
     assert not tokens.prox_logprobs.requires_grad
