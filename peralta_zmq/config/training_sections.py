@@ -209,6 +209,8 @@ class LossSection(Section):
     """decoupled_ppo: tokens with a larger ratio of proximal to sampling policy get weight 0"""
     beta: NonNegativeFloat | None = None
     """grpo_kl: coefficient of the KL to the reference model; default 0.001"""
+    kl_clamp: Literal["log_ratio", "estimate"] | None = None
+    """grpo_kl: limit the log ratio of policy and reference (default) or the KL of a token to 10"""
     ratio_type: Literal["token", "sequence"] | None = None
     """importance: ratio per token, or of the whole rollout"""
     token_mask_low: NonNegativeFloat | None = None

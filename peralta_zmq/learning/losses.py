@@ -41,7 +41,8 @@ from peralta_zmq.errors import ConfigError
 
 # Bounds of |lr|, so that the ratio of a very improbable token stays finite.
 MAX_LOG_RATIO = 20.0  # default
-STRICT_LOG_RATIO = 10.0  # in the published formulas of GRPO, importance and k3
+STRICT_LOG_RATIO = 10.0  # in the published formulas of GRPO and importance; PipelineRL's in k3
+MAX_K3 = 10.0  # in async-grpo
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Tokens:
     entropy: Tensor | None = None  # of the policy's distribution, with gradient, for entropy_coef
 
 
+KlClamp: TypeAlias = Literal["log_ratio", "estimate"]
 Metrics: TypeAlias = dict[str, Tensor]
 TokenLoss: TypeAlias = Callable[[Tokens], tuple[Tensor, Metrics]]
 
@@ -173,17 +175,20 @@ def gspo(
     }
 
 
-def grpo_kl(tokens: Tokens, *, beta: float = 0.001) -> tuple[Tensor, Metrics]:
+def grpo_kl(
+    tokens: Tokens, *, beta: float = 0.001, kl_clamp: KlClamp = "log_ratio"
+) -> tuple[Tensor, Metrics]:
     """On-policy GRPO with KL: -exp(pi - sg[pi]) A + beta k3(ref - pi) (async-grpo).
 
-    This is averaged over the tokens of each rollout, then over rollouts. Raises ConfigError without
-    reference logprobs, unless beta is 0.
+    This is averaged over the tokens of each rollout, then over rollouts. `kl_clamp` limits the log
+    ratio to +-10 (PipelineRL), or k3 to 10 (async-grpo). Raises ConfigError without reference
+    logprobs, unless beta is 0.
     """
     per_token = -(tokens.logprobs - tokens.logprobs.detach()).exp() * tokens.advantages
     metrics: Metrics = {}
     if beta:
         reference = _required(tokens.ref_logprobs, "grpo_kl", "beta", model="reference")
-        kl = k3(reference - tokens.logprobs)
+        kl = k3(reference - tokens.logprobs, clamp=kl_clamp)
         per_token = per_token + beta * kl
         metrics["kl"] = token_mean(tokens, kl.detach())
     return sequence_mean(tokens, per_token).sum() / tokens.step_sequences, metrics
@@ -300,13 +305,17 @@ def ratio_of(log_ratio: Tensor, *, limit: float = MAX_LOG_RATIO) -> Tensor:
     return log_ratio.clamp(-limit, limit).exp()
 
 
-def k3(log_ratio: Tensor) -> Tensor:
+def k3(log_ratio: Tensor, *, clamp: KlClamp = "log_ratio") -> Tensor:
     """The k3 estimate of a KL divergence per token: e^x - x - 1.
 
-    x is log_ratio, clamped to +-10. J. Schulman, "Approximating KL divergence", 2020.
+    `clamp` limits x = log_ratio to +-10, or k3 to 10; no gradient beyond the limit. J. Schulman,
+    "Approximating KL divergence", 2020.
     """
-    log_ratio = log_ratio.clamp(-STRICT_LOG_RATIO, STRICT_LOG_RATIO)
-    return log_ratio.exp() - log_ratio - 1
+    # k3 is above 10 at the limits +-20, which keep its gradient finite.
+    limit = STRICT_LOG_RATIO if clamp == "log_ratio" else MAX_LOG_RATIO
+    log_ratio = log_ratio.clamp(-limit, limit)
+    kl = log_ratio.exp() - log_ratio - 1
+    return kl if clamp == "log_ratio" else kl.clamp(max=MAX_K3)
 
 
 def token_mean(tokens: Tokens, values: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from peralta_zmq.learning.losses import (
     grpo_kl,
     gspo,
     importance,
+    k3,
     reinforce,
 )
 
@@ -84,6 +85,35 @@ def test_k3_matches_the_oracle() -> None:
     # (.018731 + 0 + .106531 + .018731) / 4
     _, metrics = grpo_kl(oracle())
     assert metrics["kl"].item() == pytest.approx(0.143993 / 4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("clamp", "gap", "expected", "slope"),
+    [
+        # e^10 - 11 and 9 + e^-10 at the limits of the log ratio; k3' = e^x - 1 within them
+        ("log_ratio", 2.0, 4.389056, 6.389056), ("log_ratio", -900.0, 9.000045, 0),
+        ("log_ratio", 900.0, 22015.465795, 0),
+        # the estimate is limited: x = -10.9 gives 9.900018
+        ("estimate", 2.0, 4.389056, 6.389056), ("estimate", -10.9, 9.900018, -0.999982),
+        ("estimate", -12.0, 10, 0),
+        ("estimate", 900.0, 10, 0),
+    ],
+)  # fmt: skip
+def test_kl_clamp_limits_the_log_ratio_or_the_estimate(
+    clamp: Any, gap: float, expected: float, slope: float
+) -> None:
+    log_ratio = float64([gap]).requires_grad_()
+    kl = k3(log_ratio, clamp=clamp)
+    (found,) = torch.autograd.grad(kl.sum(), log_ratio)
+    assert (kl.item(), found.item()) == pytest.approx((expected, slope), abs=1e-6)
+
+
+def test_grpo_kl_passes_the_clamp_on() -> None:
+    far = replace(oracle(), ref_logprobs=float64([-30.0] * 4))
+    values = [
+        grpo_kl(far, beta=1.0, kl_clamp=clamp)[0].item() for clamp in ("log_ratio", "estimate")
+    ]
+    assert values == pytest.approx([-0.75 + 9.000045, -0.75 + 10], abs=1e-6)
 
 
 def test_decoupled_without_prox_is_ppo_on_old_logprobs() -> None:
