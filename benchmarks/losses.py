@@ -27,27 +27,40 @@ from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines import evaluate, generate_groups
 from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.environments import calculator
+from peralta_zmq.learning.composition import PRESETS
+from peralta_zmq.learning.losses import TokenLoss, Tokens
+from peralta_zmq.learning.losses import evaluate as evaluate_loss
 from peralta_zmq.rollout import Problem, RolloutGroup, rollout_of
 
 NUM_STEPS, LAST = 40, 5
+NUM_TOKENS, NUM_ROLLOUTS, REPEATS = 16_384, 128, 30
 BEGIN, END = "<!-- table: make compare-losses -->", "<!-- end of table -->"
 LOSSES: dict[str, list[str]] = {
     "reinforce": [],
     "reinforce, epsilon_high 0.02": ["--loss.epsilon-high=0.02"],
-    "grpo": ["--loss.name=grpo"],
-    "grpo, epsilon 0.05, c_clip 3": ["--loss.name=grpo", "--loss.epsilon=0.05", "--loss.c-clip=3"],
-    "importance": ["--loss.name=importance"],
-    "importance, ratio_type sequence": ["--loss.name=importance", "--loss.ratio-type=sequence"],
-    "decoupled_ppo": ["--loss.name=decoupled_ppo"],
+    **{
+        name: [f"--loss.name={name}"]
+        for name in PRESETS
+        if name not in ("reinforce", "bnpo", "ref_kl")  # bnpo is dapo; ref_kl needs a teacher
+    },
+    "dapo, epsilon 0.05, c_clip 3": ["--loss.name=dapo", "--loss.epsilon=0.05", "--loss.c-clip=3"],
+    "dapo, token_truncate": ["--loss.name=dapo", "--loss.importance-sampling-mode=token_truncate"],
+    "dapo, beta 0.001": ["--loss.name=dapo", "--loss.beta=0.001"],
     "decoupled_ppo, num_minibatches 4": ["--loss.name=decoupled_ppo", "--train.num-minibatches=4"],
-    "grpo_kl": ["--loss.name=grpo_kl"],
-    "dppo": ["--loss.name=dppo"],
-    "gspo": ["--loss.name=gspo"],
     "reinforce, entropy_coef 0.01": ["--loss.entropy-coef=0.01"],
 }
 ADVANTAGES: dict[str, list[str]] = {
     "group_zscore": ["--advantage.name=group_zscore"],
+    "group_zscore, scale_rewards batch": [
+        "--advantage.name=group_zscore",
+        "--advantage.scale-rewards=batch",
+    ],
     "leave_one_out": ["--advantage.name=leave_one_out"],
+    "leave_one_out, scale_rewards group": [
+        "--advantage.name=leave_one_out",
+        "--advantage.scale-rewards=group",
+    ],
+    "max_rl": ["--advantage.name=max_rl"],
     "length_weighted": ["--advantage.name=length_weighted"],
     "token_whitening": ["--advantage.name=token_whitening"],
     "token_whitening, group_adv_norm": [
@@ -69,6 +82,7 @@ class Outcome:
     last: float  # mean reward of the last five
     held_out: float  # greedy accuracy afterwards
     mismatch_kl: float  # mean over the steps
+    loss_ms: float  # loss and gradient of NUM_TOKENS tokens, the fastest of REPEATS
     seconds: float
 
 
@@ -111,8 +125,35 @@ def train(name: str, flags: Sequence[str], num_steps: int) -> Outcome:
         last=fmean(row["reward"] for row in rows[-LAST:]),
         held_out=run.accuracy(),
         mismatch_kl=fmean(row["mismatch_kl"] for row in rows),
+        loss_ms=loss_milliseconds(build.make_loss(config)),
         seconds=time.monotonic() - started,
     )
+
+
+def loss_milliseconds(loss: TokenLoss) -> float:
+    """Time of the loss and its gradient with respect to the logprobs and the entropy.
+
+    One thread, because several wait for each other on a busy machine.
+    """
+    random = torch.Generator().manual_seed(0)
+    policy, *others = (-2 * torch.rand(5, NUM_TOKENS, generator=random)).unbind()
+    rollouts = torch.arange(NUM_ROLLOUTS).repeat_interleave(NUM_TOKENS // NUM_ROLLOUTS)
+    tokens = Tokens(
+        logprobs=policy.requires_grad_(), old_logprobs=others[0], prox_logprobs=others[1],
+        ref_logprobs=others[2], teacher_logprobs=others[3],
+        advantages=torch.randn(NUM_ROLLOUTS, generator=random)[rollouts],
+        mask=torch.ones(NUM_TOKENS), sequence=rollouts, num_sequences=NUM_ROLLOUTS,
+        step_tokens=NUM_TOKENS, step_sequences=NUM_ROLLOUTS,
+        entropy=torch.rand(NUM_TOKENS, generator=random).requires_grad_(),
+    )  # fmt: skip
+    seconds, num_threads = list[float](), torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        evaluate_loss(loss, tokens)
+        seconds.append(time.perf_counter() - started)
+    torch.set_num_threads(num_threads)
+    return 1000 * min(seconds)
 
 
 class Run:
@@ -177,8 +218,8 @@ class Run:
 def table(outcomes: Sequence[Outcome]) -> str:
     """The outcomes as Markdown, with commit and date."""
     head = (
-        "| | reward, step 1 | reward, last 5 steps | held-out after | mismatch_kl | seconds |\n"
-        "|---|---|---|---|---|---|\n"
+        "| | reward, step 1 | reward, last 5 steps | held-out after | mismatch_kl | loss, ms "
+        "| seconds |\n|---|---|---|---|---|---|---|\n"
     )
     return head + "".join(f"{row_of(each)}\n" for each in outcomes) + f"\n{when()}\n"
 
@@ -187,7 +228,7 @@ def row_of(outcome: Outcome) -> str:
     """One line of the table."""
     return (
         f"| {outcome.name} | {outcome.first:.3f} | {outcome.last:.3f} | {outcome.held_out:.3f} "
-        f"| {outcome.mismatch_kl:.5f} | {outcome.seconds:.0f} |"
+        f"| {outcome.mismatch_kl:.5f} | {outcome.loss_ms:.1f} | {outcome.seconds:.0f} |"
     )
 
 

@@ -26,7 +26,7 @@ from benchmarks.limits import flops
 from peralta_zmq import models
 from peralta_zmq.learning.advantages import advantages_of, group_mean
 from peralta_zmq.learning.learner import update_parameters
-from peralta_zmq.learning.losses import reinforce
+from peralta_zmq.learning.losses import preset
 from peralta_zmq.learning.optimizer import make_optimizer
 from peralta_zmq.learning.packing import PackedSample, Packing, make_micro_batches, pack_groups
 from peralta_zmq.models.scoring import Scorer
@@ -105,7 +105,7 @@ class Setting:
         batches = make_micro_batches(self.samples(num_groups), PACKING, device=self._device)
         update_parameters(
             self._optimizer, batches,
-            compute_logprobs=self._scorers[dtype], loss=reinforce, max_grad_norm=1.0,
+            compute_logprobs=self._scorers[dtype], loss=preset("reinforce"), max_grad_norm=1.0,
         )  # fmt: skip
 
     def original(self, num_groups: int, *, at_once: int = NUM_GROUPS) -> None:

@@ -37,7 +37,7 @@ parts. Paths are relative to this package.
                              (models/scoring.py: forward pass, a logprob per generated token)
                              (learning/exclusion.py: groups that would corrupt the update)
     learning/packing.py      groups -> prefix trees, which share the prompt -> micro-batches
-    learning/losses.py       loss functions; the docstring says how to add one
+    learning/losses.py       the loss, composed of parts (learning/composition.py: named losses)
 
 Other questions:
 
@@ -52,8 +52,7 @@ Other questions:
     what makes a group stale learning/admission.py
     where settings go        config/ reads them, build.py makes objects from them
     how to extend it         registry.py has the protocols and names of tasks, engines, losses and
-                             filters; CONTRIBUTING.md and the docstring of learning/losses.py list
-                             what a new task or loss touches
+                             filters; CONTRIBUTING.md lists what a new task or loss touches
     how runs are watched     observe/: metrics, terminal, dashboard, and the verdict, a sentence
                              that names the bottleneck
     how runs are started     bin/ and operate/, on this machine or over ssh; bin/doctor checks the

@@ -35,9 +35,10 @@ from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.http_server import read_private_token
 from peralta_zmq.learning.advantages import AdvantageFunction, Filter, RewardShaping
+from peralta_zmq.learning.composition import Composition, compose
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.learner import Learner, LearnerSettings
-from peralta_zmq.learning.losses import TokenLoss, check_loss_options, with_entropy_bonus
+from peralta_zmq.learning.losses import TokenLoss, composed, with_entropy_bonus
 from peralta_zmq.learning.optimizer import learning_rate
 from peralta_zmq.learning.packing import Packing
 from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, reference_logprobs
@@ -51,8 +52,6 @@ from peralta_zmq.weights.version import Version
 
 logger = logging.getLogger(__name__)
 TEMPERATURE_OPTIONS = ("temperature", "temp_scheduler", "temp_start", "temp_end")  # of [sampling]
-# Option of a loss -> model that the loss needs, for its logprobs, if the option is above 0.
-REQUIRED_MODELS = {"beta": "reference", "teacher_tau": "teacher"}
 SHAPING = {"multi_objective_aggregation", "reward_weights", "length_penalty", "soft_punish_cache"}
 # Settings of [loss] and [advantage] that are no options of the function.
 NO_OPTIONS = {"name", "kwargs", "entropy_coef", *SHAPING}
@@ -149,11 +148,21 @@ def make_loss(config: Config) -> TokenLoss:
 
     With `entropy_coef`, an entropy bonus is added to the loss.
     """
-    section = config.loss
-    loss = _bind_section("loss", section)
-    options = {**loss.keywords, "entropy_coef": section.entropy_coef}
-    check_loss_options(section.name, options, defaults=registry.defaults(loss.func))
+    section, parts = config.loss, make_composition(config)
+    loss = composed(section.name, parts) if parts else _bind_section("loss", section)
+    if section.name == "grpo":
+        logger.info("loss grpo: mean over rollouts, as in TRL; the mean over tokens is loss dapo")
     return with_entropy_bonus(loss, section.entropy_coef) if section.entropy_coef else loss
+
+
+def make_composition(config: Config) -> Composition | None:
+    """The parts of a shipped loss; None for a user's loss. ConfigError for ineffective options."""
+    section = config.loss
+    if not registry.is_shipped("loss", section.name):
+        return None
+    options = section.model_dump(exclude={"name", "kwargs", "entropy_coef"}, exclude_none=True)
+    options["max_completion_length"] = config.sampling.max_completion_length
+    return compose(section.name, options, kwargs=section.kwargs, entropy_coef=section.entropy_coef)
 
 
 def make_advantage(config: Config) -> AdvantageFunction:
@@ -198,8 +207,7 @@ def _load_function(kind: FunctionKind, name: str) -> Callable[..., Any]:
 
 
 def _bind_section(
-    kind: Literal["loss", "advantage"],
-    section: LossSection | AdvantageSection,
+    kind: Literal["loss", "advantage"], section: LossSection | AdvantageSection
 ) -> functools.partial[Any]:
     """The function that the section names, with the section's options bound."""
     function = _load_function(kind, section.name)
@@ -230,14 +238,14 @@ def make_reference_models(
     elif train.ref_sync_steps:
         raise ConfigError(
             f"train.ref_sync_steps {train.ref_sync_steps} is set, but loss '{config.loss.name}' "
-            "uses no reference model; remove it or choose loss 'grpo_kl' with loss.beta above 0"
+            "uses no reference model; remove it or set loss.beta above 0"
         )
     if "teacher" in used:
         teacher = _load_teacher(config, model) or PolicyCopy(parameters, scorer)
     elif config.model.teacher:
         raise ConfigError(
             f"model.teacher {config.model.teacher} is set, but loss '{config.loss.name}' uses no "
-            "teacher; remove it or choose loss 'importance' with loss.teacher_tau above 0"
+            "teacher; remove it or set loss.teacher_tau above 0"
         )
     return reference, teacher
 
@@ -245,16 +253,17 @@ def make_reference_models(
 def reference_models_used(config: Config) -> set[str]:
     """Which of the two models 'reference' and 'teacher' the loss needs.
 
-    A loss needs a model of REQUIRED_MODELS if the model's option is not 0. A user's loss may use a
-    teacher without having the option: for a user's loss, setting `model.teacher` is enough.
+    A user's loss needs the reference if it has an option `beta` that is not 0, and the teacher if
+    it has such an option `teacher_tau`, or if `model.teacher` is set.
     """
+    if (parts := make_composition(config)) is not None:
+        return parts.reference_models
     section = config.loss
     defaults = registry.defaults(registry.resolve("loss", section.name))
     options = {**defaults, **section.model_dump(exclude_none=True), **section.kwargs}
-    used = {model for option, model in REQUIRED_MODELS.items() if options.get(option)}
-    if config.model.teacher and not registry.is_shipped("loss", section.name):
-        used.add("teacher")
-    return used
+    used = {"reference": options.get("beta"),
+            "teacher": options.get("teacher_tau") or config.model.teacher}  # fmt: skip
+    return {model for model, is_used in used.items() if is_used}
 
 
 def _load_teacher(config: Config, model: models.Model) -> ReferenceModel | None:

@@ -38,15 +38,28 @@ TABLES: dict[Kind, dict[str, str]] = {
         "native": "peralta_zmq.engines.native:NativeEngine",
         "hf": "peralta_zmq.engines.hf:HfEngine",
     },
-    "loss": {
-        "reinforce": "peralta_zmq.learning.losses:reinforce",
-        "grpo": "peralta_zmq.learning.losses:grpo",
-        "importance": "peralta_zmq.learning.losses:importance",
-        "decoupled_ppo": "peralta_zmq.learning.losses:decoupled_ppo",
-        "grpo_kl": "peralta_zmq.learning.losses:grpo_kl",
-        "dppo": "peralta_zmq.learning.losses:dppo",
-        "gspo": "peralta_zmq.learning.losses:gspo",
-    },
+    "loss": dict.fromkeys(
+        (
+            "reinforce",
+            "grpo",
+            "dapo",
+            "bnpo",
+            "dr_grpo",
+            "cispo",
+            "sapo",
+            "luspo",
+            "vespo",
+            "gspo",
+            "importance",
+            "importance_sequence",
+            "dppo",
+            "ipo",
+            "ref_kl",
+            "decoupled_ppo",
+            "grpo_kl",
+        ),
+        "peralta_zmq.learning.losses:policy_loss",
+    ),
     "advantage": {
         "group_mean": "peralta_zmq.learning.advantages:group_mean",
         "group_zscore": "peralta_zmq.learning.advantages:group_zscore",
@@ -287,9 +300,10 @@ def bind_options(
     for option in settings:
         if not _accepts(kind, name, option):
             names = [other for other in TABLES[kind] if _accepts(kind, other, option)]
+            remedy = f"remove it or set {kind}.name to {' or '.join(names)}"
             raise ConfigError(
                 f"{kind}.{option} is not an option of {kind} '{name}'; "
-                f"remove it or set {kind}.name to {' or '.join(names)}"
+                f"{remedy if names else 'remove it'}"
             )
     if is_shipped(kind, name) and kwargs:
         names = [f"{kind}.{option}" for option in option_names(kind, function)]

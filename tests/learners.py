@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from sample_data import group_of, siblings, tiny_learner
 from torch import Tensor
 
-from peralta_zmq.learning.losses import Tokens, grpo_kl, reinforce
+from peralta_zmq.learning.losses import Tokens, preset
 from peralta_zmq.learning.reference_models import PolicyCopy
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import RolloutGroup
@@ -35,7 +34,7 @@ def tokens_of_step(learner_of: Any, **options: Any) -> list[Tokens]:
 
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         seen.append(tokens)
-        return reinforce(tokens)
+        return preset("reinforce")(tokens)
 
     learner_of(loss=loss, **options).learn(FOUR)
     return seen
@@ -43,4 +42,4 @@ def tokens_of_step(learner_of: Any, **options: Any) -> list[Tokens]:
 
 def learner_with_reference(model: Any, **options: Any) -> Any:
     reference = PolicyCopy(dict(model.named_parameters()), Scorer(model), **options)
-    return tiny_learner(model, reference=reference, loss=functools.partial(grpo_kl, beta=0.5))
+    return tiny_learner(model, reference=reference, loss=preset("grpo_kl", beta=0.5))

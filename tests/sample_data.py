@@ -145,13 +145,13 @@ def tiny_learner(model: Any, **options: Any) -> Any:
     """A learner of `model` with REINFORCE; `options` override its settings and arguments."""
     from peralta_zmq.learning.advantages import group_mean
     from peralta_zmq.learning.learner import Learner, LearnerSettings
-    from peralta_zmq.learning.losses import reinforce
+    from peralta_zmq.learning.losses import preset
     from peralta_zmq.learning.packing import Packing
     from peralta_zmq.models.scoring import Scorer
 
     packing_names = {field.name for field in fields(Packing)}
     settings: dict[str, Any] = {
-        "loss": reinforce,
+        "loss": preset("reinforce"),
         "advantage": group_mean,
         "betas": (0.9, 0.95),
         "weight_decay": 0.01,

@@ -92,7 +92,7 @@ def test_shipped_function_trains_with_defaults(kind: str, name: str) -> None:
 
 def test_options_are_bound() -> None:
     # r = e^.2 = 1.2214; clipped at 1.05 for A > 0, kept for A < 0
-    loss = build.make_loss(config_of("--loss.name=grpo", "--loss.epsilon=0.05"))
+    loss = build.make_loss(config_of("--loss.name=dapo", "--loss.epsilon=0.05"))
     assert loss(tokens_of())[0].item() == pytest.approx((-2 * 1.05 + 2 * 1.221403) / 4, abs=1e-6)
     advantage = build.make_advantage(
         config_of("--advantage.name=group_zscore", "--advantage.ddof=1", "--advantage.eps=0")
@@ -118,10 +118,46 @@ def test_step_on_equal_rewards_or_one_rollout_changes_nothing(
     assert torch.equal(model.lm_head.weight, before)
 
 
+def test_constant_aggregation_divides_by_max_completion_length() -> None:
+    # 2 rollouts of 2 tokens: r = e^.2, clipped at 1.2 for A = 1, kept for A = -1
+    config = config_of("--loss.name=dr_grpo", "--sampling.max-completion-length=5")
+    loss = build.make_loss(config)(tokens_of())[0]
+    assert loss.item() == pytest.approx((-2 * 1.2 + 2 * 1.221403) / (2 * 5), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "models"),
+    [
+        (["--loss.name=dapo"], set()),
+        (["--loss.name=dapo", "--loss.beta=0.1"], {"reference"}),
+        (["--loss.name=dapo", "--loss.beta=0.1", "--loss.kl-model=teacher"], {"teacher"}),
+        (["--loss.name=ref_kl"], {"teacher"}),
+        (["--loss.name=grpo_kl", "--loss.teacher-tau=1"], {"reference", "teacher"}),
+    ],
+)
+def test_loss_names_the_models_that_it_needs(arguments: list[str], models: set[str]) -> None:
+    assert build.reference_models_used(config_of(*arguments)) == models
+
+
+def test_grpo_says_that_it_is_the_mean_over_rollouts(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="peralta_zmq.build"):
+        build.make_loss(config_of("--loss.name=grpo"))
+        build.make_loss(config_of("--loss.name=dapo"))
+    assert caplog.messages == [
+        "loss grpo: mean over rollouts, as in TRL; the mean over tokens is loss dapo"
+    ]
+
+
 REFUSED_OPTIONS = [
     (build.make_loss, "--loss.c-clip=3",
      "loss.c_clip is not an option of loss 'reinforce'; remove it or set loss.name to grpo or "
-     "decoupled_ppo"),
+     "dapo or bnpo or dr_grpo or luspo or gspo or decoupled_ppo"),
+    (build.make_loss, "--loss.kl-estimator=k1",
+     "loss.kl_estimator has no effect without loss.beta"),
+    (build.make_loss, "--loss.importance-sampling-clip-max=2",
+     "loss.importance_sampling_clip_max has no effect without loss.importance_sampling_mode"),
+    (build.make_loss, "--loss.name=vespo --loss.importance-sampling-level=sequence",
+     "loss vespo computes the ratio of a whole rollout itself"),
     (build.make_advantage, "--advantage.ddof=1",
      "advantage.ddof is not an option of advantage 'group_mean'; remove it or set advantage.name "
      "to group_zscore or leave_one_out"),
@@ -139,12 +175,13 @@ REFUSED_OPTIONS = [
      "--loss.name=importance --loss.sequence-mask-low=2 --loss.sequence-mask-high=1",
      "loss.sequence_mask_low 2.0 is not below loss.sequence_mask_high 1.0"),
     (build.make_loss, "--loss.name=importance --loss.sequence-clip-high=5",
-     "loss.sequence_clip_high needs loss.ratio_type sequence"),
+     "loss.sequence_clip_high limits the ratio of a whole rollout; set loss.name"),
     (build.make_loss,
-     "--loss.name=decoupled_ppo --no-loss.use-decoupled-loss --loss.behav-imp-weight-cap=5",
-     "loss.behav_imp_weight_cap has no effect with loss.use_decoupled_loss false"),
+     "--loss.name=decoupled_ppo --loss.importance-sampling-clip-max=2 "
+     "--loss.importance-sampling-clip-min=2",
+     "loss.importance_sampling_clip_min 2.0 is not below loss.importance_sampling_clip_max 2.0"),
     (build.make_loss, "--loss.name=importance --loss.adv-tau=0",
-     "loss.adv_tau, loss.teacher_tau, loss.kl_tau and loss.entropy_coef are all 0"),
+     "loss.adv_tau, loss.teacher_tau, loss.kl_tau, loss.beta and loss.entropy_coef are all 0"),
 ]  # fmt: skip
 
 
@@ -156,7 +193,9 @@ def test_unknown_or_ineffective_options_are_refused(
     make(config_of(*arguments.split()[:-1]))  # valid without the last option
 
 
-@pytest.mark.parametrize("pull", ["--loss.kl-tau=0.1", "--loss.entropy-coef=0.1"])
+@pytest.mark.parametrize(
+    "pull", ["--loss.kl-tau=0.1", "--loss.entropy-coef=0.1", "--loss.beta=0.1"]
+)
 def test_loss_without_advantages_needs_another_term(pull: str) -> None:
     build.make_loss(config_of("--loss.name=importance", "--loss.adv-tau=0", pull))
 
@@ -265,7 +304,7 @@ def test_user_loss_with_var_keywords_gets_section_options() -> None:
                              '{"epsilon": 2}'],
          "loss.epsilon and loss.kwargs.epsilon set the same option; remove one"),
         (build.make_loss, ["--loss.name=gspo", "--loss.kwargs", '{"epsilon": 2}'],
-         "loss.kwargs is only for a loss of your own; the options of 'gspo' are loss.epsilon, "),
+         "loss.kwargs is only for a loss of your own; set the options of 'gspo' in [loss]"),
         (build.make_advantage, ["--advantage.name=mine.best",
         "--advantage.kwargs", '{"s": 1}'],
          "advantage 'mine.best': got an unexpected keyword argument 's'; its options are scale"),

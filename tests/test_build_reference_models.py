@@ -116,7 +116,7 @@ def test_teacher_without_teacher_loss_is_refused(teacher: Path) -> None:
     message = refused("--model.teacher", str(teacher))
     assert message == (
         f"model.teacher {teacher} is set, but loss 'reinforce' uses no teacher; "
-        "remove it or choose loss 'importance' with loss.teacher_tau above 0"
+        "remove it or set loss.teacher_tau above 0"
     )
 
 

@@ -15,7 +15,7 @@ from weight_sets import COMPANIONS, reports_of, same
 from peralta_zmq import models
 from peralta_zmq.engines.native import NativeEngine, decoder
 from peralta_zmq.learning.learner import StepResult, update_parameters
-from peralta_zmq.learning.losses import reinforce
+from peralta_zmq.learning.losses import preset
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
 from peralta_zmq.learning.packing import Packing, make_micro_batches
 from peralta_zmq.models.scoring import Scorer
@@ -92,7 +92,8 @@ def trained(device: str, dtype: torch.dtype) -> tuple[list[StepResult], dict[str
     results = [
         update_parameters(
             optimizer, batches,
-            compute_logprobs=Scorer(model, dtype=dtype), loss=reinforce, max_grad_norm=1.0,
+            compute_logprobs=Scorer(model, dtype=dtype), loss=preset("reinforce"),
+            max_grad_norm=1.0,
         )
         for _ in range(3)
     ]  # fmt: skip

@@ -42,8 +42,10 @@ def test_shipped_names_resolve(kind: Kind) -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "message"),
     [
-        ("loss", "x", "unknown loss 'x'; choose one of decoupled_ppo, dppo, grpo, grpo_kl, gspo, "
-                      "importance, reinforce, or the import path of your own loss"),
+        ("loss", "x", "unknown loss 'x'; choose one of bnpo, cispo, dapo, decoupled_ppo, dppo, "),
+        ("advantage", "x", "unknown advantage 'x'; choose one of group_mean, group_zscore, "
+                           "leave_one_out, length_weighted, max_rl, token_whitening, or the import "
+                           "path of your own advantage"),
         ("loss", "inforce", "unknown loss 'inforce'; did you mean reinforce? Choose one of "),
         ("reward", "x", "unknown reward 'x'; give the import path of your own reward"),
     ],

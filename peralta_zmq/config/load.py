@@ -33,7 +33,8 @@ usage: {usage} [@ FILE.toml ...] [--section.name VALUE ...]
 
 Settings come from the defaults shown here, then from TOML files in their order, then from
 options:  {example} @ configs/demo.toml --train.learning-rate 1e-5
-The same file configures the trainer and every generator."""
+The same file configures the trainer and every generator.
+bin/trainer --help loss describes the losses."""
 FLAG_WIDTH = 43  # columns before the description of a setting in --help
 
 

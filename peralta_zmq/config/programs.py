@@ -39,6 +39,9 @@ def trainer() -> int:
     """peralta-trainer: collect groups, train the model on them, publish its weights."""
     _end_process_on_interrupt()
     raise_open_files_limit()  # generators and other clients may open thousands of connections
+    if sys.argv[1:] == ["--help", "loss"]:
+        sys.stdout.write(pkgutil.resolve_name("peralta_zmq.learning.composition:help_text")())
+        return 0
     return run_program("peralta_zmq.trainer.loop:run", program_name("trainer"))
 
 

@@ -66,12 +66,8 @@ def earlier_config(config: Config, folder: Path) -> Config:
             f"run folder {folder} cannot be resumed, its {RESOLVED} does not load "
             f"({error}); {REMEDY}"
         ) from None
-    is_older = "num_minibatches" not in earlier.train.model_fields_set
-    if is_older and (number := earlier.train.num_iterations) > 1:
-        raise ConfigError(
-            f"run folder {folder} is of an older version, in which train.num_iterations {number} "
-            f"meant train.num_minibatches {number}; {REMEDY}"
-        )
+    if "num_minibatches" not in earlier.train.model_fields_set:
+        _check_older(earlier, folder)
     before, now = dict(_settings(earlier)), dict(_settings(config))
     changes = [
         f"{key} {shorten(before[key])} -> {shorten(now[key])}"
@@ -83,6 +79,20 @@ def earlier_config(config: Config, folder: Path) -> Config:
             f"run folder {folder} was made with other settings: {', '.join(changes)}; {REMEDY}"
         )
     return earlier
+
+
+def _check_older(config: Config, folder: Path) -> None:
+    """Raise ConfigError if settings of a run of an older version have another meaning today."""
+    changes: list[str] = []
+    if (number := config.train.num_iterations) > 1:
+        changes.append(f"train.num_iterations {number} meant train.num_minibatches {number}")
+    if config.loss.name == "grpo":
+        changes.append("loss.name grpo meant loss.name dapo")
+    if changes:
+        raise ConfigError(
+            f"run folder {folder} is of an older version, in which {' and '.join(changes)}; "
+            f"{REMEDY}"
+        )
 
 
 def toml_text(config: Config) -> str:

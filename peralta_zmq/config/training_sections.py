@@ -10,9 +10,16 @@ function; `peralta_zmq.build` checks which options that function takes.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from peralta_zmq.config.sections import (
     CommaSeparated,
@@ -28,6 +35,14 @@ from peralta_zmq.config.sections import (
     Text,
 )
 
+Objective: TypeAlias = Literal[
+    "reinforce", "importance", "on_policy", "ratio", "ppo", "cispo", "sapo", "vespo"
+]
+CorrectionMode: TypeAlias = Literal[
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+]
+# Settings that [loss] had in an older version, with the value that has no effect.
+OLDER_SETTINGS = {"use_decoupled_loss": True, "behav_imp_weight_cap": None, "ratio_type": None}
 AboveOne: TypeAlias = Annotated[float, Field(gt=1)]
 HashKeys: TypeAlias = Annotated[
     tuple[Literal["task", "prompt", "answer", "id"], ...], Field(min_length=1), CommaSeparated
@@ -192,55 +207,104 @@ class TrainSection(Section):
 
 
 class LossSection(Section):
-    """The loss function; None = the default of the chosen loss (docs/losses.md)."""
+    """The loss function; None = the value of the named loss (bin/trainer --help loss)."""
 
     name: Text = "reinforce"
     """a shipped loss, or the import path of a custom function (module:function)"""
+    objective: Objective | None = None
+    """loss of a token, from its ratio of policy to older policy and its advantage"""
+    importance_sampling_level: Literal["token", "sequence", "rollout"] | None = None
+    """ratio of a token: its own, or of its completion, as the geometric mean (sequence) or the
+    product (rollout) of the tokens' ratios"""
+    aggregation: Literal["token", "rollout", "sum", "constant"] | None = None
+    """mean over all tokens of the update (token); mean over each rollout, then over rollouts
+    (rollout); sum over each rollout, then mean over rollouts (sum), and that divided by
+    sampling.max_completion_length (constant)"""
     epsilon: Probability | None = None
-    """grpo, decoupled_ppo, gspo: lower clip range of the importance ratio (1 - epsilon)"""
+    """ppo: lower clip range of the ratio (1 - epsilon)"""
     epsilon_high: PositiveFloat | None = None
-    """grpo, decoupled_ppo, gspo: upper clip range (1 + epsilon_high), None = epsilon (gspo: 4e-4);
-    reinforce: upper limit of the ratio (1 + epsilon_high), None = no limit"""
+    """ppo: upper clip range (1 + epsilon_high), epsilon if not set; reinforce: upper limit of the
+    ratio (1 + epsilon_high), off if not set; cispo: upper limit of the ratio (epsilon_high)"""
+    delta: PositiveFloat | None = None
+    """ppo: upper limit of the ratio without the clip, also where the advantage A < 0"""
     c_clip: AboveOne | None = None
-    """grpo, decoupled_ppo: dual clip, limits the loss to c_clip * |A| where the advantage A < 0"""
-    use_decoupled_loss: bool = True
-    """decoupled_ppo: false = PPO against the sampling policy; the proximal policy is not used"""
-    behav_imp_weight_cap: PositiveFloat | None = None
-    """decoupled_ppo: tokens with a larger ratio of proximal to sampling policy get weight 0"""
-    beta: NonNegativeFloat | None = None
-    """grpo_kl: coefficient of the KL to the reference model; default 0.001"""
-    kl_clamp: Literal["log_ratio", "estimate"] | None = None
-    """grpo_kl: limit the log ratio of policy and reference (default) or the KL of a token to 10"""
-    ratio_type: Literal["token", "sequence"] | None = None
-    """importance: ratio per token, or of the whole rollout"""
-    token_mask_low: NonNegativeFloat | None = None
-    """importance: leave out tokens with a smaller ratio"""
-    token_mask_high: PositiveFloat | None = None
-    """importance: leave out tokens with a larger ratio"""
-    geo_mask_low: NonNegativeFloat | None = None
-    """importance: leave out rollouts whose geometric mean of ratios is smaller"""
-    geo_mask_high: PositiveFloat | None = None
-    """importance: leave out rollouts whose geometric mean of ratios is larger"""
-    sequence_mask_low: NonNegativeFloat | None = None
-    """importance: leave out rollouts that have a token with a smaller ratio"""
-    sequence_mask_high: PositiveFloat | None = None
-    """importance: leave out rollouts that have a token with a larger ratio"""
+    """ppo: dual clip, limits the loss to c_clip * |A| where A < 0"""
     sequence_clip_high: PositiveFloat | None = None
-    """importance with ratio_type sequence: upper limit of the ratio of a rollout"""
-    adv_tau: NonNegativeFloat | None = None
-    """importance: coefficient of the advantage"""
-    teacher_tau: NonNegativeFloat | None = None
-    """importance: coefficient of the KL to the teacher"""
-    kl_tau: NonNegativeFloat | None = None
-    """importance, dppo: coefficient of the KL to the sampling policy"""
+    """importance: upper limit of the ratio of a rollout"""
+    sapo_temperature_pos: PositiveFloat | None = None
+    """sapo: temperature of the soft clip where A > 0"""
+    sapo_temperature_neg: PositiveFloat | None = None
+    """sapo: temperature of the soft clip where A <= 0"""
+    vespo_k_pos: NonNegativeFloat | None = None
+    """vespo: exponent of the ratio where A >= 0"""
+    vespo_lambda_pos: NonNegativeFloat | None = None
+    """vespo: decay with the ratio where A >= 0"""
+    vespo_k_neg: NonNegativeFloat | None = None
+    """vespo: exponent of the ratio where A < 0"""
+    vespo_lambda_neg: NonNegativeFloat | None = None
+    """vespo: decay with the ratio where A < 0"""
+    importance_sampling_mode: CorrectionMode | None = None
+    """off-policy correction: the ratio is to the policy before the step, and the loss is weighted
+    by the ratio of that policy to the sampling policy, per token or completion, limited
+    (truncate) or 0 (mask) out of its bounds"""
+    importance_sampling_clip_min: PositiveFloat | None = None
+    """importance_sampling_mode: lower bound of the weight"""
+    importance_sampling_clip_max: PositiveFloat | None = None
+    """importance_sampling_mode: upper bound of the weight"""
+    token_mask_low: NonNegativeFloat | None = None
+    """leave out tokens with a smaller ratio to the sampling policy"""
+    token_mask_high: PositiveFloat | None = None
+    """leave out tokens with a larger ratio to the sampling policy"""
+    geo_mask_low: NonNegativeFloat | None = None
+    """leave out rollouts whose geometric mean of ratios is smaller"""
+    geo_mask_high: PositiveFloat | None = None
+    """leave out rollouts whose geometric mean of ratios is larger"""
+    sequence_mask_low: NonNegativeFloat | None = None
+    """leave out rollouts that have a token with a smaller ratio"""
+    sequence_mask_high: PositiveFloat | None = None
+    """leave out rollouts that have a token with a larger ratio"""
     dppo_mask_low: Probability | None = None
-    """dppo: leave out tokens with advantage <= 0 whose probability fell by more than this"""
+    """leave out tokens with A <= 0 whose probability fell by more than this"""
     dppo_mask_high: Probability | None = None
-    """dppo: leave out tokens with advantage > 0 whose probability rose by more than this"""
+    """leave out tokens with A > 0 whose probability rose by more than this"""
+    one_sided_threshold: Probability | None = None
+    """leave out tokens whose probability fell by more than this"""
+    ipo_threshold: Probability | None = None
+    """leave out tokens whose probability changed by more than this"""
+    off_policy_mask_threshold: PositiveFloat | None = None
+    """leave out rollouts with A < 0 whose mean log ratio of sampling policy to policy is larger"""
+    adv_tau: NonNegativeFloat | None = None
+    """coefficient of the advantage"""
+    teacher_tau: NonNegativeFloat | None = None
+    """coefficient of the KL to the teacher, as a term of the advantage of each token"""
+    kl_tau: NonNegativeFloat | None = None
+    """coefficient of the squared log ratio to the sampling policy; importance: of the log ratio, as
+    a term of the advantage"""
+    beta: NonNegativeFloat | None = None
+    """coefficient of the KL to the model kl_model"""
+    kl_model: Literal["reference", "teacher"] | None = None
+    """the model before training (reference), or model.teacher; default reference"""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """estimate of the KL for a token: k1 = -x, k2 = x^2 / 2, k3 = e^x - x - 1, where x is the log
+    ratio of that model to the policy; default k3"""
+    kl_clamp: Literal["log_ratio", "estimate"] | None = None
+    """limit x (default), or the estimate, to 10"""
+    use_bias_correction_kl: bool | None = None
+    """multiply the estimate by the ratio, which makes its gradient unbiased; default true"""
     entropy_coef: NonNegativeFloat = 0.0
     """any loss: coefficient of the entropy bonus; 0 = off"""
     kwargs: Table = Field(default={})
     """keyword arguments of a custom loss, as a TOML table or as JSON"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unset_older_settings(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """Accept config.toml of an older run, which has all settings of that version."""
+        return {
+            name: value
+            for name, value in settings.items()
+            if name not in OLDER_SETTINGS or value not in (OLDER_SETTINGS[name], "None")
+        }
 
 
 class AdvantageSection(Section):

@@ -4,16 +4,12 @@ A rollout is a prompt with one completion. The policy is the model in training. 
 one parameter update, or several (train.num_minibatches, train.num_iterations). An update adds the
 gradients of its micro-batches, each of which fits into memory.
 
-To add a loss, write a function here and add its line to the table in `registry.py`
-(CONTRIBUTING.md lists its tests, documents and benchmark):
+Each loss of this package is `policy_loss` with other parts; composition.py has the parts and the
+named losses, objectives.py the losses of a token. A loss outside this package is a function
 
     def name(tokens: Tokens, *, option: float = ...) -> (scalar, metrics)
 
-Each new keyword also needs a field in `LossSection` (config/training_sections.py), because unknown
-settings are rejected; a keyword that weights a term with `ref_logprobs` or `teacher_logprobs` also
-a line in `REQUIRED_MODELS` (build.py), which loads the model. Checks of combinations of options go
-into `check_loss_options`. A loss outside this package, named by its import path, gets its keywords
-from loss.kwargs.
+named by its import path. It gets its keywords from loss.kwargs.
 
 The trainer takes the gradient through `logprobs` and `entropy` only. It may call the loss again
 with a part of the rollouts, if the loss of all is not finite, so a loss must keep no state.
@@ -30,19 +26,23 @@ mean is the mean over all unmasked tokens of the update.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.learning import objectives
+from peralta_zmq.learning.composition import Composition, compose
 
 # Bounds of |lr|, so that the ratio of a very improbable token stays finite.
 MAX_LOG_RATIO = 20.0  # default
-STRICT_LOG_RATIO = 10.0  # in the published formulas of GRPO and importance; PipelineRL's in k3
-MAX_K3 = 10.0  # in async-grpo
+STRICT_LOG_RATIO = 10.0  # in GRPO's ratio of a token, and in PipelineRL's k3
+MAX_KL = 10.0  # of the estimate for one token, in async-grpo
+VESPO_MIN, VESPO_MAX = math.log(1e-8), 20.0  # bounds of log ratios in TRL's vespo
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,6 @@ class Tokens:
     entropy: Tensor | None = None  # of the policy's distribution, with gradient, for entropy_coef
 
 
-KlClamp: TypeAlias = Literal["log_ratio", "estimate"]
 Metrics: TypeAlias = dict[str, Tensor]
 TokenLoss: TypeAlias = Callable[[Tokens], tuple[Tensor, Metrics]]
 
@@ -99,179 +98,63 @@ def evaluate(loss: TokenLoss, tokens: Tokens) -> LossResult:
     return LossResult(tokens, value.detach(), detached, inputs, gradients)
 
 
-# Losses
+# The loss
 
 
-def reinforce(tokens: Tokens, *, epsilon_high: float | None = None) -> tuple[Tensor, Metrics]:
-    """REINFORCE: -mean(A pi).
+def preset(name: str, **options: Any) -> TokenLoss:
+    """The named loss of `composition.PRESETS` with some options changed.
 
-    `epsilon_high` weights each token with sg[clamp(r, 0, 1 + epsilon_high)] (PipelineRL uses 0.02).
+    Raises ConfigError as `compose` does.
     """
-    objective = tokens.advantages * tokens.logprobs
-    if epsilon_high is None:
-        return -token_mean(tokens, objective), {}
-    ratio = ratio_of((tokens.logprobs - tokens.old_logprobs).detach())
-    clipped = (ratio > 1 + epsilon_high).to(ratio.dtype)
-    loss = -token_mean(tokens, ratio.clamp(0, 1 + epsilon_high) * objective)
-    return loss, {"clip_ratio/high_mean": token_mean(tokens, clipped)}
+    return composed(name, compose(name, options))
 
 
-def grpo(
-    tokens: Tokens,
-    *,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    c_clip: float | None = None,
-) -> tuple[Tensor, Metrics]:
-    """GRPO without KL: -mean(min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)).
+def composed(name: str, parts: Composition) -> TokenLoss:
+    """`policy_loss` with its parts bound; `name` is for error messages."""
 
-    lr is clamped to +-10; arXiv 2402.03300. `c_clip` > 1 bounds the loss of a token with A < 0 by
-    c_clip |A| (dual clip, arXiv 1912.09729).
+    def loss(tokens: Tokens) -> tuple[Tensor, Metrics]:
+        return policy_loss(tokens, parts)
+
+    loss.__name__ = name
+    return loss
+
+
+def policy_loss(tokens: Tokens, parts: Composition) -> tuple[Tensor, Metrics]:
+    """The loss that the parts describe: the aggregate over tokens of
+
+        keep w objective(r, A) + kl_tau lr^2 + beta kl
+
+    A, r, w and keep are those of the functions below; composition.OBJECTIVES has the objectives.
+    Raises ConfigError if the logprobs of a reference model or teacher are needed, but missing.
     """
-    ratio = ratio_of(tokens.logprobs - tokens.old_logprobs, limit=STRICT_LOG_RATIO)
-    per_token, clipped = _ppo_clip(ratio, tokens.advantages, epsilon, epsilon_high, c_clip)
-    return token_mean(tokens, per_token), _token_means(tokens, clipped)
-
-
-def decoupled_ppo(
-    tokens: Tokens,
-    *,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    c_clip: float | None = None,
-    use_decoupled_loss: bool = True,
-    behav_imp_weight_cap: float | None = None,
-) -> tuple[Tensor, Metrics]:
-    """Decoupled PPO (AReaL): mean(w max(-A r, -A clip(r))).
-
-    Here r = exp(pi - prox), and the weight w = exp(prox - mu). A weight above
-    `behav_imp_weight_cap` becomes 0; the token still counts in the mean. Without prox, or without
-    `use_decoupled_loss`, the loss is that of PPO, with r = exp(pi - mu) and w = 1.
-    """
-    prox = tokens.prox_logprobs if use_decoupled_loss else None
-    proximal = tokens.old_logprobs if prox is None else prox
-    ratio, weight = ratio_of(tokens.logprobs - proximal), ratio_of(proximal - tokens.old_logprobs)
-    per_token, metrics = _ppo_clip(ratio, tokens.advantages, epsilon, epsilon_high, c_clip)
-    if behav_imp_weight_cap is not None:
-        capped = (weight > behav_imp_weight_cap).to(weight.dtype)
-        weight = weight * (1 - capped)
-        metrics["masked/behav_imp_weight"] = capped
-    return token_mean(tokens, per_token * weight), _token_means(tokens, metrics)
-
-
-def gspo(
-    tokens: Tokens, *, epsilon: float = 3e-4, epsilon_high: float | None = 4e-4
-) -> tuple[Tensor, Metrics]:
-    """GSPO: the mean over rollouts of -min(s A, clip(s) A).
-
-    s = exp(mean lr of the rollout). arXiv 2507.18071, with the clip bounds of the paper.
-    """
-    ratio = ratio_of(sequence_mean(tokens, tokens.logprobs - tokens.old_logprobs))
-    # A rollout without an unmasked token has ratio 1 and advantage 0 and adds nothing.
-    advantages = sequence_mean(tokens, tokens.advantages)
-    per_sequence, clipped = _ppo_clip(ratio, advantages, epsilon, epsilon_high)
-    return per_sequence.sum() / tokens.step_sequences, {
-        name: value.sum() / tokens.step_sequences for name, value in clipped.items()
-    }
-
-
-def grpo_kl(
-    tokens: Tokens, *, beta: float = 0.001, kl_clamp: KlClamp = "log_ratio"
-) -> tuple[Tensor, Metrics]:
-    """On-policy GRPO with KL: -exp(pi - sg[pi]) A + beta k3(ref - pi) (async-grpo).
-
-    This is averaged over the tokens of each rollout, then over rollouts. `kl_clamp` limits the log
-    ratio to +-10 (PipelineRL), or k3 to 10 (async-grpo). Raises ConfigError without reference
-    logprobs, unless beta is 0.
-    """
-    per_token = -(tokens.logprobs - tokens.logprobs.detach()).exp() * tokens.advantages
-    metrics: Metrics = {}
-    if beta:
-        reference = _required(tokens.ref_logprobs, "grpo_kl", "beta", model="reference")
-        kl = k3(reference - tokens.logprobs, clamp=kl_clamp)
-        per_token = per_token + beta * kl
-        metrics["kl"] = token_mean(tokens, kl.detach())
-    return sequence_mean(tokens, per_token).sum() / tokens.step_sequences, metrics
-
-
-def importance(
-    tokens: Tokens,
-    *,
-    ratio_type: Literal["token", "sequence"] = "token",
-    token_mask_low: float = 0.125,
-    token_mask_high: float = 8.0,
-    geo_mask_low: float = 0.1,
-    geo_mask_high: float = 10.0,
-    sequence_mask_low: float = 0.0,
-    sequence_mask_high: float = 100.0,
-    sequence_clip_high: float = 10.0,
-    adv_tau: float = 1.0,
-    teacher_tau: float = 0.0,
-    kl_tau: float = 0.0,
-) -> tuple[Tensor, Metrics]:
-    """Masked importance sampling (Surogate, prime-rl).
-
-    -mean(keep sg[w (adv_tau A + teacher_tau (teacher - pi) - kl_tau lr)] pi)
-
-    keep is 0 for a masked token, else 1; masked tokens still count in the mean. A token is masked
-    if one of these is out of bounds: its ratio r (token_mask), the geometric mean of the ratios of
-    its rollout (geo_mask), or any ratio of its rollout (sequence_mask). With `ratio_type` token,
-    w = r. With sequence, w = min(exp(sum of lr of the rollout), sequence_clip_high), and the loss
-    averages over the tokens of each rollout, then over rollouts. Raises ConfigError without teacher
-    logprobs, unless teacher_tau is 0.
-    """
-    log_ratio = (tokens.logprobs - tokens.old_logprobs).detach()
-    ratio = ratio_of(log_ratio)
-    masked = {
-        "masked/token_low": ratio < token_mask_low,
-        "masked/token_high": ratio > token_mask_high,
-    }
-    mean_ratio = ratio_of(sequence_mean(tokens, log_ratio))  # [num_sequences]
-    extreme = (ratio < sequence_mask_low) | (ratio > sequence_mask_high)  # [N]
-    masked_sequences = {  # [num_sequences]
-        "masked/geo": (mean_ratio < geo_mask_low) | (mean_ratio > geo_mask_high),
-        "masked/sequence": sequence_sum(tokens, extreme.to(ratio.dtype)) > 0,
-    }
-    masked_by_sequence = [flags[tokens.sequence] for flags in masked_sequences.values()]
-    is_masked = torch.stack([*masked.values(), *masked_by_sequence]).any(0)  # [N]
-    signal = adv_tau * tokens.advantages - kl_tau * log_ratio
-    if teacher_tau:
-        teacher = _required(tokens.teacher_logprobs, "importance", "teacher_tau", model="teacher")
-        signal = signal + teacher_tau * (teacher - tokens.logprobs.detach())
-    weight = ratio
-    if ratio_type == "sequence":
-        summed = sequence_sum(tokens, log_ratio).clamp(max=STRICT_LOG_RATIO)
-        weight = summed.exp().clamp(max=sequence_clip_high)[tokens.sequence]
-    per_token = -(weight * signal * ~is_masked) * tokens.logprobs
-    if ratio_type == "token":
-        loss = token_mean(tokens, per_token)
+    old = tokens.old_logprobs
+    weight, metrics = None, dict[str, Tensor]()
+    if parts.importance_sampling_mode and tokens.prox_logprobs is not None:
+        old = tokens.prox_logprobs
+        weight, metrics = _off_policy_weight(tokens, tokens.prox_logprobs, parts)
+    log_ratio = tokens.logprobs - old
+    ratio = _ratio(tokens, log_ratio, parts)
+    advantages = _advantages(tokens, parts)
+    if parts.objective == "vespo":
+        scale = _vespo_scale(tokens, log_ratio, weight, parts)
+        per_token = -scale * advantages * tokens.logprobs
     else:
-        loss = sequence_mean(tokens, per_token).sum() / tokens.step_sequences
-    return loss, {
-        **_token_means(tokens, {"masked/mean": is_masked, **masked}),
-        **{name: flags.sum() / tokens.step_sequences for name, flags in masked_sequences.items()},
-    }
-
-
-def dppo(
-    tokens: Tokens,
-    *,
-    dppo_mask_low: float = 0.2,
-    dppo_mask_high: float = 0.2,
-    kl_tau: float = 1e-3,
-) -> tuple[Tensor, Metrics]:
-    """Divergence-masked PPO: mean(-keep A r + kl_tau lr^2) (prime-rl).
-
-    keep is 0 for a masked token, else 1. A token is masked if its probability rose by more than
-    `dppo_mask_high` and A > 0, or fell by more than `dppo_mask_low` and A <= 0.
-    """
-    log_ratio = tokens.logprobs - tokens.old_logprobs
-    change = (tokens.logprobs.exp() - tokens.old_logprobs.exp()).detach()
-    positive = tokens.advantages > 0
-    low, high = (change < -dppo_mask_low) & ~positive, (change > dppo_mask_high) & positive
-    gain = tokens.advantages * ratio_of(log_ratio) * ~(low | high)
-    masked = {"masked/mean": low | high, "masked/token_low": low, "masked/token_high": high}
-    return token_mean(tokens, kl_tau * log_ratio**2 - gain), _token_means(tokens, masked)
+        objective = objectives.FUNCTIONS[parts.objective]
+        per_token, clipped = objective(ratio, advantages, tokens.logprobs, parts)
+        per_token = per_token if weight is None else per_token * weight
+        is_by_token = parts.importance_sampling_level == "token"
+        mean = token_mean if is_by_token else _rollout_mean
+        metrics |= {name: mean(tokens, flags) for name, flags in clipped.items()}
+    if parts.has_masks:
+        masked, mask_metrics = _masked(tokens, advantages, parts)
+        per_token, metrics = per_token * ~masked, metrics | mask_metrics
+    if parts.kl_tau and parts.objective != "importance":
+        per_token = per_token + parts.kl_tau * (tokens.logprobs - tokens.old_logprobs) ** 2
+    if parts.beta:
+        kl = _kl(tokens, ratio, parts)
+        per_token = per_token + parts.beta * kl
+        metrics["kl"] = token_mean(tokens, kl.detach())
+    return AGGREGATIONS[parts.aggregation](tokens, per_token, parts), metrics
 
 
 def with_entropy_bonus(loss: TokenLoss, coefficient: float) -> TokenLoss:
@@ -285,6 +168,180 @@ def with_entropy_bonus(loss: TokenLoss, coefficient: float) -> TokenLoss:
         return value - coefficient * entropy, {**metrics, "entropy": entropy}
 
     return with_bonus
+
+
+# Parts: the advantage, the ratio, the off-policy correction and the masks
+
+
+def _advantages(tokens: Tokens, parts: Composition) -> Tensor:
+    """A = adv_tau advantage + teacher_tau (teacher - pi) [N]; for importance also - kl_tau lr."""
+    advantages = parts.adv_tau * tokens.advantages
+    policy = tokens.logprobs.detach()
+    if parts.teacher_tau:
+        teacher = _required(tokens.teacher_logprobs, "teacher_tau", model="teacher")
+        advantages = advantages + parts.teacher_tau * (teacher - policy)
+    if parts.kl_tau and parts.objective == "importance":
+        advantages = advantages - parts.kl_tau * (policy - tokens.old_logprobs)
+    return advantages
+
+
+def _ratio(tokens: Tokens, log_ratio: Tensor, parts: Composition) -> Tensor:
+    """r of each token, [N]: of the token, or the mean (geometric) or product over its rollout."""
+    if parts.importance_sampling_level == "token":
+        limit = STRICT_LOG_RATIO if parts.objective == "ppo" else MAX_LOG_RATIO
+        return ratio_of(log_ratio, limit=limit)
+    by_mean = parts.importance_sampling_level == "sequence"
+    reduced = (sequence_mean if by_mean else sequence_sum)(tokens, log_ratio)
+    return ratio_of(reduced)[tokens.sequence]
+
+
+def _off_policy_weight(
+    tokens: Tokens, prox: Tensor, parts: Composition
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """w = exp(prox - mu) of the token or its whole rollout, [N], truncated or masked at bounds.
+
+    TRL's vLLM importance sampling correction; token_mask is that of AReaL (decoupled PPO).
+    """
+    level, _, kind = (parts.importance_sampling_mode or "").partition("_")
+    log_weight = (prox - tokens.old_logprobs).detach()
+    if level == "sequence":
+        log_weight = sequence_sum(tokens, log_weight)[tokens.sequence]
+    weight = ratio_of(log_weight)
+    low, high = parts.importance_sampling_clip_min, parts.importance_sampling_clip_max
+    if low is None and high is None:
+        return weight, {}
+    if kind == "truncate":
+        return weight.clamp(low, high), {}
+    outside = _outside(weight, low, high)
+    metrics = {"masked/importance_sampling": token_mean(tokens, outside)}
+    return weight * ~outside, metrics
+
+
+def _masked(
+    tokens: Tokens, advantages: Tensor, parts: Composition
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """True for the tokens that a mask leaves out, bool [N], and metrics."""
+    log_ratio = (tokens.logprobs - tokens.old_logprobs).detach()
+    by_token = _token_masks(tokens, log_ratio, advantages, parts)
+    by_rollout = _rollout_masks(tokens, log_ratio, parts)
+    masks = [*by_token.values(), *(flags[tokens.sequence] for flags in by_rollout.values())]
+    masked = torch.stack(masks).any(0)
+    return masked, {
+        "masked/mean": token_mean(tokens, masked),
+        **{name: token_mean(tokens, flags) for name, flags in by_token.items()},
+        **{name: flags.sum() / tokens.step_sequences for name, flags in by_rollout.items()},
+    }
+
+
+def _token_masks(
+    tokens: Tokens, log_ratio: Tensor, advantages: Tensor, parts: Composition
+) -> dict[str, Tensor]:
+    """Tokens to leave out by metric, bool [N], by the change of their probability.
+
+    token_mask has bounds for the ratio; the other options limit the difference: dppo_mask for the
+    sign of A, ipo_threshold in both directions, one_sided_threshold downwards.
+    """
+    ratio, is_positive = ratio_of(log_ratio), advantages > 0
+    change = tokens.logprobs.detach().exp() - tokens.old_logprobs.exp()
+    limits = [  # limit of the fall, limit of the rise, tokens that they apply to
+        (parts.dppo_mask_low, None, ~is_positive),
+        (None, parts.dppo_mask_high, is_positive),
+        (parts.ipo_threshold, parts.ipo_threshold, True),
+        (parts.one_sided_threshold, None, True),
+    ]
+    low = [(change < -fall) & chosen for fall, _, chosen in limits if fall is not None]
+    high = [(change > rise) & chosen for _, rise, chosen in limits if rise is not None]
+    if parts.token_mask_low is not None:
+        low.append(ratio < parts.token_mask_low)
+    if parts.token_mask_high is not None:
+        high.append(ratio > parts.token_mask_high)
+    sides = {"masked/token_low": low, "masked/token_high": high}
+    return {name: torch.stack(flags).any(0) for name, flags in sides.items() if flags}
+
+
+def _rollout_masks(tokens: Tokens, log_ratio: Tensor, parts: Composition) -> dict[str, Tensor]:
+    """Rollouts to leave out by metric, bool [num_sequences].
+
+    geo_mask has bounds for the geometric mean of the ratios, sequence_mask for each of them;
+    off_policy_mask_threshold is one for the mean of mu - pi if A < 0 (DeepSeek-V3.2, TRL).
+    """
+    masks = dict[str, Tensor]()
+    mean = sequence_mean(tokens, log_ratio)
+    if parts.geo_mask_low is not None or parts.geo_mask_high is not None:
+        masks["masked/geo"] = _outside(ratio_of(mean), parts.geo_mask_low, parts.geo_mask_high)
+    if parts.sequence_mask_low is not None or parts.sequence_mask_high is not None:
+        ratio = ratio_of(log_ratio)
+        extreme = _outside(ratio, parts.sequence_mask_low, parts.sequence_mask_high)
+        masks["masked/sequence"] = sequence_sum(tokens, extreme) > 0
+    if parts.off_policy_mask_threshold is not None:
+        is_negative = sequence_mean(tokens, tokens.advantages) < 0
+        masks["masked/off_policy"] = is_negative & (-mean > parts.off_policy_mask_threshold)
+    return masks
+
+
+def _outside(values: Tensor, low: float | None, high: float | None) -> Tensor:
+    """True for values below `low` or above `high`; None = no bound."""
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    return (values < low) | (values > high)
+
+
+# Parts: the objective of VESPO
+
+
+@torch.no_grad()
+def _vespo_scale(
+    tokens: Tokens, log_ratio: Tensor, weight: Tensor | None, parts: Composition
+) -> Tensor:
+    """W^k exp(l (1 - W)), [N]; W = product of r and w over the token's rollout, within bounds."""
+    total = sequence_sum(tokens, log_ratio.clamp(-VESPO_MAX, VESPO_MAX))
+    if weight is not None:
+        total = total + sequence_sum(tokens, weight.log().clamp(VESPO_MIN, VESPO_MAX))
+    log_product = total.clamp(VESPO_MIN, VESPO_MAX)[tokens.sequence]
+    is_positive = tokens.advantages >= 0
+    k = torch.where(is_positive, parts.vespo_k_pos, parts.vespo_k_neg)
+    decay = torch.where(is_positive, parts.vespo_lambda_pos, parts.vespo_lambda_neg)
+    return (k * log_product + decay * (1 - log_product.exp())).exp()
+
+
+# Parts: the KL term and the aggregation
+
+
+def _kl(tokens: Tokens, ratio: Tensor, parts: Composition) -> Tensor:
+    """Estimate of KL(policy || kl_model) per token, [N]; times r if its bias is corrected."""
+    logprobs = tokens.ref_logprobs if parts.kl_model == "reference" else tokens.teacher_logprobs
+    log_ratio = _required(logprobs, "beta", model=parts.kl_model) - tokens.logprobs
+    kl = kl_estimate(log_ratio, estimator=parts.kl_estimator, clamp=parts.kl_clamp)
+    return kl * ratio if parts.use_bias_correction_kl else kl
+
+
+def _required(logprobs: Tensor | None, option: str, *, model: str) -> Tensor:
+    """Return `logprobs`. Raises ConfigError if None: the run has no such model."""
+    if logprobs is None:
+        raise ConfigError(
+            f"loss.{option} above 0 needs the logprobs of a {model} model, but this run has none; "
+            f"set loss.{option} to 0"
+        )
+    return logprobs
+
+
+def _rollout_mean(tokens: Tokens, values: Tensor) -> Tensor:
+    """This micro-batch's term of the mean over rollouts of the mean over their tokens."""
+    return sequence_mean(tokens, values).sum() / tokens.step_sequences
+
+
+def _rollout_sum(tokens: Tokens, values: Tensor) -> Tensor:
+    """This micro-batch's term of the mean over rollouts of the sum over their tokens."""
+    return (values * tokens.mask).sum() / tokens.step_sequences
+
+
+AGGREGATIONS: dict[str, Callable[[Tokens, Tensor, Composition], Tensor]] = {
+    "token": lambda tokens, values, _: token_mean(tokens, values),
+    "rollout": lambda tokens, values, _: _rollout_mean(tokens, values),
+    "sum": lambda tokens, values, _: _rollout_sum(tokens, values),
+    "constant": lambda tokens, values, parts: (
+        _rollout_sum(tokens, values) / parts.max_completion_length
+    ),
+}
 
 
 # Shared terms
@@ -305,17 +362,17 @@ def ratio_of(log_ratio: Tensor, *, limit: float = MAX_LOG_RATIO) -> Tensor:
     return log_ratio.clamp(-limit, limit).exp()
 
 
-def k3(log_ratio: Tensor, *, clamp: KlClamp = "log_ratio") -> Tensor:
-    """The k3 estimate of a KL divergence per token: e^x - x - 1.
+def kl_estimate(log_ratio: Tensor, *, estimator: str = "k3", clamp: str = "log_ratio") -> Tensor:
+    """Estimate of a KL divergence per token, for x = log_ratio: -x, x^2 / 2 or e^x - x - 1.
 
-    `clamp` limits x = log_ratio to +-10, or k3 to 10; no gradient beyond the limit. J. Schulman,
+    `clamp` limits x, or the estimate, to +-10; no gradient beyond the limit. J. Schulman,
     "Approximating KL divergence", 2020.
     """
-    # k3 is above 10 at the limits +-20, which keep its gradient finite.
+    # k3 is above its limit for x beyond +-20, which keep its gradient finite.
     limit = STRICT_LOG_RATIO if clamp == "log_ratio" else MAX_LOG_RATIO
-    log_ratio = log_ratio.clamp(-limit, limit)
-    kl = log_ratio.exp() - log_ratio - 1
-    return kl if clamp == "log_ratio" else kl.clamp(max=MAX_K3)
+    x = log_ratio.clamp(-limit, limit)
+    kl = {"k1": -x, "k2": x**2 / 2, "k3": x.exp() - x - 1}[estimator]
+    return kl if clamp == "log_ratio" else kl.clamp(-MAX_KL, MAX_KL)
 
 
 def token_mean(tokens: Tokens, values: Tensor) -> Tensor:
@@ -323,85 +380,13 @@ def token_mean(tokens: Tokens, values: Tensor) -> Tensor:
     return (values * tokens.mask).sum() / tokens.step_tokens
 
 
-def _token_means(tokens: Tokens, values: Metrics) -> Metrics:
-    """`token_mean` of each metric, which has a value or flag per token, [N]."""
-    return {name: token_mean(tokens, value) for name, value in values.items()}
-
-
 def sequence_sum(tokens: Tokens, values: Tensor) -> Tensor:
     """Sum over the unmasked tokens of each rollout; [num_sequences]."""
-    sums = values.new_zeros(tokens.num_sequences)
-    return sums.index_add(0, tokens.sequence, values * tokens.mask.to(values.dtype))
+    masked = values * tokens.mask.to(tokens.logprobs.dtype)
+    return masked.new_zeros(tokens.num_sequences).index_add(0, tokens.sequence, masked)
 
 
 def sequence_mean(tokens: Tokens, values: Tensor) -> Tensor:
     """Mean over the unmasked tokens of each rollout, or 0; [num_sequences]."""
     lengths = sequence_sum(tokens, torch.ones_like(tokens.logprobs)).clamp(min=1)
     return sequence_sum(tokens, values) / lengths
-
-
-def _ppo_clip(
-    ratio: Tensor,
-    advantages: Tensor,
-    epsilon: float,
-    epsilon_high: float | None,
-    c_clip: float | None = None,
-) -> tuple[Tensor, Metrics]:
-    """PPO's max(-r A, -clip(r) A), at most c_clip |A| where A < 0.
-
-    The metrics have TRL's names; each is 1 where the clip removes the gradient, else 0.
-    """
-    low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
-    loss = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
-    if c_clip is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -c_clip * advantages), loss)
-    clipped_low = (ratio.detach() < low) & (advantages < 0)
-    clipped_high = (ratio.detach() > high) & (advantages > 0)
-    return loss, {
-        "clip_ratio/low_mean": clipped_low.to(ratio.dtype),
-        "clip_ratio/high_mean": clipped_high.to(ratio.dtype),
-    }
-
-
-def _required(logprobs: Tensor | None, loss: str, option: str, *, model: str) -> Tensor:
-    """Return `logprobs`. Raises ConfigError if None: the run has no such model."""
-    if logprobs is None:
-        raise ConfigError(
-            f"loss.name {loss} with loss.{option} above 0 needs the logprobs of a {model} model, "
-            f"but this run has none; set loss.{option} to 0"
-        )
-    return logprobs
-
-
-def check_loss_options(
-    name: str, options: Mapping[str, Any], *, defaults: Mapping[str, Any]
-) -> None:
-    """Raise ConfigError for bounds in the wrong order and for options without effect.
-
-    `options` are those that the config sets, including `entropy_coef`, which is no keyword of the
-    loss function. `defaults` are the default values of the function's keywords.
-    """
-    values = {**defaults, **options}
-    for mask in ("token_mask", "geo_mask", "sequence_mask"):
-        low, high = f"{mask}_low", f"{mask}_high"
-        if low in values and high in values and not values[low] < values[high]:
-            raise ConfigError(
-                f"loss.{low} {values[low]} is not below loss.{high} {values[high]}; "
-                f"no token would remain; lower loss.{low}"
-            )
-    if options.get("sequence_clip_high") is not None and options.get("ratio_type") != "sequence":
-        raise ConfigError(
-            "loss.sequence_clip_high needs loss.ratio_type sequence; set loss.ratio_type or remove "
-            "loss.sequence_clip_high"
-        )
-    if options.get("behav_imp_weight_cap") and not options.get("use_decoupled_loss", True):
-        raise ConfigError(
-            "loss.behav_imp_weight_cap has no effect with loss.use_decoupled_loss false, which "
-            "makes every weight 1; remove one of these two settings"
-        )
-    weights = [options.get(option) for option in ("teacher_tau", "kl_tau", "entropy_coef")]
-    if name == "importance" and options.get("adv_tau") == 0 and not any(weights):
-        raise ConfigError(
-            "loss.adv_tau, loss.teacher_tau, loss.kl_tau and loss.entropy_coef are all 0, so the "
-            "gradient would be 0; set one of them"
-        )

@@ -3,9 +3,9 @@
 The logprob mismatch compares the logprobs that the trainer computes for the tokens of a batch with
 those that the generators reported. They differ if the trainer's weights are newer or have another
 dtype, or if one of the two programs has an error. The metric is the k3 estimate of the KL
-divergence (`losses.k3`), as a mean over all tokens and over those of each sender. A sender is a
-generator from one start of its process to the next, and is named GENERATOR/INCARNATION; its groups
-are named SENDER/SEQUENCE (0, 1, ...).
+divergence (`losses.kl_estimate`), as a mean over all tokens and over those of each sender. A sender
+is a generator from one start of its process to the next, and is named GENERATOR/INCARNATION; its
+groups are named SENDER/SEQUENCE (0, 1, ...).
 
 docs/metrics.md lists the metrics; a metric that TRL also has keeps TRL's name.
 """
@@ -159,7 +159,10 @@ def mismatch_summands(tokens: losses.Tokens, groups: Sequence[str]) -> dict[str,
     with an underscore. `groups` has the name of each rollout's group.
     """
     log_ratio = tokens.logprobs - tokens.old_logprobs
-    ratio, kl = losses.ratio_of(log_ratio, limit=losses.STRICT_LOG_RATIO), losses.k3(log_ratio)
+    ratio, kl = (
+        losses.ratio_of(log_ratio, limit=losses.STRICT_LOG_RATIO),
+        losses.kl_estimate(log_ratio),
+    )
     by_rollout = (losses.sequence_sum(tokens, each).tolist() for each in (kl, torch.ones_like(kl)))
     rollouts = [Mismatch(*sums) for sums in zip(*by_rollout, strict=True)]
     senders = mismatch_by([name.rpartition("/")[0] for name in groups], rollouts)

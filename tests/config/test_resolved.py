@@ -115,6 +115,15 @@ def test_earlier_config_refuses_iterations_that_meant_mini_batches(tmp_path: Pat
         earlier_config(reused, tmp_path)
 
 
+def test_earlier_config_refuses_grpo_that_meant_dapo(tmp_path: Path) -> None:
+    grpo = load("--loss.name=grpo")
+    write_resolved(grpo, tmp_path)
+    assert earlier_config(grpo, tmp_path) == grpo
+    of_older_version(tmp_path / "config.toml")
+    with pytest.raises(ConfigError, match=r"loss\.name grpo meant loss\.name dapo; choose another"):
+        earlier_config(grpo, tmp_path)
+
+
 def test_earlier_config_accepts_older_run_without_iterations(tmp_path: Path) -> None:
     write_resolved(Config(), tmp_path)
     of_older_version(tmp_path / "config.toml")
@@ -122,6 +131,9 @@ def test_earlier_config_accepts_older_run_without_iterations(tmp_path: Path) -> 
 
 
 def of_older_version(file: Path) -> None:
-    """Remove the setting that older versions did not have."""
-    lines = file.read_text().splitlines(keepends=True)
+    """Remove the setting that older versions did not have, and add those that only they had."""
+    older = (
+        '[loss]\nuse_decoupled_loss = true\nbehav_imp_weight_cap = "None"\nratio_type = "None"\n'
+    )
+    lines = file.read_text().replace("[loss]\n", older).splitlines(keepends=True)
     file.write_text("".join(line for line in lines if not line.startswith("num_minibatches")))

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from sample_data import packed, siblings, step_gradient, tiny_model
 from torch import Tensor
 
 from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks, join
-from peralta_zmq.learning.losses import grpo, importance, reinforce
+from peralta_zmq.learning.losses import preset
 from peralta_zmq.learning.packing import Packing, make_micro_batches
 
 CPU = torch.device("cpu")
@@ -38,9 +37,9 @@ def join_ranks(*, shards: bool) -> DistributedRanks:
 
 
 LOSSES = {
-    "reinforce": reinforce,
-    "grpo": functools.partial(grpo, epsilon=0.2),
-    "sequence": functools.partial(importance, ratio_type="sequence"),
+    "reinforce": preset("reinforce"),
+    "dapo": preset("dapo"),
+    "sequence": preset("importance_sequence"),
 }
 
 

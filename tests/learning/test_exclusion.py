@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -57,7 +56,7 @@ def update(
 
 def infinite(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE, infinite for poisoned tokens."""
-    value, metrics = losses.reinforce(tokens)
+    value, metrics = losses.preset("reinforce")(tokens)
     return value + math.inf if (tokens.old_logprobs == POISON).any() else value, metrics
 
 
@@ -79,9 +78,10 @@ def update_without_bad_group(
 @pytest.mark.parametrize(
     ("loss", "kept"),
     [
-        (losses.reinforce, KEPT), (losses.grpo, KEPT), (losses.decoupled_ppo, KEPT),
-        (losses.importance, KEPT), (losses.dppo, KEPT),
-        (losses.gspo, 8 / 12), (functools.partial(losses.grpo_kl, beta=0.0), 8 / 12),  # rollouts
+        (losses.preset("reinforce"), KEPT), (losses.preset("dapo"), KEPT),
+        (losses.preset("decoupled_ppo"), KEPT),
+        (losses.preset("importance"), KEPT), (losses.preset("dppo"), KEPT),
+        (losses.preset("gspo"), 8 / 12), (losses.preset("grpo_kl", beta=0.0), 8 / 12),  # rollouts
     ],
 )  # fmt: skip
 def test_absurd_logprobs_are_left_out_of_every_loss(
@@ -118,7 +118,7 @@ def test_one_absurd_logprob_excludes_a_group_of_any_size(poison: float, is_exclu
 
 
 def test_update_without_usable_group_changes_nothing_and_is_not_skipped(model: Any) -> None:
-    gradient, result = update(model, groups_of(ABSURD)[BAD : BAD + 1], losses.dppo)
+    gradient, result = update(model, groups_of(ABSURD)[BAD : BAD + 1], losses.preset("dppo"))
     assert gradient is None and (result.skip_reason, result.metrics["loss"]) == ("", 0.0)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -127,7 +127,7 @@ def test_policy_without_finite_logprobs_excludes_no_group() -> None:
     broken = tiny_model().double()
     with torch.no_grad():
         broken.model.norm.weight[0] = math.nan
-    gradient, result = update(broken, groups_of(), losses.reinforce)
+    gradient, result = update(broken, groups_of(), losses.preset("reinforce"))
     assert gradient is None and not result.excluded and not result.mismatch
     assert "logprobs of the policy are not finite" in result.skip_reason
 

@@ -19,10 +19,12 @@ from torch import Tensor
 from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning.advantages import group_mean
 from peralta_zmq.learning.learner import StepResult, update_parameters
-from peralta_zmq.learning.losses import TokenLoss, Tokens, grpo, reinforce
+from peralta_zmq.learning.losses import TokenLoss, Tokens, preset
 from peralta_zmq.learning.packing import MicroBatch, Packing, Temperature, make_micro_batches
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import PrefixTree, TreeSpan
+
+reinforce = preset("reinforce")
 
 
 def test_learn_raises_probability_of_better_rollouts() -> None:
@@ -207,7 +209,7 @@ def per_sequence(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
     return value, {"kept": (size > 0).sum() / tokens.step_sequences}
 
 
-LOSSES = [reinforce, functools.partial(grpo, epsilon=0.2), per_sequence]
+LOSSES = [preset("reinforce"), preset("dapo"), per_sequence]
 
 
 @pytest.fixture(scope="module")

@@ -1,26 +1,22 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from peralta_zmq.config.training_sections import LossSection
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.learning.losses import (
-    Tokens,
-    decoupled_ppo,
-    dppo,
-    grpo,
-    grpo_kl,
-    gspo,
-    importance,
-    k3,
-    reinforce,
-)
+from peralta_zmq.learning import objectives
+from peralta_zmq.learning.composition import OBJECTIVES, PRESETS, Composition
+from peralta_zmq.learning.losses import Tokens, kl_estimate, preset
+from peralta_zmq.registry import TABLES
 
 # One sequence of four unmasked tokens; expected values computed by hand.
 PI = [-0.5, -1.2, -2.0, -0.1]
@@ -54,36 +50,114 @@ def gradient(loss: Any, tokens: Tokens) -> list[float]:
     return result.tolist()
 
 
-partial = functools.partial
-
-
 @pytest.mark.parametrize(
     ("loss", "advantage", "expected"),
     [
-        (reinforce, 0.75, 0.7125),  # .75 * (.5 + 1.2 + 2 + .1) / 4
+        (preset("reinforce"), 0.75, 0.7125),  # .75 * (.5 + 1.2 + 2 + .1) / 4
         # ratios 1.105171, .818731, 12.182494, 1; with A > 0 the smaller: 1.05, .818731, 1.05, 1
-        (partial(grpo, epsilon=0.05), 0.75, -0.734762),
+        (preset("dapo", epsilon=0.05), 0.75, -0.734762),
         # with A < 0 the larger, and with c 3 the third is 3: .75 * (1.105171 + .95 + 3 + 1) / 4
-        (partial(grpo, epsilon=0.05, c_clip=3.0), -0.75, 1.135345),
-        (importance, 0.75, 0.306574),
-        (partial(importance, ratio_type="sequence"), 0.75, 3.375),
-        (decoupled_ppo, 0.75, -0.958208),
+        (preset("dapo", epsilon=0.05, c_clip=3.0), -0.75, 1.135345),
+        (preset("importance"), 0.75, 0.306574),
+        (preset("importance_sequence"), 0.75, 3.375),
+        (preset("decoupled_ppo"), 0.75, -0.958208),
         # PPO on old, all weights 1: 1.105171, .818731, 1.2, 1 -> -.75 * 4.123902 / 4
-        (partial(decoupled_ppo, use_decoupled_loss=False), 0.75, -0.773232),
-        (grpo_kl, 0.75, -0.749964),
-        (dppo, 0.75, -2.830874),
+        (preset("dapo"), 0.75, -0.773232),
+        (preset("grpo_kl"), 0.75, -0.749964),
+        (preset("dppo"), 0.75, -2.830874),
         # exp((.1 - .2 + 2.5 + 0) / 4) = 1.822119, clipped at 1.0004
-        (gspo, 0.75, -0.7503),
-        (gspo, -0.75, 1.366589),
+        (preset("gspo"), 0.75, -0.7503),
+        (preset("gspo"), -0.75, 1.366589),
+        # one rollout: that of dapo; / 8 instead of / 4
+        (preset("grpo"), 0.75, -0.773232), (preset("dr_grpo", max_completion_length=8), 0.75,
+                                            -0.386616),
+        # all four tokens have the ratio of the rollout, clipped at 1.2
+        (preset("luspo"), 0.75, -3.6),
+        # with delta 1.1 the ratios 1.105171 and 12.182494 are 1.1 if A > 0; if A < 0, the larger of
+        # that and the clip: 1.105171, .818731, 1.2, 1
+        (preset("dapo", delta=1.1), 0.75, -0.753512), (preset("dapo", delta=1.1), -0.75, 0.773232),
+        (preset("dapo", delta=3.0), -0.75, 1.110732),  # 3 instead of 1.2
+        # weights 1.105171, .818731, 5, 1
+        (preset("cispo"), 0.75, 2.181574),
+        # 4 sigmoid(r - 1): 2.105077, 1.819225, 3.999944, 2
+        (preset("sapo"), 0.75, -1.860796),
+        # probabilities change by .057719, -.066685, .124226, 0, so the third is left out; lr^2 6.3
+        (preset("ipo"), 0.75, -0.546656),
+        # teacher - pi: .1, -.3, 1, -.1
+        (preset("ref_kl"), 0.75, -2.985273),
+        # r and w to and of prox: 1.051271, .904837, 1.2 (clipped), 1 and the same, 1.822119, 1
+        (preset("dapo", importance_sampling_mode="token_truncate",
+                importance_sampling_clip_max=1.5), 0.75, -0.885732),
+        # w of the rollout is e^.55 = 1.733253
+        (preset("dapo", importance_sampling_mode="sequence_truncate",
+                importance_sampling_clip_max=1.5), 0.75, -1.168905),
+        (preset("dapo", importance_sampling_mode="sequence_mask",
+                importance_sampling_clip_max=1.7), 0.75, 0),
+        (preset("dapo", importance_sampling_mode="token_mask",
+                importance_sampling_clip_min=0.95), 0.75, -0.804696),  # without the second
+        # ref - pi: -.2, 0, -.5, -.2; k1 = .9, k2 = .165, k3 = .143993 in total
+        (preset("dapo", beta=0.1, kl_estimator="k1", use_bias_correction_kl=False), 0.75,
+         -0.750732),
+        (preset("dapo", beta=0.1, kl_estimator="k2", use_bias_correction_kl=False), 0.75,
+         -0.769107),
+        (preset("dapo", beta=0.1, use_bias_correction_kl=False), 0.75, -0.769632),
+        (preset("dapo", beta=0.1), 0.75, -0.739801),  # k3 times r: 1.337245
+        # teacher - pi: .1, -.3, 1, -.1; k1 = -.7
+        (preset("dapo", beta=0.1, kl_model="teacher", kl_estimator="k1",
+                use_bias_correction_kl=False), 0.75, -0.790732),
     ],
-)
+)  # fmt: skip
 def test_loss_matches_the_oracle(loss: Any, advantage: float, expected: float) -> None:
     assert loss(oracle(advantage))[0].item() == pytest.approx(expected, abs=1e-6)
 
 
+def test_vespo_weights_the_whole_rollout() -> None:
+    # lr .1, -.2, .2, 0: W = e^.1; e^(2 * .1 + 3 (1 - W)) = .890909 and e^(3 * .1 + 2 (1 - W)) =
+    # 1.093800; .75 * 6.1 / 4 times that
+    near = [-0.5, -1.2, -4.3, -0.1]
+    positive, negative = (preset("vespo")(oracle(a, pi=near))[0].item() for a in (0.75, -0.75))
+    assert (positive, negative) == pytest.approx((1.018977, -1.251034), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "threshold", "is_masked"), [(-1, 0.2, True), (-1, 0.3, False), (1, 0.2, False)]
+)
+def test_off_policy_mask_leaves_out_far_rollouts_with_negative_advantage(
+    advantage: float, threshold: float, is_masked: bool
+) -> None:
+    # mean of mu - pi: (.1 + .2 + .4 + .2) / 4 = .225
+    tokens = oracle(advantage, pi=[-0.7, -1.2, -4.9, -0.3])
+    value, metrics = preset("dapo", off_policy_mask_threshold=threshold)(tokens)
+    assert (value.item() == 0, metrics["masked/off_policy"].item()) == (is_masked, is_masked)
+
+
+def test_one_sided_threshold_leaves_out_tokens_that_became_less_probable() -> None:
+    # the second token's probability fell by .066685
+    _, metrics = preset("ref_kl", one_sided_threshold=0.06)(oracle())
+    assert metrics["masked/token_low"].item() == 0.25
+    assert "masked/token_high" not in metrics
+
+
+def test_presets_have_registry_lines_parts_and_settings() -> None:
+    assert [*TABLES["loss"]] == [*PRESETS]
+    assert OBJECTIVES.keys() == {*objectives.FUNCTIONS, "vespo"}
+    options = {field.name for field in fields(Composition)} - {"max_completion_length"}
+    assert options == LossSection.model_fields.keys() - {"name", "kwargs", "entropy_coef"}
+
+
+def test_help_names_every_preset_without_torch() -> None:
+    code = (
+        "import sys; from peralta_zmq.config import programs; sys.argv = ['x', '--help', 'loss']; "
+        "programs.trainer(); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(f"  {name} " in done.stdout for name in [*PRESETS, *OBJECTIVES])
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
 def test_k3_matches_the_oracle() -> None:
     # (.018731 + 0 + .106531 + .018731) / 4
-    _, metrics = grpo_kl(oracle())
+    _, metrics = preset("grpo_kl")(oracle())
     assert metrics["kl"].item() == pytest.approx(0.143993 / 4, abs=1e-6)
 
 
@@ -103,7 +177,7 @@ def test_kl_clamp_limits_the_log_ratio_or_the_estimate(
     clamp: Any, gap: float, expected: float, slope: float
 ) -> None:
     log_ratio = float64([gap]).requires_grad_()
-    kl = k3(log_ratio, clamp=clamp)
+    kl = kl_estimate(log_ratio, clamp=clamp)
     (found,) = torch.autograd.grad(kl.sum(), log_ratio)
     assert (kl.item(), found.item()) == pytest.approx((expected, slope), abs=1e-6)
 
@@ -111,19 +185,21 @@ def test_kl_clamp_limits_the_log_ratio_or_the_estimate(
 def test_grpo_kl_passes_the_clamp_on() -> None:
     far = replace(oracle(), ref_logprobs=float64([-30.0] * 4))
     values = [
-        grpo_kl(far, beta=1.0, kl_clamp=clamp)[0].item() for clamp in ("log_ratio", "estimate")
+        preset("grpo_kl", beta=1.0, kl_clamp=clamp)(far)[0].item()
+        for clamp in ("log_ratio", "estimate")
     ]
     assert values == pytest.approx([-0.75 + 9.000045, -0.75 + 10], abs=1e-6)
 
 
 def test_decoupled_without_prox_is_ppo_on_old_logprobs() -> None:
     # min of r and the clip at 1.2: 1.105171, .818731, 1.2, 1; .75 * 4.123902 / 4
-    assert decoupled_ppo(oracle(prox=False))[0].item() == pytest.approx(-0.773232, abs=1e-6)
+    assert preset("decoupled_ppo")(oracle(prox=False))[0].item() == pytest.approx(
+        -0.773232, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
-    "loss", [grpo, reinforce, partial(reinforce, epsilon_high=0.02), importance, decoupled_ppo,
-             grpo_kl, dppo, gspo],
+    "loss", [preset("reinforce", epsilon_high=0.02), *map(preset, PRESETS)],
 )  # fmt: skip
 def test_loss_is_finite_for_impossible_old_logprobs(loss: Any) -> None:
     tokens = replace(oracle(-0.75, prox=False), old_logprobs=float64([-900.0] * 4))
@@ -132,7 +208,7 @@ def test_loss_is_finite_for_impossible_old_logprobs(loss: Any) -> None:
 
 def test_grpo_clamps_log_ratio_at_ten() -> None:
     tokens = replace(oracle(-0.75), old_logprobs=float64([-900.0] * 4))
-    assert grpo(tokens)[0].item() == pytest.approx(16519.8493, abs=1e-3)  # .75 e^10
+    assert preset("dapo")(tokens)[0].item() == pytest.approx(16519.8493, abs=1e-3)  # .75 e^10
 
 
 # The same formulas as Python loops over sequences and tokens.
@@ -251,25 +327,32 @@ def plain_gspo(t: Tokens) -> Any:
 
 OPTIONS = {
     "token_mask_low": 0.4, "token_mask_high": 2.2, "geo_mask_low": 0.5, "geo_mask_high": 2.0,
-    "sequence_mask_low": 0.12, "sequence_mask_high": 7.0, "sequence_clip_high": 2.5,
+    "sequence_mask_low": 0.12, "sequence_mask_high": 7.0,
     "adv_tau": 0.9, "teacher_tau": 0.2, "kl_tau": 0.3,
 }  # fmt: skip
+SEQUENCE_OPTIONS = {**OPTIONS, "sequence_clip_high": 2.5}
 PAIRS: list[tuple[Any, Any]] = [
-    (reinforce, plain_reinforce),
-    (partial(reinforce, epsilon_high=0.1), plain_clamped_reinforce),
-    (partial(grpo, epsilon=0.2, epsilon_high=0.3), plain_grpo),
-    (partial(grpo, epsilon=0.2, epsilon_high=0.3, c_clip=1.5), partial(plain_grpo, c=1.5)),
-    (decoupled_ppo, plain_decoupled),
-    (partial(decoupled_ppo, behav_imp_weight_cap=1.4), partial(plain_decoupled, cap=1.4)),
-    (partial(decoupled_ppo, c_clip=1.3), partial(plain_decoupled, c=1.3)),
-    (partial(importance, **OPTIONS), partial(plain_importance, by_sequence=False)),
+    (preset("reinforce"), plain_reinforce),
+    (preset("reinforce", epsilon_high=0.1), plain_clamped_reinforce),
+    (preset("dapo", epsilon=0.2, epsilon_high=0.3), plain_grpo),
     (
-        partial(importance, ratio_type="sequence", **OPTIONS),
-        partial(plain_importance, by_sequence=True),
+        preset("dapo", epsilon=0.2, epsilon_high=0.3, c_clip=1.5),
+        functools.partial(plain_grpo, c=1.5),
     ),
-    (partial(grpo_kl, beta=0.1), plain_grpo_kl),
-    (partial(dppo, dppo_mask_low=0.1, dppo_mask_high=0.1, kl_tau=0.01), plain_dppo),
-    (partial(gspo, epsilon=0.05, epsilon_high=0.1), plain_gspo),
+    (preset("decoupled_ppo"), plain_decoupled),
+    (
+        preset("decoupled_ppo", importance_sampling_clip_max=1.4),
+        functools.partial(plain_decoupled, cap=1.4),
+    ),
+    (preset("decoupled_ppo", c_clip=1.3), functools.partial(plain_decoupled, c=1.3)),
+    (preset("importance", **OPTIONS), functools.partial(plain_importance, by_sequence=False)),
+    (
+        preset("importance_sequence", **SEQUENCE_OPTIONS),
+        functools.partial(plain_importance, by_sequence=True),
+    ),
+    (preset("grpo_kl", beta=0.1), plain_grpo_kl),
+    (preset("dppo", dppo_mask_low=0.1, dppo_mask_high=0.1, kl_tau=0.01), plain_dppo),
+    (preset("gspo", epsilon=0.05, epsilon_high=0.1), plain_gspo),
 ]
 
 
@@ -302,9 +385,7 @@ def random_tokens(seed: int) -> Tokens:
 
 
 def names(value: Any) -> str:
-    options = getattr(value, "keywords", {})
-    short = {} if len(options) > 4 else options
-    return f"{getattr(value, 'func', value).__name__} {short}"
+    return getattr(value, "func", value).__name__
 
 
 @pytest.mark.parametrize(("loss", "plain"), PAIRS, ids=names)
@@ -319,8 +400,14 @@ def test_loss_and_gradient_match_plain_formula(loss: Any, plain: Any, seed: int)
     assert torch.allclose(our_gradient, plain_gradient, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize(("loss", "plain"), PAIRS, ids=names)
-def test_losses_of_micro_batches_sum_to_the_step(loss: Any, plain: Any) -> None:
+WITH_EVERY_PART = preset(
+    "dapo", importance_sampling_mode="sequence_truncate", off_policy_mask_threshold=0.1, beta=0.1
+)
+LOSSES = [*(loss for loss, _ in PAIRS), *map(preset, PRESETS), WITH_EVERY_PART]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=names)
+def test_losses_of_micro_batches_sum_to_the_step(loss: Any) -> None:
     whole = random_tokens(0)
     value, metrics = loss(whole)
     parts = [loss(part_of(whole, chosen)) for chosen in ([4, 0], [1, 3], [2, 5])]
@@ -340,8 +427,8 @@ def part_of(tokens: Tokens, chosen: list[int]) -> Tokens:
     return replace(tokens, **picked, sequence=sequence, num_sequences=len(chosen))
 
 
-@pytest.mark.parametrize(("loss", "plain"), PAIRS, ids=names)
-def test_loss_ignores_masked_tokens(loss: Any, plain: Any) -> None:
+@pytest.mark.parametrize("loss", LOSSES, ids=names)
+def test_loss_ignores_masked_tokens(loss: Any) -> None:
     tokens = random_tokens(0)
     masked = tokens.mask == 0
     other = replace(
@@ -365,38 +452,38 @@ def test_importance_reports_masked_tokens_by_reason() -> None:
     # of ratios 1.105171, .818731, 12.182494, 1 one is above 8
     expected = {"masked/mean": 0.25, "masked/token_low": 0, "masked/token_high": 0.25,
                 "masked/geo": 0, "masked/sequence": 0}  # fmt: skip
-    assert rounded_metrics(importance, oracle()) == expected
+    assert rounded_metrics(preset("importance"), oracle()) == expected
 
 
 def test_importance_reports_masked_rollouts() -> None:
     # their geometric mean is 1.822119, their largest ratio 12.18
     masked = rounded_metrics(
-        partial(importance, geo_mask_high=1.8, sequence_mask_high=12.0), oracle()
+        preset("importance", geo_mask_high=1.8, sequence_mask_high=12.0), oracle()
     )
     assert (masked["masked/geo"], masked["masked/sequence"], masked["masked/mean"]) == (1, 1, 1)
 
 
 def test_grpo_reports_clipping_by_side() -> None:
     # with A > 0 tokens 0 and 2 are above 1.05; with A < 0 token 1 is below .95
-    assert rounded_metrics(partial(grpo, epsilon=0.05), oracle(0.75)) == {
+    assert rounded_metrics(preset("dapo", epsilon=0.05), oracle(0.75)) == {
         "clip_ratio/low_mean": 0, "clip_ratio/high_mean": 0.5,
     }  # fmt: skip
-    assert rounded_metrics(partial(grpo, epsilon=0.05), oracle(-0.75)) == {
+    assert rounded_metrics(preset("dapo", epsilon=0.05), oracle(-0.75)) == {
         "clip_ratio/low_mean": 0.25, "clip_ratio/high_mean": 0,
     }  # fmt: skip
 
 
 def test_decoupled_reports_weights_above_cap() -> None:
     # weights 1.051, .905, 1.822, 1
-    capped = rounded_metrics(partial(decoupled_ppo, behav_imp_weight_cap=1.5), oracle())
-    assert capped["masked/behav_imp_weight"] == 0.25
+    capped = rounded_metrics(preset("decoupled_ppo", importance_sampling_clip_max=1.5), oracle())
+    assert capped["masked/importance_sampling"] == 0.25
 
 
 @pytest.mark.parametrize(
     ("loss", "missing", "message"),
     [
-        (grpo_kl, "ref_logprobs", "loss.beta above 0 needs the logprobs of a reference"),
-        (partial(importance, teacher_tau=0.5), "teacher_logprobs", "loss.teacher_tau above 0"),
+        (preset("grpo_kl"), "ref_logprobs", "loss.beta above 0 needs the logprobs of a reference"),
+        (preset("importance", teacher_tau=0.5), "teacher_logprobs", "loss.teacher_tau above 0"),
     ],
 )
 def test_missing_reference_error_names_the_option(loss: Any, missing: str, message: str) -> None:
@@ -406,4 +493,4 @@ def test_missing_reference_error_names_the_option(loss: Any, missing: str, messa
 
 def test_grpo_kl_without_beta_needs_no_reference() -> None:
     tokens = replace(oracle(), ref_logprobs=None)
-    assert grpo_kl(tokens, beta=0)[0].item() == pytest.approx(-0.75)
+    assert preset("grpo_kl", beta=0.0)(tokens)[0].item() == pytest.approx(-0.75)

@@ -10,7 +10,7 @@ import torch
 from learners import groups_of, identical, learner_with_reference, tokens_of_step, weights
 from sample_data import tiny_learner, tiny_model
 
-from peralta_zmq.learning.losses import grpo_kl
+from peralta_zmq.learning.losses import preset
 from peralta_zmq.learning.reference_models import PolicyCopy, reference_logprobs
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.trainer.checkpoint import Checkpoint, newest, write_checkpoint
@@ -33,7 +33,7 @@ def test_reference_models_score_the_same_tokens() -> None:
 def test_policy_copy_restores_policy_weights_after_scoring() -> None:
     model, plain = tiny_model(), tiny_model()
     learner, base = learner_with_reference(model), weights(model)
-    zero = functools.partial(grpo_kl, beta=0.0)
+    zero = preset("grpo_kl", beta=0.0)
     without_reference = tiny_learner(plain, loss=zero)
     with_reference = tiny_learner(
         model, loss=zero, reference=PolicyCopy(dict(model.named_parameters()), Scorer(model))
