@@ -50,6 +50,10 @@ test-browser: setup  ## Tests of the dashboard in Debian's chromium-headless-she
 test-gpu: setup  ## Generation, training and publishing on a CUDA card
 	@$(BIN)/python -m pytest tests/test_gpu.py -m gpu -rs $(ARGS)
 
+test-trl: setup  ## Compare the losses with TRL's released code (installs TRL once)
+	@peers=$$($(BIN)/python -c 'from benchmarks.peers import environment as e; print(e.python())') && \
+	  $$peers -m pytest tests/learning/test_trl_losses.py -m trl -W ignore $(ARGS)
+
 picture: setup  ## Take the screenshot docs/dashboard.png during a run
 	@PERALTA_PICTURE=docs/dashboard.png $(BIN)/python -m pytest tests/browser/test_whole_run.py \
 	  -m browser -rs --timeout 240
@@ -127,4 +131,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-gpu test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model clean fresh torch package docs pacing picture structure
+.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-gpu test-trl test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model clean fresh torch package docs pacing picture structure
