@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from sample_data import VOCAB_SIZE, group_of
 from sockets import ANYWHERE, DEADLINE, eventually
 
 from peralta_zmq import wire
-from peralta_zmq.generator.trainer_connection import Sockets, TrainerConnection
+from peralta_zmq.generator.trainer_connection import Sockets, Throughput, TrainerConnection
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.wire import connection
@@ -129,3 +130,26 @@ def test_announced_lack_of_statuses_opens_the_status_connection_again(
     proxy.damage = None
     eventually(lambda: opened.exchange(timeout=0.01) and receiver.receive(timeout=0.05))
     assert statuses.connection.num_reconnects == 1
+
+
+def test_status_reports_the_shares_of_time_without_a_group_and_in_the_queue(
+    store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, stack: ExitStack
+) -> None:
+    receiver = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
+    statuses = stack.enter_context(closing(wire.GeneratorStatusSender(receiver.address)))
+    opened = connection_of(replace(sockets, statuses=statuses), store, subscriber)
+    eventually(lambda: opened.send_status() or receiver.receive(timeout=0.05))
+
+    def next_status() -> wire.GeneratorStatus:
+        opened.send_status()
+        (status,) = eventually(lambda: receiver.receive(timeout=0.05)).values()
+        return status
+
+    counts = {"num_tokens": 50_000, "idle_seconds": 2000.0, "queue_seconds": 3000.0}
+    opened.throughput = Throughput(**counts, started=time.monotonic() - 10_000)
+    status = next_status()
+    assert status.tokens_per_s == pytest.approx(5.0, rel=0.01)
+    assert status.blocked_frac == pytest.approx(0.5, rel=0.01)
+    assert status.queue_frac == pytest.approx(0.3, rel=0.01)
+    after = next_status()  # counts start again with each status
+    assert (after.tokens_per_s, after.blocked_frac, after.queue_frac) == (0, 0, 0)

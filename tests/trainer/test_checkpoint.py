@@ -10,10 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from damage import flip_bit, remove, truncate
+from trainer_sessions import states_of
 
 from peralta_zmq import atomic_files
 from peralta_zmq.errors import JournalError, OutageError
-from peralta_zmq.trainer.checkpoint import Checkpoint, newest, prune, write_checkpoint
+from peralta_zmq.trainer.checkpoint import (
+    CHECKPOINTS,
+    Checkpoint,
+    newest,
+    prune,
+    write_checkpoint,
+)
 
 LEDGER = {"ann/0011": 17}
 
@@ -112,3 +119,10 @@ def test_newest_and_every_nth_are_kept(
     saved(tmp_path, 5, 10, 20, 30)
     prune(tmp_path, keep_last, keep_interval)
     assert sorted(os.listdir(tmp_path)) == [f"step_{step:06d}" for step in kept]
+
+
+def test_trainer_keeps_the_checkpoints_that_the_settings_name(tmp_path: Path) -> None:
+    keep = ("--checkpoint.keep-last=1", "--checkpoint.keep-interval=2")
+    states_of(tmp_path, 5, "--checkpoint.interval=1", *keep)
+    kept = sorted(os.listdir(tmp_path / "demo" / CHECKPOINTS))
+    assert kept == ["step_000002", "step_000004", "step_000005"]

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 from sample_data import group_of
+from trainer_sessions import Session, groups_for
 
-from peralta_zmq import atomic_files, wire
+from peralta_zmq import atomic_files, models, wire
 from peralta_zmq.atomic_files import is_held
 from peralta_zmq.config import Config, load_config, write_resolved
 from peralta_zmq.errors import (
@@ -34,7 +35,7 @@ from peralta_zmq.errors import (
 )
 from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.learning.learner import StepResult
-from peralta_zmq.observe.metrics import EVENTS, LOCK, METRICS, read_rows
+from peralta_zmq.observe.metrics import EVENTS, LOCK, METRICS, SAMPLES, read_rows
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint, generator_registry
@@ -486,3 +487,27 @@ def test_unreadable_identity_does_not_start_a_new_run(settings: list[str], text:
     (config.run_folder / IDENTITY).write_text(text)
     with pytest.raises(JournalError, match=r"RUN\.json cannot be read .*put a copy back"):
         trainer.run(config)
+
+
+def test_samples_have_texts_rewards_and_advantages_of_a_group_of_the_step(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    session = Session(stack, tmp_path)
+    for _ in range(3):
+        session.advance()
+    tokenizer = models.load_tokenizer(models.EMBEDDED)
+    known = {}
+    for group in groups_for(session.trainer):
+        texts = tuple(tokenizer.decode(each.token_ids.tolist()) for each in group.rollouts)
+        known[texts] = group
+    rows = read_rows(tmp_path / "demo" / SAMPLES)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        group = known[tuple(row["texts"])]
+        prompt = group.rollouts[0].token_ids[:3].tolist()
+        assert row["prompt"] == tokenizer.decode(prompt)
+        assert (row["problem"], row["task"]) == (group.problem_id, group.task)
+        assert (row["generator"], row["policy_step"]) == (group.generator_id, group.policy_step)
+        assert tuple(row["rewards"]) == group.rewards
+        mean = sum(group.rewards) / 4
+        assert row["advantages"] == [reward - mean for reward in group.rewards]
