@@ -83,7 +83,6 @@ class Outcome:
     held_out: float  # greedy accuracy afterwards
     mismatch_kl: float  # mean over the steps
     loss_ms: float  # loss and gradient of NUM_TOKENS tokens, the fastest of REPEATS
-    seconds: float
 
 
 def main() -> None:
@@ -109,7 +108,6 @@ def main() -> None:
 
 def train(name: str, flags: Sequence[str], num_steps: int) -> Outcome:
     """Train with the default settings, changed by `flags`."""
-    started = time.monotonic()
     config = load_config("benchmarks.losses", [f"--train.max-steps={num_steps}", *flags])
     torch.manual_seed(config.run.seed)
     run = Run(config)
@@ -126,7 +124,6 @@ def train(name: str, flags: Sequence[str], num_steps: int) -> Outcome:
         held_out=run.accuracy(),
         mismatch_kl=fmean(row["mismatch_kl"] for row in rows),
         loss_ms=loss_milliseconds(build.make_loss(config)),
-        seconds=time.monotonic() - started,
     )
 
 
@@ -218,8 +215,8 @@ class Run:
 def table(outcomes: Sequence[Outcome]) -> str:
     """The outcomes as Markdown, with commit and date."""
     head = (
-        "| | reward, step 1 | reward, last 5 steps | held-out after | mismatch_kl | loss, ms "
-        "| seconds |\n|---|---|---|---|---|---|---|\n"
+        "| | reward, step 1 | reward, last 5 steps | held-out after | mismatch_kl | loss, ms |\n"
+        "|---|---|---|---|---|---|\n"
     )
     return head + "".join(f"{row_of(each)}\n" for each in outcomes) + f"\n{when()}\n"
 
@@ -228,7 +225,7 @@ def row_of(outcome: Outcome) -> str:
     """One line of the table."""
     return (
         f"| {outcome.name} | {outcome.first:.3f} | {outcome.last:.3f} | {outcome.held_out:.3f} "
-        f"| {outcome.mismatch_kl:.5f} | {outcome.loss_ms:.1f} | {outcome.seconds:.0f} |"
+        f"| {outcome.mismatch_kl:.5f} | {outcome.loss_ms:.1f} |"
     )
 
 

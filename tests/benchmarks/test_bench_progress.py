@@ -18,9 +18,7 @@ RESULT = endtoend.RunResult(
     bytes_per_update=1e6, memory=1e9, steps=20, reached=True, parts={"wait": 4.0, "rest": 6.0},
     kinds={},
 )  # fmt: skip
-OUTCOME = losses.Outcome(
-    "x", first=0.1, last=0.9, held_out=0.9, mismatch_kl=0.0, loss_ms=1.0, seconds=1.0
-)
+OUTCOME = losses.Outcome("x", first=0.1, last=0.9, held_out=0.9, mismatch_kl=0.0, loss_ms=1.0)
 
 
 @pytest.fixture
