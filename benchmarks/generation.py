@@ -45,6 +45,7 @@ from peralta_zmq.engines.hf import HfEngine
 from peralta_zmq.engines.native import NativeEngine, decoder, linears
 from peralta_zmq.engines.native.kernels import decode_layer, gemm
 from peralta_zmq.environments import calculator
+from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.rollout import Int32Array, Request, Sampling
 from peralta_zmq.weights.tensor_set import MappedTensors, check_finite
 from tools.base_model import new_model
@@ -205,7 +206,7 @@ class Setting:
             if len(times) == NUM_STEPS // 2:
                 if check:
                     check_finite(weights)
-                self.native.apply(weights, step=self.native.step + 1)
+                self.native.apply(WeightUpdate(self.native.step + 1, weights))
 
         self._decode(1, between_steps)
         steps = [after - before for before, after in pairwise(times)]

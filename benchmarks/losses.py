@@ -30,6 +30,7 @@ from peralta_zmq.environments import calculator
 from peralta_zmq.learning.composition import PRESETS
 from peralta_zmq.learning.losses import TokenLoss, Tokens
 from peralta_zmq.learning.losses import evaluate as evaluate_loss
+from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Problem, RolloutGroup, rollout_of
 
 NUM_STEPS, LAST = 40, 5
@@ -164,7 +165,9 @@ class Run:
         serving = models.load_model(
             models.EMBEDDED, device=device, dtype=models.choose_dtype(device)[0]
         )
-        self._engine = NativeEngine.open_live(serving, self._tokenizer, slots=64, max_model_len=256)
+        self._engine = NativeEngine.open_live(
+            serving, self._tokenizer, EngineSettings(slots=64, max_model_len=256)
+        )
         problems = list(calculator.problems("train", config.run.seed))
         random.Random(config.run.seed).shuffle(problems)
         self._problems: Iterator[Problem] = cycle(problems)
@@ -207,9 +210,8 @@ class Run:
         """Apply the policy's weights to the engine, in the engine's dtype."""
         weights = models.weights_of(self._model)
         dtype = models.choose_dtype(torch.device("cpu"))[0]
-        self._engine.apply(
-            {name: each.to(dtype) for name, each in weights.items()}, step=self._learner.step
-        )
+        weights = {name: each.to(dtype) for name, each in weights.items()}
+        self._engine.apply(WeightUpdate(self._learner.step, weights))
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

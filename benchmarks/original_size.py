@@ -30,6 +30,7 @@ from benchmarks.harness import REPO, Claim, progress_of, seconds
 from benchmarks.training import LENGTHS, NUM_PROMPT, Setting
 from peralta_zmq import models, wire
 from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
@@ -134,7 +135,7 @@ def ours_train(shape: dict[str, Any]) -> Seconds:
             replica.advance(store, version)
             weights = replica.tensors()
             check_finite(weights)
-            engine.apply(weights, step=1)
+            engine.apply(WeightUpdate(1, weights))
 
         return {"train": step, "publish": publishing, "reload": seconds(reload)}
 

@@ -23,7 +23,7 @@ from peralta_zmq import models, registry
 from peralta_zmq.config import Config
 from peralta_zmq.config.schema import host_and_port
 from peralta_zmq.config.training_sections import AdvantageSection, CustomFilter, LossSection
-from peralta_zmq.engines.requests import LoraEngine
+from peralta_zmq.engines.choice import live_engine
 from peralta_zmq.environments.dataset import (
     Environments,
     RewardSource,
@@ -46,6 +46,7 @@ from peralta_zmq.learning.user_functions import FunctionKind, checked_function
 from peralta_zmq.models import lora
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.observe.terminal import track
+from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Problem, Sampling, TemperatureSchedule
 from peralta_zmq.weights.subscriber import PendingWeights
 from peralta_zmq.weights.version import Version
@@ -291,23 +292,35 @@ def make_engine(
 
     Raises ConfigError for adapters of a model other than `model.name`, and for untrusted code.
     """
-    device = models.choose_device(config.model.device)
-    dtype, reason = models.choose_dtype(device, config.model.dtype)
-    logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
+    version, update = weights.version, weight_update(weights)
+    folder = base_folder(config, version) if update.is_adapter else weights.folder
+    trust = config.model.trust_remote_code
+    tokenizer = models.load_tokenizer(folder, trust_remote_code=trust)
+    factory = registry.resolve("engine", config.engine.name)
+    engine = factory.open(folder, engine_settings(config), step=version.step)
+    if update.is_adapter:
+        engine.apply(update)
+    return engine, tokenizer
+
+
+def make_live_engine(
+    config: Config, model: models.Model, tokenizer: models.Tokenizer
+) -> registry.Engine:
+    """The engine for evaluations of the trainer's model, without a copy of its weights."""
+    return live_engine(config.engine.name).open_live(model, tokenizer, engine_settings(config))
+
+
+def engine_settings(config: Config) -> EngineSettings:
+    """The settings with which an engine is opened."""
+    model = config.model.model_dump(include={"device", "dtype", "trust_remote_code"})
+    return EngineSettings(**model, **config.engine.model_dump(exclude={"name"}))
+
+
+def weight_update(weights: PendingWeights) -> WeightUpdate:
+    """A weight version as an engine applies it."""
     version = weights.version
     is_adapter = version.field("adapts") is not None  # digest of the adapters' base weights
-    folder = base_folder(config, version) if is_adapter else weights.folder
-    trust = {"trust_remote_code": config.model.trust_remote_code}
-    tokenizer = models.load_tokenizer(folder, **trust)  # first, because it refuses untrusted code
-    options = {**config.engine.model_dump(exclude={"name"}), **trust}
-    engine = registry.resolve("engine", config.engine.name).open(
-        folder, device=device, dtype=dtype, step=version.step, **options
-    )
-    if is_adapter:
-        base = models.load_model(folder, device=device, dtype=dtype, **trust)
-        engine = LoraEngine(engine, models.weights_of(base))
-        engine.apply(weights.tensors, step=version.step, folder=weights.folder)
-    return engine, tokenizer
+    return WeightUpdate(version.step, weights.tensors, weights.folder, is_adapter=is_adapter)
 
 
 def base_folder(config: Config, version: Version) -> Path:

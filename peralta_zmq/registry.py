@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, overload
@@ -80,7 +81,7 @@ NUM_ARGUMENTS: dict[Kind, int] = {"loss": 1, "advantage": 2, "filter": 1}
 # Attributes that the module of a task, or the class of an engine, must have.
 REQUIRED_FUNCTIONS: dict[Kind, tuple[str, ...]] = {
     "task": ("problems", "reward"),
-    "engine": ("open", "open_live"),
+    "engine": ("open",),
 }
 
 
@@ -107,6 +108,30 @@ class Task(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Settings with which an engine is opened, from the sections [model] and [engine]."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    slots: int = 32  # completions that are sampled concurrently
+    max_model_len: int = 512  # maximum of prompt and completion together, in tokens
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """The weights of one policy step, for `Engine.apply`.
+
+    An adapter is added to the weights that the engine was opened with. All values are finite.
+    """
+
+    step: int  # policy step
+    tensors: Mapping[str, Any]  # torch tensors by name, valid during `apply` only
+    folder: Path | None = None  # of the version's files; None if the weights are in memory only
+    is_adapter: bool = False  # the tensors are those of a LoRA adapter (models/lora.py)
+
+
 class Engine(Protocol):
     """Samples completions with weights that can be replaced at any time.
 
@@ -127,19 +152,19 @@ class Engine(Protocol):
         when a slot is free; the value None means that no request is ready yet, and the engine
         continues with the requests in flight. The engine calls `between_steps` between decode
         steps; this function may call `apply` or `cancel`. Each token is sampled with the parameters
-        `sampling.at(self.step)`, which can change within a completion when the weights do.
+        `sampling.at(self.step)`, which can change within a completion when the weights do. Raises
+        ConfigError for a request longer than `max_model_len`, and EngineError for logits that are
+        not finite; both drop the completions in flight.
         """
         ...
 
-    def apply(self, weights: Mapping[str, Any], *, step: int, folder: Path | None = None) -> None:
-        """Replace the weights in place by the weights of policy step `step`.
+    def apply(self, update: WeightUpdate) -> None:
+        """Replace the weights in place.
 
         Called between two decode steps, also with completions in flight: their next tokens are
         sampled with the new weights. (HfEngine decodes whole batches: there it is called between
-        two batches.) `weights` has all tensors by name; all values are finite, and the tensors are
-        valid during the call only. `folder` has the files of the published weights; None if the
-        weights exist in memory only. Raises ValueError, and changes nothing, if the tensors do not
-        fit the model.
+        two batches.) The engine uses the tensors or the files, as it needs. Raises ValueError, and
+        changes nothing, if the tensors do not fit the model.
         """
         ...
 
@@ -149,32 +174,22 @@ class Engine(Protocol):
 
 
 class EngineFactory(Protocol):
-    """The class of an engine; opens engines for up to `slots` concurrent sequences.
+    """The class of an engine."""
 
-    `max_model_len` is the maximum number of tokens of prompt and completion together.
-    """
-
-    def open(
-        self,
-        folder: Path,
-        *,
-        device: Any,
-        dtype: Any,
-        step: int,
-        trust_remote_code: bool = ...,
-        slots: int = ...,
-        max_model_len: int = ...,
-    ) -> Engine:
+    def open(self, folder: Path, settings: EngineSettings, *, step: int = ...) -> Engine:
         """An engine that loads the weights of policy step `step` from `folder`.
 
-        `folder` has weights, config and tokenizer as transformers' `from_pretrained` reads them;
-        `device`, `dtype` and `trust_remote_code` are options of that method.
+        `folder` has weights, config and tokenizer as transformers' `from_pretrained` reads them.
+        Raises StoreError if they cannot be loaded, and ConfigError for settings that this engine or
+        this machine cannot use.
         """
         ...
 
-    def open_live(
-        self, model: Any, tokenizer: Any, *, slots: int = ..., max_model_len: int = ...
-    ) -> Engine:
+
+class LiveEngineFactory(EngineFactory, Protocol):
+    """The class of an engine that can also sample from a torch model in memory."""
+
+    def open_live(self, model: Any, tokenizer: Any, settings: EngineSettings) -> Engine:
         """An engine that samples with the weights of a torch model without copying them.
 
         For evaluation, the trainer opens this engine on the model that it trains: the weights

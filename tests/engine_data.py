@@ -10,6 +10,7 @@ import torch
 from sample_data import tiny_model, token_logprobs
 
 from peralta_zmq import models
+from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.rollout import Completion, Request, Sampling
 
 END = 2
@@ -68,6 +69,29 @@ def plain_greedy(model: Any, prompt: Sequence[int], length: int) -> list[int]:
     )[0, len(prompt) :].tolist()  # fmt: skip
 
 
+def switched_greedy(
+    prompt: Sequence[int], seeds: Sequence[int], **settings: Any
+) -> tuple[list[int], list[float]]:
+    """Greedy tokens and logprobs of transformers, with the weights of seed `seeds[t]` for token t.
+
+    Keys and values of earlier tokens are kept. Ends with the end token.
+    """
+    model, cache, inputs = sharp_model(**settings), None, torch.tensor([prompt])
+    out: list[int] = []
+    scores: list[float] = []
+    while len(out) < len(seeds) and (not out or out[-1] != END):
+        models.apply_weights(
+            model, models.weights_of(sharp_model(seed=seeds[len(out)], **settings))
+        )
+        with torch.no_grad():
+            output = model(input_ids=inputs, past_key_values=cache, use_cache=True)
+        cache, logprobs = output.past_key_values, output.logits[0, -1].log_softmax(-1)
+        out.append(int(logprobs.argmax()))
+        scores.append(float(logprobs.max()))
+        inputs = torch.tensor([[out[-1]]])
+    return out, scores
+
+
 def scored(model: Any, completion: Completion, temperature: torch.Tensor | float) -> list[float]:
     """The trainer's logprobs of the generated tokens."""
     row = torch.from_numpy(np.concatenate([completion.prompt_ids, completion.token_ids])).long()
@@ -85,7 +109,8 @@ def across_weights(
     def between_steps() -> None:
         steps.append(1)
         if len(steps) % 30 == 0:
-            engine.apply(models.weights_of(newer_model(len(steps))), step=engine.step + 1)
+            weights = models.weights_of(newer_model(len(steps)))
+            engine.apply(WeightUpdate(engine.step + 1, weights))
 
     batch = [
         Request(number, np.array([*range(10, 30), 40 + number // 2], np.int32), 5 + number * 3)

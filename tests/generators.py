@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from peralta_zmq.generator.loop import Generator
 from peralta_zmq.generator.pacing import outbox_limit
 from peralta_zmq.generator.trainer_connection import Sockets, TrainerConnection
 from peralta_zmq.generator.weight_sync import ServedWeights, apply_newest
+from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.rollout import Problem
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
@@ -31,11 +30,11 @@ class FakeEngine:
         self.step = 0
         self.weights: dict[str, torch.Tensor] = {}
 
-    def apply(self, weights: Mapping[str, torch.Tensor], *, step: int, folder: Path | None) -> None:
-        if step == BAD_STEP:
+    def apply(self, update: WeightUpdate) -> None:
+        if update.step == BAD_STEP:
             raise ValueError("wrong model")
-        self.weights = {name: tensor.clone() for name, tensor in weights.items()}
-        self.step = step
+        self.weights = {name: tensor.clone() for name, tensor in update.tensors.items()}
+        self.step = update.step
 
 
 def publish(store: WeightStore, step: int, value: float, *, lineage: int = 0) -> Version:

@@ -15,6 +15,7 @@ from peralta_zmq import build, models, registry
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.rollout import Problem, Request, Rollout, Sampling, TemperatureSchedule, rollout_of
 
 SCHEDULED = ("--sampling.temp-scheduler=linear", "--sampling.temp-start=1.2",
@@ -64,7 +65,7 @@ def test_engine_logprobs_equal_trainer_logprobs_across_weight_changes(
     def next_step() -> None:
         calls.append(1)
         if len(calls) in (2, 5):
-            engine.apply(models.weights_of(model), step=engine.step + 2)
+            engine.apply(WeightUpdate(engine.step + 2, models.weights_of(model)))
 
     prompt = np.array([5, 9, 33], np.int32)
     sampling = dataclasses.replace(build.make_sampling(config, seed=1), min_tokens=9)

@@ -1,8 +1,11 @@
 """Engines, which sample completions of prompts (protocol registry.Engine).
 
-requests  shared code: problems to requests, tokens to completions, LoRA adapters
-native    decode loop with its own KV cache and C kernels
-hf        transformers' `generate`
+requests      problems to completions, with any engine
+choice        which engine runs
+rows          what the engines share: completions in progress, their ends, their policy steps
+loading       opening a folder as a torch model; adapters
+native        decode loop with its own KV cache and C kernels
+hf            transformers' `generate`
 """
 
 from peralta_zmq.engines.requests import evaluate, generate_groups

@@ -11,7 +11,7 @@ longest completion, V vocabulary.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,8 +27,10 @@ from transformers import (
 )
 
 from peralta_zmq import models
-from peralta_zmq.engines.requests import completion_of, end_token_ids, has_stop, read_requests
+from peralta_zmq.engines.loading import AdapterMerger, open_model
+from peralta_zmq.engines.rows import completion_of, end_token_ids, has_stop, read_requests
 from peralta_zmq.errors import EngineError
+from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Completion, Request, Sampling
 
 
@@ -47,12 +49,13 @@ class HfEngine:
         step: int = 0,
         slots: int = 32,
         max_model_len: int = 512,
+        merger: AdapterMerger | None = None,
     ) -> None:
         self.step = step
-        self._model, self._tokenizer = model, tokenizer
+        self._model, self._tokenizer, self._merger = model, tokenizer, merger
         self._slots = slots
         self._capacity = min(max_model_len, model.config.max_position_embeddings)
-        self._end_ids = end_token_ids(model, tokenizer)
+        self._end_ids = end_token_ids(model.generation_config, tokenizer)
         self._cancelled = False
         pad_ids = (tokenizer.pad_token_id, *self._end_ids, 0)
         self._pad_id = cast(int, next(token for token in pad_ids if token is not None))
@@ -60,37 +63,27 @@ class HfEngine:
         model.generation_config = GenerationConfig()
 
     @classmethod
-    def open(
-        cls,
-        folder: Path,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        trust_remote_code: bool = False,
-        **options: Any,
-    ) -> HfEngine:
-        """Open the model and tokenizer in `folder`; options as for the constructor."""
-        trust = {"trust_remote_code": trust_remote_code}
-        model = models.load_model(folder, device=device, dtype=dtype, **trust)
-        return cls(model, models.load_tokenizer(folder, **trust), **options)
+    def open(cls, folder: Path, settings: EngineSettings, *, step: int = 0) -> HfEngine:
+        """Open the model and tokenizer in `folder`."""
+        model, tokenizer, merger = open_model(folder, settings)
+        size = {"slots": settings.slots, "max_model_len": settings.max_model_len}
+        return cls(model, tokenizer, step=step, merger=merger, **size)
 
     @classmethod
     def open_live(
-        cls, model: models.Model, tokenizer: models.Tokenizer, **options: Any
+        cls, model: models.Model, tokenizer: models.Tokenizer, settings: EngineSettings
     ) -> HfEngine:
         """Open a model that a trainer updates; `generate` uses the current weights."""
-        return cls(model, tokenizer, **options)
+        return cls(model, tokenizer, slots=settings.slots, max_model_len=settings.max_model_len)
 
-    def apply(
-        self, weights: Mapping[str, torch.Tensor], *, step: int, folder: Path | None = None
-    ) -> None:
-        """Sample from `weights` from the next batch on.
+    def apply(self, update: WeightUpdate) -> None:
+        """Sample from the new weights from the next batch on.
 
-        `folder`, which has the files of the weights, is not used. Raises ValueError, with nothing
-        changed, if the weights belong to another model.
+        Raises ValueError, with nothing changed, if the weights belong to another model.
         """
+        weights = update.tensors if self._merger is None else self._merger.weights_of(update)
         models.apply_weights(self._model, weights)
-        self.step = step
+        self.step = update.step
 
     def cancel(self) -> None:
         """End `generate` after the current batch."""

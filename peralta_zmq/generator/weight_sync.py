@@ -114,7 +114,7 @@ def apply_newest(
         # "adapts" is the hash of the base model of a LoRA adapter; None for full weights.
         if pending.version.field("adapts") != current.field("adapts"):
             raise ValueError("the version has another base model than the version in use")
-        engine.apply(pending.tensors, step=pending.version.step, folder=pending.folder)
+        engine.apply(build.weight_update(pending))
     except ValueError as error:
         subscriber.reject(pending.version)
         logger.warning("refused version=%d reason=%s", pending.version.number, error)

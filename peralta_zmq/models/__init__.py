@@ -24,6 +24,7 @@ from peralta_zmq.models.loading import (
     Tokenizer,
     apply_weights,
     chat_prompt,
+    check_code,
     check_weights,
     companion_files,
     load_model,

@@ -74,7 +74,7 @@ def load_model(
     Raises ConfigError if transformers cannot load the model, if tensors are missing, or if the
     folder has custom Python code and `trust_remote_code` is False.
     """
-    _check_code(folder, trust_remote_code)
+    check_code(folder, trust_remote_code=trust_remote_code)
     with _loading_errors(f"model folder {folder} cannot be loaded"):
         model, report = cast(Any, AutoModelForCausalLM).from_pretrained(
             folder, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
@@ -130,12 +130,12 @@ def load_teacher(
 
 def _load_any_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
     """Load a tokenizer, with or without chat template."""
-    _check_code(folder, trust_remote_code)
+    check_code(folder, trust_remote_code=trust_remote_code)
     with _loading_errors(f"model folder {folder} has no usable tokenizer"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
-def _check_code(folder: Path, trust_remote_code: bool) -> None:
+def check_code(folder: Path, *, trust_remote_code: bool) -> None:
     """Raise ConfigError if the folder has custom code that is not trusted.
 
     Needed because transformers raises no error for custom code if transformers itself has a class

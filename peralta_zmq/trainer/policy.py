@@ -69,9 +69,7 @@ def open_policy(config: Config, problems: Sequence[Problem], ranks: Ranks) -> Po
     learner: PolicyLearner = build.make_learner(config, model, ranks)
     if isinstance(ranks, DistributedRanks):
         learner = LeadingLearner(learner, ranks, model)
-    engine = registry.resolve("engine", config.engine.name).open_live(
-        model, tokenizer, slots=config.engine.slots, max_model_len=config.engine.max_model_len
-    )
+    engine = build.make_live_engine(config, model, tokenizer)
     worker_info = models.worker_info(model.device, dtype)
     return Policy(
         folder, model, tokenizer, companions, manifest_fields, learner, engine, worker_info

@@ -11,6 +11,7 @@ from engine_data import GREEDY, plain_greedy, requests, sampled, scored, sharp_m
 
 from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
+from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.rollout import Message, Request, Sampling
 
 PROMPTS = [[5, 9, 33], [7], [40, 41, 42, 43, 44, 45, 46]]
@@ -54,7 +55,7 @@ def test_finish_reason_at_the_token_limit(model: Any, tokenizer: Any) -> None:
 def test_apply_takes_effect_at_the_next_generate(model: Any, tokenizer: Any) -> None:
     engine, other = HfEngine(model, tokenizer, step=3), sharp_model(seed=8)
     before = sampled(engine, GREEDY)
-    engine.apply(models.weights_of(other), step=9)
+    engine.apply(WeightUpdate(9, models.weights_of(other)))
     after = sampled(engine, GREEDY)
     assert tokens(after) != tokens(before)
     assert set(before[0].policy_steps.tolist()) == {3}
@@ -85,5 +86,5 @@ def test_apply_between_two_completions_keeps_their_step(model: Any, tokenizer: A
     batch = [Request(0, prompt), Request(1, prompt)]
     completions = engine.generate(batch, Sampling(max_completion_length=2))
     next(completions)
-    engine.apply(models.weights_of(sharp_model(seed=8)), step=9)
+    engine.apply(WeightUpdate(9, models.weights_of(sharp_model(seed=8))))
     assert set(next(completions).policy_steps.tolist()) == {3}

@@ -17,6 +17,7 @@ from peralta_zmq import atomic_files, models, wire
 from peralta_zmq.config import load_config
 from peralta_zmq.errors import StoreError
 from peralta_zmq.generator.weight_sync import apply_newest, open_engine, open_subscriber
+from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.version import WEIGHTS_FILE
@@ -28,9 +29,9 @@ class ModelEngine:
     def __init__(self, model: Any) -> None:
         self.step, self.model = 0, model
 
-    def apply(self, weights: Mapping[str, torch.Tensor], *, step: int, folder: Path | None) -> None:
-        models.apply_weights(self.model, weights)
-        self.step = step
+    def apply(self, update: WeightUpdate) -> None:
+        models.apply_weights(self.model, update.tensors)
+        self.step = update.step
 
 
 def has_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> bool:

@@ -18,13 +18,15 @@ from generators import apply_until
 from real_programs import ran
 from sample_data import group_of, token_logprobs
 
-from peralta_zmq import build, models, registry
+from peralta_zmq import build, models
 from peralta_zmq.build import make_engine
 from peralta_zmq.config import Config, load_config
+from peralta_zmq.engines.choice import live_engine
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.generator.weight_sync import apply_newest
 from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import read_rows
+from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Request, RolloutGroup, Sampling, rollout_of
 from peralta_zmq.trainer import policy
 from peralta_zmq.trainer.loop import Trainer
@@ -145,7 +147,7 @@ def test_generator_merges_versions_and_matches_trainer(
 def test_engine_over_live_model_uses_its_adapters(engine: str) -> None:
     config, model = trained()
     tokenizer = models.load_tokenizer(models.EMBEDDED)
-    live = registry.resolve("engine", engine).open_live(model, tokenizer, slots=4)
+    live = live_engine(engine).open_live(model, tokenizer, EngineSettings(slots=4))
     before = sampled(live)
     build.make_learner(config, model).learn(some_groups(1))
     ratios = ratios_of(config, model, group := sampled(live))
@@ -163,7 +165,7 @@ def test_merged_version_leaves_no_trace_in_the_next(
     published(config, model, store, 1)
     version = apply_until(sampler, subscriber, version, 1)
     assert not np.array_equal(sampled(sampler).rollouts[0].logprobs, before.rollouts[0].logprobs)
-    sampler.apply(first, step=2)
+    sampler.apply(WeightUpdate(2, first, is_adapter=True))
     again = sampled(sampler)
     for one, other in zip(before.rollouts, again.rollouts, strict=True):
         assert np.array_equal(one.token_ids, other.token_ids)
@@ -225,7 +227,7 @@ def test_adapter_of_wrong_shape_changes_nothing(
     else:
         weights[last] = torch.ones(3, 4)
     with pytest.raises(ValueError):
-        sampler.apply(weights, step=1)
+        sampler.apply(WeightUpdate(1, weights, is_adapter=True))
     assert sampler.step == 0
     assert np.array_equal(sampled(sampler).rollouts[0].logprobs, before.rollouts[0].logprobs)
 

@@ -10,7 +10,7 @@ weights had when they sampled the token.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,13 +20,15 @@ from torch import Tensor
 
 from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
+from peralta_zmq.engines.loading import AdapterMerger, open_model
 from peralta_zmq.engines.native.cache import EMPTY_SPAN, check_memory
 from peralta_zmq.engines.native.decoder import FAMILIES, Decoder
 from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS, PrefixCache
 from peralta_zmq.engines.native.sampler import sample
-from peralta_zmq.engines.requests import completion_of, end_token_ids, has_stop, read_requests
+from peralta_zmq.engines.rows import Rows, end_token_ids, read_requests
 from peralta_zmq.errors import EngineError
-from peralta_zmq.rollout import Completion, Request, Sampling
+from peralta_zmq.registry import EngineSettings, WeightUpdate
+from peralta_zmq.rollout import BoolArray, Completion, Request, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +52,13 @@ class NativeEngine:
         slots: int = 32,
         max_model_len: int = 512,
         live: bool = False,
+        merger: AdapterMerger | None = None,
     ) -> None:
         self.step = step
-        self._model, self._tokenizer, self._live = model, tokenizer, live
+        self._model, self._tokenizer, self._live, self._merger = model, tokenizer, live, merger
         self._slots = slots
         self._capacity = min(max_model_len, model.config.max_position_embeddings)
-        self._end_ids = end_token_ids(model, tokenizer)
+        self._end_ids = end_token_ids(model.generation_config, tokenizer)
         self._cancelled = False
         self._loop: DecodeLoop | None = None  # of the running `generate`
         # One extra row for the shared part of the KV cache, which has at most the size of a row.
@@ -64,44 +67,35 @@ class NativeEngine:
 
     @classmethod
     def open(
-        cls,
-        folder: Path,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        trust_remote_code: bool = False,
-        **options: Any,
+        cls, folder: Path, settings: EngineSettings, *, step: int = 0
     ) -> NativeEngine | HfEngine:
-        """Open the model and tokenizer in `folder`; options as for the constructor.
+        """Open the model and tokenizer in `folder`.
 
         Returns an HfEngine for an architecture that the native decoder does not support.
         """
-        trust = {"trust_remote_code": trust_remote_code}
-        model = models.load_model(folder, device=device, dtype=dtype, **trust)
-        return _engine_for(model, models.load_tokenizer(folder, **trust), **options)
+        model, tokenizer, merger = open_model(folder, settings)
+        return _engine_for(model, tokenizer, settings, step=step, merger=merger)
 
     @classmethod
     def open_live(
-        cls, model: models.Model, tokenizer: models.Tokenizer, **options: Any
+        cls, model: models.Model, tokenizer: models.Tokenizer, settings: EngineSettings
     ) -> NativeEngine | HfEngine:
         """Open a model that a trainer updates, without a second copy of its weights."""
-        return _engine_for(model, tokenizer, live=True, **options)
+        return _engine_for(model, tokenizer, settings, live=True)
 
-    def apply(
-        self, weights: Mapping[str, Tensor], *, step: int, folder: Path | None = None
-    ) -> None:
-        """Sample from `weights` from the next token on.
+    def apply(self, update: WeightUpdate) -> None:
+        """Sample from the new weights from the next token on.
 
-        `folder`, which has the files of the weights, is not used. Raises ValueError, with nothing
-        changed, if the weights belong to another model.
+        Raises ValueError, with nothing changed, if the weights belong to another model.
         """
+        weights = update.tensors if self._merger is None else self._merger.weights_of(update)
         if self._decoder is None:
             models.apply_weights(self._model, weights)
         else:
             self._decoder.weights.apply(weights)
         if self._loop is not None:
             self._loop.prefix_cache.invalidate()
-        self.step = step
+        self.step = update.step
 
     def cancel(self) -> None:
         """End `generate` after the current decode step; completions in flight are dropped."""
@@ -149,9 +143,15 @@ class NativeEngine:
 
 
 def _engine_for(
-    model: models.Model, tokenizer: models.Tokenizer, *, live: bool = False, **options: Any
+    model: models.Model,
+    tokenizer: models.Tokenizer,
+    settings: EngineSettings,
+    *,
+    live: bool = False,
+    **options: Any,
 ) -> NativeEngine | HfEngine:
     """A NativeEngine; an HfEngine if the decoder does not support the model."""
+    options |= {"slots": settings.slots, "max_model_len": settings.max_model_len}
     family = cast(Any, model.config).model_type
     if family in FAMILIES:
         return NativeEngine(model, tokenizer, live=live, **options)
@@ -170,9 +170,8 @@ class DecodeLoop:
         end_ids: Sequence[int],
         slots: int,
     ) -> None:
-        self._decoder, self._tokenizer, self._sampling = decoder, tokenizer, sampling
-        self._end_ids = np.array(end_ids, np.int64)
-        self.rows = Rows(slots, sampling)
+        self._decoder, self._sampling = decoder, sampling
+        self.rows = Rows(slots, tokenizer, sampling, end_ids)
         self.prefix_cache = PrefixCache(decoder, first_row=slots)
 
     @torch.inference_mode()
@@ -200,8 +199,8 @@ class DecodeLoop:
 
     def pop_ended(self) -> Iterator[Completion]:
         """Yield the completions that have ended, and free their rows."""
-        for row in self._ended_rows():
-            completion = self._completion(row)
+        for row in self.rows.ended():
+            completion = self.rows.completion(row)
             last = self.rows.remove(row)
             if last != row:  # `remove` has moved row `last` to `row`
                 self._decoder.cache.copy(last, row, self.rows.length(row))
@@ -215,138 +214,16 @@ class DecodeLoop:
             logits,
             self._sampling.at(step),
             torch.from_numpy(self.rows.next_uniforms(rows)).to(logits.device),
-            seen=self._seen_tokens(rows, logits),
-            banned=self._banned_tokens(rows, logits),
+            seen=_on_device(self.rows.seen_tokens(rows, logits.shape[-1]), logits.device),
+            banned=_on_device(self.rows.banned_tokens(rows, logits.shape[-1]), logits.device),
             library=self._decoder.library,
         )
-        logprob_values = logprobs.cpu().numpy()
-        is_finite = np.isfinite(logprob_values)
-        if not is_finite.all():
-            self._decoder.cache.clear()
-            raise EngineError(
-                f"the weights of step {step} give logits that are not finite in "
-                f"{int((~is_finite).sum())} of {len(rows)} completions"
-            )
-        self.rows.append(rows, tokens.cpu().numpy(), logprob_values, step=step)
-
-    def _seen_tokens(self, rows: np.ndarray, logits: Tensor) -> Tensor | None:
-        """[n, V], True: the repetition penalty applies; None if the penalty is off."""
-        if self._sampling.repetition_penalty == 1:
-            return None
-        seen = np.zeros(logits.shape, np.bool_)
-        for index, row in enumerate(rows):
-            seen[index, self.rows.requests[row].prompt_ids] = True
-            seen[index, self.rows.tokens[row, : self.rows.num_tokens[row]]] = True
-        return torch.from_numpy(seen).to(logits.device)
-
-    def _banned_tokens(self, rows: np.ndarray, logits: Tensor) -> Tensor | None:
-        """[n, V], True for end tokens in rows below min_tokens; None without such rows."""
-        is_short = self.rows.num_tokens[rows] < self._sampling.min_tokens
-        if not is_short.any():
-            return None
-        banned = np.zeros(logits.shape, np.bool_)
-        banned[np.ix_(is_short, self._end_ids)] = True
-        return torch.from_numpy(banned).to(logits.device)
-
-    def _ended_rows(self) -> list[int]:
-        """Rows whose completion has ended, in descending order.
-
-        `Rows.remove` moves the last row into the place of the removed row. The descending order
-        ensures that the moved row is still running.
-        """
-        tokens, _ = self.rows.newest()
-        ended = (tokens[:, None] == self._end_ids).any(1)
-        ended |= (self.rows.num_tokens == self.rows.limits)[: self.rows.count]
-        if self._sampling.stop:
-            stopped = map(self._has_stopped, range(self.rows.count))
-            ended |= np.fromiter(stopped, np.bool_)  # np.array([]) would be of another dtype
-        return np.flatnonzero(ended)[::-1].tolist()
-
-    def _has_stopped(self, row: int) -> bool:
-        """Whether a row has at least min_tokens tokens and contains a stop string."""
-        length = int(self.rows.num_tokens[row])
-        if length < self._sampling.min_tokens:
-            return False
-        token_ids = self.rows.tokens[row, :length].tolist()
-        return has_stop(self._tokenizer, token_ids, self._sampling.stop)
-
-    def _completion(self, row: int) -> Completion:
-        """The completion of a row that has ended."""
-        length = self.rows.num_tokens[row]
-        return completion_of(
-            self._tokenizer,
-            self.rows.requests[row],
-            self._sampling,
-            token_ids=self.rows.tokens[row, :length],
-            logprobs=self.rows.logprobs[row, :length],
-            policy_steps=self.rows.steps[row, :length],
-            ended=bool((self.rows.tokens[row, length - 1] == self._end_ids).any()),
-        )
+        try:
+            self.rows.append(rows, tokens.cpu().numpy(), logprobs.cpu().numpy(), step=step)
+        except EngineError:
+            self._decoder.cache.clear()  # of keys and values that are not finite
+            raise
 
 
-class Rows:
-    """The completions in progress as arrays with one entry per row.
-
-    The first `count` rows are running, the remaining rows are free.
-    """
-
-    def __init__(self, num_rows: int, sampling: Sampling) -> None:
-        shape = (num_rows, sampling.max_completion_length)
-        self._seed, self._max_length = sampling.seed, sampling.max_completion_length
-        self.count = 0
-        self.requests: list[Request] = []
-        self.tokens = np.zeros(shape, np.int64)  # generated tokens
-        self.logprobs = np.zeros(shape, np.float32)
-        self.steps = np.zeros(shape, np.int32)  # policy step of each token
-        self.num_tokens = np.zeros(num_rows, np.int64)  # number of tokens generated so far
-        self.num_prompt = np.zeros(num_rows, np.int64)  # length of the prompt
-        self.limits = np.zeros(num_rows, np.int64)  # maximum of num_tokens
-        self._uniforms = np.zeros(shape, np.float32)  # random numbers for sampling, one per token
-
-    def start(self, request: Request) -> int:
-        """Put `request` into the next free row; returns the row.
-
-        The random numbers of a completion depend only on the seed and the index of its request.
-        """
-        row, self.count = self.count, self.count + 1
-        self.requests.append(request)
-        self.num_tokens[row], self.num_prompt[row] = 0, len(request.prompt_ids)
-        limit = request.max_completion_length
-        self.limits[row] = self._max_length if limit is None else min(limit, self._max_length)
-        generator = np.random.Generator(np.random.Philox(key=[self._seed, request.index]))
-        self._uniforms[row] = generator.random(self._max_length, dtype=np.float32)
-        return row
-
-    def next_uniforms(self, rows: np.ndarray) -> np.ndarray:
-        """A random number in [0, 1) for the next token of each of `rows`."""
-        return self._uniforms[rows, self.num_tokens[rows]]
-
-    def append(
-        self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, *, step: int
-    ) -> None:
-        """Add one token to each of `rows`, sampled by the weights of policy step `step`."""
-        columns = self.num_tokens[rows]
-        self.tokens[rows, columns] = tokens
-        self.logprobs[rows, columns] = logprobs
-        self.steps[rows, columns] = step
-        self.num_tokens[rows] = columns + 1
-
-    def newest(self) -> tuple[np.ndarray, np.ndarray]:
-        """The newest token of each running row and its position, [count] each."""
-        last = self.num_tokens[: self.count] - 1
-        return self.tokens[np.arange(self.count), last], self.num_prompt[: self.count] + last
-
-    def remove(self, row: int) -> int:
-        """Remove `row`, move the last running row there, return that row's old index."""
-        self.count -= 1
-        last = self.count
-        tables = self.tokens, self.logprobs, self.steps, self._uniforms
-        for array in (*tables, self.num_tokens, self.num_prompt, self.limits):
-            array[row] = array[last]
-        self.requests[row] = self.requests[last]
-        self.requests.pop()
-        return last
-
-    def length(self, row: int) -> int:
-        """Number of tokens of prompt and completion."""
-        return int(self.num_prompt[row] + self.num_tokens[row])
+def _on_device(mask: BoolArray | None, device: torch.device) -> Tensor | None:
+    return None if mask is None else torch.from_numpy(mask).to(device)

@@ -25,9 +25,10 @@ from engine_data import (
     sampled,
     scored,
     sharp_model,
+    switched_greedy,
     tokens,
 )  # fmt: skip
-from sample_data import TINY, resident_bytes, tiny_model
+from sample_data import tiny_model
 
 from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
@@ -36,17 +37,11 @@ from peralta_zmq.engines.native.cache import KVCache
 from peralta_zmq.engines.native.kernels import gemm
 from peralta_zmq.engines.native.linears import PackedLinear
 from peralta_zmq.errors import ConfigError, EngineError
-from peralta_zmq.rollout import Completion, Request, Sampling, TemperatureSchedule
+from peralta_zmq.registry import EngineSettings, WeightUpdate
+from peralta_zmq.rollout import Request, Sampling, TemperatureSchedule
 
 HAS_COMPILER = sys.platform == "linux" and shutil.which("cc") is not None
 SLOW = pytest.mark.slow  # other pairs of the same values
-OPTIONS = {
-    "plain": {}, "temperature": {"temperature": 0.7}, "top_k": {"top_k": 5},
-    "top_p": {"top_p": 0.8}, "min_p": {"min_p": 0.1},
-    "repetition_penalty": {"repetition_penalty": 1.5}, "min_tokens": {"min_tokens": 6},
-    "all": {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02,
-            "repetition_penalty": 1.2, "min_tokens": 3},
-}  # fmt: skip
 
 
 def engine_of(model: Any, tokenizer: Any, **options: Any) -> NativeEngine:
@@ -131,7 +126,7 @@ def test_all_layers_in_one_call_compute_the_bits_of_a_call_per_operation(
         for first, last in [(0, 7), *((position, position + 1) for position in range(7, 20))]:
             if first == 15:
                 newer = models.weights_of(tiny_model(seed=5, **settings).bfloat16())
-                engine.apply(newer, step=1)
+                engine.apply(WeightUpdate(1, newer))
             new = slice(first, last)
             yield decoder.hidden_states(ids[:, new], positions[:, new], first_row=1)
 
@@ -159,7 +154,7 @@ def test_bf16_logprobs_are_as_exact_as_those_of_transformers(
         plain = sharp_model(seed=seed, **settings).bfloat16()
         exact = copy.deepcopy(plain).float()
         if seed:
-            engine.apply(models.weights_of(plain), step=1)
+            engine.apply(WeightUpdate(1, models.weights_of(plain)))
         ours, reference = list[float](), list[float]()
         for each in sampled(engine, Sampling(max_completion_length=12)):
             known = np.array(scored(exact, each, 1.0))
@@ -185,18 +180,6 @@ def test_engine_without_packing_matches_transformers(
     assert tokens(sampled(engine, GREEDY)) == [plain_greedy(sharp_model(), p, 12) for p in PROMPTS]
 
 
-@pytest.mark.parametrize("engine_kind", [NativeEngine, HfEngine])
-@pytest.mark.parametrize("name", list(OPTIONS))
-def test_sampled_logprobs_match_the_trainers_at_equal_weights(
-    name: str, engine_kind: Any, tokenizer: Any
-) -> None:
-    sampling = Sampling(max_completion_length=12, **OPTIONS[name])
-    engine = engine_kind(sharp_model(), tokenizer, slots=4, max_model_len=64)
-    for each in sampled(engine, sampling, requests(siblings=2)):
-        expected = scored(sharp_model(), each, sampling.temperature)
-        assert np.exp(each.logprobs - np.array(expected)) == pytest.approx(1.0, abs=1e-4)
-
-
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.8}, {"min_tokens": 5}], ids=str)
 def test_penalties_match_transformers(options: dict[str, Any], tokenizer: Any) -> None:
     sampling = Sampling(temperature=0.0, max_completion_length=12, **options)
@@ -220,22 +203,6 @@ def ending_soon() -> Any:
 # Slots.
 
 
-@pytest.mark.parametrize("engine_kind", [NativeEngine, HfEngine])
-def test_each_request_gets_one_completion_of_its_prompt(engine_kind: Any, tokenizer: Any) -> None:
-    engine, batch = engine_kind(sharp_model(), tokenizer, slots=4), requests(siblings=3)
-    completions = sampled(engine, Sampling(max_completion_length=9), batch)
-    assert [each.index for each in completions] == list(range(30))
-    for request, each in zip(batch, completions, strict=True):
-        assert each.prompt_ids.tolist() == request.prompt_ids.tolist()
-        arrays = each.token_ids, each.logprobs, each.policy_steps
-        assert [array.dtype for array in arrays] == [np.int32, np.float32, np.int32]
-        assert len({len(array) for array in arrays}) == 1 and len(each.token_ids) <= 9
-        ended = each.token_ids[-1] == END
-        assert each.finish_reason == ("stop" if ended else "length")
-        assert ended or len(each.token_ids) == 9
-        assert END not in each.token_ids[:-1].tolist()
-
-
 def test_ended_row_is_refilled_at_the_next_step(tokenizer: Any) -> None:
     engine, steps = engine_of(ending_soon(), tokenizer, slots=2), []
     completions = sampled(engine, GREEDY, between_steps=lambda: steps.append(1))
@@ -253,20 +220,6 @@ def test_completion_does_not_depend_on_the_number_of_slots(tokenizer: Any) -> No
     one = tokens(sampled(engine_of(sharp_model(), tokenizer, slots=1), sampling))
     four = tokens(sampled(engine_of(sharp_model(), tokenizer, slots=7), sampling))
     assert one == four
-
-
-@pytest.mark.parametrize("engine_kind", [NativeEngine, HfEngine])
-def test_samples_are_determined_by_the_seed_and_siblings_differ(
-    engine_kind: Any, tokenizer: Any
-) -> None:
-    engine = engine_kind(sharp_model(), tokenizer, slots=4, max_model_len=64)
-    batch = requests(siblings=2)
-    first, again, other = (
-        tokens(sampled(engine, Sampling(seed=seed, max_completion_length=9), batch))
-        for seed in (4, 4, 5)
-    )
-    assert first == again != other
-    assert first[0] != first[1]
 
 
 @pytest.mark.parametrize("stop", [(), ("never generated",)])
@@ -298,31 +251,6 @@ def test_requests_are_read_only_when_rows_are_free(engine: NativeEngine) -> None
     completions = engine.generate(source(), Sampling(min_tokens=9, max_completion_length=9))
     next(completions)
     assert read == [0, 1, 2, 3]
-
-
-def test_cancel_drops_completions_in_flight(engine: NativeEngine) -> None:
-    steps: list[int] = []
-
-    def third_step() -> None:
-        steps.append(1)
-        if len(steps) == 3:
-            engine.cancel()
-
-    long = Sampling(min_tokens=9, max_completion_length=9)
-    assert sampled(engine, long, between_steps=third_step) == []
-    assert len(sampled(engine, long)) == len(PROMPTS)
-
-
-def test_stop_string_ends_a_completion_and_is_removed(tokenizer: Any) -> None:
-    free = sampled(engine_of(sharp_model(), tokenizer), GREEDY)[0]
-    stop = tokenizer.decode(free.token_ids[3:4].tolist()).strip() or " "
-    sampling = Sampling(temperature=0.0, max_completion_length=12, stop=(stop,))
-    for kind in (NativeEngine, HfEngine):
-        engine = kind(sharp_model(), tokenizer, slots=4, max_model_len=64)
-        stopped = sampled(engine, sampling)[0]
-        assert len(stopped.token_ids) <= 4
-        assert (stopped.finish_reason, stop in stopped.text) == ("stop", False)
-        assert free.token_ids.tolist()[: len(stopped.token_ids)] == stopped.token_ids.tolist()
 
 
 # Prefix cache.
@@ -384,57 +312,10 @@ def test_apply_gives_new_tokens_without_a_second_model(
     new = {**old, "seed": 8}
     engine = engine_of(sharp_model(**old), tokenizer, live=live)
     before, weights = tokens(sampled(engine, GREEDY)), Lazy(sharp_model(**new))
-    engine.apply(weights, step=4)
+    engine.apply(WeightUpdate(4, weights))
     after = tokens(sampled(engine, GREEDY))
     assert after == [plain_greedy(sharp_model(**new), prompt, 12) for prompt in PROMPTS] != before
     assert weights.most <= 6  # of one fused matmul: three weights and three biases
-
-
-def switched_greedy(
-    prompt: Sequence[int], seeds: Sequence[int], family: str = "qwen3"
-) -> tuple[list[int], Any]:
-    """Greedy tokens and logprobs of transformers, with the weights of seed `seeds[t]` for token t.
-
-    Keys and values of earlier tokens are kept. Ends with the end token.
-    """
-    settings = FAMILIES[family]
-    model, cache, inputs = sharp_model(**settings), None, torch.tensor([prompt])
-    out: list[int] = []
-    scores: list[float] = []
-    while len(out) < len(seeds) and (not out or out[-1] != END):
-        models.apply_weights(
-            model, models.weights_of(sharp_model(seed=seeds[len(out)], **settings))
-        )
-        with torch.no_grad():
-            output = model(input_ids=inputs, past_key_values=cache, use_cache=True)
-        cache, logprobs = output.past_key_values, output.logits[0, -1].log_softmax(-1)
-        out.append(int(logprobs.argmax()))
-        scores.append(float(logprobs.max()))
-        inputs = torch.tensor([[out[-1]]])
-    return out, scores
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
-def test_running_rows_continue_with_new_weights_and_old_keys(family: str, tokenizer: Any) -> None:
-    old, new = sharp_model(**FAMILIES[family]), sharp_model(seed=8, **FAMILIES[family])
-    engine, steps = engine_of(old, tokenizer, slots=2, step=6), []
-
-    def swap() -> None:
-        steps.append(1)
-        if len(steps) == 4:  # tokens 1 and 2 come in the first step
-            engine.apply(models.weights_of(new), step=7)
-
-    completions = sampled(engine, GREEDY, between_steps=swap)
-    assert len(completions) == len(PROMPTS)
-    for prompt, each in zip(PROMPTS[:2], completions, strict=False):
-        expected, scores = switched_greedy(prompt, [0] * 5 + [8] * 7, family)
-        assert each.token_ids.tolist() == expected
-        assert each.logprobs.tolist() == pytest.approx(scores, abs=2e-5)
-        assert each.policy_steps.tolist() == [6] * 5 + [7] * (len(expected) - 5)
-    for prompt, each in zip(PROMPTS[2:], completions[2:], strict=True):  # started later
-        if set(each.policy_steps.tolist()) == {7}:
-            assert each.token_ids.tolist() == plain_greedy(new, prompt, 12)
-    assert set(completions[-1].policy_steps.tolist()) == {7}
 
 
 @pytest.mark.parametrize("room", [35, 200])
@@ -447,7 +328,8 @@ def test_rows_keep_the_prefix_of_the_weights_they_started_with(room: int, tokeni
         steps.append(1)
         if len(steps) % 4 == 0:
             newest = engine.step + 1
-            engine.apply(models.weights_of(sharp_model(seed=seeds[newest % 3])), step=newest)
+            weights = models.weights_of(sharp_model(seed=seeds[newest % 3]))
+            engine.apply(WeightUpdate(newest, weights))
 
     batch = requests([[*range(10, 30), last] for last in range(40, 56)])
     completions = sampled(engine, GREEDY, batch, between_steps=swap)
@@ -458,39 +340,6 @@ def test_rows_keep_the_prefix_of_the_weights_they_started_with(room: int, tokeni
         expected, scores = switched_greedy(request.prompt_ids.tolist(), chosen)
         assert each.token_ids.tolist() == expected
         assert each.logprobs.tolist() == pytest.approx(scores, abs=2e-5)
-
-
-COOLING = TemperatureSchedule("cosine", start=1.3, end=0.4, max_steps=9)
-
-
-def temperatures_of(completion: Completion) -> torch.Tensor:
-    """The temperatures as the trainer computes them, [1, T] including the prompt."""
-    steps = [0] * len(completion.prompt_ids) + completion.policy_steps.tolist()
-    return torch.tensor([[COOLING(step) for step in steps]])
-
-
-@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["top_p"], OPTIONS["min_tokens"]])
-@pytest.mark.parametrize("engine_kind", [NativeEngine, HfEngine])
-def test_scheduled_temperature_follows_the_step_of_the_weights(
-    engine_kind: Any, options: dict[str, Any], tokenizer: Any
-) -> None:
-    """Equal weights with another step: every ratio must be 1."""
-    engine, calls = engine_kind(sharp_model(), tokenizer, slots=4, max_model_len=64, step=1), []
-
-    def next_step() -> None:
-        calls.append(1)
-        if len(calls) in (1, 4, 6):
-            engine.apply(models.weights_of(sharp_model()), step=engine.step + 2)
-
-    sampling = Sampling(**options, schedule=COOLING, max_completion_length=12)
-    completions = sampled(engine, sampling, requests(siblings=2), between_steps=next_step)
-    steps = {step for each in completions for step in each.policy_steps.tolist()}
-    assert len(steps) > 2
-    if engine_kind is NativeEngine:
-        assert any(len(set(each.policy_steps.tolist())) > 1 for each in completions)
-    for each in completions:
-        expected = scored(sharp_model(), each, temperatures_of(each))
-        assert np.exp(each.logprobs - np.array(expected)) == pytest.approx(1.0, abs=1e-4)
 
 
 def test_low_scheduled_temperature_samples_greedily(tokenizer: Any) -> None:
@@ -505,38 +354,14 @@ def test_low_scheduled_temperature_samples_greedily(tokenizer: Any) -> None:
     assert tokens(sampled(last, cold)) != tokens(sampled(last, GREEDY))
 
 
-def foreign_weights(name: str) -> dict[str, torch.Tensor]:
-    weights = dict(models.weights_of(sharp_model(seed=8)))
-    last = "model.norm.weight"  # last, so that a check during copying would be too late
-    if name == "other name":
-        weights["model.other.weight"] = weights.pop(last)
-    elif name == "other shape":
-        weights[last] = torch.ones(3)
-    else:
-        weights[last] = torch.ones(TINY["hidden_size"], dtype=torch.int32)
-    return weights
-
-
-@pytest.mark.parametrize("engine_kind", [NativeEngine, HfEngine])
-@pytest.mark.parametrize("name", ["other name", "other shape", "integers"])
-def test_apply_rejects_weights_of_another_model_unchanged(
-    name: str, engine_kind: Any, tokenizer: Any
-) -> None:
-    engine = engine_kind(sharp_model(), tokenizer, slots=4, max_model_len=64, step=3)
-    before = tokens(sampled(engine, GREEDY))
-    with pytest.raises(ValueError, match=r"model\.(norm|other)"):
-        engine.apply(foreign_weights(name), step=9)
-    assert (tokens(sampled(engine, GREEDY)), engine.step) == (before, 3)
-
-
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.v_proj.weight"])
 def test_non_finite_logits_raise_and_leave_the_cache_clean(engine: NativeEngine, name: str) -> None:
     before = tokens(sampled(engine, GREEDY))
     good = models.weights_of(sharp_model())
-    engine.apply({**good, name: torch.full_like(good[name], 3e38)}, step=9)
+    engine.apply(WeightUpdate(9, {**good, name: torch.full_like(good[name], 3e38)}))
     with pytest.raises(EngineError, match="weights of step 9 give logits that are not finite"):
         sampled(engine, GREEDY)
-    engine.apply(good, step=3)
+    engine.apply(WeightUpdate(3, good))
     assert tokens(sampled(engine, GREEDY)) == before
 
 
@@ -575,12 +400,6 @@ def test_live_engine_does_not_modify_the_model(tokenizer: Any) -> None:
 # Rejected requests.
 
 
-def test_prompt_longer_than_the_context_raises_with_both_lengths(engine: NativeEngine) -> None:
-    with pytest.raises(ConfigError, match=r"60 tokens .* 12 do not fit into 64 .* to 72"):
-        sampled(engine, GREEDY, requests([[5] * 60]))
-    assert len(sampled(engine, GREEDY, requests([[5] * 52]))) == 1
-
-
 def test_slots_that_do_not_fit_in_memory_raise(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"engine.slots 900000000 .* GiB .* use engine.slots \d"):
         engine_of(sharp_model(), tokenizer, slots=900_000_000)
@@ -591,29 +410,10 @@ def test_unsupported_architecture_falls_back_to_transformers(
 ) -> None:
     caplog.set_level(logging.INFO, "peralta_zmq")
     model = tiny_model(model_type="mistral")
-    assert isinstance(NativeEngine.open_live(model, tokenizer), HfEngine)
+    assert isinstance(NativeEngine.open_live(model, tokenizer, EngineSettings()), HfEngine)
     assert [each.getMessage() for each in caplog.records] == [
         "engine native does not support mistral; using transformers' generate"
     ]
-
-
-@pytest.mark.slow
-def test_memory_is_constant_over_10_000_completions(tokenizer: Any) -> None:
-    engine = engine_of(sharp_model(), tokenizer, slots=32)
-    sampling = Sampling(max_completion_length=6)
-
-    def source() -> Iterator[Request]:
-        # A few more than are measured: at the end, fewer rows run, for which oneDNN caches memory.
-        for index in range(10_040):
-            yield Request(index, np.array(PROMPTS[index // 8 % len(PROMPTS)], np.int32))
-
-    resident, kept = list[int](), list[int]()
-    for number, _ in enumerate(engine.generate(source(), sampling), start=1):
-        if number in (5_000, 10_000):
-            resident.append(resident_bytes())
-            kept.append(alive(Completion) + alive(Request))
-    assert kept[1] - kept[0] < 100  # of 10,000 objects; the number in flight varies
-    assert resident[1] - resident[0] < 8 << 20
 
 
 def alive(kind: type) -> int:

@@ -1,0 +1,234 @@
+"""Rows of a batch: the completions in progress, their ends, and their policy steps.
+
+The engines that decode token by token keep a completion in progress in a row of their KV cache and
+of `Rows`. The policy step of a token is the number of training steps of the weights that sampled
+the token. An end token ends a completion, and so does the token that completes a stop string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import GenerationConfig
+
+from peralta_zmq import models
+from peralta_zmq.errors import ConfigError, EngineError
+from peralta_zmq.rollout import BoolArray, Completion, Request, Sampling
+
+
+def read_requests(
+    source: Iterator[Request | None], sampling: Sampling, *, limit: int, max_model_len: int
+) -> tuple[list[Request], bool]:
+    """Read requests until there are `limit`, or `source` yields None or ends.
+
+    None means that no request is available now. Returns the requests, and True if `source` may
+    yield more later. Raises ConfigError for an empty prompt, or if prompt and completion together
+    do not fit into `max_model_len` tokens.
+    """
+    batch: list[Request] = []
+    for request in islice(source, limit):
+        if request is None:
+            return batch, True
+        num_prompt, num_new = len(request.prompt_ids), sampling.max_completion_length
+        if num_prompt == 0:
+            raise ConfigError("a prompt is empty; check the chat template of the tokenizer")
+        if num_prompt + num_new > max_model_len:
+            raise ConfigError(
+                f"a prompt of {num_prompt} tokens and sampling.max_completion_length {num_new} do "
+                f"not fit into {max_model_len} tokens; raise engine.max_model_len to "
+                f"{num_prompt + num_new} if the model allows it, or use shorter prompts or a "
+                "smaller sampling.max_completion_length"
+            )
+        batch.append(request)
+    return batch, len(batch) == limit  # fewer than the limit: `source` has ended
+
+
+def completion_of(
+    tokenizer: models.Tokenizer,
+    request: Request,
+    sampling: Sampling,
+    *,
+    token_ids: NDArray[np.integer],  # [T], the generated tokens
+    logprobs: NDArray[np.floating],  # [T]
+    policy_steps: NDArray[np.integer],  # [T]
+    ended: bool,
+) -> Completion:
+    """Build the completion of one request.
+
+    Its text is cut before the first stop string; its tokens are not cut. `ended` says whether the
+    last token is an end token.
+    """
+    text = _decode(tokenizer, token_ids.tolist())
+    stop_at = min((text.find(string) for string in sampling.stop if string in text), default=None)
+    return Completion(
+        index=request.index,
+        prompt_ids=request.prompt_ids,
+        token_ids=token_ids.astype(np.int32),
+        logprobs=logprobs.astype(np.float32),
+        policy_steps=policy_steps.astype(np.int32),
+        finish_reason="stop" if ended or stop_at is not None else "length",
+        text=text[:stop_at],
+    )
+
+
+def has_stop(tokenizer: models.Tokenizer, token_ids: list[int], stop: Sequence[str]) -> bool:
+    """Whether the text of generated tokens contains one of the `stop` strings."""
+    if not stop:
+        return False
+    text = _decode(tokenizer, token_ids)
+    return any(string in text for string in stop)
+
+
+def _decode(tokenizer: models.Tokenizer, token_ids: list[int]) -> str:
+    """Text of generated tokens without special tokens, for rewards and stop strings."""
+    return cast(str, tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def end_token_ids(config: GenerationConfig | None, tokenizer: models.Tokenizer) -> list[int]:
+    """The tokens that end a completion: those of the model's config, else the tokenizer's."""
+    configured = getattr(config, "eos_token_id", None)
+    if configured is None:
+        configured = tokenizer.eos_token_id
+    token_ids = configured if isinstance(configured, (list, tuple)) else [configured]
+    return [cast(int, token_id) for token_id in token_ids if token_id is not None]
+
+
+class Rows:
+    """The completions in progress as arrays with one entry per row.
+
+    The first `count` rows are running, the remaining rows are free.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        tokenizer: models.Tokenizer,
+        sampling: Sampling,
+        end_ids: Sequence[int],
+    ) -> None:
+        shape = (num_rows, sampling.max_completion_length)
+        self._tokenizer, self._sampling = tokenizer, sampling
+        self._end_ids = np.array(end_ids, np.int64)
+        self.count = 0
+        self.requests: list[Request] = []
+        self.tokens = np.zeros(shape, np.int64)  # generated tokens
+        self.logprobs = np.zeros(shape, np.float32)
+        self.steps = np.zeros(shape, np.int32)  # policy step of each token
+        self.num_tokens = np.zeros(num_rows, np.int64)  # number of tokens generated so far
+        self.num_prompt = np.zeros(num_rows, np.int64)  # length of the prompt
+        self.limits = np.zeros(num_rows, np.int64)  # maximum of num_tokens
+        self._uniforms = np.zeros(shape, np.float32)  # random numbers for sampling, one per token
+
+    def start(self, request: Request) -> int:
+        """Put `request` into the next free row; returns the row.
+
+        The random numbers of a completion depend only on the seed and the index of its request.
+        """
+        row, self.count = self.count, self.count + 1
+        self.requests.append(request)
+        self.num_tokens[row], self.num_prompt[row] = 0, len(request.prompt_ids)
+        limit, max_length = request.max_completion_length, self._sampling.max_completion_length
+        self.limits[row] = max_length if limit is None else min(limit, max_length)
+        generator = np.random.Generator(np.random.Philox(key=[self._sampling.seed, request.index]))
+        self._uniforms[row] = generator.random(max_length, dtype=np.float32)
+        return row
+
+    def next_uniforms(self, rows: np.ndarray) -> np.ndarray:
+        """A random number in [0, 1) for the next token of each of `rows`."""
+        return self._uniforms[rows, self.num_tokens[rows]]
+
+    def append(
+        self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, *, step: int
+    ) -> None:
+        """Add one token to each of `rows`, sampled by the weights of policy step `step`.
+
+        Raises EngineError, with nothing added, if a logprob is not finite.
+        """
+        is_finite = np.isfinite(logprobs)
+        if not is_finite.all():
+            raise EngineError(
+                f"the weights of step {step} give logits that are not finite in "
+                f"{int((~is_finite).sum())} of {len(rows)} completions"
+            )
+        columns = self.num_tokens[rows]
+        self.tokens[rows, columns] = tokens
+        self.logprobs[rows, columns] = logprobs
+        self.steps[rows, columns] = step
+        self.num_tokens[rows] = columns + 1
+
+    def seen_tokens(self, rows: np.ndarray, vocab_size: int) -> BoolArray | None:
+        """[n, V], True: the repetition penalty applies; None if the penalty is off."""
+        if self._sampling.repetition_penalty == 1:
+            return None
+        seen = np.zeros((len(rows), vocab_size), np.bool_)
+        for index, row in enumerate(rows):
+            seen[index, self.requests[row].prompt_ids] = True
+            seen[index, self.tokens[row, : self.num_tokens[row]]] = True
+        return seen
+
+    def banned_tokens(self, rows: np.ndarray, vocab_size: int) -> BoolArray | None:
+        """[n, V], True for end tokens in rows below min_tokens; None without such rows."""
+        is_short = self.num_tokens[rows] < self._sampling.min_tokens
+        if not is_short.any():
+            return None
+        banned = np.zeros((len(rows), vocab_size), np.bool_)
+        banned[np.ix_(is_short, self._end_ids)] = True
+        return banned
+
+    def newest(self) -> tuple[np.ndarray, np.ndarray]:
+        """The newest token of each running row and its position, [count] each."""
+        last = self.num_tokens[: self.count] - 1
+        return self.tokens[np.arange(self.count), last], self.num_prompt[: self.count] + last
+
+    def ended(self) -> list[int]:
+        """Rows whose completion has ended, in descending order.
+
+        `remove` moves the last row into the place of the removed row. The descending order ensures
+        that the moved row is still running.
+        """
+        tokens, _ = self.newest()
+        ended = (tokens[:, None] == self._end_ids).any(1)
+        ended |= (self.num_tokens == self.limits)[: self.count]
+        if self._sampling.stop:
+            stopped = map(self._has_stopped, range(self.count))
+            ended |= np.fromiter(stopped, np.bool_)  # np.array([]) would be of another dtype
+        return np.flatnonzero(ended)[::-1].tolist()
+
+    def _has_stopped(self, row: int) -> bool:
+        """Whether a row has at least min_tokens tokens and contains a stop string."""
+        length = int(self.num_tokens[row])
+        if length < self._sampling.min_tokens:
+            return False
+        return has_stop(self._tokenizer, self.tokens[row, :length].tolist(), self._sampling.stop)
+
+    def completion(self, row: int) -> Completion:
+        """The completion of a row that has ended."""
+        length = self.num_tokens[row]
+        return completion_of(
+            self._tokenizer,
+            self.requests[row],
+            self._sampling,
+            token_ids=self.tokens[row, :length],
+            logprobs=self.logprobs[row, :length],
+            policy_steps=self.steps[row, :length],
+            ended=bool((self.tokens[row, length - 1] == self._end_ids).any()),
+        )
+
+    def remove(self, row: int) -> int:
+        """Remove `row`, move the last running row there, return that row's old index."""
+        self.count -= 1
+        last = self.count
+        tables = self.tokens, self.logprobs, self.steps, self._uniforms
+        for array in (*tables, self.num_tokens, self.num_prompt, self.limits):
+            array[row] = array[last]
+        self.requests[row] = self.requests[last]
+        self.requests.pop()
+        return last
+
+    def length(self, row: int) -> int:
+        """Number of tokens of prompt and completion."""
+        return int(self.num_prompt[row] + self.num_tokens[row])

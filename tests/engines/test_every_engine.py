@@ -1,0 +1,417 @@
+"""What every engine keeps, against transformers and the trainer's own scoring."""
+
+from __future__ import annotations
+
+import gc
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_data import (
+    END,
+    FAMILIES,
+    GREEDY,
+    PROMPTS,
+    plain_greedy,
+    requests,
+    sampled,
+    scored,
+    sharp_model,
+    switched_greedy,
+    tokens,
+)
+from sample_data import TINY, resident_bytes
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from peralta_zmq import models, registry
+from peralta_zmq.errors import ConfigError, EngineError, StoreError
+from peralta_zmq.models import lora
+from peralta_zmq.registry import Engine, EngineSettings, WeightUpdate
+from peralta_zmq.rollout import Completion, Request, Sampling, TemperatureSchedule
+
+ENGINES = ("native", "hf")
+OPTIONS = {
+    "plain": {}, "temperature": {"temperature": 0.7}, "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.8}, "min_p": {"min_p": 0.1},
+    "repetition_penalty": {"repetition_penalty": 1.5}, "min_tokens": {"min_tokens": 6},
+    "all": {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02,
+            "repetition_penalty": 1.2, "min_tokens": 3},
+}  # fmt: skip
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+class Opener:
+    """Opens engines of one kind on folders with the weights of torch models."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self._folder, self._number = name, folder, 0
+
+    def folder(self, model: Any) -> Path:
+        """A folder with the weights, config and tokenizer."""
+        self._number += 1
+        folder = self._folder / str(self._number)
+        model.save_pretrained(folder)
+        for name in TOKENIZER_FILES:
+            shutil.copyfile(models.EMBEDDED / name, folder / name)
+        return folder
+
+    def __call__(self, model: Any, *, step: int = 0, **settings: Any) -> Engine:
+        return self.open(self.folder(model), step=step, **settings)
+
+    def open(self, folder: Path, *, step: int = 0, **settings: Any) -> Engine:
+        sizes = {"device": "cpu", "dtype": "float32", "slots": 4, "max_model_len": 64}
+        factory = registry.resolve("engine", self.name)
+        return factory.open(folder, EngineSettings(**{**sizes, **settings}), step=step)
+
+
+@pytest.fixture(params=ENGINES)
+def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
+    return Opener(request.param, tmp_path)
+
+
+def update(step: int, model: Any) -> WeightUpdate:
+    return WeightUpdate(step, models.weights_of(model))
+
+
+def assert_logprobs(completion: Completion, expected: list[float]) -> None:
+    """The importance ratio of every token is 1 within 1e-4."""
+    assert np.exp(completion.logprobs - np.array(expected)) == pytest.approx(1.0, abs=1e-4)
+
+
+# Tokens and logprobs.
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "tied"])
+def test_greedy_tokens_and_logprobs_equal_those_of_transformers(
+    family: str, opener: Opener
+) -> None:
+    settings = {"tie_word_embeddings": True} if family == "tied" else FAMILIES[family]
+    completions = sampled(opener(sharp_model(**settings)), GREEDY)
+    model = sharp_model(**settings)
+    assert tokens(completions) == [plain_greedy(model, prompt, 12) for prompt in PROMPTS]
+    for each in completions:
+        assert_logprobs(each, scored(model, each, 1.0))
+
+
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_sampled_logprobs_equal_the_trainers_at_equal_weights(options: str, opener: Opener) -> None:
+    sampling = Sampling(max_completion_length=12, **OPTIONS[options])
+    for each in sampled(opener(sharp_model()), sampling, requests(siblings=2)):
+        assert_logprobs(each, scored(sharp_model(), each, sampling.temperature))
+
+
+@pytest.mark.parametrize("options", ["temperature", "top_k", "top_p", "min_p"])
+def test_sampled_frequencies_follow_the_distribution(options: str, opener: Opener) -> None:
+    model, num_samples = sharp_model(), 3000
+    sampling = Sampling(max_completion_length=1, **{"temperature": 3.0, **OPTIONS[options]})
+    batch = requests([[5, 9]], siblings=num_samples)
+    completions = sampled(opener(model, slots=100), sampling, batch)
+    counts = np.bincount([int(each.token_ids[0]) for each in completions], minlength=64)
+    probs = truncated_probs(sharp_model(), [5, 9], sampling)
+    assert counts[probs == 0].sum() == 0
+    expected = num_samples * probs
+    is_common = expected >= 5  # the chi-square distribution needs this; others are counted together
+    observed = np.append(counts[is_common], counts[~is_common].sum())
+    expected = np.append(expected[is_common], max(expected[~is_common].sum(), 1e-9))
+    assert is_common.sum() >= 5
+    statistic = float((np.square(observed - expected) / expected).sum())
+    assert statistic < chi_square_quantile(len(observed) - 1, deviations=3.7)  # 1 - 1e-4
+
+
+def truncated_probs(model: Any, prompt: list[int], sampling: Sampling) -> np.ndarray:
+    """Probabilities of the next token by transformers' own truncation."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt])).logits[:, -1]
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    return warpers(torch.tensor([prompt]), logits).softmax(-1)[0].double().numpy()
+
+
+def chi_square_quantile(freedom: int, *, deviations: float) -> float:
+    """Quantile of the chi-square distribution by the Wilson-Hilferty approximation."""
+    variance = 2 / (9 * freedom)
+    return freedom * (1 - variance + deviations * math.sqrt(variance)) ** 3
+
+
+def test_samples_are_determined_by_the_seed_and_siblings_differ(opener: Opener) -> None:
+    engine, batch = opener(sharp_model()), requests(siblings=2)
+    first, again, other = (
+        tokens(sampled(engine, Sampling(seed=seed, max_completion_length=9), batch))
+        for seed in (4, 4, 5)
+    )
+    assert first == again != other
+    assert first[0] != first[1]
+
+
+# Requests and the ends of completions.
+
+
+def test_each_request_gets_one_completion_of_its_prompt(opener: Opener) -> None:
+    engine, batch = opener(sharp_model()), requests(siblings=3)
+    completions = sampled(engine, Sampling(max_completion_length=9), batch)
+    assert [each.index for each in completions] == list(range(30))
+    for request, each in zip(batch, completions, strict=True):
+        assert each.prompt_ids.tolist() == request.prompt_ids.tolist()
+        arrays = each.token_ids, each.logprobs, each.policy_steps
+        assert [array.dtype for array in arrays] == [np.int32, np.float32, np.int32]
+        assert len({len(array) for array in arrays}) == 1 and len(each.token_ids) <= 9
+        ended = each.token_ids[-1] == END
+        assert each.finish_reason == ("stop" if ended else "length")
+        assert ended or len(each.token_ids) == 9
+        assert END not in each.token_ids[:-1].tolist()
+
+
+def test_request_has_its_own_length_limit(opener: Opener) -> None:
+    prompt = np.array(PROMPTS[0], np.int32)
+    batch = [Request(index, prompt, index + 1) for index in range(6)]
+    completions = sampled(opener(sharp_model()), Sampling(min_tokens=6), batch)
+    assert [len(each.token_ids) for each in completions] == [1, 2, 3, 4, 5, 6]
+
+
+def test_none_among_requests_does_not_end_the_source(opener: Opener) -> None:
+    calls: list[int] = []
+
+    def source() -> Iterator[Request | None]:
+        yield None
+        yield requests()[0]
+        while len(calls) < 20:
+            yield None
+        yield requests()[1]
+
+    engine = opener(sharp_model())
+    completions = sampled(engine, GREEDY, source(), between_steps=lambda: calls.append(1))
+    assert tokens(completions) == tokens(sampled(engine, GREEDY, requests()[:2]))
+
+
+def test_end_tokens_are_those_of_the_generation_config(opener: Opener) -> None:
+    free = plain_greedy(sharp_model(), PROMPTS[0], 12)
+    model = sharp_model()
+    model.generation_config.eos_token_id = [END, free[3]]
+    (completion,) = sampled(opener(model), GREEDY, requests(PROMPTS[:1]))
+    assert completion.token_ids.tolist() == free[: free.index(free[3]) + 1]
+    assert completion.finish_reason == "stop"
+
+
+def test_min_tokens_delays_the_end_token(opener: Opener) -> None:
+    model = sharp_model()
+    frequent = plain_greedy(model, PROMPTS[0], 2)[1]
+    model.generation_config.eos_token_id = [END, frequent]
+    engine = opener(model)
+    (early,) = sampled(engine, GREEDY, requests(PROMPTS[:1]))
+    later = Sampling(temperature=0.0, max_completion_length=12, min_tokens=6)
+    (late,) = sampled(engine, later, requests(PROMPTS[:1]))
+    assert len(early.token_ids) <= 2 and len(late.token_ids) > 6
+    assert not {END, frequent} & set(late.token_ids[:6].tolist())
+
+
+def test_stop_string_ends_a_completion_and_is_removed(opener: Opener, tokenizer: Any) -> None:
+    free = plain_greedy(sharp_model(), PROMPTS[0], 12)
+    stop = tokenizer.decode(free[3:4]).strip() or " "
+    sampling = Sampling(temperature=0.0, max_completion_length=12, stop=(stop,))
+    stopped = sampled(opener(sharp_model()), sampling)[0]
+    assert len(stopped.token_ids) <= 4
+    assert (stopped.finish_reason, stop in stopped.text) == ("stop", False)
+    assert free[: len(stopped.token_ids)] == stopped.token_ids.tolist()
+
+
+def test_cancel_drops_completions_in_flight(opener: Opener) -> None:
+    engine, long = opener(sharp_model()), Sampling(min_tokens=9, max_completion_length=9)
+    cancelled = sampled(engine, long, between_steps=engine.cancel)
+    assert len(cancelled) < len(PROMPTS)
+    assert opener.name == "hf" or cancelled == []
+    assert len(sampled(engine, long)) == len(PROMPTS)
+
+
+def test_prompt_longer_than_the_context_raises_with_both_lengths(opener: Opener) -> None:
+    engine = opener(sharp_model())
+    with pytest.raises(ConfigError, match=r"60 tokens .* 12 do not fit into 64 .* to 72"):
+        sampled(engine, GREEDY, requests([[5] * 60]))
+    assert len(sampled(engine, GREEDY, requests([[5] * 52]))) == 1
+
+
+# New weights.
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "gemma3"])
+def test_swap_in_flight_applies_from_the_next_token_on(family: str, opener: Opener) -> None:
+    settings, calls = FAMILIES[family], list[int]()
+    engine = opener(sharp_model(**settings), slots=2, step=6)
+
+    def swap() -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            engine.apply(update(7, sharp_model(seed=8, **settings)))
+
+    completions = sampled(engine, GREEDY, between_steps=swap)
+    for prompt, each in zip(PROMPTS, completions, strict=True):
+        seeds = [8 if step == 7 else 0 for step in each.policy_steps.tolist()]
+        expected, scores = switched_greedy(prompt, seeds, **settings)
+        assert each.token_ids.tolist() == expected
+        assert_logprobs(each, scores)
+        assert seeds == sorted(seeds)
+    assert set(completions[-1].policy_steps.tolist()) == {7}
+    if opener.name != "hf":  # which applies weights between two batches
+        for each in completions[:2]:  # tokens 1 and 2 come in the first step
+            assert each.policy_steps.tolist() == [6] * 5 + [7] * (len(each.token_ids) - 5)
+
+
+COOLING = TemperatureSchedule("cosine", start=1.3, end=0.4, max_steps=9)
+
+
+@pytest.mark.parametrize("options", ["plain", "top_p", "min_tokens"])
+def test_scheduled_temperature_follows_the_step_of_the_weights(
+    options: str, opener: Opener
+) -> None:
+    """Equal weights with another step: every ratio must be 1."""
+    engine, calls = opener(sharp_model(), step=1), list[int]()
+
+    def next_step() -> None:
+        calls.append(1)
+        if len(calls) in (1, 4, 6):
+            engine.apply(update(engine.step + 2, sharp_model()))
+
+    sampling = Sampling(**OPTIONS[options], schedule=COOLING, max_completion_length=12)
+    completions = sampled(engine, sampling, requests(siblings=2), between_steps=next_step)
+    assert len({step for each in completions for step in each.policy_steps.tolist()}) > 2
+    for each in completions:
+        steps = [0] * len(each.prompt_ids) + each.policy_steps.tolist()
+        temperatures = torch.tensor([[COOLING(step) for step in steps]])
+        assert_logprobs(each, scored(sharp_model(), each, temperatures))
+
+
+def adapter_of(model: Any, seed: int) -> dict[str, torch.Tensor]:
+    """A random adapter of two layers, as a trainer publishes it."""
+    random, adapter = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+    for layer in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"):
+        out, width = models.weights_of(model)[f"{layer}.weight"].shape
+        adapter[lora.PREFIX + layer + lora.A] = torch.randn(3, width, generator=random)
+        adapter[lora.PREFIX + layer + lora.B] = torch.randn(out, 3, generator=random)
+    return adapter
+
+
+def test_adapter_is_added_to_the_opened_weights(opener: Opener) -> None:
+    base = sharp_model()
+    engine, before = opener(base), list[list[int]]()
+    for seed in (1, 2, 1):  # the second leaves no trace in the third
+        adapter = adapter_of(base, seed)
+        engine.apply(WeightUpdate(seed, adapter, is_adapter=True))
+        merged = sharp_model()
+        models.apply_weights(merged, lora.MergedWeights(models.weights_of(sharp_model()), adapter))
+        completions = sampled(engine, GREEDY)
+        assert tokens(completions) == [plain_greedy(merged, each, 12) for each in PROMPTS] != before
+        before = tokens(completions)
+        for each in completions:
+            assert set(each.policy_steps.tolist()) == {seed}
+            assert_logprobs(each, scored(merged, each, 1.0))
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape"])
+def test_adapter_of_another_model_is_rejected_unchanged(damage: str, opener: Opener) -> None:
+    engine, adapter = opener(sharp_model(), step=3), adapter_of(sharp_model(), 1)
+    before, last = tokens(sampled(engine, GREEDY)), list(adapter)[-1]
+    if damage == "missing":
+        del adapter[last]
+    else:
+        adapter[last] = torch.ones(3, 4)
+    with pytest.raises(ValueError, match="down_proj"):
+        engine.apply(WeightUpdate(9, adapter, is_adapter=True))
+    assert (tokens(sampled(engine, GREEDY)), engine.step) == (before, 3)
+
+
+def foreign_weights(damage: str) -> dict[str, torch.Tensor]:
+    weights = dict(models.weights_of(sharp_model(seed=8)))
+    last = "model.norm.weight"  # last, so that a check during copying would be too late
+    if damage == "other name":
+        weights["model.other.weight"] = weights.pop(last)
+    elif damage == "other shape":
+        weights[last] = torch.ones(3)
+    else:
+        weights[last] = torch.ones(TINY["hidden_size"], dtype=torch.int32)
+    return weights
+
+
+@pytest.mark.parametrize("damage", ["other name", "other shape", "integers"])
+def test_weights_of_another_model_are_rejected_unchanged(damage: str, opener: Opener) -> None:
+    engine = opener(sharp_model(), step=3)
+    before = tokens(sampled(engine, GREEDY))
+    with pytest.raises(ValueError, match=r"model\.(norm|other)"):
+        engine.apply(WeightUpdate(9, foreign_weights(damage)))
+    assert (tokens(sampled(engine, GREEDY)), engine.step) == (before, 3)
+
+
+def test_non_finite_logits_raise_and_good_weights_follow(opener: Opener) -> None:
+    engine, good = opener(sharp_model(), step=3), models.weights_of(sharp_model())
+    before, name = tokens(sampled(engine, GREEDY)), "model.layers.0.self_attn.v_proj.weight"
+    engine.apply(WeightUpdate(9, {**good, name: torch.full_like(good[name], 3e38)}))
+    with pytest.raises(EngineError, match="weights of step 9 give logits that are not finite"):
+        sampled(engine, GREEDY)
+    engine.apply(WeightUpdate(3, good))
+    assert tokens(sampled(engine, GREEDY)) == before
+
+
+# Folders.
+
+
+@pytest.mark.parametrize("damage", ["config.json", "model.safetensors", "truncated", "tensor"])
+def test_folder_that_cannot_be_loaded_raises_store_error(damage: str, opener: Opener) -> None:
+    folder = opener.folder(sharp_model())
+    weights = folder / "model.safetensors"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "tensor":
+        tensors = models.weights_of(sharp_model())
+        del tensors["model.norm.weight"]
+        save_weights(tensors, weights)
+    else:
+        (folder / damage).unlink()
+    with pytest.raises(StoreError, match=str(folder)) as caught:
+        opener.open(folder)
+    assert "\n" not in str(caught.value)
+
+
+def save_weights(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_memory_is_constant_over_10_000_completions(opener: Opener) -> None:
+    engine = opener(sharp_model(), slots=32)
+    sampling = Sampling(max_completion_length=6)
+
+    def source() -> Iterator[Request]:
+        # A few more than are measured: at the end, fewer rows run, for which oneDNN caches memory.
+        for index in range(10_040):
+            yield Request(index, np.array(PROMPTS[index // 8 % len(PROMPTS)], np.int32))
+
+    resident, kept = list[int](), list[int]()
+    for number, _ in enumerate(engine.generate(source(), sampling), start=1):
+        if number in (5_000, 10_000):
+            resident.append(resident_bytes())
+            kept.append(alive(Completion) + alive(Request))
+    assert kept[1] - kept[0] < 100  # of 10,000 objects; the number in flight varies
+    assert resident[1] - resident[0] < 8 << 20
+
+
+def alive(kind: type) -> int:
+    """Number of live objects of a class."""
+    gc.collect()
+    return sum(type(each) is kind for each in gc.get_objects())
