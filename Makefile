@@ -47,6 +47,10 @@ test-chaos: setup  ## The tests that kill processes (about half an hour)
 test-browser: setup  ## Tests of the dashboard in Debian's chromium-headless-shell
 	@$(BIN)/python -m pytest tests/browser -m browser -rs --timeout 240 $(ARGS)
 
+test-mlx: .venv-mlx/ready  ## The engines' tests with MLX, in an environment of its own
+	@.venv-mlx/bin/python -m pytest tests/engines/test_every_engine.py tests/engines/mlx \
+	  -k mlx -m 'slow or not slow' -rs --timeout 300 $(ARGS)
+
 test-gpu: setup  ## Generation, training and publishing on a CUDA card
 	@$(BIN)/python -m pytest tests/test_gpu.py -m gpu -rs $(ARGS)
 
@@ -100,7 +104,7 @@ structure: setup  ## Figures of the source tree: lines, files, classes, names
 	@$(BIN)/python -m tools.structure
 
 clean:  ## Remove the environment and every run
-	rm -rf .venv .venv-other runs
+	rm -rf .venv .venv-other .venv-mlx runs
 
 fresh:
 	@if [ -n "$(FRESH)" ]; then rm -rf runs/demo; fi
@@ -114,6 +118,11 @@ fresh:
 .venv-other/ready: pyproject.toml .ci/constraints.txt
 	@test -x .venv-other/bin/python || $(PYTHON) -m venv .venv-other
 	@$(MAKE) --no-print-directory BIN=.venv-other/bin EXTRAS=math torch package
+	@touch $@
+
+.venv-mlx/ready: pyproject.toml .ci/constraints.txt
+	@test -x .venv-mlx/bin/python || $(PYTHON) -m venv .venv-mlx
+	@$(MAKE) --no-print-directory BIN=.venv-mlx/bin EXTRAS=mlx,dev torch package
 	@touch $@
 
 package:
@@ -131,4 +140,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-gpu test-trl test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model clean fresh torch package docs pacing picture structure
+.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-mlx test-gpu test-trl test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model clean fresh torch package docs pacing picture structure

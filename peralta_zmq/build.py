@@ -23,7 +23,7 @@ from peralta_zmq import models, registry
 from peralta_zmq.config import Config
 from peralta_zmq.config.schema import host_and_port
 from peralta_zmq.config.training_sections import AdvantageSection, CustomFilter, LossSection
-from peralta_zmq.engines.choice import live_engine
+from peralta_zmq.engines import choice
 from peralta_zmq.environments.dataset import (
     Environments,
     RewardSource,
@@ -307,7 +307,13 @@ def make_live_engine(
     config: Config, model: models.Model, tokenizer: models.Tokenizer
 ) -> registry.Engine:
     """The engine for evaluations of the trainer's model, without a copy of its weights."""
-    return live_engine(config.engine.name).open_live(model, tokenizer, engine_settings(config))
+    factory = choice.live_engine(config.engine.name)
+    return factory.open_live(model, tokenizer, engine_settings(config))
+
+
+def check_engine(config: Config) -> None:
+    """Raise ConfigError if the engine lacks a setting of [engine] or its library."""
+    choice.check_engine(config.engine.name, config.engine.model_dump())
 
 
 def engine_settings(config: Config) -> EngineSettings:

@@ -38,6 +38,7 @@ TABLES: dict[Kind, dict[str, str]] = {
     "engine": {
         "native": "peralta_zmq.engines.native:NativeEngine",
         "hf": "peralta_zmq.engines.hf:HfEngine",
+        "mlx": "peralta_zmq.engines.mlx:MlxEngine",
     },
     "loss": dict.fromkeys(
         (
@@ -117,6 +118,7 @@ class EngineSettings:
     trust_remote_code: bool = False
     slots: int = 32  # completions that are sampled concurrently
     max_model_len: int = 512  # maximum of prompt and completion together, in tokens
+    quantize: int | None = None  # bits per weight; None = the weights as published
 
 
 @dataclass(frozen=True, slots=True)

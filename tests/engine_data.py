@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,13 @@ def sharp_model(seed: int = 0, **settings: Any) -> Any:
             tensor.mul_(12 if name == "lm_head.weight" else 4 if tensor.ndim == 2 else 1)
     model.generation_config.eos_token_id = END
     return model
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """Write a folder with the weights, the config and a tokenizer."""
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(models.EMBEDDED / name, folder / name)
 
 
 def requests(prompts: Sequence[Sequence[int]] = PROMPTS, siblings: int = 1) -> list[Request]:

@@ -42,6 +42,8 @@ LIBRARIES = {  # the only modules that may import a library
     "watchdog": {"weights"},
     "zstandard": {"weights"},
     "obstore": {"weights"},
+    "mlx": {"engines.mlx"},
+    "mlx_lm": {"engines.mlx"},
     "safetensors": {"weights", "trainer.checkpoint", "models"},
     "transformers": {"models", "engines"},
     "huggingface_hub": {"models"},

@@ -41,6 +41,11 @@ def _split_commas(value: object) -> object:
     return [part.strip() for part in value.split(",")] if value.strip() else []
 
 
+def _parse_digits(value: object) -> object:
+    """Turn `4` from the command line into a number, for a choice of numbers."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
 def _check_plain_name(name: str) -> str:
     """Reject a name that is not a valid file name on every system."""
     if not PLAIN_NAME.fullmatch(name):
@@ -60,6 +65,7 @@ Port: TypeAlias = Annotated[int, Field(ge=1, le=65532)]
 CommaSeparated = BeforeValidator(_split_commas)
 Names: TypeAlias = Annotated[tuple[Text, ...], CommaSeparated]
 Numbers: TypeAlias = Annotated[tuple[float, ...], CommaSeparated]
+Bits: TypeAlias = Annotated[Literal[4, 8], BeforeValidator(_parse_digits)]
 Tracker: TypeAlias = Literal["tensorboard", "trackio", "wandb"]
 Table: TypeAlias = dict[str, Any]
 
@@ -138,6 +144,8 @@ class EngineSection(Section):
     """completions that are sampled concurrently; a finished one is replaced at once"""
     max_model_len: PositiveInt = 512
     """tokens of prompt and completion per slot; memory grows with slots x max_model_len"""
+    quantize: Bits | None = None
+    """bits per weight of linear layers while sampling, with engine mlx; None = as published"""
 
 
 class GeneratorSection(Section):

@@ -6,6 +6,7 @@ rows          what the engines share: completions in progress, their ends, their
 loading       opening a folder as a torch model; adapters
 native        decode loop with its own KV cache and C kernels
 hf            transformers' `generate`
+mlx           decode loop with mlx-lm's models, for Macs
 """
 
 from peralta_zmq.engines.requests import evaluate, generate_groups

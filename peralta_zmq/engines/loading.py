@@ -44,6 +44,9 @@ def loading_errors(folder: Path) -> Generator[None]:
         yield
     except ConfigError as error:
         raise StoreError(str(error)) from None
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise StoreError(f"model folder {folder} cannot be loaded: {reason}") from None
 
 
 class AdapterMerger:

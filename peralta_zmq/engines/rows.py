@@ -19,6 +19,8 @@ from peralta_zmq import models
 from peralta_zmq.errors import ConfigError, EngineError
 from peralta_zmq.rollout import BoolArray, Completion, Request, Sampling
 
+GIB = 2**30
+
 
 def read_requests(
     source: Iterator[Request | None], sampling: Sampling, *, limit: int, max_model_len: int
@@ -86,6 +88,25 @@ def has_stop(tokenizer: models.Tokenizer, token_ids: list[int], stop: Sequence[s
 def _decode(tokenizer: models.Tokenizer, token_ids: list[int]) -> str:
     """Text of generated tokens without special tokens, for rewards and stop strings."""
     return cast(str, tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def check_cache_memory(
+    row_bytes: int, *, slots: int, max_model_len: int, free_bytes: int, extra_rows: int = 0
+) -> None:
+    """Raise ConfigError if the keys and values of all rows do not fit into the free memory.
+
+    `row_bytes` is the size of one row of `max_model_len` tokens; `extra_rows` are the rows that an
+    engine needs beyond its slots.
+    """
+    needed = row_bytes * (slots + extra_rows)
+    if needed > free_bytes:
+        max_slots = free_bytes // row_bytes - extra_rows
+        remedy = f"use engine.slots {max_slots} or " if max_slots > 0 else "use "
+        raise ConfigError(
+            f"engine.slots {slots} of engine.max_model_len {max_model_len} tokens need "
+            f"{needed / GIB:.1f} GiB for keys and values, {free_bytes / GIB:.1f} GiB are free; "
+            f"{remedy}a smaller engine.max_model_len"
+        )
 
 
 def end_token_ids(config: GenerationConfig | None, tokenizer: models.Tokenizer) -> list[int]:

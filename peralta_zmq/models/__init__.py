@@ -13,6 +13,7 @@ from peralta_zmq.models.device import (
     choose_device,
     choose_dtype,
     device_name,
+    free_bytes,
     keep_memory,
     training_dtype,
     use_threads,
@@ -20,6 +21,7 @@ from peralta_zmq.models.device import (
 )
 from peralta_zmq.models.loading import (
     EMBEDDED,
+    FolderWeights,
     Model,
     Tokenizer,
     apply_weights,
@@ -27,6 +29,7 @@ from peralta_zmq.models.loading import (
     check_code,
     check_weights,
     companion_files,
+    generation_config,
     load_model,
     load_teacher,
     load_tokenizer,

@@ -11,6 +11,7 @@ from typing import Any
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch uses huge pages for large tensors
 
+import psutil
 import torch
 
 from peralta_zmq.errors import ConfigError
@@ -150,3 +151,20 @@ def training_dtype(model: Any, name: str = "auto") -> tuple[torch.dtype, str]:
     if model.device.type == "cpu" and width < MIN_BF16_WIDTH:
         return torch.float32, f"auto: faster on a CPU below hidden size {MIN_BF16_WIDTH}"
     return native, reason
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can be allocated; on a CPU also limited by the process's cgroup."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+    free, cgroup = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
+    limit = cgroup / "memory.max"
+    if not limit.exists() or limit.read_text("ascii").strip() == "max":
+        return free
+    used = int((cgroup / "memory.current").read_text("ascii"))
+    lines = (cgroup / "memory.stat").read_text("ascii").splitlines()
+    # The kernel frees inactive pages of the file cache before it enforces the limit.
+    reclaimable = int(dict(line.split() for line in lines)["inactive_file"])
+    return min(free, int(limit.read_text("ascii")) - used + reclaimable)

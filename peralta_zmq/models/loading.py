@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -18,8 +18,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
@@ -161,6 +161,13 @@ def _loading_errors(message: str) -> Generator[None]:
         raise ConfigError(f"{message}: {str(error).splitlines()[0]}") from None
 
 
+def generation_config(folder: Path) -> GenerationConfig:
+    """The generation settings of a model folder, or those in the model's config."""
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
+
+
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of the model (not copies) by their `save_pretrained` names.
 
@@ -173,6 +180,31 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             addresses.add(tensor.data_ptr())
             named[name] = tensor
     return named
+
+
+class FolderWeights(Mapping[str, torch.Tensor]):
+    """The tensors in the safetensors files of a model folder, read when accessed.
+
+    Raises ConfigError if there is no file, or a damaged one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, Any] = {}  # tensor name -> its opened file
+        with _loading_errors(f"model folder {folder} cannot be loaded"):
+            if not (paths := sorted(folder.glob("model*.safetensors"))):
+                raise FileNotFoundError("it has no model*.safetensors")
+            for path in paths:
+                opened: Any = safe_open(path, framework="pt")
+                self._files |= dict.fromkeys(opened.keys(), opened)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._files[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 def apply_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

@@ -1,10 +1,12 @@
-"""What every engine keeps, against transformers and the trainer's own scoring."""
+"""What every engine keeps, against transformers and the trainer's own scoring.
+
+An engine without its library is skipped; `make test-mlx` runs the tests where mlx-lm is installed.
+"""
 
 from __future__ import annotations
 
 import gc
 import math
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from engine_data import (
     plain_greedy,
     requests,
     sampled,
+    save_model,
     scored,
     sharp_model,
     switched_greedy,
@@ -40,7 +43,8 @@ from peralta_zmq.models import lora
 from peralta_zmq.registry import Engine, EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Completion, Request, Sampling, TemperatureSchedule
 
-ENGINES = ("native", "hf")
+ENGINES = ("native", "hf", "mlx")
+MLX_SETTINGS = {"gemma": {"tie_word_embeddings": True}, "qwen2": {"head_dim": 8}}
 OPTIONS = {
     "plain": {}, "temperature": {"temperature": 0.7}, "top_k": {"top_k": 5},
     "top_p": {"top_p": 0.8}, "min_p": {"min_p": 0.1},
@@ -48,7 +52,6 @@ OPTIONS = {
     "all": {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02,
             "repetition_penalty": 1.2, "min_tokens": 3},
 }  # fmt: skip
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 class Opener:
@@ -61,9 +64,7 @@ class Opener:
         """A folder with the weights, config and tokenizer."""
         self._number += 1
         folder = self._folder / str(self._number)
-        model.save_pretrained(folder)
-        for name in TOKENIZER_FILES:
-            shutil.copyfile(models.EMBEDDED / name, folder / name)
+        save_model(model, folder)
         return folder
 
     def __call__(self, model: Any, *, step: int = 0, **settings: Any) -> Engine:
@@ -77,6 +78,8 @@ class Opener:
 
 @pytest.fixture(params=ENGINES)
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
+    if request.param == "mlx":
+        pytest.importorskip("mlx_lm", reason="mlx-lm is not installed; run make test-mlx")
     return Opener(request.param, tmp_path)
 
 
@@ -92,11 +95,20 @@ def assert_logprobs(completion: Completion, expected: list[float]) -> None:
 # Tokens and logprobs.
 
 
+def settings_of(family: str, opener: Opener) -> dict[str, Any]:
+    """Settings of a small model, without those that mlx-lm's model of the family lacks."""
+    if family == "tied":
+        return {"tie_word_embeddings": True}
+    return {**FAMILIES[family], **(MLX_SETTINGS.get(family, {}) if opener.name == "mlx" else {})}
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, "tied"])
 def test_greedy_tokens_and_logprobs_equal_those_of_transformers(
     family: str, opener: Opener
 ) -> None:
-    settings = {"tie_word_embeddings": True} if family == "tied" else FAMILIES[family]
+    if (opener.name, family) == ("mlx", "gemma2"):
+        pytest.skip("mlx-lm's gemma2 cannot batch; mlx/test_mlx.py tests the refusal")
+    settings = settings_of(family, opener)
     completions = sampled(opener(sharp_model(**settings)), GREEDY)
     model = sharp_model(**settings)
     assert tokens(completions) == [plain_greedy(model, prompt, 12) for prompt in PROMPTS]
@@ -245,12 +257,21 @@ def test_prompt_longer_than_the_context_raises_with_both_lengths(opener: Opener)
     assert len(sampled(engine, GREEDY, requests([[5] * 52]))) == 1
 
 
+def test_vocabulary_may_be_larger_than_the_tokenizer(opener: Opener, tokenizer: Any) -> None:
+    model = sharp_model(vocab_size=4 * len(tokenizer))
+    sampling = Sampling(temperature=9.0, max_completion_length=12, repetition_penalty=1.1)
+    completions = sampled(opener(model), sampling)
+    assert max(each.token_ids.max() for each in completions) >= len(tokenizer)
+    for each in completions:
+        assert_logprobs(each, scored(model, each, 9.0))
+
+
 # New weights.
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "gemma3"])
 def test_swap_in_flight_applies_from_the_next_token_on(family: str, opener: Opener) -> None:
-    settings, calls = FAMILIES[family], list[int]()
+    settings, calls = settings_of(family, opener), list[int]()
     engine = opener(sharp_model(**settings), slots=2, step=6)
 
     def swap() -> None:

@@ -68,6 +68,19 @@ def test_weights_of_has_names_of_save_pretrained(tmp_path: Path, tied: bool) -> 
     assert ("lm_head.weight" in names) is not tied
 
 
+def test_folder_weights_are_those_of_all_files(tmp_path: Path, model: Any) -> None:
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    weights, expected = models.FolderWeights(tmp_path), models.weights_of(model)
+    assert weights.keys() == expected.keys() and len(weights) == len(expected)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+def test_folder_weights_without_a_file_raise(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be loaded: it has no model\*\.safetensors"):
+        models.FolderWeights(tmp_path)
+
+
 NORM = "model.norm.weight"  # the last tensor, so that those before it would have been copied
 BROKEN: dict[str, dict[str, Any]] = {
     "missing": {NORM: None},

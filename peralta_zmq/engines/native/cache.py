@@ -15,19 +15,16 @@ Letters in shapes: n rows, H key heads, P positions of the shared part, W width 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from peralta_zmq import models
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.engines.rows import check_cache_memory
 
 WIDTH_STEP = 32  # columns by which rows grow
-GIB = 2**30
 
 
 class Span(NamedTuple):
@@ -212,29 +209,10 @@ def check_memory(model: models.Model, *, slots: int, extra_rows: int, capacity: 
     matrix at a time and a second copy of a tied head.
     """
     row_bytes = capacity * 2 * math.prod(cache_shape(model.config).values()) * model.dtype.itemsize
-    needed, free = row_bytes * (slots + extra_rows), free_bytes(model.device)
-    if needed > free:
-        max_slots = int(free // row_bytes) - extra_rows
-        remedy = f"use engine.slots {max_slots} or " if max_slots > 0 else "use "
-        raise ConfigError(
-            f"engine.slots {slots} of engine.max_model_len {capacity} tokens need "
-            f"{needed / GIB:.1f} GiB for keys and values, {free / GIB:.1f} GiB are free on "
-            f"{model.device}; {remedy}a smaller engine.max_model_len"
-        )
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated; on a CPU also limited by the process's cgroup."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
-    free, cgroup = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
-    limit = cgroup / "memory.max"
-    if not limit.exists() or limit.read_text("ascii").strip() == "max":
-        return free
-    used = int((cgroup / "memory.current").read_text("ascii"))
-    lines = (cgroup / "memory.stat").read_text("ascii").splitlines()
-    # The kernel frees inactive pages of the file cache before it enforces the limit.
-    reclaimable = int(dict(line.split() for line in lines)["inactive_file"])
-    return min(free, int(limit.read_text("ascii")) - used + reclaimable)
+    check_cache_memory(
+        row_bytes,
+        slots=slots,
+        extra_rows=extra_rows,
+        max_model_len=capacity,
+        free_bytes=models.free_bytes(model.device),
+    )
