@@ -294,9 +294,10 @@ def make_engine(
     """
     version, update = weights.version, weight_update(weights)
     folder = base_folder(config, version) if update.is_adapter else weights.folder
-    trust = config.model.trust_remote_code
-    tokenizer = models.load_tokenizer(folder, trust_remote_code=trust)
-    factory = registry.resolve("engine", config.engine.name)
+    tokenizer = models.load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
+    name, reason = choose_engine(config, folder)
+    logger.info("engine=%s (%s)", name, reason)
+    factory = registry.resolve("engine", name)
     engine = factory.open(folder, engine_settings(config), step=version.step)
     if update.is_adapter:
         engine.apply(update)
@@ -311,9 +312,9 @@ def make_live_engine(
     return factory.open_live(model, tokenizer, engine_settings(config))
 
 
-def check_engine(config: Config) -> None:
-    """Raise ConfigError if the engine lacks a setting of [engine] or its library."""
-    choice.check_engine(config.engine.name, config.engine.model_dump())
+def choose_engine(config: Config, folder: Path | None = None) -> tuple[str, str]:
+    """The engine of this machine for the model in `folder`, if that is known, and the reason."""
+    return choice.choose_engine(config.engine.name, engine_settings(config), folder=folder)
 
 
 def engine_settings(config: Config) -> EngineSettings:

@@ -138,8 +138,9 @@ class ModelSection(Section):
 class EngineSection(Section):
     """The sampling engine of the generators."""
 
-    name: Text = "native"
-    """a shipped engine, or the import path of a custom one (module:attribute)"""
+    name: Text = "auto"
+    """native, hf, mlx, the import path of a custom engine (module:attribute), or auto = mlx on
+    Apple silicon if mlx-lm is installed, else native"""
     slots: PositiveInt = 32
     """completions that are sampled concurrently; a finished one is replaced at once"""
     max_model_len: PositiveInt = 512

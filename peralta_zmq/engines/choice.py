@@ -1,22 +1,80 @@
-"""Which engine runs."""
+"""Which engine runs, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+import importlib.util
+import platform
+from pathlib import Path
+from typing import NamedTuple, cast
 
 from peralta_zmq import registry
 from peralta_zmq.errors import ConfigError, import_extra
-from peralta_zmq.registry import LiveEngineFactory
+from peralta_zmq.registry import EngineSettings, LiveEngineFactory
 
+AUTO = "auto"
 # Settings of [engine] that not every shipped engine has -> the engines that have them.
 ENGINES_WITH = {"quantize": ("mlx",)}
 
 
-def check_engine(name: str, settings: Mapping[str, Any]) -> None:
+class Machine(NamedTuple):
+    """What the automatic choice depends on."""
+
+    is_apple: bool  # Apple silicon
+    has_mlx: bool  # mlx-lm is installed
+
+
+def this_machine() -> Machine:
+    """This machine and the libraries of this Python."""
+    is_apple = (platform.system(), platform.machine()) == ("Darwin", "arm64")
+    return Machine(is_apple, has_mlx=importlib.util.find_spec("mlx_lm") is not None)
+
+
+def choose_engine(
+    name: str,
+    settings: EngineSettings,
+    *,
+    folder: Path | None = None,
+    machine: Machine | None = None,  # None = this machine
+) -> tuple[str, str]:
+    """The engine for `engine.name`, and the reason.
+
+    With the `folder` of the model, the automatic choice takes the native engine for models that
+    mlx-lm lacks. Raises ConfigError if the engine lacks a setting or its library, and StoreError
+    for a folder without a readable config.json.
+    """
+    chosen, reason = name, "set by engine.name"
+    if name == AUTO:
+        chosen, reason = _automatic(machine or this_machine(), folder, settings)
+    _check(chosen, settings)
+    return chosen, reason
+
+
+def _automatic(machine: Machine, folder: Path | None, settings: EngineSettings) -> tuple[str, str]:
+    """The engine for a machine, and the reason."""
+    if not machine.is_apple:
+        return "native", "auto: not Apple silicon"
+    if not machine.has_mlx:
+        return "native", "auto: mlx-lm is not installed; pip install 'peralta_zmq[mlx]'"
+    if folder is not None and (reason := _mlx_lacks(folder, settings.max_model_len)):
+        return "native", f"auto: {reason}"
+    return "mlx", "auto: Apple silicon with mlx-lm"
+
+
+def _mlx_lacks(folder: Path, max_model_len: int) -> str:
+    """Why engine mlx cannot serve the model in `folder`; empty if it can."""
+    from peralta_zmq.engines.mlx.model import check_config, read_config
+
+    try:
+        check_config(read_config(folder), max_model_len=max_model_len)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _check(name: str, settings: EngineSettings) -> None:
     """Raise ConfigError if an engine lacks a setting of [engine] or its library."""
     for option, engines in ENGINES_WITH.items():
-        value = settings.get(option)
+        value = getattr(settings, option)
         if value is not None and registry.is_shipped("engine", name) and name not in engines:
             raise ConfigError(
                 f"engine.{option} {value} is not an option of engine '{name}'; "
@@ -31,7 +89,7 @@ def live_engine(name: str) -> LiveEngineFactory:
 
     It is the named engine if that can open a torch model in memory, else the native engine.
     """
-    factory = registry.resolve("engine", name)
+    factory = registry.resolve("engine", "native" if name == AUTO else name)
     if not hasattr(factory, "open_live"):
         factory = registry.resolve("engine", "native")
     return cast(LiveEngineFactory, factory)

@@ -45,7 +45,7 @@ def run(config: Config) -> None:
     Waits for the first weights, and for an absent trainer. Raises ConfigError, StoreError (no
     weights in time), TaskError (unusable problems) and WireError (the trainer refuses the keys).
     """
-    build.check_engine(config)
+    build.choose_engine(config)  # refuses settings before it waits for weights
     models.keep_memory()  # freed memory stays in the process, for the next step
     threads = models.use_threads(config.generator.num_workers)
     device = models.choose_device(config.model.device)

@@ -41,7 +41,7 @@ def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> Engine:
     dtype, reason = models.choose_dtype(device, settings.dtype)
     name, bits = str(dtype).removeprefix("torch."), settings.quantize
     quantized = f" quantize={bits}" if bits else ""
-    logger.info("engine=mlx device=%s dtype=%s (%s)%s", device, name, reason, quantized)
+    logger.info("device=%s dtype=%s (%s)%s", device, name, reason, quantized)
     models.check_code(folder, trust_remote_code=settings.trust_remote_code)
     with loading_errors(folder):
         tokenizer = models.load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)

@@ -98,6 +98,14 @@ def check_device(config: Config) -> Check:
     return Check(True, detail)
 
 
+def check_engine(config: Config) -> Check:
+    """Report which engine a generator runs here, and why. Raises ConfigError if it cannot run."""
+    from peralta_zmq.build import choose_engine
+
+    name, reason = choose_engine(config)
+    return Check(True, f"{name} ({reason})")
+
+
 def check_model(config: Config) -> Check:
     """Check that the model loads without a network. Raises ConfigError if not."""
     from peralta_zmq import models

@@ -67,6 +67,7 @@ def check_generator(
     """
     name = config.generator.full_name
     _check_machine(config, report)
+    report.run("engine", machine_checks.check_engine, config)
     system, host = platform.system(), config.wire.host
     report.run("localnet", machine_checks.check_local_network, system, host)
     report.run("reward", machine_checks.check_reward, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -65,6 +66,20 @@ def test_gpu_without_cuda_torch_is_noted(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(machine_checks.shutil, "which", lambda program: program)
     check = machine_checks.check_device(load_config("doctor", []))
     assert check.remedy.startswith("install a CUDA build") or torch.cuda.is_available()
+
+
+def test_engine_check_reports_the_engine_and_the_reason() -> None:
+    check = machine_checks.check_engine(load_config("doctor", ["--engine.name", "hf"]))
+    assert check == Check(True, "hf (set by engine.name)")
+    automatic = machine_checks.check_engine(load_config("doctor", []))
+    assert re.fullmatch(r"(native|mlx) \(auto: .+\)", automatic.detail)
+
+
+def test_engine_check_refuses_an_option_that_the_engine_lacks() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.quantize 4 is not an option of engine 'hf'"):
+        machine_checks.check_engine(
+            load_config("doctor", ["--engine.name=hf", "--engine.quantize=4"])
+        )
 
 
 def test_unavailable_device_raises() -> None:

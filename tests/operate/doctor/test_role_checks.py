@@ -58,8 +58,8 @@ def test_checks_of_a_generator_pass_with_a_trainers_doctor(
     assert role_checks.check_trainer(load_config("doctor", settings), Report(), stack, serve=True)
     code, checks = run_doctor(*settings, "--role", "generator")
     assert failed(checks) == [] and code == 0
-    assert list(checks) == ["config", "versions", "device", "sleep", "reward", "keys", "reach",
-                           "probe", "clock", "burst", "weights", "visible", "speed",
+    assert list(checks) == ["config", "versions", "device", "sleep", "engine", "reward", "keys",
+                           "reach", "probe", "clock", "burst", "weights", "visible", "speed",
                            "space"]  # fmt: skip
 
 
