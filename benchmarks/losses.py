@@ -12,6 +12,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -199,11 +200,11 @@ class Run:
 
     def accuracy(self) -> float:
         """Greedy accuracy on the held-out problems."""
-        problems = list(calculator.problems("eval", self._config.run.seed))
-        answers = evaluate(
-            self._engine, self._tokenizer, problems, calculator.reward,
-            sampling=build.make_eval_sampling(self._config, seed=self._config.run.seed),
-        )  # fmt: skip
+        with closing(build.open_environments(self._config, "eval")) as held_out:
+            answers = evaluate(
+                self._engine, self._tokenizer, held_out.problems, held_out.score,
+                sampling=build.make_eval_sampling(self._config, seed=self._config.run.seed),
+            )  # fmt: skip
         return fmean(rollout.reward for _, rollouts in answers for rollout in rollouts)
 
     def _serve(self) -> None:

@@ -16,7 +16,7 @@ or an object store). Each process can be killed and restarted independently of t
 A version is complete when its folder has STABLE, the file that is written last.
 
 Reading list, about an hour: the files in the order in which a rollout passes them, from sampling to
-the loss. Files in parentheses need not be opened; the list says what they do. build.py connects the
+the loss. Files in parentheses need not be opened; the list says what they do. build/ connects the
 parts. Paths are relative to this package.
 
     rollout.py               data types: Problem, Completion, Rollout, RolloutGroup
@@ -50,7 +50,7 @@ Other questions:
                              checkpoint and replays the journal; generators send again what was
                              not on disk (generator/trainer_connection.py)
     what makes a group stale learning/admission.py
-    where settings go        config/ reads them, build.py makes objects from them
+    where settings go        config/ reads them, build/ makes objects from them
     how to extend it         registry.py has the protocols and names of tasks, engines, losses and
                              filters; CONTRIBUTING.md lists what a new task or loss touches
     how runs are watched     observe/: metrics, terminal, dashboard, and the verdict, a sentence

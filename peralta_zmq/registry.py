@@ -92,7 +92,7 @@ REQUIRED_FUNCTIONS: dict[Kind, tuple[str, ...]] = {
 class Task(Protocol):
     """A module with problems and a reward function.
 
-    A reward function runs in a separate process with a timeout. If the module sets
+    A reward function runs in a reward worker, a process with a timeout. If the module sets
     REWARD_IS_BOUNDED = True (bounded running time), its function is called directly.
     """
 

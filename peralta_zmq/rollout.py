@@ -11,7 +11,7 @@ with the shape [T] belongs to token t.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -116,6 +116,15 @@ class Completion:
     text: str  # without special tokens
 
 
+class Score(NamedTuple):
+    """The reward of a completion, and what it was computed from."""
+
+    reward: float
+    rewards: Mapping[str, float] = {}
+    """By name: the unweighted rewards of several functions, or the terms of a single function that
+    returns several; empty if it returns one number."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """A prompt with one completion and its reward."""
@@ -129,7 +138,7 @@ class Rollout:
     reward: float
     finish_reason: FinishReason
     rewards: dict[str, float] = field(default_factory=dict[str, float])
-    """The terms that sum to `reward`, by name; empty if the reward function returns one number."""
+    """Score.rewards."""
 
     def __post_init__(self) -> None:
         assert len(self.token_ids) == len(self.loss_mask) == len(self.logprobs)
@@ -249,10 +258,10 @@ def sender_of(generator_id: str, incarnation: bytes) -> str:
     return f"{generator_id}/{incarnation.hex()}"
 
 
-def rollout_of(completion: Completion, reward: float | dict[str, float]) -> Rollout:
-    """Join prompt and completion to a rollout; a `reward` of named terms is summed."""
-    terms = reward if isinstance(reward, dict) else {}
-    rewards = {name: float(value) for name, value in terms.items()}  # a function may return bools
+def rollout_of(
+    completion: Completion, reward: float, rewards: Mapping[str, float] | None = None
+) -> Rollout:
+    """Join prompt and completion to a rollout with the values of a Score."""
     num_prompt = len(completion.prompt_ids)
     no_logprobs = np.zeros(num_prompt, dtype=np.float32)
     no_steps = np.full(num_prompt, -1, dtype=np.int32)
@@ -261,7 +270,7 @@ def rollout_of(completion: Completion, reward: float | dict[str, float]) -> Roll
         loss_mask=np.arange(num_prompt + len(completion.token_ids)) >= num_prompt,
         logprobs=np.concatenate([no_logprobs, completion.logprobs]),
         policy_steps=np.concatenate([no_steps, completion.policy_steps]),
-        reward=float(sum(rewards.values()) if isinstance(reward, dict) else reward),
+        reward=reward,
         finish_reason=completion.finish_reason,
-        rewards=rewards,
+        rewards=dict(rewards or {}),
     )

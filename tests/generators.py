@@ -8,7 +8,8 @@ import torch
 
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import Environments
-from peralta_zmq.environments.reward_runner import RewardRunner
+from peralta_zmq.environments.reward_functions import RewardFunction
+from peralta_zmq.environments.reward_pool import LocalRewards, RewardPool
 from peralta_zmq.generator.loop import Generator
 from peralta_zmq.generator.pacing import outbox_limit
 from peralta_zmq.generator.trainer_connection import Sockets, TrainerConnection
@@ -51,10 +52,11 @@ def apply_until(engine: Any, subscriber: WeightSubscriber, version: Version, ste
     return version
 
 
-def environments_of(reward: Any) -> Environments:
+def environments_of(reward: Any, *, bounded: bool = True, queue_limit: int = 9) -> Environments:
     """One environment with one problem."""
-    runner = RewardRunner(reward, timeout_seconds=9, bounded=True)
-    return Environments({"mine": 1}, (PROBLEM,), {"mine": runner})
+    pool = RewardPool(num_workers=1, concurrency=1, timeout_seconds=9, queue_limit=queue_limit)
+    rewards = LocalRewards([RewardFunction(reward, is_bounded=bounded)], pool)
+    return Environments({"mine": 1}, (PROBLEM,), {"mine": rewards}, pool)
 
 
 def generator_of(
@@ -65,6 +67,7 @@ def generator_of(
     *,
     tokenizer: Any = None,
     reward: Any = lambda problem, text: 1.0,
+    environments: Environments | None = None,
     **sections: dict[str, object],
 ) -> Generator:
     """A generator that serves `version`; `sections` are those of the config."""
@@ -76,4 +79,6 @@ def generator_of(
         sockets, weights, name="ann", incarnation=b"bootboot", worker_info={"python": "3.11"},
         outbox_limit=outbox_limit(config), max_steps=config.train.max_steps,
     )  # fmt: skip
-    return Generator(config, engine, tokenizer, environments_of(reward), weights, connection)
+    return Generator(
+        config, engine, tokenizer, environments or environments_of(reward), weights, connection
+    )

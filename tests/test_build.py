@@ -1,9 +1,8 @@
-"""Sampling, batch size and reward runner from the config; logprobs of engine and learner agree."""
+"""Sampling, batch size and rewards from the config; logprobs of engine and learner agree."""
 
 from __future__ import annotations
 
 import dataclasses
-from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.registry import WeightUpdate
-from peralta_zmq.rollout import Problem, Request, Rollout, Sampling, TemperatureSchedule, rollout_of
+from peralta_zmq.rollout import Request, Rollout, Sampling, TemperatureSchedule, rollout_of
 
 SCHEDULED = ("--sampling.temp-scheduler=linear", "--sampling.temp-start=1.2",
              "--sampling.temp-end=0.2", "--train.max-steps=6")  # fmt: skip
@@ -82,19 +81,33 @@ def learned(config: Config, model: Any, rollouts: tuple[Rollout, ...]) -> dict[s
     return build.make_learner(config, model).learn([group]).metrics
 
 
+def reward_functions(config: Config) -> Any:
+    (env,) = config.environments
+    task = registry.resolve("task", env.task)
+    return build.make_reward_functions(env, task)
+
+
 def test_unknown_reward_kwargs_are_refused() -> None:
     config = config_of("--task.reward-kwargs", '{"longest": 3}')
     with pytest.raises(
         ConfigError, match=r"task\.reward_kwargs do not fit the reward function: got an unex"
     ):
-        build.make_reward_runner(config, registry.resolve("task", "calculator"))
+        reward_functions(config)
 
 
 def test_only_bounded_rewards_run_in_this_process() -> None:
-    task = registry.resolve("task", "calculator")
     named = config_of("--task.reward=peralta_zmq.environments.calculator:reward")
-    problem = Problem("1", "calculator", (), "2 + 3")
-    for config, is_here in ((config_of(), True), (named, False)):
-        with closing(build.make_reward_runner(config, task)) as runner:
-            assert runner.reward(problem, "5") == 1.0
-            assert (runner._process is None) == is_here
+    assert reward_functions(config_of())[0].is_bounded
+    assert not reward_functions(named)[0].is_bounded
+
+
+def test_reward_workers_share_the_cores_with_other_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(models, "available_cores", lambda: 12)
+    for arguments, num_workers in [
+        ([], 12), (["--generator.num-workers=5"], 2), (["--generator.num-workers=99"], 1),
+        (["--task.reward-workers=40"], 40),
+    ]:  # fmt: skip
+        pool = build.make_reward_pool(config_of(*arguments), is_verifier=False)
+        assert pool.num_workers == num_workers

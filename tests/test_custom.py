@@ -17,8 +17,9 @@ from sample_data import group_of, rollout_with, tiny_model
 from peralta_zmq import build, registry
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.environments.dataset import load_problems
+from peralta_zmq.environments.reward_pool import LocalRewards
 from peralta_zmq.generator import loop as generator
-from peralta_zmq.rollout import Problem, Rollout
+from peralta_zmq.rollout import Problem, Rollout, Score
 
 TEXT = (Path(__file__).parents[1] / "docs" / "custom.md").read_text("utf-8")
 MODULES = re.findall(r"```python\n# (\S+\.py)\n(.*?)```", TEXT, re.DOTALL)
@@ -44,6 +45,11 @@ def config_of(tmp_path: Path, about: str) -> Config:
     file = tmp_path / "mine.toml"
     file.write_text(f'{block}\n[train]\nbatch_size = 8\ndtype = "float32"\n', "utf-8")
     return load_config("bin/trainer", ["@", str(file)])
+
+
+def functions_of(config: Config, task: Any, example: Problem) -> Any:
+    (env,) = config.environments
+    return build.make_reward_functions(env, task)
 
 
 def learned(config: Config, *groups: Any) -> dict[str, float]:
@@ -113,15 +119,18 @@ def test_task_reward_has_named_parts(tmp_path: Path) -> None:
     assert len(made) == 16
     problem = next(each for each in made if each.id == "2+3")
     assert isinstance(problem, Problem)
-    with closing(build.make_reward_runner(config, task)) as runner:
-        assert runner.reward(problem, " 5 ") == {"right": 1.0, "short": 0.1}
-        assert runner.reward(problem, "five") == {"right": 0.0, "short": 0.0}
+    with closing(build.make_reward_pool(config, is_verifier=False)) as pool:
+        rewards = LocalRewards(functions_of(config, task, problem), pool)
+        assert rewards.score(problem, [" 5 ", "five"], [(), ()]).result() == [
+            Score(1.1, {"right": 1.0, "short": 0.1}), Score(0.0, {"right": 0.0, "short": 0.0}),
+        ]  # fmt: skip
 
 
 def test_reward_setting_replaces_the_task_reward(tmp_path: Path) -> None:
     config = config_of(tmp_path, "terse")
     task: Any = registry.resolve("task", config.task.name)
     problem = Problem("1", "calculator", (), "2 + 3")
-    with closing(build.make_reward_runner(config, task)) as runner:
-        assert runner.reward(problem, "3 + 2") == 1.0
-        assert runner.reward(problem, "3 + 2        ") == 0.5
+    with closing(build.make_reward_pool(config, is_verifier=False)) as pool:
+        rewards = LocalRewards(functions_of(config, task, problem), pool)
+        scores = rewards.score(problem, ["3 + 2", "3 + 2        "], [(), ()]).result()
+        assert scores == [Score(1.0), Score(0.5)]

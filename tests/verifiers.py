@@ -17,5 +17,14 @@ def serving(config: Config, *, token: str | None = None) -> closing[Verifier]:
     return closing(Verifier(config, host="127.0.0.1", port=0, token=token))
 
 
-def remote(verifier: Verifier, *, env: str = "calculator", **options: Any) -> RemoteEnvironment:
-    return RemoteEnvironment("127.0.0.1", verifier.port, env=env, **options)
+def remote(*verifiers: Verifier, env: str = "calculator", **options: Any) -> RemoteEnvironment:
+    return remote_at(*(verifier.port for verifier in verifiers), env=env, **options)
+
+
+def remote_at(*ports: int, env: str = "calculator", **options: Any) -> RemoteEnvironment:
+    return RemoteEnvironment([("127.0.0.1", port) for port in ports], env=env, **options)
+
+
+def reward_of(environment: RemoteEnvironment, problem: Problem, text: str) -> Any:
+    (score,) = environment.score(problem, [text], [()]).result()
+    return score.reward

@@ -31,7 +31,8 @@ FREE_SECTIONS = {
 FREE_SETTINGS = {
     *("run.dir", "run.num_local_generators", "run.report_to", "model.device"),
     *("curriculum.easy_fraction", "curriculum.hard_fraction", "curriculum.oversampling_factor"),
-    *("task.reward_timeout", "train.num_workers", "train.max_mismatch_kl"),
+    *("task.reward_timeout", "task.reward_workers", "task.reward_concurrency"),
+    *("train.num_workers", "train.max_mismatch_kl"),
     "train.on_mismatch",  # "drop" lets a run continue without a faulty generator
 }
 GROWING_SETTINGS = {"train.max_steps"}  # a resumed run may only increase them

@@ -76,12 +76,13 @@ class Config(Section):
     def environments(self) -> tuple[training.EnvSection, ...]:
         """Training environments: [[env]], or the single one of [task] and [data]."""
         single = training.EnvSection(task=self.task.name, **self.data.model_dump())
-        return self.env or (single,)
+        return tuple(env.with_rewards_of(self.task) for env in self.env or (single,))
 
     @property
     def eval_environments(self) -> tuple[training.EnvSection, ...]:
         """Evaluation environments: [[eval.env]], or those of the training."""
-        return self.eval.env or self.environments
+        evaluated = tuple(env.with_rewards_of(self.task) for env in self.eval.env)
+        return evaluated or self.environments
 
     @property
     def groups_per_step(self) -> int:
@@ -252,8 +253,8 @@ def _check_environment_rows(option: str, environments: Sequence[training.EnvSect
                 "give each of them its own name"
             )
     for env in environments:
-        if env.address is not None:
-            host_and_port(env.address, option=f"{option}.address")
+        for address in env.address or ():
+            host_and_port(address, option=f"{option}.address")
 
 
 def _check_curriculum(config: Config) -> None:

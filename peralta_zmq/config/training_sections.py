@@ -49,17 +49,30 @@ HashKeys: TypeAlias = Annotated[
 ]
 
 
-class TaskSection(Section):
-    """The task, which supplies problems and rewards."""
+class RewardSettings(Section):
+    """The reward functions of an environment."""
 
-    name: Text = "calculator"
-    """a shipped task, or the import path of a custom module"""
     reward: Text | None = None
     """import path of a reward function (module:function) that replaces the task's own"""
     reward_kwargs: Table = Field(default={})
     """keyword arguments of the reward function, as a TOML table or as JSON"""
+
+
+class TaskSection(RewardSettings):
+    """The task, which supplies problems and rewards.
+
+    Its reward functions are those of every [[env]] without reward settings.
+    """
+
+    name: Text = "calculator"
+    """a shipped task, or the import path of a custom module"""
     reward_timeout: PositiveFloat = 10.0
     """seconds for the reward of one completion; after a timeout its group is discarded"""
+    reward_workers: PositiveInt | None = None
+    """processes that call reward functions, on each generator and verifier; None = number of CPU
+    cores / generator.num_workers. Raise it for a reward function that waits"""
+    reward_concurrency: PositiveInt = 16
+    """calls of an async reward function, and requests to a verifier, awaited at the same time"""
 
 
 class DataSection(Section):
@@ -77,15 +90,16 @@ class DataSection(Section):
     """system message before each question"""
 
 
-class EnvSection(DataSection):
+class EnvSection(RewardSettings, DataSection):
     """An environment: a task with its data. A run with one environment uses [task] and [data]."""
 
     name: PlainName | None = None
     """name in metrics and at the verifier; None = name of the task"""
     task: Text = "calculator"
     """a shipped task, or the import path of a custom module"""
-    address: Text | None = None
-    """http://HOST:PORT of the bin/verifier that runs the task; None = no verifier"""
+    address: Names | None = None
+    """http://HOST:PORT of the bin/verifier that runs the task, or several of them, which take turns
+    and replace each other; None = no verifier"""
 
     @property
     def label(self) -> str:
@@ -96,6 +110,13 @@ class EnvSection(DataSection):
     def data_options(self) -> dict[str, str]:
         """The data settings that are not None, as keyword arguments of the task's `problems`."""
         return self.model_dump(include=set(DataSection.model_fields), exclude_none=True)
+
+    def with_rewards_of(self, task: TaskSection) -> EnvSection:
+        """This environment, with the reward settings of `task` if it has none."""
+        if any(getattr(self, name) for name in RewardSettings.model_fields):
+            return self
+        update = {name: getattr(task, name) for name in RewardSettings.model_fields}
+        return self.model_copy(update=update)
 
 
 class CurriculumSection(Section):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from itertools import count
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from peralta_zmq import models
 from peralta_zmq.errors import TaskError
 from peralta_zmq.registry import Engine
-from peralta_zmq.rollout import Answer, Completion, Problem, Request, Sampling, rollout_of
+from peralta_zmq.rollout import Answer, Completion, Problem, Request, Sampling, Score
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ def evaluate(
     engine: Engine,
     tokenizer: models.Tokenizer,
     problems: Sequence[Problem],
-    reward: Callable[[Problem, str], float | dict[str, float]],
+    score: Callable[[Problem, Sequence[Completion]], Future[list[Score]]],
     *,
     sampling: Sampling,
     num_generations: int = 1,
@@ -73,12 +74,14 @@ def evaluate(
 ) -> list[tuple[Problem, list[Answer]]]:
     """Return each problem with its scored answers, in the order of `problems`.
 
-    `report_progress` receives the number of completed problems. If the engine is cancelled
-    (by `between_steps`), only the problems completed so far are returned. A problem is skipped and
-    logged if the reward function fails for it. Raises TaskError if it fails for all problems.
+    `score` starts the computation of the rewards of a problem's completions. `report_progress`
+    receives the number of completed problems. If the engine is cancelled (by `between_steps`), only
+    the problems that are scored by then are returned. A problem is skipped and logged if the reward
+    function fails for it. Raises TaskError if it fails for all problems.
     """
     answered: dict[int, list[Answer]] = {}  # id() of a problem -> its answers
     failure: TaskError | None = None
+    sampled: list[tuple[Problem, list[Completion], Future[list[Score]]]] = []
     groups = generate_groups(
         engine,
         tokenizer,
@@ -88,20 +91,20 @@ def evaluate(
         between_steps=between_steps,
     )
     for num_done, (problem, completions) in enumerate(groups, start=1):
+        sampled.append((problem, completions, score(problem, completions)))
+        report_progress(num_done)
+    is_complete = len(sampled) == len(problems)
+    for problem, completions, scores in sampled:
+        if not (is_complete or scores.done()):
+            continue
         try:
             answered[id(problem)] = [
-                Answer(
-                    problem.question,
-                    completion.text,
-                    # `rollout_of` reduces a dict of rewards to one number.
-                    rollout_of(completion, reward(problem, completion.text)).reward,
-                )
-                for completion in completions
+                Answer(problem.question, completion.text, result.reward)
+                for completion, result in zip(completions, scores.result(), strict=True)
             ]
         except TaskError as error:
             failure = error
             logger.warning("not evaluated: problem=%s reason=%s", problem.id, error)
-        report_progress(num_done)
     if failure is not None and not answered:
         raise failure
     return [(problem, answered[id(problem)]) for problem in problems if id(problem) in answered]

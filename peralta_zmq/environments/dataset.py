@@ -7,27 +7,20 @@ tokens of the prompt instead. A split is 'train' or 'eval' (held-out problems).
 
 from __future__ import annotations
 
-import csv
-import difflib
 import hashlib
 import inspect
-import io
-import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from operator import length_hint
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
+from peralta_zmq.environments.data_files import TOKENS_COLUMN, DataRow, read_rows
+from peralta_zmq.environments.reward_pool import RewardPool
 from peralta_zmq.errors import ConfigError, TaskError
-from peralta_zmq.rollout import Message, Problem
+from peralta_zmq.rollout import Completion, Message, Problem, Score
 
-DATA_FOLDER = Path(__file__).parent / "data"
-SHIPPED = tuple(sorted(file.stem for file in DATA_FOLDER.glob("*.csv")))  # names of data sets
-TOKENS_COLUMN = "input_token_ids"
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
 MAX_TOKEN_ID = 2**31 - 1  # token ids are stored as int32
 
 Split: TypeAlias = Literal["train", "eval"]
@@ -41,15 +34,28 @@ logger = logging.getLogger(__name__)
 class RewardSource(Protocol):
     """Computes rewards, on this machine or on another one."""
 
-    def reward(self, problem: Problem, completion_text: str) -> float | dict[str, float]:
-        """The reward of a completion; a dict holds named terms, whose sum is the reward.
+    @property
+    def identity(self) -> str:
+        """Text that is equal for equal reward functions."""
+        ...
 
-        Raises RewardError.
+    @property
+    def has_room(self) -> bool:
+        """False while too many completions wait for their rewards."""
+        ...
+
+    def score(
+        self, problem: Problem, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+    ) -> Future[list[Score]]:
+        """The scores of completions, in order, or a RewardError if any of them failed.
+
+        `texts` and `token_ids` have one entry per completion. The future has a TaskError if no
+        reward can be computed at all.
         """
         ...
 
     def close(self) -> None:
-        """Stop the process or connection that computes rewards."""
+        """Cancel the futures."""
         ...
 
 
@@ -60,13 +66,27 @@ class Environments:
     sizes: Mapping[str, int]  # number of problems by label of the environment
     problems: tuple[Problem, ...]  # grouped by environment, in the order of `sizes`
     reward_sources: Mapping[str, RewardSource]  # by label, which is the `task` of its problems
+    pool: RewardPool  # of the reward sources on this machine
 
-    def reward(self, problem: Problem, completion_text: str) -> float | dict[str, float]:
-        """The reward of a completion in the problem's environment. Raises RewardError."""
-        return self.reward_sources[problem.task].reward(problem, completion_text)
+    @property
+    def has_room(self) -> bool:
+        """False while too many completions of an environment wait for their rewards."""
+        return all(source.has_room for source in self.reward_sources.values())
+
+    def score(self, problem: Problem, completions: Sequence[Completion]) -> Future[list[Score]]:
+        """The scores of completions in the problem's environment: see RewardSource."""
+        texts = [completion.text for completion in completions]
+        token_ids = [completion.token_ids.tolist() for completion in completions]
+        return self.reward_sources[problem.task].score(problem, texts, token_ids)
+
+    def reward(self, problem: Problem, text: str) -> float:
+        """The reward of a completion without token ids. Raises RewardError or TaskError."""
+        (score,) = self.reward_sources[problem.task].score(problem, [text], [()]).result()
+        return score.reward
 
     def close(self) -> None:
-        """Close all reward sources."""
+        """End the reward workers and close all reward sources."""
+        self.pool.close()
         for source in self.reward_sources.values():
             source.close()
 
@@ -249,152 +269,3 @@ def _problem(row: DataRow, task: str, system_prompt: str) -> Problem:
         answer=row.answer,
         input_token_ids=tuple(map(int, words)),
     )
-
-
-# The rows of a file.
-
-
-class DataRow(NamedTuple):
-    """One row of a data set."""
-
-    line_number: int  # of the row's first line in the file
-    prompt: str  # empty if the row has no prompt column
-    token_ids: str  # numbers separated by spaces; empty if the row has none
-    answer: str
-
-
-def read_rows(source: str, *, prompt_column: str, answer_column: str) -> list[DataRow]:
-    """Read all rows of a data set, in file order; other columns are ignored.
-
-    `source` is the name of a shipped data set or a path. Every row needs an answer, and a prompt or
-    `input_token_ids`: a list in JSONL, numbers separated by spaces in CSV. Raises TaskError for a
-    file that is missing, empty or not UTF-8, a missing column, and a row that cannot be read.
-    """
-    path = _path(source)
-    parse = _json_records if path.suffix.lower() in JSONL_SUFFIXES else _csv_records
-    try:
-        records = parse(_read_text(path))
-        rows = [_row(number, record, prompt_column, answer_column) for number, record in records]
-    except ValueError as error:
-        raise TaskError(f"'{source}' {error}") from None
-    if not rows:
-        raise TaskError(f"'{source}' has no rows; a data set needs at least one")
-    return rows
-
-
-def _path(source: str) -> Path:
-    """The file of a shipped data set, or the given path."""
-    if source in SHIPPED:
-        return DATA_FOLDER / f"{source}.csv"
-    path = Path(os.path.expanduser(source))  # unlike Path.expanduser, it never raises
-    if not os.path.isfile(path):
-        raise TaskError(
-            f"no data set or file '{source}'{_suggestion(path)}; "
-            f"choose one of {', '.join(SHIPPED)}, or give the path of a .csv or .jsonl file"
-        )
-    if path.suffix.lower() not in (".csv", *JSONL_SUFFIXES):
-        raise TaskError(f"'{source}' is neither .csv nor .jsonl; convert or rename it")
-    return path
-
-
-def _suggestion(path: Path) -> str:
-    """', did you mean X?' for a similarly named data set or file next to `path`."""
-    names = {name: name for name in SHIPPED}
-    if os.path.isdir(path.parent):
-        names |= {file.name: str(file) for file in path.parent.glob("*.*")}
-    similar = difflib.get_close_matches(path.name, names, n=1)
-    return f", did you mean '{names[similar[0]]}'?" if similar else ""
-
-
-def _read_text(path: Path) -> str:
-    """The file as text without a byte order mark; newlines are not converted.
-
-    Raises ValueError for text that is not UTF-8.
-    """
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise TaskError(f"cannot read '{path}': {error.strerror}; check its permissions") from None
-    except UnicodeDecodeError as error:
-        number = error.object.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"line {number}: {error.reason}; save the file as UTF-8") from None
-
-
-def _csv_records(text: str) -> Iterator[tuple[int, Mapping[str, object]]]:
-    """Yield each record: the number of its first line, and texts by column name.
-
-    The first record names the columns. Blank lines are skipped; quoted text may span lines. Raises
-    ValueError for a line that cannot be read.
-    """
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    number, header = 1, list[str]()
-    try:
-        for fields in reader:
-            if not header:
-                header = fields
-            elif fields:
-                if len(fields) != len(header):
-                    raise ValueError(
-                        f"line {number}: {len(fields)} fields, but the header names {len(header)} "
-                        "columns; put quotes around text with a comma in it"
-                    )
-                yield number, dict(zip(header, fields, strict=True))
-            number = reader.line_num + 1
-    except csv.Error as error:
-        raise ValueError(f"line {number}: {error}; check the quotes of this row") from None
-
-
-def _json_records(text: str) -> Iterator[tuple[int, Mapping[str, object]]]:
-    """Yield the line number and the object of each line.
-
-    Numbers stay text, so that 0.1 stays exact. Raises ValueError for a line that cannot be read.
-    """
-    # Only "\n" ends a line: JSON text may contain the other separators of str.splitlines.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line, parse_int=str, parse_float=str)
-        except (json.JSONDecodeError, RecursionError) as error:
-            reason = str(error).replace("line 1 ", "")  # json counts lines from the start of `line`
-            remedy = "write one flat object on each line"
-            raise ValueError(f"line {number}: not JSON ({reason}); {remedy}") from None
-        if not isinstance(record, dict):
-            reason = f"{line.strip():.40} is not an object"
-            raise ValueError(f"line {number}: {reason}; write one object on each line")
-        yield number, cast("dict[str, object]", record)
-
-
-def _row(
-    number: int, record: Mapping[str, object], prompt_column: str, answer_column: str
-) -> DataRow:
-    """The row of a record; ValueError for a missing column or a value that is not text."""
-    prompts = [column for column in (prompt_column, TOKENS_COLUMN) if column in record]
-    columns = [*(prompts or [prompt_column]), answer_column]
-    for column in columns:
-        if column not in record:
-            names = (
-                f"the columns are {', '.join(map(repr, record))}" if record else "the row is empty"
-            )
-            raise ValueError(f"line {number}: no column '{column}'; {names}")
-    texts = {column: _text(record[column], column, number) for column in columns}
-    return DataRow(
-        number, texts.get(prompt_column, ""), texts.get(TOKENS_COLUMN, ""), texts[answer_column]
-    )
-
-
-def _text(value: object, column: str, number: int) -> str:
-    """The text of a string, a JSON number (already text) or a list of token ids.
-
-    Raises ValueError for other types, and for a lone surrogate such as the JSON escape \\ud800.
-    """
-    if column == TOKENS_COLUMN and isinstance(value, list):
-        return " ".join(map(str, cast("list[object]", value)))
-    place = f"line {number}: column '{column}'"
-    if not isinstance(value, str):
-        raise ValueError(f"{place} is {value!r:.40}; it must be text or a number")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{place} has a lone surrogate {value!a:.40}") from None
-    return value

@@ -1,8 +1,9 @@
-"""Client of a verifier: an environment that another machine serves.
+"""Client of verifiers: an environment that other machines serve.
 
 A verifier (`bin/verifier`, see verifier_service.py) serves the problems without their answers, and
-computes rewards. The client sends HTTP requests and retries while the verifier does not respond. A
-failure is an error, never a reward.
+computes rewards. Several verifiers with equal problems take turns; one that does not respond is
+left out for a while. The client retries while no verifier responds. A failure is an error, never
+a reward.
 """
 
 from __future__ import annotations
@@ -10,19 +11,24 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing
-from typing import Any
+from itertools import count
+from queue import SimpleQueue
+from typing import Any, TypeAlias
 from urllib.parse import quote
 
-from peralta_zmq.environments.reward_runner import checked_reward
+from peralta_zmq.environments.reward_functions import checked_reward
 from peralta_zmq.errors import RewardError, TaskError, program_name
-from peralta_zmq.rollout import Message, Problem
+from peralta_zmq.rollout import Message, Problem, Score
 
 RETRY_SECONDS = 60.0  # time without a response after which the client raises an error
-REQUEST_TIMEOUT_SECONDS = 30.0
+REQUEST_TIMEOUT_SECONDS = 30.0  # besides the time that the reward may take
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 2.0  # between two attempts; doubles each time
+AVOID_SECONDS = 2.0  # in which a verifier that did not respond is left out if there are others
 MAX_RESPONSE_BYTES = 64 << 20
 
 logger = logging.getLogger(__name__)
@@ -32,90 +38,176 @@ class _UnavailableError(Exception):
     """The request failed, but a retry may succeed."""
 
 
-class RemoteEnvironment:
-    """The environment `env` of a verifier, with the functions of a task as methods.
+class _OtherProblemsError(TaskError):
+    """The verifier serves other problems than those that the client has."""
 
-    `token` is the password in `verifier.token_file`; None if the verifier needs none.
+
+class RemoteEnvironment:
+    """The environment `env` of one or more verifiers, with the functions of a task as methods.
+
+    `addresses` are hosts and ports. `token` is the password in `verifier.token_file`; None if the
+    verifiers need none. At most `concurrency` requests are sent at a time; the response to each may
+    take `reward_timeout` seconds longer than other responses.
     """
 
     def __init__(
         self,
-        host: str,
-        port: int,
+        addresses: Sequence[tuple[str, int]],
         *,
         env: str,
         token: str | None = None,
+        concurrency: int = 1,
+        reward_timeout: float = 0.0,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        self._host, self._port, self._env = host, port, env
-        self._url = f"http://{host}:{port}"
+        self._addresses, self._env = tuple(addresses), env
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._retry_seconds = retry_seconds
+        self._reward_timeout, self._retry_seconds = reward_timeout, retry_seconds
+        self._digest = ""  # of the environment's problems and answers, as its verifier computed it
+        self._failed_at: dict[tuple[str, int], float] = {}  # monotonic seconds
+        self._turns = count()
+        self._concurrency, self._num_unscored = concurrency, 0
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        # Not a ThreadPoolExecutor: at exit it would wait for requests without a response.
+        self._threads: list[threading.Thread] = []
+        self._unsent: SimpleQueue[_Unsent | None] = SimpleQueue()
 
     def problems(self, split: str, seed: int, **options: object) -> Iterator[Problem]:
         """The problems of split 'train' or 'eval'.
 
         `seed` and `options` are unused: the verifier's config determines the problems. The `answer`
-        of a problem is its id on the verifier. Raises TaskError if the verifier does not respond in
-        time, or sends an unexpected response.
+        of a problem is its id on the verifier. Raises TaskError if no verifier responds in time, or
+        one sends an unexpected response.
         """
         path = f"/problems?env={quote(self._env)}&split={quote(split)}"
-        rows = self._request(path, field="problems")
+        address, response = self._request(path)
         try:
-            return iter([_problem_from_json(row, self._env) for row in rows])
+            self._digest = str(response["digest"])
+            return iter([_problem_from_json(row, self._env) for row in response["problems"]])
         except (KeyError, TypeError, ValueError) as error:
-            raise self._unexpected(error) from None
+            raise _unexpected(address, error) from None
 
-    def reward(self, problem: Problem, completion_text: str) -> float | dict[str, float]:
-        """The reward of a completion, computed by the verifier. Raises RewardError."""
+    @property
+    def identity(self) -> str:
+        """Name of the environment and addresses of its verifiers."""
+        return f"{self._env} {self._addresses}"
+
+    @property
+    def has_room(self) -> bool:
+        """Whether fewer groups wait for their rewards than are requested at the same time."""
+        return self._num_unscored < 2 * self._concurrency
+
+    def score(
+        self, problem: Problem, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+    ) -> Future[list[Score]]:
+        """The scores of completions, computed by a verifier, or a RewardError."""
+        while len(self._threads) < self._concurrency:
+            self._threads.append(threading.Thread(target=self._send_requests, daemon=True))
+            self._threads[-1].start()
+        with self._lock:
+            self._num_unscored += 1
+        future: Future[list[Score]] = Future()
+        future.add_done_callback(self._count_scored)
         # The `answer` of the problem is its id on the verifier: see `problems`.
-        body = {"env": self._env, "problem": problem.answer, "completion": completion_text}
-        try:
-            return checked_reward(self._request("/verify_answer", body, field="reward"))
-        except TaskError as error:
-            raise RewardError(str(error)) from None
-        except ValueError as error:
-            raise RewardError(str(self._unexpected(f"a reward of {error}"))) from None
+        body = {"env": self._env, "problem": problem.answer, "completions": list(texts)}
+        body |= {"completion_ids": list(map(list, token_ids)), "digest": self._digest}
+        self._unsent.put((future, body))
+        return future
 
     def close(self) -> None:
-        """Nothing to close: every request has its own connection."""
+        """Cancel all requests that wait; those that are sent end in the background."""
+        self._closed.set()
+        for _ in self._threads:
+            self._unsent.put(None)
 
-    def _request(self, path: str, body: Mapping[str, str] | None = None, *, field: str) -> Any:
-        """Send a request and return one field of the JSON response.
+    def _send_requests(self) -> None:
+        """Send one request after the other, in a thread."""
+        while (unsent := self._unsent.get()) is not None:
+            future, body = unsent
+            if self._closed.is_set():
+                future.cancel()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(self._score(body))
+            except Exception as error:  # noqa: BLE001  the caller gets it from the future
+                future.set_exception(error)
 
-        The request is a POST with `body` as JSON, or a GET without one. Retries while the verifier
-        does not respond; raises TaskError after `retry_seconds`.
+    def _count_scored(self, future: Future[list[Score]]) -> None:
+        with self._lock:
+            self._num_unscored -= 1
+
+    def _score(self, body: Mapping[str, Any]) -> list[Score]:
+        """Request scores. Raises RewardError, or TaskError for a verifier with other problems."""
+        try:
+            address, response = self._request("/score", body)
+        except _OtherProblemsError:
+            raise  # every further reward would fail, too
+        except TaskError as error:
+            raise RewardError(str(error)) from None
+        try:
+            scores, count = response["scores"], len(body["completions"])
+            if not isinstance(scores, list) or len(scores) != count:
+                raise TypeError(f"not {count} scores")
+            if response["digest"] != body["digest"]:
+                raise ValueError("scores of other problems")
+            return list(map(_score_from_json, scores))
+        except (KeyError, TypeError, ValueError) as error:
+            raise RewardError(str(_unexpected(address, error))) from None
+
+    def _request(
+        self, path: str, body: Mapping[str, object] | None = None
+    ) -> tuple[tuple[str, int], Any]:
+        """Send a request; return the address that responded, and the JSON response.
+
+        The request is a POST with `body` as JSON, or a GET without one. Retries while no verifier
+        responds; raises TaskError after `retry_seconds`.
         """
         started, pause, waiting = time.monotonic(), MIN_PAUSE_SECONDS, False
         while True:
+            address = self._choose_address()
             try:
-                value = self._request_once(path, body, field)
+                value = self._request_once(address, path, body)
                 break
             except (OSError, http.client.HTTPException, _UnavailableError) as error:
                 reason = " ".join(str(error).split()) or type(error).__name__
-            if time.monotonic() - started > self._retry_seconds:
+            self._failed_at[address] = time.monotonic()
+            if time.monotonic() - started > self._retry_seconds or self._closed.is_set():
                 raise TaskError(
-                    f"env.address {self._url} has not responded for {self._retry_seconds:.0f} s "
-                    f"({reason}); start it: {program_name('verifier')} @ CONFIG"
+                    f"env.address {_url(address)} has not responded for "
+                    f"{self._retry_seconds:.0f} s ({reason}); "
+                    f"start it: {program_name('verifier')} @ CONFIG"
                 )
             if not waiting:
-                logger.info("waiting for the verifier url=%s reason=%s", self._url, reason)
+                logger.info("waiting for the verifier url=%s reason=%s", _url(address), reason)
                 waiting = True
-            time.sleep(pause)
-            pause = min(MAX_PAUSE_SECONDS, 2 * pause)
+            if not self._available():
+                self._closed.wait(pause)
+                pause = min(MAX_PAUSE_SECONDS, 2 * pause)
+        self._failed_at.pop(address, None)
         if waiting:
-            logger.info("the verifier responds again url=%s", self._url)
-        return value
+            logger.info("the verifier responds again url=%s", _url(address))
+        return address, value
 
-    def _request_once(self, path: str, body: Mapping[str, str] | None, field: str) -> Any:
-        """Send a request once and return one field of the JSON response.
+    def _available(self) -> list[tuple[str, int]]:
+        """The addresses that have not failed in the last AVOID_SECONDS."""
+        start = time.monotonic() - AVOID_SECONDS
+        return [each for each in self._addresses if self._failed_at.get(each, start) <= start]
+
+    def _choose_address(self) -> tuple[str, int]:
+        """The next address in turn, if possible one that has not failed just now."""
+        addresses = self._available() or self._addresses
+        return addresses[next(self._turns) % len(addresses)]
+
+    def _request_once(
+        self, address: tuple[str, int], path: str, body: Mapping[str, object] | None
+    ) -> Any:
+        """Send a request once and return the JSON response.
 
         Raises TaskError if a retry would not help, and other exceptions if it may.
         """
-        connection = http.client.HTTPConnection(
-            self._host, self._port, timeout=REQUEST_TIMEOUT_SECONDS
-        )
-        with closing(connection):
+        timeout = REQUEST_TIMEOUT_SECONDS + (0.0 if body is None else self._reward_timeout)
+        with closing(http.client.HTTPConnection(*address, timeout=timeout)) as connection:
             content = None if body is None else json.dumps(body).encode()
             connection.request("GET" if body is None else "POST", path, content, self._headers)
             response = connection.getresponse()
@@ -123,27 +215,47 @@ class RemoteEnvironment:
         if response.status >= http.client.INTERNAL_SERVER_ERROR:
             raise _UnavailableError(f"status {response.status}")
         if len(content) > MAX_RESPONSE_BYTES:
-            raise self._unexpected(f"more than {MAX_RESPONSE_BYTES} bytes")
+            raise _unexpected(address, f"more than {MAX_RESPONSE_BYTES} bytes")
         if response.length:  # missing bytes; a read with a limit raises no IncompleteRead
             raise _UnavailableError("connection closed within the response")
-        is_ok = response.status == http.client.OK
         try:
-            value = json.loads(content)[field if is_ok else "error"]
+            value = json.loads(content)
+            if response.status == http.client.OK:
+                return value
+            reason = str(value["error"])[:200]
         except (KeyError, TypeError, ValueError) as error:
-            raise self._unexpected(error) from None
-        if not is_ok:
-            raise TaskError(
-                f"env.address {self._url} refuses {path.partition('?')[0]} with "
-                f"{response.status}: {str(value)[:200]}"
-            )
-        return value
-
-    def _unexpected(self, reason: object) -> TaskError:
-        """The error for a response that no verifier sends."""
-        return TaskError(
-            f"env.address {self._url} returned an unexpected response ({str(reason)[:80]}); "
-            "is this a verifier? Check the address"
+            raise _unexpected(address, error) from None
+        kind = _OtherProblemsError if response.status == http.client.CONFLICT else TaskError
+        raise kind(
+            f"env.address {_url(address)} refuses {path.partition('?')[0]} with "
+            f"{response.status}: {reason}"
         )
+
+
+_Unsent: TypeAlias = "tuple[Future[list[Score]], dict[str, Any]]"
+
+
+def _url(address: tuple[str, int]) -> str:
+    return f"http://{address[0]}:{address[1]}"
+
+
+def _unexpected(address: tuple[str, int], reason: object) -> TaskError:
+    """The error for a response that no verifier sends."""
+    return TaskError(
+        f"env.address {_url(address)} returned an unexpected response ({str(reason)[:80]}); "
+        "is this a verifier? Check the address"
+    )
+
+
+def _score_from_json(row: dict[str, Any]) -> Score:
+    """A score in a verifier's response. Raises KeyError, TypeError or ValueError."""
+    try:
+        reward, rewards = checked_reward(row["reward"]), checked_reward(row["rewards"])
+    except ValueError as error:
+        raise ValueError(f"a reward of {error}") from None
+    if isinstance(reward, dict) or not isinstance(rewards, dict):
+        raise TypeError("a reward that is not a number, or named rewards that are not an object")
+    return Score(reward, rewards)
 
 
 def problem_to_json(problem: Problem) -> dict[str, Any]:

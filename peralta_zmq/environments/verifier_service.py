@@ -1,22 +1,31 @@
 """HTTP service for the problems and rewards of environments (`bin/verifier`).
 
-    GET  /health                              {"environments": {NAME: number of train problems}}
-    GET  /problems?env=NAME&split=train|eval  {"problems": [{"id", "messages", "input_token_ids"}]}
-    POST /verify_answer                       {"env", "problem", "completion"} -> {"reward"}
+    GET  /healthz        {"environments": {NAME: number of train problems}, "waiting", "workers"}
+    GET  /problems?env=NAME&split=train|eval
+                         {"problems": [{"id", "messages", "input_token_ids"}], "digest"}
+    POST /score          {"env", "problem", "completions", "completion_ids", "digest"}
+                         -> {"scores": [{"reward", "rewards"}], "digest"}
+    POST /verify_answer  {"env", "problem", "completion"} -> {"reward", "rewards"}
 
-The answers to the problems stay on this machine. Each connection is served by a thread of its own;
-reward functions are called one at a time.
+The answers to the problems stay on this machine. The digest identifies the problems of an
+environment with their answers and rewards, so that a client does not get rewards of other problems.
+Each connection is served by a thread of its own; reward functions are called by a pool of workers,
+bounded ones one at a time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import signal
 import threading
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import closing, suppress
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 from peralta_zmq.build import open_environments
@@ -27,10 +36,9 @@ from peralta_zmq.errors import PeraltaError
 from peralta_zmq.http_server import HttpServer, RequestHandler, read_private_token
 
 MAX_REQUEST_BYTES = 1 << 20
-# Maximum wait while another reward function runs. Then the response is status 503, and the client
-# retries. The wait is shorter than the timeout of the client's request.
-LOCK_TIMEOUT_SECONDS = 25.0
-ANSWER_FIELDS = ("env", "problem", "completion")  # of the body of /verify_answer
+# Maximum wait for a reward worker. Then the response is status 503, and the client retries. The
+# wait is shorter than the timeout of the client's request.
+MAX_WAIT_SECONDS = 20.0
 logger = logging.getLogger(__name__)
 
 
@@ -75,6 +83,12 @@ class Verifier:
             for environments in self._splits.values()
             for problem in environments.problems
         }
+        self._digests = {
+            (env, split): self._digest(env, split)
+            for split, environments in self._splits.items()
+            for env in environments.sizes
+        }
+        self._response_timeout = config.task.reward_timeout + MAX_WAIT_SECONDS
         self._reward_lock, self._closed = threading.Lock(), False
         self._server = HttpServer(
             _Handler, host=host, port=port, token=token, port_setting="verifier.port", verifier=self
@@ -82,16 +96,21 @@ class Verifier:
         self.port = self._server.port
 
     def close(self) -> None:
-        """Stop the server, after waiting for a running reward function."""
+        """Stop the server and the reward workers."""
         self._server.close()
         with self._reward_lock:
             self._closed = True
-            for environments in self._splits.values():
-                environments.close()
+        for environments in self._splits.values():
+            environments.close()
 
     def health(self) -> dict[str, Any]:
-        """The response with the number of train problems of each environment."""
-        return {"environments": dict(self._splits["train"].sizes)}
+        """The response with the number of train problems, and the state of the reward pools."""
+        pools = [environments.pool for environments in self._splits.values()]
+        return {
+            "environments": dict(self._splits["train"].sizes),
+            "waiting": sum(pool.num_waiting for pool in pools),
+            "workers": sum(pool.num_workers for pool in pools),
+        }
 
     def problems(self, env: str, split: str) -> dict[str, Any]:
         """The response with all problems. Raises _RequestError for an unknown name."""
@@ -102,23 +121,56 @@ class Verifier:
             names = ", ".join(environments.sizes)
             raise _RequestError(404, f"no environment {env!r:.40}; there are {names}")
         problems = [problem for problem in environments.problems if problem.task == env]
-        return {"problems": list(map(problem_to_json, problems))}
+        return {
+            "problems": list(map(problem_to_json, problems)),
+            "digest": self._digests[env, split],
+        }
 
-    def reward(self, env: str, problem_id: str, completion: str) -> dict[str, Any]:
-        """The response with the reward of a completion; _RequestError on failure."""
+    def score(
+        self,
+        env: str,
+        problem_id: str,
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        digest: str | None = None,
+    ) -> list[dict[str, Any]]:
+        """The scores of completions, each as an object. Raises _RequestError on failure.
+
+        `digest` is that of the client's problems; None = do not compare.
+        """
+        digests = [self._digests.get((env, split)) for split in self._splits]
+        if digest is not None and any(digests) and digest not in digests:
+            raise _RequestError(
+                409,
+                f"other problems, answers or rewards in {env!r:.40} than another verifier, or "
+                "than before a restart; use the same config and data files for all verifiers",
+            )
         if (env, problem_id) not in self._problems:
             raise _RequestError(404, f"no problem {problem_id!r:.40} in {env!r:.40}")
         problem, environments = self._problems[env, problem_id]
-        if not self._reward_lock.acquire(timeout=LOCK_TIMEOUT_SECONDS):
-            raise _RequestError(503, "busy")
-        try:
+        with self._reward_lock:
             if self._closed:
                 raise _RequestError(503, "stopped")
-            return {"reward": environments.reward(problem, completion)}
+            source = environments.reward_sources[env]
+            if not source.has_room:
+                raise _RequestError(503, "busy")
+            scores = source.score(problem, completions, completion_ids)
+        try:
+            return [score._asdict() for score in scores.result(timeout=self._response_timeout)]
+        except FutureTimeout:
+            scores.cancel()
+            raise _RequestError(503, "busy") from None
+        except CancelledError:
+            raise _RequestError(503, "stopped") from None
         except PeraltaError as error:
             raise _RequestError(422, str(error)) from None
-        finally:
-            self._reward_lock.release()
+
+    def _digest(self, env: str, split: str) -> str:
+        """Identifies the problems of an environment, with their answers and reward function."""
+        environments = self._splits[split]
+        problems = [problem for problem in environments.problems if problem.task == env]
+        identity = repr((problems, environments.reward_sources[env].identity))
+        return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
 class _Handler(RequestHandler):
@@ -144,30 +196,52 @@ class _Handler(RequestHandler):
         """The response to the current request. Raises _RequestError."""
         url = urlsplit(self.path)
         match self.command, url.path:
-            case "GET", "/health":
+            case "GET", "/healthz":
                 return self.verifier.health()
             case "GET", "/problems":
                 query = {name: values[0] for name, values in parse_qs(url.query).items()}
                 return self.verifier.problems(query.get("env", ""), query.get("split", "train"))
             case "POST", "/verify_answer":
-                return self.verifier.reward(*self._body())
+                env, problem, completion = self._body("completion")
+                return self.verifier.score(env, problem, [completion], [()])[0]
+            case "POST", "/score":
+                env, problem, *values = self._body("completions", "completion_ids", "digest")
+                scores = self.verifier.score(env, problem, *values)
+                return {"scores": scores, "digest": values[-1]}
             case _:
-                choices = "GET /health, GET /problems or POST /verify_answer"
+                choices = "GET /healthz, GET /problems, POST /score or POST /verify_answer"
                 raise _RequestError(404, f"no such path; use {choices}")
 
-    def _body(self) -> list[str]:
-        """The values of ANSWER_FIELDS in the request body. Raises _RequestError."""
+    def _body(self, *fields: str) -> list[Any]:
+        """The values of env, problem and `fields` in the request body. Raises _RequestError."""
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit() and len(length) < 10):
             raise _RequestError(411, "Content-Length is missing or invalid")
         if int(length) > MAX_REQUEST_BYTES:
             raise _RequestError(413, f"more than {MAX_REQUEST_BYTES} bytes")
+        fields = ("env", "problem", *fields)
         try:
             body = json.loads(self.rfile.read(int(length)))
-            texts = [body[name] for name in ANSWER_FIELDS]
+            values = [body[name] for name in fields]
         except (ValueError, RecursionError, TypeError, KeyError):
-            texts = []
-        if not texts or not all(isinstance(text, str) for text in texts):
-            fields = ", ".join(ANSWER_FIELDS)
-            raise _RequestError(400, f"the body is not a JSON object with the text fields {fields}")
-        return texts
+            values = []
+        if not values or not all(map(_is_valid, fields, values)) or not _equal_lengths(values):
+            names = ", ".join(fields)
+            raise _RequestError(400, f"the body is not a JSON object with the fields {names}")
+        return values
+
+
+def _is_valid(field: str, value: object) -> bool:
+    """Whether a field of a request has the right type: a list for completions, else text."""
+    if field == "completions":
+        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    if field == "completion_ids":
+        rows = cast("list[Any]", value) if isinstance(value, list) else [None]
+        return all(isinstance(row, list) and all(type(each) is int for each in row) for row in rows)
+    return isinstance(value, str)
+
+
+def _equal_lengths(values: Sequence[object]) -> bool:
+    """Whether all lists have the same length above 0."""
+    lengths = {len(value) for value in values if isinstance(value, list)}
+    return len(lengths) < 2 and 0 not in lengths

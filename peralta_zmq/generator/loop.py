@@ -13,7 +13,7 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
@@ -25,6 +25,7 @@ from peralta_zmq.environments.dataset import Environments, check_tokens
 from peralta_zmq.environments.held_out import examples_for
 from peralta_zmq.errors import EngineError, RewardError, TaskError
 from peralta_zmq.generator.pacing import SamplingPacer, outbox_limit
+from peralta_zmq.generator.scoring import SampledGroup, ScoringQueue, make_group
 from peralta_zmq.generator.trainer_connection import Sockets, TrainerConnection
 from peralta_zmq.generator.weight_sync import (
     ObsoleteGroupsError,
@@ -32,7 +33,7 @@ from peralta_zmq.generator.weight_sync import (
     open_engine,
     open_subscriber,
 )
-from peralta_zmq.rollout import Completion, Problem, Rollout, RolloutGroup, Sampling, rollout_of
+from peralta_zmq.rollout import Problem, Sampling
 
 IDLE_SECONDS = 0.002  # maximum wait for an announcement while the engine has no group
 MAX_REWARD_FAILURES = 16  # consecutive groups that cannot be scored before the generator stops
@@ -121,7 +122,8 @@ class Generator:
             follow_step_size=config.train.token_batch_size is not None,
         )
         self._samples = self._sample_problems()
-        self._num_in_flight = 0  # groups
+        self._num_in_flight = 0  # groups in the engine
+        self._scoring = ScoringQueue()  # groups whose completions have ended
         self._evaluated_step = -1  # step of the newest evaluation that this generator took part in
         self._num_failures = 0  # consecutive groups that could not be scored
 
@@ -164,10 +166,15 @@ class Generator:
     ) -> None:
         """Sample completions for each problem, score them and send them as a group.
 
-        `problems` yields None while no group may be started. The engine calls `between_steps`
-        between two decode steps (tokens). `evaluation_step` is the policy step that the groups
-        evaluate; -1 = groups for training.
+        The engine samples on while completions are scored. `problems` yields None while no group
+        may be started. The engine calls `between_steps` between two decode steps (tokens).
+        `evaluation_step` is the policy step that the groups evaluate; -1 = groups for training.
         """
+
+        def send_between_steps() -> None:
+            between_steps()
+            self._send_scored()
+
         self._num_in_flight = 0  # no group of an earlier call is in flight any more
         for problem, completions in generate_groups(
             self._engine,
@@ -175,38 +182,38 @@ class Generator:
             problems,
             num_generations=num_generations,
             sampling=sampling,
-            between_steps=between_steps,
+            between_steps=send_between_steps,
         ):
             self._num_in_flight -= 1
-            rollouts = self._score(problem, completions, environments)
-            if rollouts:
-                self._connection.send(
-                    make_group(problem, rollouts, self._weights, self._connection, evaluation_step)
-                )
+            scores = environments.score(problem, completions)
+            self._scoring.add(SampledGroup(problem, completions, scores, evaluation_step))
+            self._send_scored()
             if self._connection.is_run_complete:
                 return
+        while self._scoring and not self._connection.is_run_complete:
+            self._connection.exchange(timeout=IDLE_SECONDS)
+            self._send_scored()
 
-    def _score(
-        self, problem: Problem, completions: Sequence[Completion], environments: Environments
-    ) -> tuple[Rollout, ...]:
-        """The completions with their rewards; empty if any reward failed: the group is dropped.
+    def _send_scored(self) -> None:
+        """Send the scored groups, in the order in which their completions ended.
 
-        Raises RewardError after MAX_REWARD_FAILURES consecutive groups that could not be scored.
+        A group is dropped if a reward failed. Raises RewardError after MAX_REWARD_FAILURES
+        consecutive groups that could not be scored.
         """
-        try:
-            rollouts = tuple(
-                rollout_of(completion, environments.reward(problem, completion.text))
-                for completion in completions
-            )
-        except RewardError as error:
-            self._num_failures += 1
-            if self._num_failures == MAX_REWARD_FAILURES:
-                raise
-            self._connection.num_unscored += 1
-            logger.warning("dropped an unscored group: %s", error)
-            return ()
-        self._num_failures = 0
-        return rollouts
+        while (group := self._scoring.next_scored()) is not None:
+            try:
+                rollouts = group.rollouts()
+            except RewardError as error:
+                self._num_failures += 1
+                if self._num_failures == MAX_REWARD_FAILURES:
+                    raise
+                self._connection.num_unscored += 1
+                logger.warning("dropped an unscored group: %s", error)
+                continue
+            self._num_failures = 0
+            self._connection.send(make_group(group, rollouts, self._weights, self._connection))
+            if self._connection.is_run_complete:
+                return
 
     # Which problem is sampled next, and when.
 
@@ -257,16 +264,26 @@ class Generator:
     def _may_start_group(self) -> bool:
         """Apply newer weights; return whether a training group may be started now."""
         self._refresh_weights()
+        self._send_scored()
         announcement = self._connection.exchange()
         if self._connection.is_run_complete or self._weights.is_draining or self._must_evaluate():
             return False
-        outbox, num_in_flight = self._connection.outbox, self._num_in_flight
-        return outbox.has_room(num_in_flight) and self._pacer.may_start(
-            announcement,
-            step=self._engine.step,
-            num_pending=outbox.num_pending + num_in_flight,  # not trained or dropped yet
-            num_unreceived=outbox.num_unreceived + num_in_flight,  # not received yet
+        outbox, num_unsent = self._connection.outbox, self._num_unsent
+        return (
+            outbox.has_room(num_unsent)
+            and self._environments.has_room
+            and self._pacer.may_start(
+                announcement,
+                step=self._engine.step,
+                num_pending=outbox.num_pending + num_unsent,  # not trained or dropped yet
+                num_unreceived=outbox.num_unreceived + num_unsent,  # not received yet
+            )
         )
+
+    @property
+    def _num_unsent(self) -> int:
+        """Number of groups that are being sampled or scored."""
+        return self._num_in_flight + len(self._scoring)
 
     def _between_steps(self) -> None:
         """Apply newer weights and send due statuses while the engine samples."""
@@ -274,11 +291,15 @@ class Generator:
         self._connection.send_status_when_due()
 
     def _wait(self) -> None:
-        """Wait for IDLE_SECONDS or a new announcement, but not while a group is in flight."""
+        """Wait for IDLE_SECONDS or a new announcement, but not while a group is in flight.
+
+        Time in which groups are scored is not idle: the trainer waits for their rewards.
+        """
         if not self._num_in_flight:
             started = time.monotonic()
             self._connection.exchange(timeout=IDLE_SECONDS)
-            self._connection.throughput.idle_seconds += time.monotonic() - started
+            if not self._scoring:
+                self._connection.throughput.idle_seconds += time.monotonic() - started
 
     # Changes of weights.
 
@@ -300,6 +321,7 @@ class Generator:
                 # A roll-back is published with a higher version number: repeat its evaluations.
                 # A rejection leads to a lower version number: do not repeat them.
                 self._evaluated_step = -1
+                self._scoring.discard()
             raise
 
     def _reject_weights(self, error: EngineError) -> None:
@@ -337,7 +359,7 @@ class Generator:
             return
         with closing(held_out):
             self._make_groups(
-                self._held_out_problems(step, held_out.problems),
+                self._held_out_problems(step, held_out),
                 held_out,
                 num_generations=config.eval.rollouts_per_example,
                 sampling=build.make_eval_sampling(config, seed=seed),
@@ -345,14 +367,17 @@ class Generator:
                 evaluation_step=step,
             )
 
-    def _held_out_problems(
-        self, step: int, problems: Sequence[Problem]
-    ) -> Iterator[Problem | None]:
+    def _held_out_problems(self, step: int, held_out: Environments) -> Iterator[Problem | None]:
         """Yield the unanswered held-out problems, first the share of this generator.
 
-        Yields None while the outbox is full. Ends when the trainer ends the evaluation.
+        Yields None while the outbox or a queue of unscored completions is full. Ends when the
+        trainer ends the evaluation.
         """
-        generator, connection = self._config.generator, self._connection
+        generator, connection, problems = (
+            self._config.generator,
+            self._connection,
+            held_out.problems,
+        )
 
         def is_answered(position: int) -> bool:
             announcement = connection.exchange()
@@ -366,35 +391,14 @@ class Generator:
         for position in examples_for(
             len(problems), index=generator.index, count=generator.count, answered=is_answered
         ):
-            while not is_over() and not connection.outbox.has_room(self._num_in_flight):
+            self._send_scored()
+            while not is_over() and not (
+                connection.outbox.has_room(self._num_unsent) and held_out.has_room
+            ):
                 self._wait()
+                self._send_scored()
                 yield None
             if is_over():
                 return
             self._num_in_flight += 1
             yield problems[position]
-
-
-def make_group(
-    problem: Problem,
-    rollouts: tuple[Rollout, ...],
-    weights: ServedWeights,
-    connection: TrainerConnection,
-    evaluation_step: int,
-) -> RolloutGroup:
-    """The next group. Its policy step is the oldest among those of its generated tokens."""
-    policy_step = min(int(rollout.policy_steps[rollout.loss_mask].min()) for rollout in rollouts)
-    return RolloutGroup(
-        run_id=weights.version.run_id,
-        generator_id=connection.name,
-        incarnation=connection.incarnation,
-        sequence=connection.outbox.next_sequence,
-        problem_id=problem.id,
-        task=problem.task,
-        policy_step=policy_step,
-        weights_id=weights.weights_id_of(policy_step),
-        rollouts=rollouts,
-        min_sequence=connection.outbox.min_sequence,
-        sample_index=problem.sample_index,
-        evaluation_step=evaluation_step,
-    )

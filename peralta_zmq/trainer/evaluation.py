@@ -45,7 +45,7 @@ class EvaluationCoordinator:
                 self._policy.engine,
                 self._policy.tokenizer,
                 problems,
-                self._held_out.reward,
+                self._held_out.score,
                 sampling=build.make_eval_sampling(config, seed=config.run.seed),
                 num_generations=config.eval.rollouts_per_example,
                 report_progress=progress.update,

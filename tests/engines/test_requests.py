@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from peralta_zmq import models
 from peralta_zmq.engines import evaluate, generate_groups
 from peralta_zmq.errors import TaskError
-from peralta_zmq.rollout import Completion, Message, Problem, Request, Sampling
+from peralta_zmq.rollout import Completion, Message, Problem, Request, Sampling, Score
 
 PROBLEMS = [
     Problem(str(number), "calculator", (Message("user", f"{number} plus 2"),), str(number + 2))
@@ -105,7 +106,15 @@ def test_tokenized_prompt_is_used_unchanged(tokenizer: Any) -> None:
 
 
 def answers_of(engine: Any, tokenizer: Any, reward: Any, count: int = 1) -> Any:
-    return evaluate(engine, tokenizer, PROBLEMS, reward, sampling=Sampling(), num_generations=count)
+    def score(problem: Problem, completions: Sequence[Completion]) -> Future[list[Score]]:
+        future: Future[list[Score]] = Future()
+        try:
+            future.set_result([Score(reward(problem, each.text)) for each in completions])
+        except TaskError as error:
+            future.set_exception(error)
+        return future
+
+    return evaluate(engine, tokenizer, PROBLEMS, score, sampling=Sampling(), num_generations=count)
 
 
 def test_evaluate_keeps_the_order_of_the_problems(tokenizer: Any) -> None:
@@ -115,12 +124,6 @@ def test_evaluate_keeps_the_order_of_the_problems(tokenizer: Any) -> None:
     assert [[(answer.problem, answer.reward) for answer in answers] for _, answers in results] == [
         [(f"{number} plus 2", number / 4)] * 2 for number in (1, 2, 3)
     ]
-
-
-def test_evaluate_sums_named_reward_terms(tokenizer: Any) -> None:
-    terms = {"right": 1.0, "short": 0.5}
-    results = answers_of(ScriptedEngine(), tokenizer, lambda problem, text: terms)
-    assert [answer.reward for _, answers in results for answer in answers] == [1.5] * 3
 
 
 def test_evaluate_skips_problems_whose_reward_fails(

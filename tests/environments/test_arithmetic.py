@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peralta_zmq.environments.arithmetic import evaluate
-from peralta_zmq.environments.dataset import read_rows
+from peralta_zmq.environments.data_files import read_rows
 
 WORST_SECONDS = 0.010
 

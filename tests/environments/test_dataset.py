@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peralta_zmq.environments.dataset import read_rows
+from peralta_zmq.environments.data_files import read_rows
 from peralta_zmq.errors import TaskError
 
 Write = Callable[[str, "str | bytes"], str]

@@ -7,13 +7,15 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import CancelledError
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from verifiers import PROBLEM, remote
+from verifiers import PROBLEM, remote, remote_at, reward_of, serving
 
-from peralta_zmq.environments import calculator
-from peralta_zmq.environments.verifier_client import RemoteEnvironment
+from peralta_zmq.config import load_config
+from peralta_zmq.environments import calculator, verifier_client, verifier_service
 from peralta_zmq.environments.verifier_service import Verifier
 from peralta_zmq.errors import RewardError, TaskError
 from tools.link_proxy import free_ports
@@ -25,10 +27,11 @@ REPO = Path(__file__).parents[2]
 def test_response_without_a_number_is_an_error(
     monkeypatch: pytest.MonkeyPatch, verifier: Verifier, reward: str
 ) -> None:
-    monkeypatch.setattr(verifier, "reward", lambda *_: {"reward": json.loads(reward)})
+    scores = [{"reward": json.loads(reward), "rewards": {}}]
+    monkeypatch.setattr(verifier, "score", lambda *_: scores)
     environment = remote(verifier)
-    with pytest.raises(RewardError, match=r"unexpected response \(a reward of .*not a number"):
-        environment.reward(next(environment.problems("train", 0)), "1")
+    with pytest.raises(RewardError, match=r"unexpected response \(a reward "):
+        reward_of(environment, next(environment.problems("train", 0)), "1")
 
 
 def test_client_waits_for_killed_verifier_and_gets_true_rewards(
@@ -42,17 +45,17 @@ def test_client_waits_for_killed_verifier_and_gets_true_rewards(
     def start() -> None:
         started.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
 
-    environment = RemoteEnvironment("127.0.0.1", port, env="calculator", retry_seconds=50)
+    environment = remote_at(port, retry_seconds=50)
     start()
     try:
         far = list(environment.problems("train", 0))
         near = list(calculator.problems("train", 0))
-        assert environment.reward(far[0], near[0].answer) == 1.0
+        assert reward_of(environment, far[0], near[0].answer) == 1.0
         started[0].kill()
         started[0].wait()
         restart = threading.Timer(1.0, start)
         restart.start()
-        rewards = [environment.reward(far[n], near[n].answer) for n in range(1, 60)]
+        rewards = [reward_of(environment, far[n], near[n].answer) for n in range(1, 60)]
         restart.join()
         assert rewards == [1.0] * 59
         lines = [line for line in caplog.messages if line.startswith("waiting for the verifier")]
@@ -63,14 +66,111 @@ def test_client_waits_for_killed_verifier_and_gets_true_rewards(
             process.wait()
 
 
+# Several verifiers.
+
+
+def test_verifiers_take_turns(monkeypatch: pytest.MonkeyPatch, verifier: Verifier) -> None:
+    calls: list[int] = []
+    with serving(load_config("bin/verifier", [])) as second:
+        for number, each in enumerate((verifier, second)):
+            score = each.score
+            monkeypatch.setattr(
+                each,
+                "score",
+                lambda *a, number=number, score=score: calls.append(number) or score(*a),
+            )
+        environment = remote(verifier, second)
+        problem = next(environment.problems("eval", 0))
+        for _ in range(4):
+            reward_of(environment, problem, "7")
+    assert sorted(calls) == [0, 0, 1, 1]
+
+
+def test_verifier_that_is_down_is_replaced_by_the_other(verifier: Verifier) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        environment = remote_at(holder.getsockname()[1], verifier.port, retry_seconds=20)
+        far, near = list(environment.problems("train", 0)), list(calculator.problems("train", 0))
+        for index in range(20):
+            assert reward_of(environment, far[index], near[index].answer) == 1.0
+
+
+def test_verifier_with_other_problems_ends_the_client_also_if_it_was_down_first(
+    tmp_path: Path, verifier: Verifier
+) -> None:
+    (tmp_path / "x.csv").write_text("python_expression,natural_language\n2,two\n")
+    port = free_ports()
+    environment = remote_at(port, verifier.port)
+    problem = next(environment.problems("train", 0))
+    assert reward_of(environment, problem, "no sum") == 0.0
+    environment._failed_at.clear()
+    other = load_config("bin/verifier", ["--data.train", str(tmp_path / "x.csv")])
+    with (
+        closing(Verifier(other, host="127.0.0.1", port=port, token=None)),
+        pytest.raises(TaskError, match=f"{port} refuses /score with 409: other problems") as no,
+    ):
+        for _ in range(2):  # each verifier has its turn
+            reward_of(environment, problem, "no sum")
+    assert not isinstance(no.value, RewardError)
+
+
+def test_verifier_with_another_reward_function_is_refused(verifier: Verifier) -> None:
+    reward = "--task.reward=peralta_zmq.environments.countdown:reward"
+    with serving(load_config("bin/verifier", [reward])) as other:
+        environment = remote(verifier, other)
+        problem = next(environment.problems("train", 0))
+        with pytest.raises(TaskError, match="409: other problems, answers or rewards"):
+            for _ in range(2):
+                reward_of(environment, problem, "2")
+
+
+def test_slow_verifier_is_replaced_by_the_other(
+    monkeypatch: pytest.MonkeyPatch, verifier: Verifier
+) -> None:
+    monkeypatch.setattr(verifier_client, "REQUEST_TIMEOUT_SECONDS", 0.3)
+    ended = threading.Event()
+    with serving(load_config("bin/verifier", [])) as slow:
+        monkeypatch.setattr(
+            slow, "score", lambda *_: [{"reward": float(ended.wait(20)), "rewards": {}}]
+        )
+        environment = remote(slow, verifier, retry_seconds=20)
+        problem = next(environment.problems("train", 0))
+        rewards = [reward_of(environment, problem, "no sum") for _ in range(2)]
+        ended.set()
+    assert rewards == [0.0, 0.0]
+
+
+def test_busy_verifier_is_asked_again(monkeypatch: pytest.MonkeyPatch, verifier: Verifier) -> None:
+    monkeypatch.setattr(verifier_service, "MAX_WAIT_SECONDS", 0.0)
+    full = iter([False, False, True])
+    environment = remote(verifier)
+    problem = next(environment.problems("train", 0))
+    source = verifier._splits["train"].reward_sources["calculator"]
+    monkeypatch.setattr(type(source), "has_room", property(lambda _: next(full)))
+    assert reward_of(environment, problem, "no sum") == 0.0
+
+
+def test_closed_client_cancels_waiting_requests() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        environment = remote_at(holder.getsockname()[1], retry_seconds=50)
+        futures = [environment.score(PROBLEM, ["2"], [()]) for _ in range(3)]
+        assert not environment.has_room
+        holder.accept()[0].close()
+        environment.close()
+        assert isinstance(futures[0].exception(), RewardError)
+        for future in futures[1:]:
+            with pytest.raises(CancelledError):
+                future.result()
+
+
 def test_client_without_verifier_names_the_command() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
-        environment = RemoteEnvironment(
-            "127.0.0.1", holder.getsockname()[1], env="x", retry_seconds=0.1
-        )
+        environment = remote_at(holder.getsockname()[1], retry_seconds=0.1)
         with pytest.raises(TaskError, match=r"env\.address http://.* bin/verifier @ CONFIG$") as no:
-            environment.reward(PROBLEM, "2")
+            reward_of(environment, PROBLEM, "2")
     assert "\n" not in str(no.value)
 
 
@@ -83,6 +183,6 @@ def test_client_of_another_http_server_is_refused(tmp_path: Path) -> None:
             assert server.stdout is not None
             port = int(server.stdout.readline().split("port ")[1].split()[0])
             with pytest.raises(TaskError, match=r"unexpected response .* is this a verifier"):
-                RemoteEnvironment("127.0.0.1", port, env="x", retry_seconds=1).problems("train", 0)
+                remote_at(port, retry_seconds=1).problems("train", 0)
         finally:
             server.kill()

@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +15,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from verifiers import PROBLEM, remote, serving
+from verifiers import PROBLEM, remote, reward_of, serving
 
 from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.environments import calculator
 from peralta_zmq.environments.dataset import check_tokens, load_problems
+from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.environments.verifier_service import MAX_REQUEST_BYTES, Verifier
 from peralta_zmq.errors import ConfigError, PeraltaError, TaskError
-from peralta_zmq.rollout import Problem
+from peralta_zmq.rollout import Problem, Score
 
 TOKEN = "0123456789abcdef"
 
@@ -42,16 +42,17 @@ def test_remote_problems_have_no_answers_but_equal_rewards(verifier: Verifier) -
     assert [problem.messages for problem in far] == [problem.messages for problem in near]
     assert not {problem.answer for problem in far} & {problem.answer for problem in near}
     for text in (near[0].answer, f"0 + {near[0].answer}", "7", "nonsense", ""):
-        assert environment.reward(far[0], text) == calculator.reward(near[0], text)
-    assert environment.reward(far[0], near[0].answer) == 1.0
+        assert reward_of(environment, far[0], text) == calculator.reward(near[0], text)
+    assert reward_of(environment, far[0], near[0].answer) == 1.0
 
 
 def test_remote_problem_keeps_input_token_ids(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"input_token_ids": [5, 0], "python_expression": "2"}\n')
     with serving(config_of(tmp_path, f'[data]\ntrain = "{tmp_path}/x.jsonl"\n')) as verifier:
-        (problem,) = remote(verifier).problems("train", 0)
+        environment = remote(verifier)
+        (problem,) = environment.problems("train", 0)
         assert (problem.input_token_ids, problem.messages) == ((5, 0), ())
-        assert remote(verifier).reward(problem, "1 + 1") == 1.0
+        assert reward_of(environment, problem, "1 + 1") == 1.0
 
 
 OWN = '[[env]]\nname = "own"\ntask = "own.task"\n'
@@ -60,15 +61,16 @@ OWN = '[[env]]\nname = "own"\ntask = "own.task"\n'
 @contextmanager
 def own_task(
     monkeypatch: pytest.MonkeyPatch, folder: Path, reward: Callable[[Problem, str], Any]
-) -> Iterator[tuple[Verifier, Problem]]:
-    """A verifier with the environment own, and the only problem of this environment."""
+) -> Iterator[tuple[RemoteEnvironment, Problem]]:
+    """A client of a verifier with the environment own, which has one problem."""
     module: Any = ModuleType("own_task")
     module.problems = lambda split, seed: iter([PROBLEM])
     module.reward, module.REWARD_IS_BOUNDED = reward, True  # another process could not import it
     monkeypatch.setitem(sys.modules, "own", ModuleType("own"))
     monkeypatch.setitem(sys.modules, "own.task", module)
     with serving(config_of(folder, OWN)) as verifier:
-        yield verifier, next(remote(verifier, env="own").problems("train", 0))
+        environment = remote(verifier, env="own", concurrency=2, retry_seconds=0.2)
+        yield environment, next(environment.problems("train", 0))
 
 
 def failing(problem: Problem, text: str) -> float:
@@ -76,25 +78,24 @@ def failing(problem: Problem, text: str) -> float:
 
 
 def test_failing_remote_reward_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with own_task(monkeypatch, tmp_path, failing) as (verifier, problem):
-        environment = remote(verifier, env="own", retry_seconds=0.2)
+    with own_task(monkeypatch, tmp_path, failing) as (environment, problem):
         for text in ("key", "task"):
-            with pytest.raises(TaskError, match=r"refuses /verify_answer with 422.*(lost|no idea)"):
-                environment.reward(problem, text)
+            with pytest.raises(TaskError, match=r"refuses /score with 422.*(lost|no idea)"):
+                reward_of(environment, problem, text)
 
 
 def test_remote_reward_keeps_named_terms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def terms(problem: Problem, text: str) -> Any:
         return {"right": True, "short": 0.5} if text else object()
 
-    with own_task(monkeypatch, tmp_path, terms) as (verifier, problem):
-        environment = remote(verifier, env="own")
-        assert environment.reward(problem, "x") == {"right": 1.0, "short": 0.5}
+    with own_task(monkeypatch, tmp_path, terms) as (environment, problem):
+        (score,) = environment.score(problem, ["x"], [()]).result()
+        assert score == Score(1.5, {"right": 1.0, "short": 0.5})
         with pytest.raises(TaskError, match="not a number"):
-            environment.reward(problem, "")
+            reward_of(environment, problem, "")
 
 
-def test_concurrent_requests_run_rewards_one_at_a_time(
+def test_concurrent_requests_run_bounded_rewards_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     outcomes: list[str] = []
@@ -109,12 +110,9 @@ def test_concurrent_requests_run_rewards_one_at_a_time(
             both_started.reset()
         return 1.0
 
-    with (
-        own_task(monkeypatch, tmp_path, reward) as (verifier, problem),
-        ThreadPoolExecutor(2) as pool,
-    ):
-        for _ in range(2):
-            pool.submit(remote(verifier, env="own").reward, problem, "x")
+    with own_task(monkeypatch, tmp_path, reward) as (environment, problem):
+        futures = [environment.score(problem, ["x"], [()]) for _ in range(2)]
+        assert [future.result() for future in futures] == [[Score(1.0)]] * 2
     assert outcomes == ["alone", "alone"]
 
 
@@ -133,6 +131,12 @@ def request(port: int, method: str, path: str, body: bytes = b"") -> tuple[int, 
         return response.status, json.loads(response.read())
 
 
+def score_body(**changes: Any) -> bytes:
+    body = {"env": "calculator", "problem": "x", "completions": ["x"], "completion_ids": [[5]],
+            "digest": "another"}  # fmt: skip
+    return json.dumps({**body, **changes}).encode()
+
+
 @pytest.mark.parametrize(("path", "body", "status"), [
     ("/verify_answer", b"", 400),
     ("/verify_answer", b"[]", 400),
@@ -140,6 +144,11 @@ def request(port: int, method: str, path: str, body: bytes = b"") -> tuple[int, 
     ("/verify_answer", b'{"env": "calculator"}', 400),
     ("/verify_answer", b'{"env": 1, "problem": "x", "completion": "x"}', 400),
     ("/verify_answer", b'{"env": "calculator", "problem": "x", "completion": "x"}', 404),
+    ("/score", score_body(completions="x"), 400),
+    ("/score", score_body(completions=[], completion_ids=[]), 400),
+    ("/score", score_body(completion_ids=[[5], [6]]), 400),
+    ("/score", score_body(completion_ids=[["a"]]), 400),
+    ("/score", score_body(), 409),
     ("/elsewhere", b"{}", 404),
 ])  # fmt: skip
 def test_invalid_request_is_refused(
@@ -157,13 +166,23 @@ def test_large_request_is_refused_before_it_is_read(verifier: Verifier) -> None:
         assert connection.getresponse().status == 413
 
 
-def test_health_lists_environments(verifier: Verifier) -> None:
-    assert request(verifier.port, "GET", "/health") == (200, {"environments": {"calculator": 1000}})
+def test_single_completion_is_scored_without_a_digest(verifier: Verifier) -> None:
+    problem = next(remote(verifier).problems("eval", 0))
+    body = {"env": "calculator", "problem": problem.answer, "completion": "no sum"}
+    response = request(verifier.port, "POST", "/verify_answer", json.dumps(body).encode())
+    assert response == (200, {"reward": 0.0, "rewards": {}})
+
+
+def test_health_lists_environments_and_queue(verifier: Verifier) -> None:
+    status, health = request(verifier.port, "GET", "/healthz")
+    num_workers = 2 * verifier._splits["train"].pool.num_workers
+    expected = {"environments": {"calculator": 1000}, "waiting": 0, "workers": num_workers}
+    assert (status, health) == (200, expected)
 
 
 def test_request_without_password_is_refused() -> None:
     with serving(load_config("bin/verifier", []), token=TOKEN) as verifier:
-        assert request(verifier.port, "GET", "/health")[0] == 401
+        assert request(verifier.port, "GET", "/healthz")[0] == 401
         with pytest.raises(TaskError, match=r"401.*verifier\.token_file"):
             remote(verifier).problems("train", 0)
         assert len(list(remote(verifier, token=TOKEN).problems("eval", 0))) == 250

@@ -16,9 +16,11 @@ from sockets import ANYWHERE, eventually
 
 from peralta_zmq import models, wire
 from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.errors import EngineError, RewardError
 from peralta_zmq.generator import pacing, trainer_connection
 from peralta_zmq.generator.loop import MAX_REWARD_FAILURES, Generator
+from peralta_zmq.generator.scoring import SampledGroup
 from peralta_zmq.generator.trainer_connection import Sockets
 from peralta_zmq.generator.weight_sync import ObsoleteGroupsError
 from peralta_zmq.rollout import Completion, Problem, Request, RolloutGroup, Sampling
@@ -241,6 +243,12 @@ def completions() -> list[Completion]:
     ]
 
 
+def score_and_send(generator: Generator, environments: Environments) -> None:
+    scores = environments.score(PROBLEM, completions())
+    generator._scoring.add(SampledGroup(PROBLEM, completions(), scores, -1))
+    generator._send_scored()
+
+
 def fail_if_wrong(problem: Problem, text: str) -> float:
     if text == "wrong":
         raise ValueError("no such move")
@@ -255,16 +263,17 @@ def test_unscored_groups_are_counted_and_end_the_generator_when_consecutive(
     failing = environments_of(fail_if_wrong)
     working = environments_of(lambda problem, text: float(text == "right"))
     for _ in range(MAX_REWARD_FAILURES - 1):
-        assert generator._score(PROBLEM, completions(), failing) == ()
-    assert connection.num_unscored == MAX_REWARD_FAILURES - 1
+        score_and_send(generator, failing)
+    assert (connection.num_unscored, len(connection.outbox)) == (MAX_REWARD_FAILURES - 1, 0)
     assert "raised ValueError: no such move" in caplog.text
-    rollouts = generator._score(PROBLEM, completions(), working)  # restarts the count
-    assert [rollout.reward for rollout in rollouts] == [1.0, 0.0]
+    score_and_send(generator, working)  # restarts the count
+    (frame,) = connection.outbox._frames.values()
+    assert wire.decode_group(frame, wire.GroupLimits(64)).rewards == (1.0, 0.0)
     for _ in range(MAX_REWARD_FAILURES - 1):
-        generator._score(PROBLEM, completions(), failing)
+        score_and_send(generator, failing)
     assert connection.num_unscored == 2 * (MAX_REWARD_FAILURES - 1)
     with pytest.raises(RewardError, match="fail_if_wrong raised ValueError: no such move"):
-        generator._score(PROBLEM, completions(), failing)
+        score_and_send(generator, failing)
 
 
 def test_silent_trainer_gets_no_more_groups_than_the_outbox_keeps(
@@ -287,7 +296,8 @@ def test_evaluation_waits_for_a_full_outbox_and_ends_with_the_trainers(
     generator = scene.start(8, train={"batch_size": 32, "max_async_level": 0})
     announcement = wire.Announcement("run", evaluation_step=8)
     scene.announce(announcement)
-    problems = generator._held_out_problems(8, [PROBLEM] * 100)
+    held_out = replace(environments_of(fail_if_wrong), problems=(PROBLEM,) * 100)
+    problems = generator._held_out_problems(8, held_out)
     for problem in problems:
         if problem is None:
             break

@@ -1,17 +1,14 @@
-"""Build the objects of a run from settings: learner, loss, engine, environments.
+"""Learner, loss, reference models, engine and sampling of a run.
 
-The classes that this module builds take plain values; the loops, the verifier and the programs that
-start them keep the settings (`config`). The policy is the model that is trained. The trainer's
-learner takes training steps; a generator's engine samples completions. An environment is a source
-of problems with a reward function; a verifier is a service that runs environments for generators. A
-weight version that the trainer publishes is a whole model or, with [lora], only adapters, which
-each machine adds to the base model. The base weights are those of `model.name`, untrained.
+The policy is the model that is trained. The trainer's learner takes training steps; a generator's
+engine samples completions. A weight version that the trainer publishes is a whole model or, with
+[lora], only adapters, which each machine adds to the base model. The base weights are those of
+`model.name`, untrained.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -21,19 +18,9 @@ import torch
 
 from peralta_zmq import models, registry
 from peralta_zmq.config import Config
-from peralta_zmq.config.schema import host_and_port
 from peralta_zmq.config.training_sections import AdvantageSection, CustomFilter, LossSection
 from peralta_zmq.engines import choice
-from peralta_zmq.environments.dataset import (
-    Environments,
-    RewardSource,
-    labeled_problem,
-    load_problems,
-)
-from peralta_zmq.environments.reward_runner import RewardRunner
-from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.http_server import read_private_token
 from peralta_zmq.learning.advantages import AdvantageFunction, Filter, RewardShaping
 from peralta_zmq.learning.composition import Composition, compose
 from peralta_zmq.learning.distributed import SINGLE, Ranks
@@ -45,9 +32,8 @@ from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, re
 from peralta_zmq.learning.user_functions import FunctionKind, checked_function
 from peralta_zmq.models import lora
 from peralta_zmq.models.scoring import Scorer
-from peralta_zmq.observe.terminal import track
 from peralta_zmq.registry import EngineSettings, WeightUpdate
-from peralta_zmq.rollout import Problem, Sampling, TemperatureSchedule
+from peralta_zmq.rollout import Sampling, TemperatureSchedule
 from peralta_zmq.weights.subscriber import PendingWeights
 from peralta_zmq.weights.version import Version
 
@@ -376,64 +362,4 @@ def temperature_schedule(config: Config) -> TemperatureSchedule | None:
     assert section.temp_start is not None and section.temp_end is not None
     return TemperatureSchedule(
         section.temp_scheduler, section.temp_start, section.temp_end, config.train.max_steps
-    )
-
-
-# Environments.
-
-
-def open_environments(
-    config: Config, split: Literal["train", "eval"], *, local: bool = False, limit: int = -1
-) -> Environments:
-    """All environments of a split, with at most `limit` problems each; -1 = no limit.
-
-    For an environment with `env.address`, the verifier at that address supplies problems and
-    rewards. With `local` True, as in the verifier itself, the address is ignored. Shows a progress
-    bar if loading takes long. Raises ConfigError or TaskError.
-    """
-    sections = config.environments if split == "train" else config.eval_environments
-    sizes: dict[str, int] = {}
-    problems: list[Problem] = []
-    reward_sources: dict[str, RewardSource] = {}
-    for env in sections:
-        options: dict[str, str] = {}  # settings of [data]; a verifier uses those of its own config
-        if env.address is None or local:
-            source = registry.resolve("task", env.task)
-            reward_source, options = make_reward_runner(config, source), env.data_options
-        else:
-            host, port = host_and_port(env.address, option="env.address")
-            token = read_private_token(config.verifier.token_file, option="verifier.token_file")
-            source = reward_source = RemoteEnvironment(host, port, env=env.label, token=token)
-        with_progress = functools.partial(track, f"loading {env.label}")
-        loaded = load_problems(
-            source.problems, split, seed=config.run.seed, options=options, wrap=with_progress
-        )
-        loaded = loaded[: None if limit < 0 else limit]
-        keys = config.curriculum.hash_keys  # a problem's id is a hash of these parts
-        problems += [labeled_problem(problem, env.label, keys) for problem in loaded]
-        sizes[env.label], reward_sources[env.label] = len(loaded), reward_source
-    return Environments(sizes, tuple(problems), reward_sources)
-
-
-def make_reward_runner(config: Config, task: registry.Task) -> RewardRunner:
-    """A runner of the reward function of the task, or of the setting `task.reward`.
-
-    Raises ConfigError if `task.reward_kwargs` do not fit the function's signature.
-    """
-    section = config.task
-    function: Callable[..., Any] = task.reward
-    if section.reward is not None:
-        function = registry.resolve("reward", section.reward)
-    try:
-        inspect.signature(function).bind(None, None, **section.reward_kwargs)
-    except TypeError as error:
-        raise ConfigError(
-            f"task.reward_kwargs do not fit the reward function: {error}; "
-            "change task.reward_kwargs or task.reward"
-        ) from None
-    return RewardRunner(
-        function,
-        timeout_seconds=section.reward_timeout,
-        options=section.reward_kwargs,
-        bounded=section.reward is None and getattr(task, "REWARD_IS_BOUNDED", False),
     )

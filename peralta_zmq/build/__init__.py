@@ -1,0 +1,50 @@
+"""Build the objects of a run from settings: learner, loss, engine, environments.
+
+The classes that these modules build take plain values; the loops, the verifier and the programs
+that start them keep the settings (`config`).
+
+components    learner, loss, reference models, engine, sampling
+environments  problems and reward functions
+"""
+
+from peralta_zmq.build.components import (
+    base_folder,
+    learning_rate_schedule,
+    load_policy,
+    make_advantage,
+    make_engine,
+    make_eval_sampling,
+    make_filters,
+    make_learner,
+    make_loss,
+    make_reference_models,
+    make_sampling,
+    make_scorer,
+    reference_models_used,
+    temperature_schedule,
+)
+from peralta_zmq.build.environments import (
+    make_reward_functions,
+    make_reward_pool,
+    open_environments,
+)
+
+__all__ = [
+    "base_folder",
+    "learning_rate_schedule",
+    "load_policy",
+    "make_advantage",
+    "make_engine",
+    "make_eval_sampling",
+    "make_filters",
+    "make_learner",
+    "make_loss",
+    "make_reference_models",
+    "make_reward_functions",
+    "make_reward_pool",
+    "make_sampling",
+    "make_scorer",
+    "open_environments",
+    "reference_models_used",
+    "temperature_schedule",
+]

@@ -1,0 +1,238 @@
+"""Reward functions: their signatures, calls, and the checks of what they return.
+
+The reward function of a task scores one completion:
+
+    reward(problem, completion_text, **options) -> number, or dict of named terms to be summed
+
+A function of `task.reward_functions` scores all completions of a problem (a group) in one call. It
+has TRL's signature; None means that it does not apply to a completion:
+
+    f(prompts, completions, completion_ids, **columns) -> list of numbers or None
+
+A function that raises or returns something else causes a RewardError, never a reward. The name of a
+function is MODULE:NAME, by which a reward worker imports it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
+
+from peralta_zmq.errors import RewardError, described
+from peralta_zmq.rollout import MAX_REWARD, Problem, Score
+
+# What a function returns for one completion: a dict holds named terms, whose sum is the reward;
+# None = the function does not apply.
+Reward: TypeAlias = "float | dict[str, float] | None"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """A reward function with its options as keyword arguments.
+
+    The running time of a bounded function is limited by its own code. Any other function must be
+    importable by its module and name, because reward workers call it.
+    """
+
+    function: Callable[..., Any]
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_bounded: bool = False
+    takes_group: bool = False  # TRL's signature
+    label: str = ""  # in metrics
+    weight: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """MODULE:NAME."""
+        return f"{self.function.__module__}:{self.function.__qualname__}"
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the function is a coroutine function (`async def`)."""
+        return inspect.iscoroutinefunction(self.function)
+
+    def calls(
+        self, problem: Problem, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+    ) -> list[RewardCall]:
+        """The calls that score the completions of a problem."""
+        common = self.name, self.is_async, self.takes_group, self.options, problem
+        if self.takes_group:
+            return [RewardCall(*common, tuple(texts), tuple(token_ids))]
+        return [RewardCall(*common, (text,)) for text in texts]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCall:
+    """One call of a reward function, for one completion or for all completions of a problem."""
+
+    name: str  # of the function
+    is_async: bool
+    takes_group: bool
+    options: Mapping[str, Any]
+    problem: Problem
+    texts: tuple[str, ...]
+    token_ids: tuple[Sequence[int], ...] = ()
+
+    def __call__(self, function: Callable[..., Any]) -> list[Reward] | str:
+        """Call the function with this name; a failure is returned as text."""
+        try:
+            result = self._call(function)
+        except Exception as error:  # noqa: BLE001  a user's function may raise anything
+            return f"raised {described(error)}"
+        return self._checked(result)
+
+    async def call_async(self, function: Callable[..., Any]) -> list[Reward] | str:
+        """Like a call, for a coroutine function."""
+        try:
+            result = await self._call(function)
+        except Exception as error:  # noqa: BLE001  a user's function may raise anything
+            return f"raised {described(error)}"
+        return self._checked(result)
+
+    def rewards_of(self, result: list[Reward] | str) -> list[Reward]:
+        """The result of the call. Raises RewardError for the text of a failure."""
+        if isinstance(result, str):
+            raise RewardError(
+                f"reward function {self.name} {result}, for a completion of problem "
+                f"{self.problem.id}; fix the function (its timeout is task.reward_timeout)"
+            )
+        return result
+
+    def _call(self, function: Callable[..., Any]) -> Any:
+        if not self.takes_group:
+            return function(self.problem, self.texts[0], **self.options)
+        available = group_arguments(self.problem, self.texts, self.token_ids)
+        accepted = _accepted_names(function)
+        arguments = {
+            name: value
+            for name, value in available.items()
+            if (accepted is None or name in accepted) and name not in self.options
+        }
+        return function(**arguments, **self.options)
+
+    def _checked(self, result: object) -> list[Reward] | str:
+        try:
+            if not self.takes_group:
+                return [checked_reward(result)]
+            return _checked_rewards(result, len(self.texts))
+        except ValueError as error:
+            return f"returned {error}"
+
+
+def group_arguments(
+    problem: Problem, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+) -> dict[str, list[Any]]:
+    """The arguments of a function with TRL's signature: lists with one entry per completion.
+
+    Prompts and completions are lists of messages, as TRL passes them for conversational data. The
+    columns are the fields of the problem.
+    """
+    prompt = [{"role": message.role, "content": message.content} for message in problem.messages]
+    columns = {"answer": problem.answer, "id": problem.id, "task": problem.task}
+    return {
+        **{name: [value] * len(texts) for name, value in columns.items()},
+        "prompts": [prompt] * len(texts),
+        "completions": [[{"role": "assistant", "content": text}] for text in texts],
+        "completion_ids": [list(ids) for ids in token_ids],
+    }
+
+
+def _accepted_names(function: Callable[..., Any]) -> set[str] | None:
+    """Names of the parameters of a function; None if it accepts any (`**columns`)."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {parameter.name for parameter in parameters}
+
+
+# Results.
+
+
+def score_of(
+    problem: Problem, functions: Sequence[RewardFunction], rewards: Sequence[Reward]
+) -> Score:
+    """The score of a completion from the rewards that the functions gave it.
+
+    The rewards of a single function are not weighted; its terms keep their names. Of several
+    functions, the weighted sum is the reward, and the unweighted rewards are its parts. Raises
+    RewardError if no function applies to the completion, or if the sum is too large.
+    """
+    totals = {
+        function.label: (function.weight, _total(reward))
+        for function, reward in zip(functions, rewards, strict=True)
+        if reward is not None
+    }
+    if not totals:
+        names = ", ".join(function.name for function in functions)
+        raise RewardError(
+            f"{names} returned None for a completion of problem {problem.id}; let one of "
+            "task.reward_functions return a number for each completion"
+        )
+    total = math.fsum(weight * reward for weight, reward in totals.values())
+    if abs(total) > MAX_REWARD:
+        raise RewardError(
+            f"the weighted sum of rewards {total:g} of a completion of problem {problem.id} is "
+            f"beyond {MAX_REWARD:g}; lower task.reward_weights"
+        )
+    if len(functions) > 1:
+        return Score(total, {label: reward for label, (_, reward) in totals.items()})
+    (reward,) = rewards
+    parts = {functions[0].label: total} if functions[0].label else {}
+    return Score(total, reward if isinstance(reward, dict) else parts)
+
+
+def _total(reward: float | dict[str, float]) -> float:
+    return math.fsum(reward.values()) if isinstance(reward, dict) else reward
+
+
+def checked_reward(result: object) -> float | dict[str, float]:
+    """Convert the result of a reward function for one completion to a reward.
+
+    A mapping holds the named terms of a reward. Raises ValueError unless the result, or each term,
+    is a number and their sum is within MAX_REWARD.
+    """
+    is_mapping = isinstance(result, Mapping)
+    values = cast("Mapping[object, object]", result if is_mapping else {"": result})
+    try:
+        terms = {str(name): _to_float(value) for name, value in values.items()}
+        total = math.fsum(terms.values())  # raises for infinities of both signs
+    except Exception:  # noqa: BLE001  a user's object may raise anything
+        raise ValueError(f"{_short_repr(result)}, which is not a number") from None
+    if not abs(total) <= MAX_REWARD:  # also true for NaN
+        limits = f"-{MAX_REWARD:g} to {MAX_REWARD:g}"
+        raise ValueError(f"{total}, which is not a number from {limits}")
+    return terms if is_mapping else total
+
+
+def _checked_rewards(result: object, count: int) -> list[Reward]:
+    """The rewards of a group, numbers or None; ValueError unless there are `count`."""
+    if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
+        raise ValueError(f"{_short_repr(result)}, which is not a list of numbers")
+    try:
+        values = list(cast("Iterable[object]", result))
+    except Exception:  # noqa: BLE001  a user's object may raise anything
+        raise ValueError(f"{_short_repr(result)}, which is not a list of numbers") from None
+    if len(values) != count:
+        raise ValueError(f"{len(values)} rewards for {count} completions")
+    for value in values:
+        if isinstance(value, Mapping):
+            raise ValueError(f"{_short_repr(value)} for a completion, which is not a number")
+    return [None if value is None else checked_reward(value) for value in values]
+
+
+def _to_float(value: object) -> float:
+    """Like float(), but raises TypeError for text and for objects that are no number."""
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise TypeError
+    return float(cast("Any", value))
+
+
+def _short_repr(value: object) -> str:
+    """The first 80 characters of the repr on one line; the type if repr() raises."""
+    try:
+        return f"{' '.join(repr(value).split()):.80}"
+    except Exception:  # noqa: BLE001  e.g. an int of more than 4300 digits
+        return f"a value of type {type(value).__name__}"

@@ -1,0 +1,307 @@
+"""Pool of reward workers: processes that call reward functions while the engine samples.
+
+The calls are made in the order of submission, by any idle worker. A call that takes too long ends
+its worker, and the next call starts another one. Coroutine functions share one worker of their own,
+which awaits many calls at the same time; a call that blocks its event loop ends this worker and all
+of its calls.
+
+An event loop in a background thread exchanges messages with the workers. It never blocks: a worker
+that does not read is a call that takes too long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import count
+from typing import cast
+
+from peralta_zmq.environments import reward_worker
+from peralta_zmq.environments.reward_functions import (
+    Reward,
+    RewardCall,
+    RewardFunction,
+    score_of,
+)
+from peralta_zmq.errors import TaskError
+from peralta_zmq.rollout import Problem, Score
+
+START_TIMEOUT_SECONDS = 120.0  # for importing a reward function
+GRACE_SECONDS = 5.0  # for a worker that awaits calls, to report a timeout itself
+
+
+class RewardPool:
+    """Calls reward functions in worker processes. Use with `closing`.
+
+    `num_workers` is the number of processes for ordinary functions, `concurrency` the number of
+    calls of coroutine functions that are awaited at the same time. If `queue_limit` completions
+    wait for one of the two kinds, it has no room. A process starts with its first call.
+    """
+
+    def __init__(
+        self, *, num_workers: int, concurrency: int, timeout_seconds: float, queue_limit: int
+    ) -> None:
+        self.num_workers, self._queue_limit = num_workers, queue_limit
+        ordinary = [_Worker(timeout_seconds, awaits=False) for _ in range(num_workers)]
+        self._ordinary = _Workers(ordinary)
+        self._awaiting = _Workers([_Worker(timeout_seconds, awaits=True)] * concurrency)
+        self._lock, self._loop = threading.Lock(), None
+
+    def submit(
+        self, calls: Sequence[RewardCall], combine: Callable[[list[list[Reward]]], list[Score]]
+    ) -> Future[list[Score]]:
+        """Make calls; the future has what `combine` returns for their results, in order.
+
+        If a call or `combine` fails, the future has a RewardError; a TaskError if a function cannot
+        be imported. Cancelling the future removes its waiting calls.
+        """
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+                self._thread.start()
+        self._count(calls, 1)
+        future = asyncio.run_coroutine_threadsafe(self._call_all(calls, combine), self._loop)
+        # Unlike the coroutine, which may be cancelled before it starts, this always runs.
+        future.add_done_callback(lambda _: self._count(calls, -1))
+        return future
+
+    def has_room(self, *, is_async: bool) -> bool:
+        """Whether fewer than `queue_limit` completions wait for a worker."""
+        return self._workers(is_async).num_waiting < self._queue_limit
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of completions that wait for a worker."""
+        return self._ordinary.num_waiting + self._awaiting.num_waiting
+
+    def close(self) -> None:
+        """End all workers; the futures of unfinished calls are cancelled."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            asyncio.run_coroutine_threadsafe(self._stop(), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+            self._thread.join()
+            loop.close()
+
+    def _workers(self, is_async: bool) -> _Workers:
+        return self._awaiting if is_async else self._ordinary
+
+    def _count(self, calls: Sequence[RewardCall], sign: int) -> None:
+        with self._lock:
+            for call in calls:
+                self._workers(call.is_async).num_unfinished += sign * len(call.texts)
+
+    async def _call_all(
+        self, calls: Sequence[RewardCall], combine: Callable[[list[list[Reward]]], list[Score]]
+    ) -> list[Score]:
+        """Make all calls; the first failure cancels those that still wait."""
+        tasks = [asyncio.ensure_future(self._workers(call.is_async).call(call)) for call in calls]
+        try:
+            return combine(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()  # without effect on a finished task
+
+    async def _stop(self) -> None:
+        """Cancel all calls and end all workers."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        for worker in (*self._ordinary.workers, *self._awaiting.workers):
+            worker.stop("was stopped")
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Workers:
+    """Workers for one kind of function. A worker takes as many calls as it occurs in the list."""
+
+    def __init__(self, workers: Sequence[_Worker]) -> None:
+        self.workers = workers
+        self.num_unfinished = self._num_running = 0  # completions
+        self._idle: asyncio.Queue[_Worker] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of completions that wait for a worker."""
+        return max(0, self.num_unfinished - self._num_running)
+
+    async def call(self, call: RewardCall) -> list[Reward]:
+        """Wait for an idle worker and let it make the call."""
+        if self._idle is None:
+            # Last in, first out: no more processes are started than there are calls at a time.
+            self._idle = asyncio.LifoQueue()
+            for worker in self.workers:
+                self._idle.put_nowait(worker)
+        worker = await self._idle.get()
+        # A cancelled call still occupies its worker until it ends.
+        return await asyncio.shield(asyncio.ensure_future(self._call(worker, call)))
+
+    async def _call(self, worker: _Worker, call: RewardCall) -> list[Reward]:
+        assert self._idle is not None
+        self._num_running += len(call.texts)
+        try:
+            return await worker.call(call)
+        finally:
+            self._num_running -= len(call.texts)
+            self._idle.put_nowait(worker)
+
+
+class _Worker:
+    """A worker process, which is started when it is needed and replaced after it has ended."""
+
+    def __init__(self, timeout_seconds: float, *, awaits: bool) -> None:
+        self._timeout, self._awaits = timeout_seconds, awaits
+        self._process: subprocess.Popen[bytes] | None = None
+        self._numbers = count()  # of requests
+        self._starting: asyncio.Lock | None = None  # held while the process or a function is loaded
+
+    async def call(self, call: RewardCall) -> list[Reward]:
+        """The result of a call. Raises RewardError if it fails, TaskError if it cannot start."""
+        self._starting = self._starting or asyncio.Lock()
+        async with self._starting:
+            if self._process is None:
+                await self._start()
+            if call.name not in self._loaded:
+                reply = await self._exchange(call.name, START_TIMEOUT_SECONDS)
+                if reply != reward_worker.READY:
+                    raise TaskError(
+                        f"reward function {call.name} did not start: its worker {reply}"
+                    )
+                self._loaded.add(call.name)
+        seconds = self._timeout + GRACE_SECONDS if self._awaits else self._timeout
+        result = await self._exchange(call, seconds)
+        return call.rewards_of(cast("list[Reward] | str", result))
+
+    async def _start(self) -> None:
+        """Start a process."""
+        ours, theirs = socket.socketpair()
+        timeout = [str(self._timeout)] if self._awaits else []
+        with theirs:
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", reward_worker.__name__, str(theirs.fileno()), *timeout],
+                stdin=subprocess.PIPE,  # ends when this process dies
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,
+            )
+        self._loaded, self._replies = set[str](), dict[int, asyncio.Future[object]]()
+        self._reading = asyncio.ensure_future(self._read_replies(reader, self._process))
+
+    async def _exchange(self, content: object, timeout_seconds: float) -> object:
+        """Send a request and return the reply; a failure of the process is text."""
+        number = next(self._numbers)
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(reward_worker.frame_of(number, content))
+        try:
+            return await asyncio.wait_for(reply, timeout_seconds)
+        except asyncio.TimeoutError:
+            reason = f"took longer than {timeout_seconds:g} s"
+            self.stop(f"was ended, because another call {reason}")
+            return reason
+
+    async def _read_replies(
+        self, reader: asyncio.StreamReader, process: subprocess.Popen[bytes]
+    ) -> None:
+        """Pass replies on until the process ends."""
+        with suppress(EOFError, OSError):
+            while True:
+                number, content = await reward_worker.read_frame(reader)
+                reply = self._replies.pop(number)
+                if not reply.done():
+                    reply.set_result(content)
+        if process is self._process:
+            self.stop()
+
+    def stop(self, reason: str = "") -> None:
+        """Kill the process, if any, and its child processes.
+
+        Open requests get `reason` as reply; by default, the exit code of the process.
+        """
+        if (process := self._process) is None:
+            return
+        self._process = None
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
+        self._writer.close()
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_result(reason or f"exited with code {process.returncode}")
+
+
+class LocalRewards:
+    """Rewards by functions on this machine: in a pool, or in this process if bounded."""
+
+    def __init__(self, functions: Sequence[RewardFunction], pool: RewardPool) -> None:
+        self._functions, self._pool = tuple(functions), pool
+
+    @property
+    def identity(self) -> str:
+        """Names, weights and options of the reward functions."""
+        return repr([(each.name, each.weight, dict(each.options)) for each in self._functions])
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the pool can take another group."""
+        kinds = {each.is_async for each in self._functions if not each.is_bounded}
+        return all(self._pool.has_room(is_async=is_async) for is_async in kinds)
+
+    def score(
+        self, problem: Problem, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+    ) -> Future[list[Score]]:
+        """The scores of the completions of a problem, or a RewardError or TaskError.
+
+        `texts` and `token_ids` have one entry per completion.
+        """
+        calls = [each.calls(problem, texts, token_ids) for each in self._functions]
+        pooled: list[RewardCall] = []
+        rewards: dict[int, list[Reward]] = {}  # of bounded functions, by number
+
+        def combine(results: Sequence[list[Reward]]) -> list[Score]:
+            """The scores from the results of `pooled`."""
+            remaining = iter(results)
+            for number, of_function in enumerate(calls):
+                if number not in rewards:
+                    rewards[number] = [each for _ in of_function for each in next(remaining)]
+            columns = [rewards[number] for number in range(len(calls))]
+            rows = zip(*columns, strict=True)
+            return [score_of(problem, self._functions, row) for row in rows]
+
+        try:
+            for number, function in enumerate(self._functions):
+                if function.is_bounded:
+                    results = [call.rewards_of(call(function.function)) for call in calls[number]]
+                    rewards[number] = [each for result in results for each in result]
+                else:
+                    pooled += calls[number]
+            if pooled:
+                return self._pool.submit(pooled, combine)
+            return _finished(combine([]))
+        except TaskError as error:
+            return _finished(error)
+
+    def close(self) -> None:
+        """Nothing to do: the pool, which environments share, is closed by its owner."""
+
+
+def _finished(result: list[Score] | TaskError) -> Future[list[Score]]:
+    """A future with a result or an error."""
+    future: Future[list[Score]] = Future()
+    if isinstance(result, TaskError):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+    return future

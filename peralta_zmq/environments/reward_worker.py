@@ -1,0 +1,119 @@
+"""Main module of a reward worker: a process that imports and calls reward functions.
+
+RewardPool starts it with one end of a socket pair. A frame is the length of its content (8 bytes,
+big endian) and a pickled pair: the number of a request, and its content. The content is the name of
+a function to import, or a RewardCall of an imported function; the reply has the same number. A
+worker for coroutine functions awaits many calls at the same time; any other worker makes one call
+after the other, in its main thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import pkgutil
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from peralta_zmq.environments.reward_functions import Reward, RewardCall
+from peralta_zmq.errors import described
+
+READY = "ready"  # reply to the name of a function that was imported
+HEADER_BYTES = 8
+NICENESS = 10  # rewards are computed in the CPU time that the sampling engine leaves
+
+
+def frame_of(number: int, content: object) -> bytes:
+    """The frame of a request or reply."""
+    pickled = pickle.dumps((number, content), pickle.HIGHEST_PROTOCOL)
+    return len(pickled).to_bytes(HEADER_BYTES, "big") + pickled
+
+
+async def read_frame(reader: asyncio.StreamReader) -> tuple[int, Any]:
+    """Number and content of the next frame. Raises EOFError or OSError at the end."""
+    length = int.from_bytes(await reader.readexactly(HEADER_BYTES), "big")
+    return pickle.loads(await reader.readexactly(length))
+
+
+class _Functions:
+    """The imported functions by name."""
+
+    def __init__(self) -> None:
+        self._functions: dict[str, Callable[..., Any]] = {}
+
+    def load(self, name: str) -> str:
+        """Import a function; READY, or the reason of a failure."""
+        try:
+            self._functions[name] = pkgutil.resolve_name(name)
+        except Exception as error:  # noqa: BLE001  a user's module may raise anything
+            return f"cannot import it: {described(error)}"
+        return READY
+
+    def call(self, content: str | RewardCall) -> list[Reward] | str:
+        """The reply to a request."""
+        if isinstance(content, str):
+            return self.load(content)
+        return content(self._functions[content.name])
+
+    async def call_async(
+        self, content: str | RewardCall, timeout_seconds: float
+    ) -> list[Reward] | str:
+        """The reply to a request for a coroutine function, after at most `timeout_seconds`."""
+        if isinstance(content, str):
+            return self.load(content)
+        call = content.call_async(self._functions[content.name])
+        try:
+            return await asyncio.wait_for(call, timeout_seconds)
+        except asyncio.TimeoutError:
+            return f"took longer than {timeout_seconds:g} s"
+
+
+def _serve(connection: socket.socket) -> None:
+    """Make one call after the other until the connection ends."""
+    functions = _Functions()
+    with connection.makefile("rwb") as stream:
+        while header := stream.read(HEADER_BYTES):
+            number, content = pickle.loads(stream.read(int.from_bytes(header, "big")))
+            stream.write(frame_of(number, functions.call(content)))
+            stream.flush()
+
+
+async def _serve_async(connection: socket.socket, timeout_seconds: float) -> None:
+    """Await any number of calls at the same time until the connection ends."""
+    functions, tasks = _Functions(), set[asyncio.Task[None]]()
+    reader, writer = await asyncio.open_connection(sock=connection)
+
+    async def answer(number: int, content: str | RewardCall) -> None:
+        writer.write(frame_of(number, await functions.call_async(content, timeout_seconds)))
+
+    with suppress(EOFError, OSError):
+        while True:
+            task = asyncio.create_task(answer(*await read_frame(reader)))
+            tasks.add(task)  # the event loop keeps only weak references
+            task.add_done_callback(tasks.discard)
+
+
+def _exit_with_parent() -> None:
+    """Exit when stdin ends, which happens whenever the parent process ends."""
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def main(descriptor: int, timeout_seconds: float | None) -> None:
+    """Serve calls; `timeout_seconds` is given for coroutine functions only."""
+    os.nice(NICENESS)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    connection = socket.socket(fileno=descriptor)
+    if timeout_seconds is None:
+        _serve(connection)
+    else:
+        asyncio.run(_serve_async(connection, timeout_seconds))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else None)

@@ -1,0 +1,91 @@
+"""Results of reward functions become scores, or errors with the value."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peralta_zmq.environments.reward_functions import RewardFunction, score_of
+from peralta_zmq.errors import RewardError
+from peralta_zmq.rollout import Message, Problem, Score
+
+PROBLEM = Problem("7", "mine", (Message("user", "?"),), "4")
+
+
+def of_group(result: Any) -> Any:
+    """What a function with TRL's signature may return for two completions, after checks."""
+
+    def function(completions: Any) -> Any:
+        return result
+
+    (call,) = RewardFunction(function, takes_group=True).calls(PROBLEM, ["a", "b"], [(), ()])
+    return call(function)
+
+
+@pytest.mark.parametrize("result", [
+    [1, None], (1.0, None), np.array([1.0, 0.0]), [True, np.float32(0)], iter([1, 0]),
+])  # fmt: skip
+def test_list_of_numbers_and_none_is_accepted(result: Any) -> None:
+    rewards = of_group(result)
+    assert rewards[0] == 1.0 and type(rewards[0]) is float
+    assert rewards[1] in (None, 0.0)
+
+
+@pytest.mark.parametrize(("result", "message"), [
+    ([1.0], "returned 1 rewards for 2 completions"),
+    ([1.0] * 3, "returned 3 rewards for 2 completions"),
+    ([1.0, math.nan], "returned nan, which is not a number from"),
+    ([1.0, "1"], "returned '1', which is not a number"),
+    ([1.0, {"a": 1}], "returned {'a': 1} for a completion, which is not a number"),
+    ("10", "returned '10', which is not a list of numbers"),
+    (None, "returned None, which is not a list of numbers"),
+    (1.0, "returned 1.0, which is not a list of numbers"),
+    ({0: 1.0, 1: 1.0}, "returned {0: 1.0, 1: 1.0}, which is not a list"),
+    (np.array(1.0), r"returned array(1.), which is not a list"),
+    (np.zeros((2, 2)), "returned array([0., 0.]), which is not a number"),
+])  # fmt: skip
+def test_other_result_is_a_failure(result: Any, message: str) -> None:
+    assert message in of_group(result)
+
+
+def test_function_without_columns_gets_only_its_parameters() -> None:
+    def function(completions: Any, answer: Any, *, bonus: float) -> Any:
+        return [bonus + len(completions[0][0]["content"]) + float(answer[0])]
+
+    (call,) = RewardFunction(function, {"bonus": 0.5}, takes_group=True).calls(
+        PROBLEM, ["abc"], [()]
+    )
+    assert call(function) == [7.5]
+
+
+def functions(*weights: float) -> list[RewardFunction]:
+    return [
+        RewardFunction(of_group, label=f"f{number}", weight=weight)
+        for number, weight in enumerate(weights)
+    ]
+
+
+def test_score_is_the_weighted_sum_with_unweighted_parts() -> None:
+    assert score_of(PROBLEM, functions(2, -0.5), [1.0, 3.0]) == Score(0.5, {"f0": 1.0, "f1": 3.0})
+    terms = {"right": 1.0, "short": 0.5}
+    assert score_of(PROBLEM, functions(2, 1), [terms, None]) == Score(3.0, {"f0": 1.5})
+
+
+def test_single_function_without_label_keeps_its_terms() -> None:
+    single = [RewardFunction(of_group)]
+    assert score_of(PROBLEM, single, [1.0]) == Score(1.0)
+    terms = {"right": 1.0, "short": 0.5}
+    assert score_of(PROBLEM, single, [terms]) == Score(1.5, terms)
+
+
+def test_completion_without_any_reward_is_an_error() -> None:
+    with pytest.raises(RewardError, match=r"returned None for a completion of problem 7; let one"):
+        score_of(PROBLEM, functions(1, 1), [None, None])
+
+
+def test_weighted_sum_beyond_the_limit_is_an_error() -> None:
+    with pytest.raises(RewardError, match=r"weighted sum of rewards 2e\+06 .*task.reward_weights"):
+        score_of(PROBLEM, functions(2), [1e6])
