@@ -25,7 +25,9 @@ from typing import Any, Literal, Protocol, TypeAlias, overload
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.rollout import Completion, Problem, Request, Rollout, Sampling
 
-Kind: TypeAlias = Literal["task", "engine", "loss", "advantage", "filter", "reward"]
+Kind: TypeAlias = Literal[
+    "task", "engine", "loss", "advantage", "filter", "reward", "reward_function"
+]
 
 # Kind -> short name -> import path, of all plug-ins in this package.
 TABLES: dict[Kind, dict[str, str]] = {
@@ -76,6 +78,12 @@ TABLES: dict[Kind, dict[str, str]] = {
         "overlong": "peralta_zmq.learning.advantages:overlong",
     },
     "reward": {},  # each task has a reward function; a user can name another one by its import path
+    "reward_function": {
+        "exact_match": "peralta_zmq.environments.shipped_rewards:exact_match",
+        "regex": "peralta_zmq.environments.shipped_rewards:regex",
+        "soft_overlong": "peralta_zmq.environments.shipped_rewards:soft_overlong",
+        "boxed_answer": "peralta_zmq.environments.math_answers:boxed_answer",
+    },
 }
 # Number of positional parameters, as in the protocols below; all further parameters are options.
 NUM_ARGUMENTS: dict[Kind, int] = {"loss": 1, "advantage": 2, "filter": 1}
@@ -224,6 +232,24 @@ class Advantage(Protocol):
     def __call__(
         self, rewards: Sequence[float], lengths: Sequence[int], **options: Any
     ) -> list[float]: ...
+
+
+class GroupRewardFunction(Protocol):
+    """A function that returns the rewards of all completions of a problem, as in TRL.
+
+    All arguments are lists with one entry per completion. `prompts` and `completions` have lists of
+    messages (dicts with role and content); `columns` are the fields of the problem. None as a
+    reward means that the function does not apply to the completion. A function without `**columns`
+    gets the columns that it has parameters for. It may be a coroutine function.
+    """
+
+    def __call__(
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        **columns: Any,
+    ) -> Sequence[float | None]: ...
 
 
 class FilterFunction(Protocol):

@@ -84,7 +84,7 @@ def learned(config: Config, model: Any, rollouts: tuple[Rollout, ...]) -> dict[s
 def reward_functions(config: Config) -> Any:
     (env,) = config.environments
     task = registry.resolve("task", env.task)
-    return build.make_reward_functions(env, task)
+    return build.make_reward_functions(config, env, task, example=next(task.problems("eval", 0)))
 
 
 def test_unknown_reward_kwargs_are_refused() -> None:

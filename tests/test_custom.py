@@ -49,7 +49,7 @@ def config_of(tmp_path: Path, about: str) -> Config:
 
 def functions_of(config: Config, task: Any, example: Problem) -> Any:
     (env,) = config.environments
-    return build.make_reward_functions(env, task)
+    return build.make_reward_functions(config, env, task, example=example)
 
 
 def learned(config: Config, *groups: Any) -> dict[str, float]:
@@ -61,9 +61,9 @@ def test_page_has_the_tested_blocks() -> None:
     assert len(re.findall("```", TEXT)) == 2 * (len(MODULES) + len(SETTINGS))
     assert [name for name, _ in MODULES] == [
         "my_lab/losses.py", "my_lab/advantages.py", "my_lab/whole_step.py", "my_lab/filters.py",
-        "my_lab/sums.py", "my_lab/rewards.py",
+        "my_lab/sums.py", "my_lab/rewards.py", "my_lab/polite.py",
     ]  # fmt: skip
-    assert len(SETTINGS) == 6
+    assert len(SETTINGS) == 7
 
 
 def test_page_has_the_generator_failure_limit() -> None:
@@ -124,6 +124,20 @@ def test_task_reward_has_named_parts(tmp_path: Path) -> None:
         assert rewards.score(problem, [" 5 ", "five"], [(), ()]).result() == [
             Score(1.1, {"right": 1.0, "short": 0.1}), Score(0.0, {"right": 0.0, "short": 0.0}),
         ]  # fmt: skip
+
+
+def test_reward_functions_have_weights(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "polite")
+    task: Any = registry.resolve("task", config.task.name)
+    problem = Problem("1", "calculator", (), "2 + 3")
+    with closing(build.make_reward_pool(config, is_verifier=False)) as pool:
+        rewards = LocalRewards(functions_of(config, task, problem), pool)
+        scores = rewards.score(problem, ["5", "thanks"], [(5,), (6, 7)]).result()
+    assert [score.rewards for score in scores] == [
+        {"task": 1.0, "polite": 0.0, "shortest": 1.0},
+        {"task": 0.0, "polite": 1.0, "shortest": 0.0},
+    ]
+    assert [score.reward for score in scores] == pytest.approx([1.1, 0.2])
 
 
 def test_reward_setting_replaces_the_task_reward(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from peralta_zmq import models, registry
@@ -21,7 +22,7 @@ from peralta_zmq.environments.dataset import (
     labeled_problem,
     load_problems,
 )
-from peralta_zmq.environments.reward_functions import RewardFunction
+from peralta_zmq.environments.reward_functions import RewardFunction, group_arguments
 from peralta_zmq.environments.reward_pool import LocalRewards, RewardPool
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.errors import ConfigError
@@ -30,6 +31,7 @@ from peralta_zmq.observe.terminal import track
 from peralta_zmq.rollout import Problem
 
 VERIFIER_QUEUE = 256  # completions that may wait for a reward worker of a verifier
+OWN_REWARD = "task"  # in reward_functions: the reward function of the task
 
 
 def open_environments(
@@ -60,7 +62,7 @@ def open_environments(
         )
         loaded = loaded[: None if limit < 0 else limit]
         if task is not None:
-            functions = make_reward_functions(env, task)
+            functions = make_reward_functions(config, env, task, example=loaded[0])
             reward_sources[env.label] = LocalRewards(functions, pool)
         keys = config.curriculum.hash_keys  # a problem's id is a hash of these parts
         problems += [labeled_problem(problem, env.label, keys) for problem in loaded]
@@ -93,13 +95,49 @@ def make_reward_pool(config: Config, *, is_verifier: bool) -> RewardPool:
 # Reward functions.
 
 
-def make_reward_functions(env: EnvSection, task: registry.Task) -> list[RewardFunction]:
-    """The reward functions of an environment with their options.
+def make_reward_functions(
+    config: Config, env: EnvSection, task: registry.Task, *, example: Problem
+) -> list[RewardFunction]:
+    """The reward functions of an environment with their options and weights.
 
-    Raises ConfigError for functions that cannot be imported or called, and for options of no
-    function.
+    `example` is one of its problems, whose fields the functions can have as parameters. Raises
+    ConfigError for functions that cannot be imported or called, and for options of no function.
     """
-    return [_own_function(env, task, env.reward_kwargs)]
+    names, kwargs = env.reward_functions, env.reward_kwargs
+    if not names:
+        return [_own_function(env, task, kwargs)]
+    labels = [name.replace(":", ".").rpartition(".")[2] for name in names]
+    for label, options in kwargs.items():
+        if label not in labels or not isinstance(options, Mapping):
+            similar = get_close_matches(label, labels, n=1)
+            hint = f"did you mean {similar[0]}?" if similar and label not in labels else ""
+            raise ConfigError(
+                f"reward_kwargs.{label} is not a table of options of one of reward_functions "
+                f"({', '.join(labels)}); {hint or 'give one table for each function'}"
+            )
+    if len(set(labels)) < len(labels):
+        raise ConfigError(
+            f"reward_functions {', '.join(names)}: two have the same name in metrics; "
+            "give each function its own name"
+        )
+    functions: list[RewardFunction] = []
+    for name, label, weight in zip(
+        names, labels, env.reward_weights or [1.0] * len(names), strict=True
+    ):
+        options = kwargs.get(label, {})
+        if name == OWN_REWARD:
+            functions.append(_own_function(env, task, options, label=label, weight=weight))
+        else:
+            function = registry.resolve("reward_function", name)
+            options = _group_options(config, name, function, options, example)
+            is_bounded = getattr(function, "REWARD_IS_BOUNDED", False)
+            functions.append(
+                RewardFunction(
+                    function, options, is_bounded and not inspect.iscoroutinefunction(function),
+                    takes_group=True, label=label, weight=weight,
+                )
+            )  # fmt: skip
+    return functions
 
 
 def _own_function(
@@ -123,3 +161,46 @@ def _own_function(
         ) from None
     is_bounded = env.reward is None and getattr(task, "REWARD_IS_BOUNDED", False)
     return RewardFunction(function, options, is_bounded, label=label, weight=weight)
+
+
+def _group_options(
+    config: Config,
+    name: str,
+    function: Callable[..., Any],
+    options: Mapping[str, Any],
+    example: Problem,
+) -> dict[str, Any]:
+    """The options of a function with TRL's signature, after checks.
+
+    A function with a parameter `max_completion_length` gets the run's value by default. Raises
+    ConfigError for an option that the function does not have, and for a parameter that neither the
+    options nor the fields of the problem supply.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    named = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    available = group_arguments(example, ["text"], [()])
+    for option in options:
+        if option in available or not (takes_all or option in named):
+            names = [each for each in named if each not in available]
+            raise ConfigError(
+                f"reward_kwargs: '{option}' is not an option of reward function '{name}'; "
+                f"its options are {', '.join(names) or 'none'}"
+            )
+    filled = dict(options)
+    if "max_completion_length" in named:
+        filled.setdefault("max_completion_length", config.sampling.max_completion_length)
+    missing = [
+        each.name
+        for each in parameters
+        if each.default is each.empty
+        and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        and each.name not in {*available, *filled}
+    ]
+    if missing:
+        raise ConfigError(
+            f"reward function '{name}' needs '{missing[0]}', which is neither an option in "
+            f"reward_kwargs nor a field of the problems ({', '.join(sorted(available))}); "
+            "set the option"
+        )
+    return filled

@@ -242,6 +242,11 @@ def _check_environments(config: Config) -> None:
         )
     _check_environment_rows("env", config.environments)
     _check_environment_rows("eval.env", config.eval.env)
+    _check_rewards("task", config.task)
+    for env in config.env:
+        _check_rewards("env", env)
+    for env in config.eval.env:
+        _check_rewards("eval.env", env)
 
 
 def _check_environment_rows(option: str, environments: Sequence[training.EnvSection]) -> None:
@@ -255,6 +260,21 @@ def _check_environment_rows(option: str, environments: Sequence[training.EnvSect
     for env in environments:
         for address in env.address or ():
             host_and_port(address, option=f"{option}.address")
+
+
+def _check_rewards(option: str, settings: training.RewardSettings) -> None:
+    """Check that weights fit the reward functions; `option` is task, env or eval.env."""
+    functions, weights = settings.reward_functions, settings.reward_weights
+    if weights is not None and len(weights) != len(functions):
+        raise ConfigError(
+            f"{option}.reward_weights has {len(weights)} numbers for {len(functions)} "
+            f"{option}.reward_functions ({', '.join(functions) or 'none'}); give one for each"
+        )
+    if settings.reward is not None and functions and "task" not in functions:
+        raise ConfigError(
+            f"{option}.reward {settings.reward} is not among {option}.reward_functions "
+            f"({', '.join(functions)}); remove it, or add `task`, which stands for it"
+        )
 
 
 def _check_curriculum(config: Config) -> None:

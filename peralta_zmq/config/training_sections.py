@@ -54,8 +54,14 @@ class RewardSettings(Section):
 
     reward: Text | None = None
     """import path of a reward function (module:function) that replaces the task's own"""
+    reward_functions: Names = ()
+    """functions with TRL's signature, whose weighted sum is the reward: exact_match, regex,
+    soft_overlong, boxed_answer, import paths, and `task` for the task's own; empty = only that"""
+    reward_weights: Numbers | None = None
+    """weights of reward_functions, in order; None = 1 for each"""
     reward_kwargs: Table = Field(default={})
-    """keyword arguments of the reward function, as a TOML table or as JSON"""
+    """keyword arguments of the reward function, as a TOML table or as JSON; with reward_functions
+    a table of such tables by function: { regex = { pattern = "..." } }"""
 
 
 class TaskSection(RewardSettings):

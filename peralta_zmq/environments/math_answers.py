@@ -6,7 +6,9 @@ Needs the library math-verify, which the extra `math` installs.
 from __future__ import annotations
 
 import functools
+import re
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from peralta_zmq.environments.dataset import parsed_answer, problems_from_files
@@ -28,6 +30,32 @@ def reward(problem: Problem, completion_text: str) -> float:
     target = parsed_answer(problem, _parse_target)
     parsed = library.parse(completion_text[-SEARCHED_LENGTH:], parsing_timeout=_timeout())
     return float(bool(parsed) and library.verify(list(target), parsed, timeout_seconds=_timeout()))
+
+
+def boxed_answer(
+    completions: Sequence[Sequence[dict[str, str]]], answer: Sequence[str], **columns: Any
+) -> list[float]:
+    r"""Rewards of a group: 1 if the last \boxed{...} equals the answer mathematically, else 0.
+
+    Has TRL's signature: see reward_functions.py. Raises TaskError for a target that cannot be
+    parsed.
+    """
+    pairs = zip(completions, answer, strict=True)
+    return [
+        reward(Problem("", "", (), target), f"${content}$") if content else 0.0
+        for content, target in ((_last_box(each[-1]["content"]), target) for each, target in pairs)
+    ]
+
+
+def _last_box(text: str) -> str:
+    r"""Content of the last complete \boxed{...}; empty if there is none."""
+    for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
+        depth = 1
+        for end, char in enumerate(text[start:], start):
+            depth += (char == "{") - (char == "}")
+            if not depth:
+                return text[start:end].strip()
+    return ""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,60 @@
+"""Shipped reward functions, with TRL's signature: see reward_functions.py.
+
+The running time of those with REWARD_IS_BOUNDED is limited, so that they are called without a
+process and timeout.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+Completions: TypeAlias = "Sequence[Sequence[dict[str, str]]]"  # of each completion: its messages
+
+
+def exact_match(
+    completions: Completions, answer: Sequence[str], *, ignore_case: bool = False, **columns: Any
+) -> list[float]:
+    """1 for a completion that equals the answer, apart from whitespace at both ends; else 0."""
+
+    def normalized(text: str) -> str:
+        return text.strip().casefold() if ignore_case else text.strip()
+
+    pairs = zip(map(_text, completions), answer, strict=True)
+    return [float(normalized(text) == normalized(target)) for text, target in pairs]
+
+
+def regex(completions: Completions, *, pattern: str, **columns: Any) -> list[float]:
+    """1 for a completion that matches `pattern` from its first to its last character, else 0.
+
+    A dot matches line breaks, too.
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+    return [float(compiled.fullmatch(_text(each)) is not None) for each in completions]
+
+
+def soft_overlong(
+    completion_ids: Sequence[Sequence[int]],
+    *,
+    max_completion_length: int,
+    soft_punish_cache: int | None = None,
+    **columns: Any,
+) -> list[float]:
+    """Penalty for long completions, from 0 to -1.
+
+    Linear in the length over the last `soft_punish_cache` tokens (default: a fifth) before
+    `max_completion_length`: equation 13 of Yu et al. 2025, "DAPO: an open-source LLM reinforcement
+    learning system at scale".
+    """
+    cache = soft_punish_cache or max(1, max_completion_length // 5)
+    start = max_completion_length - cache
+    return [-min(1.0, max(0.0, (len(token_ids) - start) / cache)) for token_ids in completion_ids]
+
+
+def _text(completion: Sequence[dict[str, str]]) -> str:
+    return completion[-1]["content"]
+
+
+for _function in (exact_match, soft_overlong):
+    _function.REWARD_IS_BOUNDED = True  # type: ignore[attr-defined]

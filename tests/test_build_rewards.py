@@ -1,0 +1,135 @@
+"""Reward functions of environments: names, options and weights."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from peralta_zmq.build import open_environments
+from peralta_zmq.config import Config, load_config
+from peralta_zmq.environments.reward_functions import RewardFunction
+from peralta_zmq.environments.reward_pool import LocalRewards
+from peralta_zmq.errors import ConfigError
+
+FUNCTIONS = """
+def regex(completions): return [1.0] * len(completions)
+def needs_level(completions, level): return level
+def on_length(completion_ids, max_completion_length):
+    return [max_completion_length] * len(completion_ids)
+async def judge(completions): return [1.0] * len(completions)
+judge.REWARD_IS_BOUNDED = True
+"""
+
+
+@pytest.fixture(autouse=True)
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "my_functions.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    yield
+    sys.modules.pop("my_functions", None)
+
+
+def load(folder: Path, text: str) -> Config:
+    (folder / "x.toml").write_text(text)
+    return load_config("bin/x", ["@", str(folder / "x.toml")])
+
+
+def functions_of(folder: Path, text: str) -> dict[str, tuple[RewardFunction, ...]]:
+    with closing(open_environments(load(folder, text), "eval")) as environments:
+        sources = environments.reward_sources
+        assert all(isinstance(source, LocalRewards) for source in sources.values())
+        return {name: source._functions for name, source in sources.items()}  # type: ignore[attr-defined]
+
+
+MIXED = """
+[task]
+reward_functions = ["task", "soft_overlong", "my_functions.judge", "regex"]
+reward_weights = [1, 0.5, 2, -1]
+reward_kwargs = { soft_overlong = { soft_punish_cache = 10 }, regex = { pattern = "x+" } }
+[sampling]
+max_completion_length = 40
+"""
+
+
+def test_functions_have_their_options_and_weights(tmp_path: Path) -> None:
+    (functions,) = functions_of(tmp_path, MIXED).values()
+    assert [(each.label, each.weight) for each in functions] == [
+        ("task", 1), ("soft_overlong", 0.5), ("judge", 2), ("regex", -1),
+    ]  # fmt: skip
+    own, overlong, judge, regex = functions
+    assert own.name == "peralta_zmq.environments.calculator:reward" and not own.takes_group
+    assert overlong.options == {"soft_punish_cache": 10, "max_completion_length": 40}
+    assert (own.is_bounded, overlong.is_bounded, judge.is_bounded, regex.is_bounded) == (
+        True, True, False, False,
+    )  # fmt: skip
+    assert judge.is_async and regex.options == {"pattern": "x+"}
+
+
+def test_environment_without_reward_settings_has_those_of_task(tmp_path: Path) -> None:
+    text = """
+    [task]
+    reward_functions = ["task", "soft_overlong"]
+    reward_weights = [1, 0.5]
+    [[env]]
+    task = "calculator"
+    [[env]]
+    task = "countdown"
+    reward_functions = ["exact_match"]
+    [[env]]
+    task = "reverse_text"
+    reward = "peralta_zmq.environments.countdown:reward"
+    """
+    by_environment = functions_of(tmp_path, text)
+    assert {
+        name: [(each.label, each.weight) for each in functions]
+        for name, functions in by_environment.items()
+    } == {
+        "calculator": [("task", 1), ("soft_overlong", 0.5)],
+        "countdown": [("exact_match", 1)],
+        "reverse_text": [("", 1)],
+    }
+    assert by_environment["calculator"][0].name.endswith("calculator:reward")
+    assert by_environment["reverse_text"][0].name.endswith("countdown:reward")
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ('reward_functions = ["regexx"]', "unknown reward_function 'regexx'; did you mean regex?"),
+    ('reward_functions = ["regex"]', "'regex' needs 'pattern', which is neither an option"),
+    ('reward_functions = ["my_functions.needs_level"]', "'my_functions.needs_level' needs 'level'"),
+    ('reward_functions = ["regex"]\nreward_kwargs = { regex = { pattern = "x", answer = 1 } }',
+     "'answer' is not an option of reward function 'regex'; its options are pattern"),
+    ('reward_functions = ["my_functions.judge"]\nreward_kwargs = { judge = { strict = true } }',
+     "'strict' is not an option of reward function 'my_functions.judge'; its options are none"),
+    ('reward_functions = ["regex"]\nreward_kwargs = { regexx = { pattern = "x" } }',
+     "reward_kwargs.regexx is not a table of options .* did you mean regex?"),
+    ('reward_functions = ["regex"]\nreward_kwargs = { regex = "x" }',
+     "reward_kwargs.regex is not a table of options"),
+    ('reward_functions = ["regex", "my_functions:regex"]', "two have the same name in metrics"),
+    ('reward_functions = ["task"]\nreward_weights = [1, 2]',
+     "task.reward_weights has 2 numbers for 1 task.reward_functions"),
+    ('reward_functions = ["exact_match"]\nreward = "my_functions.regex"',
+     "task.reward my_functions.regex is not among task.reward_functions"),
+    ('reward_weights = [1]', "task.reward_weights has 1 numbers for 0 task.reward_functions"),
+    ('reward_functions = ["no_such.one"]', "reward_function 'no_such.one' cannot be imported"),
+])  # fmt: skip
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path, settings: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        functions_of(tmp_path, f"[task]\n{settings}\n")
+
+
+def test_weights_of_an_environment_are_checked(tmp_path: Path) -> None:
+    text = '[[env]]\nreward_functions = ["task"]\nreward_weights = [1, 2]\n'
+    with pytest.raises(ConfigError, match=r"env.reward_weights has 2 numbers for 1 env\."):
+        load(tmp_path, text)
+
+
+def test_length_limit_of_the_run_is_passed_on(tmp_path: Path) -> None:
+    text = '[task]\nreward_functions = ["my_functions.on_length"]\n'
+    ((function,),) = functions_of(tmp_path, text).values()
+    assert function.options == {"max_completion_length": 48}
