@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,10 @@ class Problem:
     answer: str  # only for the reward function, never part of the prompt
     input_token_ids: tuple[int, ...] = ()  # the prompt as token ids; replaces `messages` if given
     sample_index: int = -1  # see RolloutGroup.sample_index; -1 = not assigned yet
+    # JSON values for the reward functions, never part of the prompt.
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    # Variables of the chat template, such as enable_thinking.
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
 
     @property
     def question(self) -> str:
@@ -84,6 +88,7 @@ class Sampling:
     repetition_penalty: float = 1.0  # 1 = off
     min_tokens: int = 0  # no end token before this number of generated tokens
     max_completion_length: int = 48  # tokens
+    fills_context: bool = False  # `max_completion_length` is what the prompt leaves of the context
     stop: tuple[str, ...] = ()  # a completion ends when its text contains one of these
     seed: int = 0
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -171,7 +172,7 @@ def make_filters(config: Config, *, vocab_size: int) -> list[Filter]:
     """
     run_values = {
         "vocab_size": vocab_size,
-        "max_completion_length": config.sampling.max_completion_length,
+        "max_completion_length": config.max_completion_length,
     }
     shipped = {name: section for name, section in config.filter if name != "custom" and section}
     filters: list[Filter] = []
@@ -334,11 +335,14 @@ def base_folder(config: Config, version: Version) -> Path:
 def make_sampling(config: Config, *, seed: int) -> Sampling:
     """The sampling parameters of rollouts for training."""
     section = config.sampling
+    excluded = {"num_generations", "stop", "max_completion_length", *TEMPERATURE_OPTIONS}
     return Sampling(
-        **section.model_dump(exclude={"num_generations", "stop", *TEMPERATURE_OPTIONS}),
+        **section.model_dump(exclude=excluded),
         temperature=section.temperature or 1.0,
         schedule=temperature_schedule(config),
-        stop=() if section.stop is None else (section.stop,),
+        max_completion_length=config.max_completion_length,
+        fills_context=section.max_completion_length is None,
+        stop=section.stop or (),
         seed=seed,
     )
 
@@ -347,11 +351,30 @@ def make_eval_sampling(config: Config, *, seed: int) -> Sampling:
     """The sampling parameters of an evaluation.
 
     One completion per problem is sampled greedily; with `eval.rollouts_per_example` above 1, the
-    completions are sampled as in training.
+    completions are sampled as in training. `eval.temperature` and `eval.max_completion_length`
+    replace these values. Stop strings are those of training.
     """
-    if config.eval.rollouts_per_example > 1:
-        return make_sampling(config, seed=seed)
-    return Sampling(temperature=0.0, max_completion_length=config.sampling.max_completion_length)
+    section = config.eval
+    sampling = make_sampling(config, seed=seed)
+    if section.max_completion_length is not None:
+        sampling = replace(
+            sampling, max_completion_length=section.max_completion_length, fills_context=False
+        )
+    temperature = section.temperature
+    if temperature is None and section.rollouts_per_example == 1:
+        temperature = 0.0
+    if temperature == 0.0:
+        return Sampling(
+            temperature=0.0,
+            max_completion_length=sampling.max_completion_length,
+            fills_context=sampling.fills_context,
+            stop=sampling.stop,
+        )
+    return (
+        sampling
+        if temperature is None
+        else replace(sampling, temperature=temperature, schedule=None)
+    )
 
 
 def temperature_schedule(config: Config) -> TemperatureSchedule | None:

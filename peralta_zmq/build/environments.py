@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from peralta_zmq.environments.dataset import (
     load_problems,
 )
 from peralta_zmq.environments.reward_functions import RewardFunction, group_arguments
-from peralta_zmq.environments.reward_pool import LocalRewards, RewardPool
+from peralta_zmq.environments.reward_pool import LocalRewards, NoRewards, RewardPool
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.http_server import read_private_token
@@ -61,11 +62,19 @@ def open_environments(
             load, split, seed=config.run.seed, options=options, wrap=with_progress
         )
         loaded = loaded[: None if limit < 0 else limit]
-        if task is not None:
+        if split == "train" and config.task.skip_verification:
+            reward_sources[env.label] = NoRewards()
+        elif task is not None:
             functions = make_reward_functions(config, env, task, example=loaded[0])
             reward_sources[env.label] = LocalRewards(functions, pool)
         keys = config.curriculum.hash_keys  # a problem's id is a hash of these parts
-        problems += [labeled_problem(problem, env.label, keys) for problem in loaded]
+        problems += [
+            replace(
+                labeled_problem(problem, env.label, keys),
+                chat_template_kwargs=env.chat_template_kwargs,
+            )
+            for problem in loaded
+        ]
         sizes[env.label] = len(loaded)
     return Environments(sizes, tuple(problems), reward_sources, pool)
 
@@ -189,7 +198,7 @@ def _group_options(
             )
     filled = dict(options)
     if "max_completion_length" in named:
-        filled.setdefault("max_completion_length", config.sampling.max_completion_length)
+        filled.setdefault("max_completion_length", config.max_completion_length)
     missing = [
         each.name
         for each in parameters

@@ -85,6 +85,11 @@ class Config(Section):
         return evaluated or self.environments
 
     @property
+    def max_completion_length(self) -> int:
+        """Maximum number of sampled tokens of a completion for training."""
+        return self.sampling.max_completion_length or self.engine.max_model_len
+
+    @property
     def groups_per_step(self) -> int:
         """Number of groups (problems with all their completions) per training step."""
         return self.train.batch_size // self.sampling.num_generations
@@ -98,6 +103,7 @@ class Config(Section):
         _check_ranges(self)
         _check_security(self)
         _check_environments(self)
+        _check_verification(self)
         _check_curriculum(self)
         return self
 
@@ -242,11 +248,12 @@ def _check_environments(config: Config) -> None:
         )
     _check_environment_rows("env", config.environments)
     _check_environment_rows("eval.env", config.eval.env)
+    _check_args("data", config.data)
     _check_rewards("task", config.task)
-    for env in config.env:
-        _check_rewards("env", env)
-    for env in config.eval.env:
-        _check_rewards("eval.env", env)
+    for option, rows in (("env", config.env), ("eval.env", config.eval.env)):
+        for env in rows:
+            _check_args(option, env)
+            _check_rewards(option, env)
 
 
 def _check_environment_rows(option: str, environments: Sequence[training.EnvSection]) -> None:
@@ -260,6 +267,40 @@ def _check_environment_rows(option: str, environments: Sequence[training.EnvSect
     for env in environments:
         for address in env.address or ():
             host_and_port(address, option=f"{option}.address")
+
+
+def _check_verification(config: Config) -> None:
+    """Check that the objective needs no reward if none is computed."""
+    if not config.task.skip_verification:
+        return
+    loss, curriculum = config.loss, config.curriculum
+    is_distillation = loss.name == "importance" and loss.adv_tau == 0 and loss.teacher_tau
+    is_custom = "." in loss.name or ":" in loss.name
+    if not (is_custom or is_distillation):
+        raise ConfigError(
+            f"task.skip_verification is set, but loss '{loss.name}' learns from rewards; use loss "
+            "'importance' with loss.adv_tau 0 and loss.teacher_tau above 0, or remove it"
+        )
+    if not config.train.keep_zero_std:
+        raise ConfigError(
+            "task.skip_verification makes all rewards equal, and such groups are dropped; "
+            "set train.keep_zero_std, or remove it"
+        )
+    pools = (curriculum.easy_threshold, curriculum.hard_threshold)
+    if curriculum.online_difficulty_filtering or pools != (None, None):
+        raise ConfigError(
+            "task.skip_verification is set, but curriculum.online_difficulty_filtering, "
+            "easy_threshold and hard_threshold select problems by their rewards; remove them"
+        )
+
+
+def _check_args(option: str, settings: training.DataSection) -> None:
+    """Check that `args` has no data setting; `option` is data, env or eval.env."""
+    for name in settings.args:
+        if name in training.DataSection.model_fields:
+            raise ConfigError(
+                f"{option}.args.{name} is a setting of its own; set {option}.{name} instead"
+            )
 
 
 def _check_rewards(option: str, settings: training.RewardSettings) -> None:

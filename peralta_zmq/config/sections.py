@@ -46,6 +46,11 @@ def _parse_digits(value: object) -> object:
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
+def _one_or_list(value: object) -> object:
+    """A single string as a list, without splitting it."""
+    return [value] if isinstance(value, str) else value
+
+
 def _check_plain_name(name: str) -> str:
     """Reject a name that is not a valid file name on every system."""
     if not PLAIN_NAME.fullmatch(name):
@@ -64,6 +69,7 @@ Probability: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
 Port: TypeAlias = Annotated[int, Field(ge=1, le=65532)]
 CommaSeparated = BeforeValidator(_split_commas)
 Names: TypeAlias = Annotated[tuple[Text, ...], CommaSeparated]
+Strings: TypeAlias = Annotated[tuple[Text, ...], BeforeValidator(_one_or_list)]
 Numbers: TypeAlias = Annotated[tuple[float, ...], CommaSeparated]
 Bits: TypeAlias = Annotated[Literal[4, 8], BeforeValidator(_parse_digits)]
 Tracker: TypeAlias = Literal["tensorboard", "trackio", "wandb"]

@@ -31,6 +31,7 @@ from peralta_zmq.config.sections import (
     PlainName,
     Probability,
     Section,
+    Strings,
     Table,
     Text,
 )
@@ -72,6 +73,9 @@ class TaskSection(RewardSettings):
 
     name: Text = "calculator"
     """a shipped task, or the import path of a custom module"""
+    skip_verification: bool = False
+    """do not compute rewards in training (all are 0), for a loss that needs none: importance with
+    adv_tau 0 and a teacher_tau above 0, or a custom one; needs train.keep_zero_std"""
     reward_timeout: PositiveFloat = 10.0
     """seconds for the reward of one completion; after a timeout its group is discarded"""
     reward_workers: PositiveInt | None = None
@@ -94,6 +98,10 @@ class DataSection(Section):
     """column with the answer, which is never part of the prompt"""
     system_prompt: str | None = None
     """system message before each question"""
+    args: Table = Field(default={})
+    """other keyword arguments of the task's function `problems`, as a TOML table or as JSON"""
+    chat_template_kwargs: Table = Field(default={})
+    """variables of the model's chat template, for example { enable_thinking = true }"""
 
 
 class EnvSection(RewardSettings, DataSection):
@@ -113,9 +121,10 @@ class EnvSection(RewardSettings, DataSection):
         return self.name or self.task
 
     @property
-    def data_options(self) -> dict[str, str]:
+    def data_options(self) -> dict[str, Any]:
         """The data settings that are not None, as keyword arguments of the task's `problems`."""
-        return self.model_dump(include=set(DataSection.model_fields), exclude_none=True)
+        fields = set(DataSection.model_fields) - {"args", "chat_template_kwargs"}
+        return {**self.model_dump(include=fields, exclude_none=True), **self.args}
 
     def with_rewards_of(self, task: TaskSection) -> EnvSection:
         """This environment, with the reward settings of `task` if it has none."""
@@ -169,10 +178,11 @@ class SamplingSection(Section):
     """above 1: lower the logits of tokens that occur in prompt or completion; 1 = off"""
     min_tokens: NonNegativeInt = 0
     """minimum number of sampled tokens before a completion may end"""
-    max_completion_length: PositiveInt = 48
-    """maximum number of sampled tokens, including the end token"""
-    stop: Text | None = None
-    """end a completion when its text contains this string; the string is removed"""
+    max_completion_length: PositiveInt | None = 48
+    """maximum number of sampled tokens, including the end token; None = as many as the prompt
+    leaves of engine.max_model_len"""
+    stop: Strings | None = None
+    """end a completion when its text contains this string, or one of a list; it is removed"""
 
 
 class TrainSection(Section):
@@ -436,6 +446,11 @@ class EvalSection(Section):
     """held-out problems per environment; -1 = all"""
     rollouts_per_example: PositiveInt = 1
     """completions per problem: 1 = greedy, more = sampled as in training, for pass@k and avg@k"""
+    temperature: NonNegativeFloat | None = None
+    """sampling temperature of an evaluation, 0 = greedy; None = 0 for one completion per problem,
+    else as in training"""
+    max_completion_length: PositiveInt | None = None
+    """maximum number of sampled tokens in an evaluation; None = as in training"""
     eval_base_model: bool = True
     """also evaluate the model before training"""
     skip_eval_on_resume: bool = True

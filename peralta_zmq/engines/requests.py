@@ -47,7 +47,9 @@ def generate_groups(
                 continue
             group = next(group_numbers)
             in_flight[group] = problem, []
-            tokens = problem.input_token_ids or models.chat_prompt(tokenizer, problem.messages)
+            tokens = problem.input_token_ids or models.chat_prompt(
+                tokenizer, problem.messages, **problem.chat_template_kwargs
+            )
             prompt_ids = np.array(tokens, np.int32)
             for sibling in range(num_generations):
                 yield Request(group * num_generations + sibling, prompt_ids)

@@ -8,6 +8,7 @@ the token. An end token ends a completion, and so does the token that completes 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import cast
 
@@ -36,6 +37,9 @@ def read_requests(
         if request is None:
             return batch, True
         num_prompt, num_new = len(request.prompt_ids), sampling.max_completion_length
+        if sampling.fills_context:
+            num_new = max(1, max_model_len - num_prompt)
+            request = replace(request, max_completion_length=num_new)
         if num_prompt == 0:
             raise ConfigError("a prompt is empty; check the chat template of the tokenizer")
         if num_prompt + num_new > max_model_len:

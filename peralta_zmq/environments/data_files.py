@@ -1,7 +1,8 @@
-"""The rows of data sets in CSV and JSONL files.
+"""The rows of data sets in CSV, JSONL and Parquet files.
 
 A data set has one problem per row, in a column for the prompt and a column for the answer. The
-column `input_token_ids` may hold the tokens of the prompt instead.
+column `input_token_ids` may hold the tokens of the prompt instead. The column `info` may hold an
+object for the reward functions: in CSV, and in a text column of Parquet, as JSON.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-from peralta_zmq.errors import TaskError
+from peralta_zmq.errors import TaskError, import_extra
 
 DATA_FOLDER = Path(__file__).parent / "data"
 SHIPPED = tuple(sorted(file.stem for file in DATA_FOLDER.glob("*.csv")))  # names of data sets
 TOKENS_COLUMN = "input_token_ids"
+INFO_COLUMN = "info"
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
+PARQUET_SUFFIX = ".parquet"
 
 
 class DataRow(NamedTuple):
@@ -30,6 +33,7 @@ class DataRow(NamedTuple):
     prompt: str  # empty if the row has no prompt column
     token_ids: str  # numbers separated by spaces; empty if the row has none
     answer: str
+    info: Mapping[str, Any]  # empty if the row has none
 
 
 def read_rows(source: str, *, prompt_column: str, answer_column: str) -> list[DataRow]:
@@ -40,9 +44,11 @@ def read_rows(source: str, *, prompt_column: str, answer_column: str) -> list[Da
     file that is missing, empty or not UTF-8, a missing column, and a row that cannot be read.
     """
     path = _path(source)
-    parse = _json_records if path.suffix.lower() in JSONL_SUFFIXES else _csv_records
+    suffix = path.suffix.lower()
+    parse = _json_records if suffix in JSONL_SUFFIXES else _csv_records
     try:
-        records = parse(_read_text(path))
+        is_parquet = suffix == PARQUET_SUFFIX
+        records = _parquet_records(path) if is_parquet else parse(_read_text(path))
         rows = [_row(number, record, prompt_column, answer_column) for number, record in records]
     except ValueError as error:
         raise TaskError(f"'{source}' {error}") from None
@@ -59,10 +65,11 @@ def _path(source: str) -> Path:
     if not os.path.isfile(path):
         raise TaskError(
             f"no data set or file '{source}'{_suggestion(path)}; "
-            f"choose one of {', '.join(SHIPPED)}, or give the path of a .csv or .jsonl file"
+            f"choose one of {', '.join(SHIPPED)}, or give the path of a .csv, .jsonl or .parquet "
+            "file"
         )
-    if path.suffix.lower() not in (".csv", *JSONL_SUFFIXES):
-        raise TaskError(f"'{source}' is neither .csv nor .jsonl; convert or rename it")
+    if path.suffix.lower() not in (".csv", PARQUET_SUFFIX, *JSONL_SUFFIXES):
+        raise TaskError(f"'{source}' is neither .csv, .jsonl nor .parquet; convert or rename it")
     return path
 
 
@@ -131,7 +138,25 @@ def _json_records(text: str) -> Iterator[tuple[int, Mapping[str, object]]]:
         if not isinstance(record, dict):
             reason = f"{line.strip():.40} is not an object"
             raise ValueError(f"line {number}: {reason}; write one object on each line")
+        if INFO_COLUMN in record:
+            record[INFO_COLUMN] = json.loads(line)[INFO_COLUMN]  # its numbers are numbers
         yield number, cast("dict[str, object]", record)
+
+
+def _parquet_records(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
+    """Yield the number and the record of each row, with the types of `_json_records`.
+
+    Raises ValueError for a file that cannot be read.
+    """
+    parquet = import_extra("pyarrow.parquet", extra="parquet", needed_by=f"'{path.name}'")
+    try:
+        table = parquet.read_table(path)
+    except Exception as error:  # noqa: BLE001  pyarrow raises many kinds
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"cannot be read as Parquet ({reason}); write the file again") from None
+    for number, row in enumerate(table.to_pylist(), start=1):
+        record = json.loads(json.dumps(row, default=str), parse_int=str, parse_float=str)
+        yield number, record | ({INFO_COLUMN: row[INFO_COLUMN]} if INFO_COLUMN in row else {})
 
 
 def _row(
@@ -148,8 +173,27 @@ def _row(
             raise ValueError(f"line {number}: no column '{column}'; {names}")
     texts = {column: _text(record[column], column, number) for column in columns}
     return DataRow(
-        number, texts.get(prompt_column, ""), texts.get(TOKENS_COLUMN, ""), texts[answer_column]
+        number,
+        texts.get(prompt_column, ""),
+        texts.get(TOKENS_COLUMN, ""),
+        texts[answer_column],
+        _info(record.get(INFO_COLUMN), number),
     )
+
+
+def _info(value: object, number: int) -> Mapping[str, Any]:
+    """The object in the column `info`; empty for no value. Raises ValueError for another one."""
+    if value is None or value == "":
+        return {}
+    try:
+        parsed: object = json.loads(value) if isinstance(value, str) else value
+    except (json.JSONDecodeError, RecursionError):
+        parsed = value
+    if not isinstance(parsed, dict):
+        raise ValueError(
+            f"line {number}: column '{INFO_COLUMN}' is {value!r:.40}, which is not a JSON object"
+        )
+    return cast("dict[str, Any]", parsed)
 
 
 def _text(value: object, column: str, number: int) -> str:

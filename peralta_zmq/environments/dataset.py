@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from operator import length_hint
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
@@ -110,14 +111,32 @@ def load_problems(
     `options` are the settings in [data]. `wrap` may add a progress bar around the iterator. Raises
     ConfigError for an option that the task does not have, and TaskError if the split is empty.
     """
-    try:
-        inspect.signature(problems).bind(split, seed, **options)
-    except TypeError as error:
-        raise ConfigError(f"options in [data] do not fit the task: {error}; correct them") from None
+    _check_options(problems, split, seed, options)
     loaded = list(wrap(problems(split, seed, **options)))
     if not loaded:
         raise TaskError(f"the task has no problems for '{split}'; choose a data set in [data]")
     return loaded
+
+
+def _check_options(
+    problems: Callable[..., object], split: str, seed: int, options: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError for an option that the function `problems` does not have."""
+    parameters = list(inspect.signature(problems).parameters.values())
+    names = [each.name for each in parameters[2:] if each.kind is not each.VAR_KEYWORD]
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    for option in options:
+        if not takes_all and option not in names:
+            similar = get_close_matches(option, names, n=1)
+            hint = f"did you mean {similar[0]}? Its" if similar else "its"
+            raise ConfigError(
+                f"options in [data] do not fit the task: it has no option '{option}'; {hint} "
+                f"options are {', '.join(names) or 'none'} (data.args or env.args)"
+            )
+    try:
+        inspect.signature(problems).bind(split, seed, **options)
+    except TypeError as error:
+        raise ConfigError(f"options in [data] do not fit the task: {error}; correct them") from None
 
 
 def check_tokens(problems: Sequence[Problem], vocab_size: int) -> None:
@@ -268,4 +287,5 @@ def _problem(row: DataRow, task: str, system_prompt: str) -> Problem:
         messages=(*system, *user),
         answer=row.answer,
         input_token_ids=tuple(map(int, words)),
+        info=row.info,
     )

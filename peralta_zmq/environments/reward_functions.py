@@ -128,10 +128,10 @@ def group_arguments(
     """The arguments of a function with TRL's signature: lists with one entry per completion.
 
     Prompts and completions are lists of messages, as TRL passes them for conversational data. The
-    columns are the fields of the problem.
+    columns are the fields of the problem, and the entries of its `info`.
     """
     prompt = [{"role": message.role, "content": message.content} for message in problem.messages]
-    columns = {"answer": problem.answer, "id": problem.id, "task": problem.task}
+    columns = {**problem.info, "answer": problem.answer, "id": problem.id, "task": problem.task}
     return {
         **{name: [value] * len(texts) for name, value in columns.items()},
         "prompts": [prompt] * len(texts),

@@ -297,6 +297,21 @@ class LocalRewards:
         """Nothing to do: the pool, which environments share, is closed by its owner."""
 
 
+class NoRewards:
+    """Rewards of 0, for an objective that needs none."""
+
+    identity, has_room = "none", True
+
+    def score(
+        self, problem: Problem, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+    ) -> Future[list[Score]]:
+        """A score of 0 for each completion."""
+        return _finished([Score(0.0)] * len(texts))
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
 def _finished(result: list[Score] | TaskError) -> Future[list[Score]]:
     """A future with a result or an error."""
     future: Future[list[Score]] = Future()

@@ -77,6 +77,7 @@ def run(config: Config) -> None:
         )
         logger.info("generator=%s threads=%d version=%d", name, threads, version.number)
         check_tokens(environments.problems, len(tokenizer))
+        models.check_template_kwargs(tokenizer, environments.problems)
         rollouts = wire.RolloutSender(address, hwm=config.wire.hwm, keys=keys)
         stack.enter_context(closing(rollouts))
         weights = ServedWeights(

@@ -27,6 +27,7 @@ from peralta_zmq.models.loading import (
     apply_weights,
     chat_prompt,
     check_code,
+    check_template_kwargs,
     check_weights,
     companion_files,
     generation_config,

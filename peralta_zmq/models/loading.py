@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import re
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from peralta_zmq.atomic_files import MALFORMED, PLAIN_NAME
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.rollout import Message
+from peralta_zmq.rollout import Message, Problem
 
 transformers_logging.disable_progress_bar()
 # transformers' log handler prints texts of a model folder, such as names of tensors, unescaped. The
@@ -248,13 +250,32 @@ def companion_files(folder: Path) -> dict[str, bytes]:
     }
 
 
-def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a chat up to the assistant's turn, with thinking disabled."""
+def chat_prompt(
+    tokenizer: Tokenizer, messages: Sequence[Message], **template_kwargs: Any
+) -> list[int]:
+    """Token ids of a chat up to the assistant's turn.
+
+    `template_kwargs` are variables of the chat template; by default, thinking is disabled.
+    """
     chat = [{"role": message.role, "content": message.content} for message in messages]
+    variables: dict[str, Any] = {"enable_thinking": False, **template_kwargs}
     text = tokenizer.apply_chat_template(
-        chat, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        chat, tokenize=False, add_generation_prompt=True, **variables
     )
     return tokenizer.encode(cast(str, text), add_special_tokens=False)
+
+
+def check_template_kwargs(tokenizer: Tokenizer, problems: Iterable[Problem]) -> None:
+    """Raise ConfigError for a variable of a problem that the chat template does not contain."""
+    words = set(re.findall(r"[A-Za-z_]\w*", str(tokenizer.chat_template)))
+    for name in {name for problem in problems for name in problem.chat_template_kwargs}:
+        if name not in words:
+            similar = get_close_matches(name, words, n=1)
+            hint = f", did you mean {similar[0]}?" if similar else ""
+            raise ConfigError(
+                f"data.chat_template_kwargs.{name} is not a variable of the model's chat "
+                f"template{hint}; remove it, or correct its name"
+            )
 
 
 def text_of(tokenizer: Tokenizer, token_ids: NDArray[np.integer]) -> str:

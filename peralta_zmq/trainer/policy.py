@@ -65,6 +65,7 @@ def open_policy(config: Config, problems: Sequence[Problem], ranks: Ranks) -> Po
     model = build.load_policy(config, folder)
     companions, manifest_fields = version_files(config, folder, model)
     check_tokens(problems, len(tokenizer))
+    models.check_template_kwargs(tokenizer, problems)
     dtype, _ = models.training_dtype(model, config.train.dtype)
     learner: PolicyLearner = build.make_learner(config, model, ranks)
     if isinstance(ranks, DistributedRanks):
@@ -83,7 +84,7 @@ def group_limits(config: Config, model: models.Model) -> wire.GroupLimits:
         int(model.config.vocab_size),
         max_rollouts=max(sampling.num_generations, num_eval),
         max_tokens=min(config.engine.max_model_len, int(model.config.max_position_embeddings)),
-        max_generated=sampling.max_completion_length,
+        max_generated=max(config.max_completion_length, config.eval.max_completion_length or 0),
         max_turns=MAX_TURNS,
         num_rollouts=sampling.num_generations,
     )

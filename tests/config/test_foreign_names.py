@@ -16,7 +16,7 @@ from peralta_zmq.config.schema import known_fields
     ("log.qqq", "1", "log.qqq = '1'; the settings of [log] are level"),
     ("ckpt.interval", "3", "ckpt.interval = '3'; did you mean checkpoint.interval?"),
     ("train.temperature", "1",
-     "train.temperature = '1'; 'temperature' is a setting of [sampling] here"),
+     "train.temperature = '1'; 'temperature' is a setting of [sampling] and [eval] here"),
     ("train.group-size", "8",
      "train.group_size = '8'; 'group_size' is called 'num_generations' here, in "
      "[sampling]: write sampling.num_generations"),

@@ -103,7 +103,7 @@ REFUSED = {
     "a truth value": ("x.jsonl", '{"q": "1", "a": true}', "column 'a' is True; it must be"),
     "a lone surrogate": ("x.jsonl", '{"q": "\\ud800", "a": 1}', "column 'q' has a lone surr"),
     "another encoding": ("x.csv", b"q,a\n1,1\ncaf\xe9,1\n", "line 3: invalid continuation byte"),
-    "another format": ("x.parquet", "PAR1", "is neither .csv nor .jsonl; convert or rename it"),
+    "another format": ("x.txt", "q", "is neither .csv, .jsonl nor .parquet; convert or rename it"),
 }  # fmt: skip
 
 
@@ -115,3 +115,43 @@ def test_unusable_file_is_refused_with_line_and_reason(write: Write, case: str) 
     assert error.startswith(f"'{path}' ")
     assert message in error
     assert not re.search(r"[\r\n]", error)
+
+
+# The column `info`, and Parquet.
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("x.jsonl", '{"q": "one", "a": "1", "info": {"level": 2, "tags": ["x"]}}'
+                '\n{"q": "two", "a": "2"}'),
+    ("x.jsonl", '{"q": "one", "a": "1", "info": "{\\"level\\": 2, \\"tags\\": [\\"x\\"]}"}'
+                '\n{"q": "two", "a": "2", "info": null}'),
+    ("x.csv", 'q,a,info\none,1,"{""level"": 2, ""tags"": [""x""]}"\ntwo,2,\n'),
+])  # fmt: skip
+def test_info_is_an_object(write: Write, name: str, content: str) -> None:
+    rows = read_rows(write(name, content), prompt_column="q", answer_column="a")
+    assert [row.info for row in rows] == [{"level": 2, "tags": ["x"]}, {}]
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("x.jsonl", '{"q": "one", "a": "1", "info": [2]}'), ("x.csv", "q,a,info\none,1,level 2\n"),
+])  # fmt: skip
+def test_other_info_is_refused(write: Write, name: str, content: str) -> None:
+    assert "column 'info' is " in (message := error_of(write(name, content)))
+    assert "which is not a JSON object" in message
+
+
+def test_parquet_has_the_types_of_jsonl(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "x.parquet"
+    columns = {"q": ["one", "two"], "a": [1, 2], "info": [{"level": 2}, None]}
+    parquet.write_table(arrow.table(columns), file)
+    rows = read_rows(str(file), prompt_column="q", answer_column="a")
+    assert [(row.prompt, row.answer, row.info) for row in rows] == [
+        ("one", "1", {"level": 2}), ("two", "2", {}),
+    ]  # fmt: skip
+    tokens = {"input_token_ids": [[5, 6]], "a": ["1"]}
+    parquet.write_table(arrow.table(tokens), file)
+    (row,) = read_rows(str(file), prompt_column="q", answer_column="a")
+    assert row.token_ids == "5 6"
+    file.write_bytes(b"PAR1")
+    assert "cannot be read as Parquet" in error_of(str(file))

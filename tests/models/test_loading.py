@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import shutil
@@ -18,7 +19,7 @@ from sample_data import TINY, tiny_model
 from peralta_zmq import atomic_files, models
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.models import lora
-from peralta_zmq.rollout import Message
+from peralta_zmq.rollout import Message, Problem
 
 CPU = torch.device("cpu")
 
@@ -252,6 +253,29 @@ def test_companion_files_have_names_allowed_in_versions(tmp_path: Path) -> None:
 
 
 # Chat prompt
+
+
+class TemplateTokenizer:
+    """A tokenizer of characters whose template has the variable `enable_thinking`."""
+
+    chat_template = "{{ messages }}{% if enable_thinking %}<think>{% endif %}"
+
+    def apply_chat_template(self, chat: Any, *, enable_thinking: bool, **options: Any) -> str:
+        return "t" if enable_thinking else "n"
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return [ord(text)]
+
+
+def test_chat_prompt_passes_variables_of_the_template() -> None:
+    tokenizer: Any = TemplateTokenizer()
+    assert models.chat_prompt(tokenizer, []) == [ord("n")]
+    assert models.chat_prompt(tokenizer, [], enable_thinking=True) == [ord("t")]
+    problem = Problem("1", "x", (), "", chat_template_kwargs={"enable_thinking": True})
+    models.check_template_kwargs(tokenizer, [problem])
+    wrong = dataclasses.replace(problem, chat_template_kwargs={"enable_thinkin": True})
+    with pytest.raises(ConfigError, match=r"enable_thinkin is not .* did you mean enable_thinking"):
+        models.check_template_kwargs(tokenizer, [problem, wrong])
 
 
 def test_chat_prompt_ends_at_assistant_turn() -> None:

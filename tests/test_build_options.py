@@ -1,0 +1,165 @@
+"""Options of environments: arguments of the task, chat template, sampling, no verification."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from peralta_zmq import build
+from peralta_zmq.config import Config, load_config
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.rollout import Message, Problem, Sampling, Score
+
+
+@pytest.fixture(autouse=True)
+def sized_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task `own.sized` with the option `size`; the reward is the level in `info`."""
+    module: Any = ModuleType("own_sized")
+
+    def problems(split: str, seed: int, *, size: int = 2, train: str = "x") -> Iterator[Problem]:
+        for number in range(size):
+            message = Message("user", f"{train} {number}")
+            yield Problem(f"{split} {number}", "sized", (message,), "1", info={"level": number})
+
+    module.problems = problems
+    module.reward = lambda problem, text: float(problem.info["level"])
+    module.REWARD_IS_BOUNDED = True
+    monkeypatch.setitem(sys.modules, "own", ModuleType("own"))
+    monkeypatch.setitem(sys.modules, "own.sized", module)
+
+
+def load(folder: Path, text: str) -> Config:
+    (folder / "x.toml").write_text(text)
+    return load_config("bin/x", ["@", str(folder / "x.toml")])
+
+
+def error_of(folder: Path, text: str) -> str:
+    with (
+        pytest.raises(ConfigError) as caught,
+        closing(build.open_environments(load(folder, text), "train")),
+    ):
+        pass
+    return str(caught.value)
+
+
+def test_each_environment_has_its_own_arguments(tmp_path: Path) -> None:
+    text = """
+    [[env]]
+    name = "three"
+    task = "own.sized"
+    args = { size = 3 }
+    chat_template_kwargs = { enable_thinking = true }
+    [[env]]
+    name = "two"
+    task = "own.sized"
+    train = "other"
+    """
+    with closing(build.open_environments(load(tmp_path, text), "train")) as environments:
+        assert dict(environments.sizes) == {"three": 3, "two": 2}
+        questions = [problem.question for problem in environments.problems]
+        assert questions == ["x 0", "x 1", "x 2", "other 0", "other 1"]
+        assert [problem.chat_template_kwargs for problem in environments.problems] == [
+            {"enable_thinking": True}, {"enable_thinking": True}, {"enable_thinking": True}, {}, {},
+        ]  # fmt: skip
+        assert environments.reward(environments.problems[2], "") == 2.0
+
+
+def test_data_args_are_those_of_the_single_environment() -> None:
+    config = load_config("bin/x", ["--task.name=own.sized", "--data.args", '{"size": 5}'])
+    with closing(build.open_environments(config, "eval")) as environments:
+        assert dict(environments.sizes) == {"own.sized": 5}
+
+
+@pytest.mark.parametrize(("args", "message"), [
+    ("{ sise = 3 }", "it has no option 'sise'; did you mean size? Its options are size, train"),
+    ("{ x = 3 }", "it has no option 'x'; its options are size, train (data.args or env.args)"),
+    ('{ train = "other" }', "env.args.train is a setting of its own; set env.train instead"),
+    ("{ args = 3 }", "env.args.args is a setting of its own"),
+])  # fmt: skip
+def test_unknown_argument_is_refused_with_the_nearest_name(
+    tmp_path: Path, args: str, message: str
+) -> None:
+    assert message in error_of(tmp_path, f'[[env]]\ntask = "own.sized"\nargs = {args}\n')
+
+
+DISTILLATION = """
+[task]
+name = "own.sized"
+skip_verification = true
+[loss]
+name = "importance"
+adv_tau = 0
+teacher_tau = 1
+[train]
+keep_zero_std = true
+"""
+
+
+def test_skipped_verification_scores_zero_in_training_only(tmp_path: Path) -> None:
+    config = load(tmp_path, DISTILLATION)
+    with closing(build.open_environments(config, "train")) as environments:
+        source = environments.reward_sources["own.sized"]
+        scores = source.score(environments.problems[1], ["a", "b"], [(), ()]).result()
+        assert scores == [Score(0.0)] * 2
+    with closing(build.open_environments(config, "eval")) as environments:
+        assert environments.reward(environments.problems[1], "a") == 1.0
+
+
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ('name = "importance"\nadv_tau = 0\nteacher_tau = 1', "", "loss 'reinforce' learns from rewar"),
+    ("adv_tau = 0", "adv_tau = 0.1", "loss 'importance' learns from rewards"),
+    ("teacher_tau = 1", "", "loss 'importance' learns from rewards"),
+    ("keep_zero_std = true", "", "set train.keep_zero_std"),
+    ("[train]", "[curriculum]\nhard_threshold = 0.1\n[train]", "hard_threshold select problems"),
+])  # fmt: skip
+def test_skipped_verification_needs_an_objective_without_rewards(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    assert old in DISTILLATION
+    assert message in error_of(tmp_path, DISTILLATION.replace(old, new))
+
+
+def test_custom_loss_may_skip_verification(tmp_path: Path) -> None:
+    text = DISTILLATION.replace('name = "importance"\nadv_tau = 0\nteacher_tau = 1', 'name = "a.b"')
+    assert load(tmp_path, text).task.skip_verification
+
+
+# Sampling.
+
+
+def sampling_of(folder: Path, text: str) -> tuple[Sampling, Sampling]:
+    config = load(folder, text)
+    return build.make_sampling(config, seed=3), build.make_eval_sampling(config, seed=3)
+
+
+@pytest.mark.parametrize(("value", "stop"), [
+    ('"END"', ("END",)), ('"a, b"', ("a, b",)), ('["\\n", "END"]', ("\n", "END")), ("[]", ()),
+])  # fmt: skip
+def test_stop_is_a_text_or_a_list(tmp_path: Path, value: str, stop: tuple[str, ...]) -> None:
+    training, evaluation = sampling_of(tmp_path, f"[sampling]\nstop = {value}\n")
+    assert training.stop == evaluation.stop == stop
+
+
+def test_completion_fills_the_context_without_a_limit(tmp_path: Path) -> None:
+    text = '[sampling]\nmax_completion_length = "None"\n[engine]\nmax_model_len = 99\n'
+    for sampling in sampling_of(tmp_path, text):
+        assert (sampling.max_completion_length, sampling.fills_context) == (99, True)
+
+
+def test_evaluation_has_its_own_temperature_and_length(tmp_path: Path) -> None:
+    text = "[sampling]\ntop_p = 0.5\n[eval]\nmax_completion_length = 100\n"
+    training, evaluation = sampling_of(tmp_path, text)
+    assert training.max_completion_length == 48
+    assert evaluation == Sampling(temperature=0.0, max_completion_length=100)
+    several = text + "rollouts_per_example = 4\n"
+    expected = Sampling(temperature=1.0, top_p=0.5, max_completion_length=100, seed=3)
+    assert sampling_of(tmp_path, several)[1] == expected
+    warm = sampling_of(tmp_path, text + "temperature = 0.6\n")[1]
+    assert (warm.temperature, warm.top_p) == (0.6, 0.5)
+    assert sampling_of(tmp_path, several + "temperature = 0\n")[1].temperature == 0.0
