@@ -4,8 +4,9 @@ A plug-in is a task (problems with a reward function), an engine (samples comple
 advantage, filter or reward function. The setting of a plug-in is either a short name, which is
 looked up in TABLES, or the import path of a plug-in that the user wrote. A task is a module
 (`my_lab.sudoku`); every other plug-in is an attribute of a module (`my_lab.losses.mine` or
-`my_lab.losses:mine`). A plug-in is imported only when a run uses it. To add a plug-in to this
-package, write the plug-in and add its line to TABLES.
+`my_lab.losses:mine`). A task with a prefix of ADAPTERS (`reasoning_gym:chain_sum`) belongs to
+another library. A plug-in is imported only when a run uses it. To add a plug-in to this package,
+write the plug-in and add its line to TABLES.
 
 A rollout is a prompt with a completion and its reward; a group is all rollouts of one problem. A
 training step consumes one batch of groups. The policy step of weights is the number of training
@@ -85,6 +86,8 @@ TABLES: dict[Kind, dict[str, str]] = {
         "boxed_answer": "peralta_zmq.environments.math_answers:boxed_answer",
     },
 }
+# Prefix of a task's name -> class that makes the task from the rest of the name, after a colon.
+ADAPTERS = {"reasoning_gym": "peralta_zmq.environments.reasoning_gym_task:ReasoningGymTask"}
 # Number of positional parameters, as in the protocols below; all further parameters are options.
 NUM_ARGUMENTS: dict[Kind, int] = {"loss": 1, "advantage": 2, "filter": 1}
 # Attributes that the module of a task, or the class of an engine, must have.
@@ -279,6 +282,9 @@ def resolve(kind: Kind, name: str) -> Any:
     Raises ConfigError if the name is unknown or cannot be imported, or if the plug-in lacks a
     function of its protocol.
     """
+    prefix, _, rest = name.partition(":")
+    if kind == "task" and prefix in ADAPTERS:
+        return pkgutil.resolve_name(ADAPTERS[prefix])(rest)
     target = TABLES[kind].get(name) or _import_path(kind, name)
     if kind == "task" and ":" not in target:
         # With the colon, pkgutil.resolve_name only imports the module. Without the colon, an

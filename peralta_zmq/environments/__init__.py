@@ -3,7 +3,7 @@
 A task is a module with `problems(split, seed, **options)` and `reward(problem, completion_text)`.
 
 dataset           the environments of a run, and the problems of a data set
-data_files        the rows of data sets in CSV and JSONL files
+data_files        the rows of data sets in CSV, JSONL and Parquet files
 curriculum        order of problems, assignment to generators, pools of easy and hard problems
 held_out          evaluation on held-out problems: assignment, answers, metrics
 reward_functions  calls of reward functions, and the checks of what they return
@@ -11,6 +11,8 @@ reward_pool       worker processes that call reward functions, each with a timeo
 reward_worker     main module of such a process
 verifier_service  serves problems and rewards to other machines (bin/verifier)
 verifier_client   an environment that a verifier on another machine serves
+shipped_rewards   reward functions for any task
 calculator, countdown, math_answers, reverse_text  shipped tasks
+reasoning_gym_task  tasks of the library reasoning-gym
 arithmetic        safe evaluation of arithmetic, for calculator and countdown
 """

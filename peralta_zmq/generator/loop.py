@@ -374,11 +374,8 @@ class Generator:
         Yields None while the outbox or a queue of unscored completions is full. Ends when the
         trainer ends the evaluation.
         """
-        generator, connection, problems = (
-            self._config.generator,
-            self._connection,
-            held_out.problems,
-        )
+        generator, connection = self._config.generator, self._connection
+        problems = held_out.problems
 
         def is_answered(position: int) -> bool:
             announcement = connection.exchange()
