@@ -221,11 +221,11 @@ def test_entropy_bonus_raises_the_entropy() -> None:
 
 
 def test_shaped_rewards_reach_the_advantages() -> None:
-    # of at most 6 tokens the last 3 cost 1/3 each: rewards 1 - 1/3, 1 - 1, 0, 0
-    config = config_of("--advantage.soft-punish-cache=3", "--sampling.max-completion-length=6")
-    group = group_of([1, 1, 0, 0], lengths=[4, 6, 1, 3])
+    # the best have 4 tokens on average: rewards 1 + (1 - 2/4), 1, 0, 0
+    config = config_of("--advantage.length-penalty=tokens")
+    group = group_of([1, 1, 0, 0], lengths=[2, 6, 1, 3])
     result = build.make_learner(config, tiny_model()).learn([group])
-    assert result.advantages == [pytest.approx([0.5, -1 / 6, -1 / 6, -1 / 6])]
+    assert result.advantages == [pytest.approx([0.875, 0.375, -0.625, -0.625])]
     assert result.metrics["reward"] == 0.5
 
 

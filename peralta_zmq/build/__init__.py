@@ -9,6 +9,7 @@ environments  problems and reward functions
 
 from peralta_zmq.build.components import (
     base_folder,
+    choose_engine,
     learning_rate_schedule,
     load_policy,
     make_advantage,
@@ -16,12 +17,14 @@ from peralta_zmq.build.components import (
     make_eval_sampling,
     make_filters,
     make_learner,
+    make_live_engine,
     make_loss,
     make_reference_models,
     make_sampling,
     make_scorer,
     reference_models_used,
     temperature_schedule,
+    weight_update,
 )
 from peralta_zmq.build.environments import (
     make_reward_functions,
@@ -31,6 +34,7 @@ from peralta_zmq.build.environments import (
 
 __all__ = [
     "base_folder",
+    "choose_engine",
     "learning_rate_schedule",
     "load_policy",
     "make_advantage",
@@ -38,6 +42,7 @@ __all__ = [
     "make_eval_sampling",
     "make_filters",
     "make_learner",
+    "make_live_engine",
     "make_loss",
     "make_reference_models",
     "make_reward_functions",
@@ -47,4 +52,5 @@ __all__ = [
     "open_environments",
     "reference_models_used",
     "temperature_schedule",
+    "weight_update",
 ]

@@ -40,7 +40,7 @@ from peralta_zmq.weights.version import Version
 
 logger = logging.getLogger(__name__)
 TEMPERATURE_OPTIONS = ("temperature", "temp_scheduler", "temp_start", "temp_end")  # of [sampling]
-SHAPING = {"multi_objective_aggregation", "reward_weights", "length_penalty", "soft_punish_cache"}
+SHAPING = {"multi_objective_aggregation", "reward_weights", "length_penalty"}
 # Settings of [loss] and [advantage] that are no options of the function.
 NO_OPTIONS = {"name", "kwargs", "entropy_coef", *SHAPING}
 
@@ -149,7 +149,7 @@ def make_composition(config: Config) -> Composition | None:
     if not registry.is_shipped("loss", section.name):
         return None
     options = section.model_dump(exclude={"name", "kwargs", "entropy_coef"}, exclude_none=True)
-    options["max_completion_length"] = config.sampling.max_completion_length
+    options["max_completion_length"] = config.max_completion_length
     return compose(section.name, options, kwargs=section.kwargs, entropy_coef=section.entropy_coef)
 
 
@@ -160,8 +160,7 @@ def make_advantage(config: Config) -> AdvantageFunction:
 
 def make_reward_shaping(config: Config) -> RewardShaping:
     """The shaping of rewards that [advantage] sets."""
-    options = config.advantage.model_dump(include=SHAPING)
-    return RewardShaping(**options, max_completion_length=config.sampling.max_completion_length)
+    return RewardShaping(**config.advantage.model_dump(include=SHAPING))
 
 
 def make_filters(config: Config, *, vocab_size: int) -> list[Filter]:

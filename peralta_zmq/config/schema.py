@@ -187,16 +187,11 @@ def _check_reference(config: Config) -> None:
 
 def _check_reward_shaping(config: Config) -> None:
     """Check the settings of [advantage] that change rewards."""
-    advantage, max_length = config.advantage, config.sampling.max_completion_length
+    advantage = config.advantage
     if advantage.reward_weights and advantage.multi_objective_aggregation != "normalize_then_sum":
         raise ConfigError(
             "advantage.reward_weights needs advantage.multi_objective_aggregation "
             "normalize_then_sum; set it, or weight the terms in the reward function"
-        )
-    if (cache := advantage.soft_punish_cache or 0) > max_length:
-        raise ConfigError(
-            f"advantage.soft_punish_cache {cache} is above sampling.max_completion_length "
-            f"{max_length}; lower it"
         )
 
 

@@ -368,9 +368,6 @@ class AdvantageSection(Section):
     """normalize_then_sum: weight of each term by its name, as a TOML table or as JSON; default 1"""
     length_penalty: Literal["tokens"] | None = None
     """tokens: raise the best reward of a group for completions shorter than the mean of the best"""
-    soft_punish_cache: PositiveInt | None = None
-    """lower the reward linearly, by up to 1, in the last tokens before max_completion_length; this
-    is their number; None = off"""
     kwargs: Table = Field(default={})
     """keyword arguments of a custom estimator, as a TOML table or as JSON"""
 

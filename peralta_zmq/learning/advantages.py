@@ -60,10 +60,6 @@ class RewardShaping:
     length_penalty: str | None = None
     """tokens: multiply the highest reward of a group, if it is above 0, by 1 + max(0, 1 - length /
     mean), where mean is the mean length of the rollouts with this reward (prime-rl)."""
-    soft_punish_cache: int | None = None
-    """Subtract the share of these tokens, the last before max_completion_length, that a completion
-    uses (DAPO, arXiv 2503.14476, TRL's get_soft_overlong_punishment)."""
-    max_completion_length: int = 0  # tokens
 
     def __call__(self, group: RolloutGroup) -> list[float]:
         is_normalized = self.multi_objective_aggregation == "normalize_then_sum"
@@ -76,9 +72,6 @@ class RewardShaping:
                 reward * (1 + max(0.0, 1 - length / mean)) if reward == best else reward
                 for reward, length in zip(rewards, lengths, strict=True)
             ]
-        if cache := self.soft_punish_cache:
-            over = [max(0, length - self.max_completion_length + cache) for length in lengths]
-            rewards = [r - min(1.0, n / cache) for r, n in zip(rewards, over, strict=True)]
         return rewards
 
     def _sums_of_terms(self, group: RolloutGroup) -> list[float]:

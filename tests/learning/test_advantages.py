@@ -230,13 +230,6 @@ def test_length_penalty_prefers_short_best_rollouts(
     assert RewardShaping(length_penalty="tokens")(group) == expected
 
 
-def test_soft_overlong_punishment_grows_to_one() -> None:
-    # 10 tokens at most, of which the last 4 cost 1/4 each
-    group = group_of([1] * 5, lengths=[6, 7, 8, 10, 11])
-    shaping = RewardShaping(soft_punish_cache=4, max_completion_length=10)
-    assert shaping(group) == [1, 0.75, 0.5, 0, 0]
-
-
 def test_shaping_gives_signal_to_equal_rewards() -> None:
     groups = [group_of([1, 1], lengths=[2, 6]), group_of([1, 1])]
     shaping = RewardShaping(length_penalty="tokens")
