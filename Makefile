@@ -48,8 +48,8 @@ test-browser: setup  ## Tests of the dashboard in Debian's chromium-headless-she
 	@$(BIN)/python -m pytest tests/browser -m browser -rs --timeout 240 $(ARGS)
 
 test-mlx: .venv-mlx/ready  ## The engines' tests with MLX, in an environment of its own
-	@.venv-mlx/bin/python -m pytest tests/engines/test_every_engine.py tests/engines/mlx \
-	  -k mlx -m 'slow or not slow' -rs --timeout 300 $(ARGS)
+	@.venv-mlx/bin/python -m pytest tests/engines/test_every_engine.py tests/engines/test_choice.py \
+	  tests/engines/mlx -k 'mlx or test_choice' -m 'slow or not slow' -rs --timeout 300 $(ARGS)
 
 test-gpu: setup  ## Generation, training and publishing on a CUDA card
 	@$(BIN)/python -m pytest tests/test_gpu.py -m gpu -rs $(ARGS)

@@ -29,7 +29,7 @@ FREE_SECTIONS = {
     *("security", "verifier", "weights", "wire"),
 }
 FREE_SETTINGS = {
-    *("run.dir", "run.num_local_generators", "run.report_to", "model.device"),
+    *("run.dir", "run.num_local_generators", "run.report_to", "model.device", "engine.name"),
     *("curriculum.easy_fraction", "curriculum.hard_fraction", "curriculum.oversampling_factor"),
     *("task.reward_timeout", "task.reward_workers", "task.reward_concurrency"),
     *("train.num_workers", "train.max_mismatch_kl"),

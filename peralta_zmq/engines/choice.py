@@ -45,7 +45,7 @@ def choose_engine(
     chosen, reason = name, "set by engine.name"
     if name == AUTO:
         chosen, reason = _automatic(machine or this_machine(), folder, settings)
-    _check(chosen, settings)
+    _check(chosen, settings, f" ({reason})" if name == AUTO else "")
     return chosen, reason
 
 
@@ -71,13 +71,16 @@ def _mlx_lacks(folder: Path, max_model_len: int) -> str:
     return ""
 
 
-def _check(name: str, settings: EngineSettings) -> None:
-    """Raise ConfigError if an engine lacks a setting of [engine] or its library."""
+def _check(name: str, settings: EngineSettings, why: str) -> None:
+    """Raise ConfigError if an engine lacks a setting of [engine] or its library.
+
+    `why` says in the message why the engine was chosen.
+    """
     for option, engines in ENGINES_WITH.items():
         value = getattr(settings, option)
         if value is not None and registry.is_shipped("engine", name) and name not in engines:
             raise ConfigError(
-                f"engine.{option} {value} is not an option of engine '{name}'; "
+                f"engine.{option} {value} is not an option of engine '{name}'{why}; "
                 f"remove it or set engine.name to {' or '.join(engines)}"
             )
     if name == "mlx":

@@ -115,11 +115,13 @@ class HfEngine:
     def _sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Sample one batch; yields the completions in the order of `requests`."""
         step = self.step  # a caller may apply newer weights between two completions
+        longest = sampling.max_completion_length
         sampling = sampling.at(step)
         prompts = [torch.from_numpy(request.prompt_ids).long() for request in requests]
         token_ids = self._pad_left(prompts, self._pad_id)  # [B, P]
         attention_mask = self._pad_left([torch.ones_like(prompt) for prompt in prompts], 0)
         num_prompt = token_ids.shape[1]
+        limits = [min(request.max_completion_length or longest, longest) for request in requests]
         recorder = LogprobRecorder(sampling.temperature or 1.0)
         # The recorder is first, because it records the logits before any penalty. transformers
         # appends the processors for temperature and truncation.
@@ -135,7 +137,7 @@ class HfEngine:
             sequences = cast(Any, self._model).generate(
                 input_ids=token_ids,
                 attention_mask=attention_mask,
-                generation_config=self._generation_config(sampling),
+                generation_config=self._generation_config(sampling, max(limits)),
                 logits_processor=processors,
                 tokenizer=self._tokenizer,
             )
@@ -143,8 +145,9 @@ class HfEngine:
         logprobs = recorder.logprobs(generated)
         if not logprobs.isfinite().all():
             raise EngineError(f"the weights of step {step} give logits that are not finite")
-        for request, ids, id_logprobs in zip(requests, generated, logprobs, strict=True):
-            limit = request.max_completion_length
+        for request, limit, ids, id_logprobs in zip(
+            requests, limits, generated, logprobs, strict=True
+        ):
             length = self._completion_length(ids[:limit].tolist(), sampling)
             yield completion_of(
                 self._tokenizer,
@@ -161,7 +164,7 @@ class HfEngine:
         padded = pad_sequence(rows, batch_first=True, padding_value=value, padding_side="left")
         return padded.to(self._model.device)
 
-    def _generation_config(self, sampling: Sampling) -> GenerationConfig:
+    def _generation_config(self, sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
         """The options in `sampling` for which `_sample` does not add processors."""
         truncation: dict[str, Any] = {}
         if sampling.temperature:  # not greedy
@@ -173,7 +176,7 @@ class HfEngine:
             }
         return GenerationConfig(
             do_sample=sampling.temperature > 0,
-            max_new_tokens=sampling.max_completion_length,
+            max_new_tokens=max_new_tokens,
             eos_token_id=self._end_ids,
             pad_token_id=self._pad_id,
             stop_strings=list(sampling.stop) or None,

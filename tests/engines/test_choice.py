@@ -31,8 +31,8 @@ def test_trainer_evaluates_with_an_engine_for_models_in_memory() -> None:
 
 @pytest.mark.parametrize("name", ["native", "hf", "auto"])
 def test_option_that_an_engine_lacks_is_refused_with_the_engines_that_have_it(name: str) -> None:
-    engine = "native" if name == "auto" else name
-    message = rf"engine\.quantize 4 is not an option of engine '{engine}'; .*engine\.name to mlx"
+    engine = r"'native' \(auto: not Apple silicon\)" if name == "auto" else f"'{name}'"
+    message = rf"engine\.quantize 4 is not an option of engine {engine}; .*engine\.name to mlx"
     with pytest.raises(ConfigError, match=message):
         choose_engine(name, EngineSettings(quantize=4), machine=OTHER)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,14 @@ def test_greedy_tokens_and_logprobs_equal_those_of_transformers(
     assert tokens(completions) == [plain_greedy(model, prompt, 12) for prompt in PROMPTS]
     for each in completions:
         assert_logprobs(each, scored(model, each, 1.0))
+
+
+def test_completions_without_a_limit_end_with_the_context_of_the_model(opener: Opener) -> None:
+    model = sharp_model(max_position_embeddings=20)
+    sampling = replace(GREEDY, max_completion_length=64, fills_context=True)
+    completions = sampled(opener(model), sampling)
+    lengths = [len(each.prompt_ids) + len(each.token_ids) for each in completions]
+    assert max(lengths) == 20
 
 
 @pytest.mark.parametrize("options", list(OPTIONS))

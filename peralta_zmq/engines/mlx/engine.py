@@ -48,19 +48,22 @@ def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> Engine:
         end_ids = end_token_ids(models.generation_config(folder), tokenizer)
         weights = models.FolderWeights(folder)
     config = read_config(folder)
-    check_config(config, max_model_len=settings.max_model_len)
+    limit = config.get("max_position_embeddings") or settings.max_model_len
+    max_model_len = min(settings.max_model_len, limit)
+    check_config(config, max_model_len=max_model_len)
     num_parameters = sum(tensor.numel() for tensor in weights.values())
     check_weights_memory(num_parameters, dtype, free_bytes(device))
     with loading_errors(folder):
         model = MlxModel(config, weights, dtype=dtype, quantize=bits)
     merger = AdapterMerger(lambda: models.FolderWeights(folder))
     check_cache_memory(
-        model.row_bytes(settings.max_model_len),
+        model.row_bytes(max_model_len),
         slots=settings.slots,
-        max_model_len=settings.max_model_len,
+        max_model_len=max_model_len,
         free_bytes=free_bytes(device),
     )
-    return Engine(model, tokenizer, end_ids, merger, settings, step=step)
+    size = {"slots": settings.slots, "max_model_len": max_model_len}
+    return Engine(model, tokenizer, end_ids, merger, step=step, **size)
 
 
 def mlx_device(device: torch.device) -> Any:
@@ -96,13 +99,14 @@ class Engine:
         tokenizer: models.Tokenizer,
         end_ids: Sequence[int],
         merger: AdapterMerger,
-        settings: EngineSettings,
         *,
         step: int,
+        slots: int,
+        max_model_len: int,
     ) -> None:
         self.step = step
         self._model, self._tokenizer = model, tokenizer
-        self._slots, self._max_model_len = settings.slots, settings.max_model_len
+        self._slots, self._max_model_len = slots, max_model_len
         self._end_ids, self._merger = end_ids, merger
         self._cancelled = False
 

@@ -26,7 +26,6 @@ OTHERS = "set engine.name to native or hf"  # which can do what is refused here
 UNBATCHED = ("gemma2",)  # its attention applies the mask of one completion to another
 GROUP_SIZE = 64  # weights that share a scale when quantized
 PREFILL_TOKENS = 2048  # positions of all prompts computed at once
-DTYPES = {torch.float32: mx.float32, torch.bfloat16: mx.bfloat16, torch.float16: mx.float16}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -77,7 +76,7 @@ class MlxModel:
         dtype: torch.dtype,
         quantize: int | None = None,
     ) -> None:
-        self._model, self._dtype = _new_model(config), DTYPES[dtype]
+        self._model, self._dtype = _new_model(config), dtype
         if quantize:
             nn.quantize(self._model, GROUP_SIZE, quantize, class_predicate=_is_quantizable)
         self._shapes = {name: tensor.shape for name, tensor in weights.items()}
@@ -127,7 +126,7 @@ class MlxModel:
         return sum(_cache_bytes(each, max_model_len) for each in cache)
 
     def _arrays(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        return {name: _array_of(tensors[name]).astype(self._dtype) for name in tensors}
+        return {name: _array_of(tensors[name].to(self._dtype)) for name in tensors}
 
     def _sanitized(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """The arrays under mlx-lm's names and in its shapes."""

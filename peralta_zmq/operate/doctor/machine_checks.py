@@ -100,9 +100,10 @@ def check_device(config: Config) -> Check:
 
 def check_engine(config: Config) -> Check:
     """Report which engine a generator runs here, and why. Raises ConfigError if it cannot run."""
-    from peralta_zmq.build import choose_engine
+    from peralta_zmq import build, registry
 
-    name, reason = choose_engine(config)
+    name, reason = build.choose_engine(config)
+    registry.resolve("engine", name)
     return Check(True, f"{name} ({reason})")
 
 
