@@ -156,6 +156,8 @@ REFUSED_OPTIONS = [
      "loss.kl_estimator has no effect without loss.beta"),
     (build.make_loss, "--loss.importance-sampling-clip-max=2",
      "loss.importance_sampling_clip_max has no effect without loss.importance_sampling_mode"),
+    (build.make_loss, "--loss.name=gspo --loss.objective=cispo",
+     "loss.objective cispo needs loss.epsilon_high"),
     (build.make_loss, "--loss.name=vespo --loss.importance-sampling-level=sequence",
      "loss vespo computes the ratio of a whole rollout itself"),
     (build.make_advantage, "--advantage.ddof=1",

@@ -125,6 +125,13 @@ def test_skipped_verification_needs_an_objective_without_rewards(
     assert message in error_of(tmp_path, DISTILLATION.replace(old, new))
 
 
+def test_distillation_by_name_may_skip_verification(tmp_path: Path) -> None:
+    text = DISTILLATION.replace(
+        'name = "importance"\nadv_tau = 0\nteacher_tau = 1', 'name = "ref_kl"'
+    )
+    assert load(tmp_path, text).task.skip_verification
+
+
 def test_custom_loss_may_skip_verification(tmp_path: Path) -> None:
     text = DISTILLATION.replace('name = "importance"\nadv_tau = 0\nteacher_tau = 1', 'name = "a.b"')
     assert load(tmp_path, text).task.skip_verification

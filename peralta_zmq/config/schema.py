@@ -188,7 +188,14 @@ def _check_reference(config: Config) -> None:
 def _check_reward_shaping(config: Config) -> None:
     """Check the settings of [advantage] that change rewards."""
     advantage = config.advantage
-    if advantage.reward_weights and advantage.multi_objective_aggregation != "normalize_then_sum":
+    is_normalized = advantage.multi_objective_aggregation == "normalize_then_sum"
+    weighted = any(section.reward_weights for section in (config.task, *(config.env or ())))
+    if is_normalized and weighted and not advantage.reward_weights:
+        raise ConfigError(
+            "advantage.multi_objective_aggregation normalize_then_sum does not use "
+            "task.reward_weights; set advantage.reward_weights"
+        )
+    if advantage.reward_weights and not is_normalized:
         raise ConfigError(
             "advantage.reward_weights needs advantage.multi_objective_aggregation "
             "normalize_then_sum; set it, or weight the terms in the reward function"
@@ -269,12 +276,15 @@ def _check_verification(config: Config) -> None:
     if not config.task.skip_verification:
         return
     loss, curriculum = config.loss, config.curriculum
-    is_distillation = loss.name == "importance" and loss.adv_tau == 0 and loss.teacher_tau
+    has_teacher = loss.teacher_tau or (loss.beta and loss.kl_model == "teacher")
+    is_distillation = (loss.name == "ref_kl" and not loss.adv_tau) or (
+        loss.adv_tau == 0 and has_teacher
+    )
     is_custom = "." in loss.name or ":" in loss.name
     if not (is_custom or is_distillation):
         raise ConfigError(
             f"task.skip_verification is set, but loss '{loss.name}' learns from rewards; use loss "
-            "'importance' with loss.adv_tau 0 and loss.teacher_tau above 0, or remove it"
+            "'ref_kl', or set loss.adv_tau 0 and loss.teacher_tau above 0, or remove it"
         )
     if not config.train.keep_zero_std:
         raise ConfigError(

@@ -10,7 +10,7 @@ function; `peralta_zmq.build` checks which options that function takes.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import (
     Field,
@@ -74,8 +74,8 @@ class TaskSection(RewardSettings):
     name: Text = "calculator"
     """a shipped task, or the import path of a custom module"""
     skip_verification: bool = False
-    """do not compute rewards in training (all are 0), for a loss that needs none: importance with
-    adv_tau 0 and a teacher_tau above 0, or a custom one; needs train.keep_zero_std"""
+    """do not compute rewards in training (all are 0), for a loss that needs none: ref_kl, one
+    with adv_tau 0 and teacher_tau above 0, or a custom one; needs train.keep_zero_std"""
     reward_timeout: PositiveFloat = 10.0
     """seconds for the reward of one completion; after a timeout its group is discarded"""
     reward_workers: PositiveInt | None = None
@@ -89,9 +89,11 @@ class DataSection(Section):
     """Data files of the task; None = the default of the task."""
 
     train: Text | None = None
-    """training problems: a shipped data set (math_1k) or the path of a CSV or JSONL file"""
+    """training problems: a shipped data set (math_1k) or the path of a CSV, JSONL or
+    Parquet file"""
     eval: Text | None = None
-    """held-out problems: a shipped data set (math_250) or the path of a CSV or JSONL file"""
+    """held-out problems: a shipped data set (math_250) or the path of a CSV, JSONL or
+    Parquet file"""
     prompt_column: Text | None = None
     """column with the question; a row may have input_token_ids instead"""
     answer_column: Text | None = None
@@ -335,11 +337,13 @@ class LossSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_unset_older_settings(cls, settings: dict[str, Any]) -> dict[str, Any]:
+    def _without_unset_older_settings(cls, settings: object) -> object:
         """Accept config.toml of an older run, which has all settings of that version."""
+        if not isinstance(settings, dict):  # pydantic refuses it
+            return settings
         return {
             name: value
-            for name, value in settings.items()
+            for name, value in cast("dict[str, Any]", settings).items()
             if name not in OLDER_SETTINGS or value not in (OLDER_SETTINGS[name], "None")
         }
 

@@ -205,7 +205,7 @@ def compose(
         raise ConfigError(
             f"loss.kwargs is only for a loss of your own; set the options of '{name}' in [loss]"
         )
-    parts = Composition(**{**PRESETS[name].settings, **options})
+    parts = Composition(**{**_settings_of(name, options.get("objective")), **options})
     own_options = OBJECTIVES[parts.objective][1]
     for option in options:
         presets = [other for other, preset in PRESETS.items() if option in _own_options(preset)]
@@ -230,6 +230,19 @@ def compose(
             "loss.sequence_clip_high limits the ratio of a whole rollout; set loss.name "
             "importance_sequence or remove loss.sequence_clip_high"
         )
+    _check_objective(parts)
+    if not any((parts.adv_tau, parts.teacher_tau, parts.kl_tau, parts.beta, entropy_coef)):
+        raise ConfigError(
+            "loss.adv_tau, loss.teacher_tau, loss.kl_tau, loss.beta and loss.entropy_coef are all "
+            "0, so the gradient would be 0; set one of them"
+        )
+    return parts
+
+
+def _check_objective(parts: Composition) -> None:
+    """Raise ConfigError for parts that do not fit the objective."""
+    if parts.objective == "cispo" and parts.epsilon_high is None:
+        raise ConfigError("loss.objective cispo needs loss.epsilon_high, for example 5")
     is_by_rollout = parts.importance_sampling_level != "token" or (
         parts.importance_sampling_mode or ""
     ).startswith("sequence")
@@ -239,12 +252,15 @@ def compose(
             "loss.importance_sampling_level token, and loss.importance_sampling_mode "
             "token_truncate or token_mask or none"
         )
-    if not any((parts.adv_tau, parts.teacher_tau, parts.kl_tau, parts.beta, entropy_coef)):
-        raise ConfigError(
-            "loss.adv_tau, loss.teacher_tau, loss.kl_tau, loss.beta and loss.entropy_coef are all "
-            "0, so the gradient would be 0; set one of them"
-        )
-    return parts
+
+
+def _settings_of(name: str, objective: str | None) -> dict[str, Any]:
+    """The settings of a preset, without the options of its objective if it gets another one."""
+    settings = PRESETS[name].settings
+    own_options = OBJECTIVES[settings["objective"]][1]
+    if objective in (None, settings["objective"]):
+        own_options = ()
+    return {option: value for option, value in settings.items() if option not in own_options}
 
 
 def _own_options(preset: Preset) -> tuple[str, ...]:

@@ -93,6 +93,7 @@ def test_positional_argument_is_refused() -> None:
 
 def test_value_for_a_section_is_refused(tmp_path: Path) -> None:
     assert refusal("--train", "3").startswith("--train is a config group")
+    assert toml_refusal(tmp_path, 'loss = "grpo"').startswith("'loss' is a section, not a setting")
     message = toml_refusal(tmp_path, "log = 5")
     assert message == "'log' is a section, not a setting (log = 5); its settings: level"
 

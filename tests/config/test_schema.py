@@ -55,6 +55,11 @@ def test_indivisible_batch_size_names_the_two_nearest(
 
 
 def test_reward_weights_without_effect_are_refused() -> None:
+    several = ("--task.reward-functions=task,regex", "--task.reward-weights=1,0.2")
+    normalized = "--advantage.multi-objective-aggregation=normalize_then_sum"
+    assert refusal(*several, normalized).startswith(
+        "advantage.multi_objective_aggregation normalize_then_sum does not use task.reward_weights"
+    )
     assert refusal("--advantage.reward-weights", '{"a": 2}').startswith(
         "advantage.reward_weights needs advantage.multi_objective_aggregation normalize_then_sum"
     )
