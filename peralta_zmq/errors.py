@@ -74,6 +74,10 @@ class RewardError(TaskError):
     """A reward function raised, timed out, or returned no usable number."""
 
 
+class RewardUnavailableError(RewardError):
+    """No reward was computed, for a reason other than the completion: a later call may succeed."""
+
+
 class UserCodeError(PeraltaError):
     """A user's loss, advantage or filter raised, timed out or returned a bad result."""
 

@@ -169,6 +169,7 @@ def _own_function(
             "change task.reward_kwargs or task.reward"
         ) from None
     is_bounded = env.reward is None and getattr(task, "REWARD_IS_BOUNDED", False)
+    is_bounded = is_bounded and not inspect.iscoroutinefunction(function)
     return RewardFunction(function, options, is_bounded, label=label, weight=weight)
 
 

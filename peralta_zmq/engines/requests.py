@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from itertools import count
 
 import numpy as np
@@ -18,6 +18,7 @@ from peralta_zmq.errors import TaskError
 from peralta_zmq.registry import Engine
 from peralta_zmq.rollout import Answer, Completion, Problem, Request, Sampling, Score
 
+CANCEL_SECONDS = 0.2  # between two calls of `is_cancelled` while rewards are computed
 logger = logging.getLogger(__name__)
 
 
@@ -72,18 +73,23 @@ def evaluate(
     sampling: Sampling,
     num_generations: int = 1,
     report_progress: Callable[[int], None] = lambda num_done: None,
-    between_steps: Callable[[], None] | None = None,
+    is_cancelled: Callable[[], bool] = lambda: False,
 ) -> list[tuple[Problem, list[Answer]]]:
     """Return each problem with its scored answers, in the order of `problems`.
 
     `score` starts the computation of the rewards of a problem's completions. `report_progress`
-    receives the number of completed problems. If the engine is cancelled (by `between_steps`), only
-    the problems that are scored by then are returned. A problem is skipped and logged if the reward
-    function fails for it. Raises TaskError if it fails for all problems.
+    receives the number of scored problems. When `is_cancelled` returns True, the engine is
+    cancelled, and only the problems that are scored by then are returned. A problem is skipped and
+    logged if the reward function fails for it. Raises TaskError if it fails for all problems.
     """
     answered: dict[int, list[Answer]] = {}  # id() of a problem -> its answers
     failure: TaskError | None = None
     sampled: list[tuple[Problem, list[Completion], Future[list[Score]]]] = []
+
+    def between_steps() -> None:
+        if is_cancelled():
+            engine.cancel()
+
     groups = generate_groups(
         engine,
         tokenizer,
@@ -92,13 +98,15 @@ def evaluate(
         sampling=sampling,
         between_steps=between_steps,
     )
-    for num_done, (problem, completions) in enumerate(groups, start=1):
+    for problem, completions in groups:
         sampled.append((problem, completions, score(problem, completions)))
-        report_progress(num_done)
-    is_complete = len(sampled) == len(problems)
-    for problem, completions, scores in sampled:
-        if not (is_complete or scores.done()):
+        report_progress(sum(scores.done() for _, _, scores in sampled))
+    for num_done, (problem, completions, scores) in enumerate(sampled, start=1):
+        while not (scores.done() or is_cancelled()):
+            wait([scores], timeout=CANCEL_SECONDS)
+        if not scores.done():
             continue
+        report_progress(num_done)
         try:
             answered[id(problem)] = [
                 Answer(problem.question, completion.text, result.reward)

@@ -1,4 +1,4 @@
-"""The problems of a run: its environments, and data sets in CSV and JSONL files.
+"""The problems of a run: its environments, and data sets in CSV, JSONL and Parquet files.
 
 An environment is a task with a data set; a run may mix several. A data set has one problem per row,
 in a column for the prompt and a column for the answer. The column `input_token_ids` may hold the

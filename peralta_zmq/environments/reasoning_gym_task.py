@@ -29,6 +29,7 @@ UNUSABLE = {
     "composite": "it needs a list of other data sets; use several environments instead",
     "graph_color": "its items have no answer",
     "knight_swap": "its own answers do not always earn 1",
+    "list_functions": "its items do not depend on the seed alone",
     "propositional_logic": "its items have no answer",
     "rubiks_cube": "its items have no answer",
     "rush_hour": "its items have no answer",

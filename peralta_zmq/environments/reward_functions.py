@@ -156,8 +156,8 @@ def score_of(
 ) -> Score:
     """The score of a completion from the rewards that the functions gave it.
 
-    The rewards of a single function are not weighted; its terms keep their names. Of several
-    functions, the weighted sum is the reward, and the unweighted rewards are its parts. Raises
+    The weighted sum of the functions is the reward, and the unweighted rewards are its parts. The
+    terms of a single function keep their names. Raises
     RewardError if no function applies to the completion, or if the sum is too large.
     """
     totals = {
@@ -180,8 +180,9 @@ def score_of(
     if len(functions) > 1:
         return Score(total, {label: reward for label, (_, reward) in totals.items()})
     (reward,) = rewards
-    parts = {functions[0].label: total} if functions[0].label else {}
-    return Score(total, reward if isinstance(reward, dict) else parts)
+    if isinstance(reward, dict):
+        return Score(total, reward)
+    return Score(total, {label: unweighted for label, (_, unweighted) in totals.items() if label})
 
 
 def _total(reward: float | dict[str, float]) -> float:

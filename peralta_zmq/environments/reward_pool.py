@@ -31,11 +31,12 @@ from peralta_zmq.environments.reward_functions import (
     RewardFunction,
     score_of,
 )
-from peralta_zmq.errors import TaskError
+from peralta_zmq.errors import RewardUnavailableError, TaskError
 from peralta_zmq.rollout import Problem, Score
 
 START_TIMEOUT_SECONDS = 120.0  # for importing a reward function
 GRACE_SECONDS = 5.0  # for a worker that awaits calls, to report a timeout itself
+ENDED = "was ended"  # start of the reply to the other calls of a process that is killed
 
 
 class RewardPool:
@@ -173,6 +174,7 @@ class _Worker:
                 await self._start()
             if call.name not in self._loaded:
                 reply = await self._exchange(call.name, START_TIMEOUT_SECONDS)
+                _check_ended(call, reply)
                 if reply != reward_worker.READY:
                     raise TaskError(
                         f"reward function {call.name} did not start: its worker {reply}"
@@ -180,6 +182,7 @@ class _Worker:
                 self._loaded.add(call.name)
         seconds = self._timeout + GRACE_SECONDS if self._awaits else self._timeout
         result = await self._exchange(call, seconds)
+        _check_ended(call, result)
         return call.rewards_of(cast("list[Reward] | str", result))
 
     async def _start(self) -> None:
@@ -207,7 +210,7 @@ class _Worker:
             return await asyncio.wait_for(reply, timeout_seconds)
         except asyncio.TimeoutError:
             reason = f"took longer than {timeout_seconds:g} s"
-            self.stop(f"was ended, because another call {reason}")
+            self.stop(f"{ENDED}, because another call {reason}")
             return reason
 
     async def _read_replies(
@@ -240,6 +243,12 @@ class _Worker:
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_result(reason or f"exited with code {process.returncode}")
+
+
+def _check_ended(call: RewardCall, reply: object) -> None:
+    """Raise RewardUnavailableError if another call was the reason for the end of the process."""
+    if isinstance(reply, str) and reply.startswith(ENDED):
+        raise RewardUnavailableError(f"the worker of reward function {call.name} {reply}")
 
 
 class LocalRewards:

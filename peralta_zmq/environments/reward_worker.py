@@ -13,6 +13,7 @@ import asyncio
 import os
 import pickle
 import pkgutil
+import signal
 import socket
 import sys
 import threading
@@ -99,9 +100,9 @@ async def _serve_async(connection: socket.socket, timeout_seconds: float) -> Non
 
 
 def _exit_with_parent() -> None:
-    """Exit when stdin ends, which happens whenever the parent process ends."""
+    """Kill this process and its children when stdin ends, as it does when the parent ends."""
     sys.stdin.buffer.read()
-    os._exit(0)
+    os.killpg(0, signal.SIGKILL)
 
 
 def main(descriptor: int, timeout_seconds: float | None) -> None:

@@ -18,11 +18,11 @@ from concurrent.futures import Future
 from contextlib import closing
 from itertools import count
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 from urllib.parse import quote
 
 from peralta_zmq.environments.reward_functions import checked_reward
-from peralta_zmq.errors import RewardError, TaskError, program_name
+from peralta_zmq.errors import RewardError, RewardUnavailableError, TaskError, program_name
 from peralta_zmq.rollout import Message, Problem, Score
 
 RETRY_SECONDS = 60.0  # time without a response after which the client raises an error
@@ -38,6 +38,10 @@ class _UnavailableError(Exception):
     """The request failed, but a retry may succeed."""
 
 
+class _NoResponseError(TaskError):
+    """No verifier has responded for RETRY_SECONDS."""
+
+
 class _OtherProblemsError(TaskError):
     """The verifier serves other problems than those that the client has."""
 
@@ -47,7 +51,7 @@ class RemoteEnvironment:
 
     `addresses` are hosts and ports. `token` is the password in `verifier.token_file`; None if the
     verifiers need none. At most `concurrency` requests are sent at a time; the response to each may
-    take `reward_timeout` seconds longer than other responses.
+    take `reward_timeout` seconds per completion longer than other responses.
     """
 
     def __init__(
@@ -143,14 +147,14 @@ class RemoteEnvironment:
             address, response = self._request("/score", body)
         except _OtherProblemsError:
             raise  # every further reward would fail, too
+        except _NoResponseError as error:
+            raise RewardUnavailableError(str(error)) from None
         except TaskError as error:
             raise RewardError(str(error)) from None
         try:
             scores, count = response["scores"], len(body["completions"])
             if not isinstance(scores, list) or len(scores) != count:
                 raise TypeError(f"not {count} scores")
-            if response["digest"] != body["digest"]:
-                raise ValueError("scores of other problems")
             return list(map(_score_from_json, scores))
         except (KeyError, TypeError, ValueError) as error:
             raise RewardError(str(_unexpected(address, error))) from None
@@ -173,7 +177,7 @@ class RemoteEnvironment:
                 reason = " ".join(str(error).split()) or type(error).__name__
             self._failed_at[address] = time.monotonic()
             if time.monotonic() - started > self._retry_seconds or self._closed.is_set():
-                raise TaskError(
+                raise _NoResponseError(
                     f"env.address {_url(address)} has not responded for "
                     f"{self._retry_seconds:.0f} s ({reason}); "
                     f"start it: {program_name('verifier')} @ CONFIG"
@@ -206,7 +210,9 @@ class RemoteEnvironment:
 
         Raises TaskError if a retry would not help, and other exceptions if it may.
         """
-        timeout = REQUEST_TIMEOUT_SECONDS + (0.0 if body is None else self._reward_timeout)
+        timeout = REQUEST_TIMEOUT_SECONDS
+        if body is not None:  # for one worker that computes all rewards
+            timeout += self._reward_timeout * len(cast("list[str]", body["completions"]))
         with closing(http.client.HTTPConnection(*address, timeout=timeout)) as connection:
             content = None if body is None else json.dumps(body).encode()
             connection.request("GET" if body is None else "POST", path, content, self._headers)

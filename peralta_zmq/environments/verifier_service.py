@@ -4,7 +4,7 @@
     GET  /problems?env=NAME&split=train|eval
                          {"problems": [{"id", "messages", "input_token_ids"}], "digest"}
     POST /score          {"env", "problem", "completions", "completion_ids", "digest"}
-                         -> {"scores": [{"reward", "rewards"}], "digest"}
+                         -> {"scores": [{"reward", "rewards"}]}
     POST /verify_answer  {"env", "problem", "completion"} -> {"reward", "rewards"}
 
 The answers to the problems stay on this machine. The digest identifies the problems of an
@@ -35,9 +35,9 @@ from peralta_zmq.environments.verifier_client import problem_to_json
 from peralta_zmq.errors import PeraltaError
 from peralta_zmq.http_server import HttpServer, RequestHandler, read_private_token
 
-MAX_REQUEST_BYTES = 1 << 20
-# Maximum wait for a reward worker. Then the response is status 503, and the client retries. The
-# wait is shorter than the timeout of the client's request.
+MAX_REQUEST_BYTES = 64 << 20
+# Maximum wait for a reward worker, besides the timeouts of all completions of the request. Then the
+# response is status 503, and the client retries. The client waits longer.
 MAX_WAIT_SECONDS = 20.0
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ class Verifier:
             split: open_environments(config, split, local=True) for split in ("train", "eval")
         }
         self._problems = {
-            (problem.task, problem.id): (problem, environments)
-            for environments in self._splits.values()
+            (split, problem.task, problem.id): problem
+            for split, environments in self._splits.items()
             for problem in environments.problems
         }
         self._digests = {
@@ -88,7 +88,7 @@ class Verifier:
             for split, environments in self._splits.items()
             for env in environments.sizes
         }
-        self._response_timeout = config.task.reward_timeout + MAX_WAIT_SECONDS
+        self._reward_timeout = config.task.reward_timeout
         self._reward_lock, self._closed = threading.Lock(), False
         self._server = HttpServer(
             _Handler, host=host, port=port, token=token, port_setting="verifier.port", verifier=self
@@ -138,16 +138,19 @@ class Verifier:
 
         `digest` is that of the client's problems; None = do not compare.
         """
-        digests = [self._digests.get((env, split)) for split in self._splits]
-        if digest is not None and any(digests) and digest not in digests:
+        splits = [split for split in self._splits if (env, split) in self._digests]
+        chosen = [each for each in splits if digest in (None, self._digests[env, each])]
+        if splits and not chosen:
             raise _RequestError(
                 409,
                 f"other problems, answers or rewards in {env!r:.40} than another verifier, or "
                 "than before a restart; use the same config and data files for all verifiers",
             )
-        if (env, problem_id) not in self._problems:
+        chosen = [each for each in chosen if (each, env, problem_id) in self._problems]
+        if not chosen:
             raise _RequestError(404, f"no problem {problem_id!r:.40} in {env!r:.40}")
-        problem, environments = self._problems[env, problem_id]
+        problem = self._problems[chosen[0], env, problem_id]
+        environments = self._splits[chosen[0]]
         with self._reward_lock:
             if self._closed:
                 raise _RequestError(503, "stopped")
@@ -156,7 +159,8 @@ class Verifier:
                 raise _RequestError(503, "busy")
             scores = source.score(problem, completions, completion_ids)
         try:
-            return [score._asdict() for score in scores.result(timeout=self._response_timeout)]
+            seconds = self._reward_timeout * len(completions) + MAX_WAIT_SECONDS
+            return [score._asdict() for score in scores.result(timeout=seconds)]
         except FutureTimeout:
             scores.cancel()
             raise _RequestError(503, "busy") from None
@@ -206,8 +210,7 @@ class _Handler(RequestHandler):
                 return self.verifier.score(env, problem, [completion], [()])[0]
             case "POST", "/score":
                 env, problem, *values = self._body("completions", "completion_ids", "digest")
-                scores = self.verifier.score(env, problem, *values)
-                return {"scores": scores, "digest": values[-1]}
+                return {"scores": self.verifier.score(env, problem, *values)}
             case _:
                 choices = "GET /healthz, GET /problems, POST /score or POST /verify_answer"
                 raise _RequestError(404, f"no such path; use {choices}")

@@ -23,7 +23,7 @@ from peralta_zmq.engines import generate_groups
 from peralta_zmq.environments.curriculum import ProblemSampler, assigned_samples, is_in_bitmap
 from peralta_zmq.environments.dataset import Environments, check_tokens
 from peralta_zmq.environments.held_out import examples_for
-from peralta_zmq.errors import EngineError, RewardError, TaskError
+from peralta_zmq.errors import EngineError, RewardError, RewardUnavailableError, TaskError
 from peralta_zmq.generator.pacing import SamplingPacer, outbox_limit
 from peralta_zmq.generator.scoring import SampledGroup, ScoringQueue, make_group
 from peralta_zmq.generator.trainer_connection import Sockets, TrainerConnection
@@ -199,13 +199,14 @@ class Generator:
         """Send the scored groups, in the order in which their completions ended.
 
         A group is dropped if a reward failed. Raises RewardError after MAX_REWARD_FAILURES
-        consecutive groups that could not be scored.
+        consecutive groups that could not be scored, except those for which the reward was
+        unavailable.
         """
         while (group := self._scoring.next_scored()) is not None:
             try:
                 rollouts = group.rollouts()
             except RewardError as error:
-                self._num_failures += 1
+                self._num_failures += not isinstance(error, RewardUnavailableError)
                 if self._num_failures == MAX_REWARD_FAILURES:
                     raise
                 self._connection.num_unscored += 1

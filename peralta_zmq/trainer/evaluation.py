@@ -49,7 +49,7 @@ class EvaluationCoordinator:
                 sampling=build.make_eval_sampling(config, seed=config.run.seed),
                 num_generations=config.eval.rollouts_per_example,
                 report_progress=progress.update,
-                between_steps=self._cancel_on_stop,
+                is_cancelled=lambda: self._session.stop.requested,
             )
         if self._session.stop.requested:
             return False
@@ -101,10 +101,6 @@ class EvaluationCoordinator:
 
     def _is_recorded(self, step: int) -> bool:
         return self._session.wait_out(lambda: self._session.run_log.has_evaluation(step))
-
-    def _cancel_on_stop(self) -> None:
-        if self._session.stop.requested:
-            self._policy.engine.cancel()
 
     def _announce(self) -> None:
         """Announce the step to evaluate (-1 = none) and a bit field of answered problems."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -124,6 +125,23 @@ def test_evaluate_keeps_the_order_of_the_problems(tokenizer: Any) -> None:
     assert [[(answer.problem, answer.reward) for answer in answers] for _, answers in results] == [
         [(f"{number} plus 2", number / 4)] * 2 for number in (1, 2, 3)
     ]
+
+
+def test_cancelled_evaluation_does_not_wait_for_rewards(tokenizer: Any) -> None:
+    scored: Future[list[Score]] = Future()
+    scored.set_result([Score(1.0)])
+    cancelled = threading.Event()
+
+    def score(problem: Problem, completions: Sequence[Completion]) -> Future[list[Score]]:
+        if problem.id == "3":
+            cancelled.set()
+        return scored if problem.id == "2" else Future()
+
+    results = evaluate(
+        ScriptedEngine(), tokenizer, PROBLEMS, score,
+        sampling=Sampling(), is_cancelled=cancelled.is_set,
+    )  # fmt: skip
+    assert [problem.id for problem, _ in results] == ["2"]
 
 
 def test_evaluate_skips_problems_whose_reward_fails(

@@ -15,9 +15,9 @@ import pytest
 from verifiers import PROBLEM, remote, remote_at, reward_of, serving
 
 from peralta_zmq.config import load_config
-from peralta_zmq.environments import calculator, verifier_client, verifier_service
+from peralta_zmq.environments import calculator, verifier_client
 from peralta_zmq.environments.verifier_service import Verifier
-from peralta_zmq.errors import RewardError, TaskError
+from peralta_zmq.errors import RewardError, RewardUnavailableError, TaskError
 from tools.link_proxy import free_ports
 
 REPO = Path(__file__).parents[2]
@@ -141,7 +141,6 @@ def test_slow_verifier_is_replaced_by_the_other(
 
 
 def test_busy_verifier_is_asked_again(monkeypatch: pytest.MonkeyPatch, verifier: Verifier) -> None:
-    monkeypatch.setattr(verifier_service, "MAX_WAIT_SECONDS", 0.0)
     full = iter([False, False, True])
     environment = remote(verifier)
     problem = next(environment.problems("train", 0))
@@ -159,7 +158,7 @@ def test_closed_client_cancels_waiting_requests() -> None:
         assert not environment.has_room
         holder.accept()[0].close()
         environment.close()
-        assert isinstance(futures[0].exception(), RewardError)
+        assert isinstance(futures[0].exception(), RewardUnavailableError)
         for future in futures[1:]:
             with pytest.raises(CancelledError):
                 future.result()

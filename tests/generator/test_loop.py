@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
@@ -17,13 +18,13 @@ from sockets import ANYWHERE, eventually
 from peralta_zmq import models, wire
 from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.environments.dataset import Environments
-from peralta_zmq.errors import EngineError, RewardError
+from peralta_zmq.errors import EngineError, RewardError, RewardUnavailableError
 from peralta_zmq.generator import pacing, trainer_connection
 from peralta_zmq.generator.loop import MAX_REWARD_FAILURES, Generator
 from peralta_zmq.generator.scoring import SampledGroup
 from peralta_zmq.generator.trainer_connection import Sockets
 from peralta_zmq.generator.weight_sync import ObsoleteGroupsError
-from peralta_zmq.rollout import Completion, Problem, Request, RolloutGroup, Sampling
+from peralta_zmq.rollout import Completion, Problem, Request, RolloutGroup, Sampling, Score
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 
@@ -274,6 +275,16 @@ def test_unscored_groups_are_counted_and_end_the_generator_when_consecutive(
     assert connection.num_unscored == 2 * (MAX_REWARD_FAILURES - 1)
     with pytest.raises(RewardError, match="fail_if_wrong raised ValueError: no such move"):
         score_and_send(generator, failing)
+
+
+def test_unavailable_rewards_do_not_end_the_generator(scene: Scene) -> None:
+    generator = scene.start(0)
+    unavailable: Future[list[Score]] = Future()
+    unavailable.set_exception(RewardUnavailableError("no verifier responds"))
+    for _ in range(2 * MAX_REWARD_FAILURES):
+        generator._scoring.add(SampledGroup(PROBLEM, completions(), unavailable, -1))
+        generator._send_scored()
+    assert generator._connection.num_unscored == 2 * MAX_REWARD_FAILURES
 
 
 def test_silent_trainer_gets_no_more_groups_than_the_outbox_keeps(
