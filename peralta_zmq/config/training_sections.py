@@ -77,7 +77,8 @@ class TaskSection(RewardSettings):
     """do not compute rewards in training (all are 0), for a loss that needs none: ref_kl, one
     with adv_tau 0 and teacher_tau above 0, or a custom one; needs train.keep_zero_std"""
     reward_timeout: PositiveFloat = 10.0
-    """seconds for the reward of one completion; after a timeout its group is discarded"""
+    """seconds for one call of a reward function: a completion, or the whole group for a function
+    of reward_functions; after a timeout the group is discarded"""
     reward_workers: PositiveInt | None = None
     """processes that call reward functions, on each generator and verifier; None = number of CPU
     cores / generator.num_workers. Raise it for a reward function that waits"""

@@ -26,7 +26,7 @@ from peralta_zmq.errors import RewardError, RewardUnavailableError, TaskError, p
 from peralta_zmq.rollout import Message, Problem, Score
 
 RETRY_SECONDS = 60.0  # time without a response after which the client raises an error
-REQUEST_TIMEOUT_SECONDS = 30.0  # besides the time that the reward may take
+REQUEST_TIMEOUT_SECONDS = 30.0  # of a request; for scores, `reward_timeout` is added
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 2.0  # between two attempts; doubles each time
 AVOID_SECONDS = 2.0  # in which a verifier that did not respond is left out if there are others
 MAX_RESPONSE_BYTES = 64 << 20

@@ -36,8 +36,8 @@ from peralta_zmq.errors import PeraltaError
 from peralta_zmq.http_server import HttpServer, RequestHandler, read_private_token
 
 MAX_REQUEST_BYTES = 64 << 20
-# Maximum wait for a reward worker, besides the timeouts of all completions of the request. Then the
-# response is status 503, and the client retries. The client waits longer.
+# A request for scores may take this time plus task.reward_timeout for each completion. After that
+# the response is status 503, and the client, whose own timeout is longer, retries.
 MAX_WAIT_SECONDS = 20.0
 logger = logging.getLogger(__name__)
 

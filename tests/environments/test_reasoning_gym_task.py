@@ -44,8 +44,7 @@ def test_answer_without_element_is_the_whole_completion() -> None:
     assert problem.question.count("+") + problem.question.count("-") == 1
 
 
-def test_other_process_scores_the_same_item() -> None:
-    """The reward needs only what the problem carries."""
+def test_reward_needs_only_what_the_problem_carries() -> None:
     (problem,) = load_problems(task_of("countdown").problems, "train", seed=1, options={"size": 1})
     reasoning_gym_task._dataset.cache_clear()
     reasoning_gym_task._item.cache_clear()

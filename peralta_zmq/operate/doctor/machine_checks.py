@@ -134,8 +134,7 @@ def check_reward(config: Config) -> Check:
             started = time.monotonic()
             reward = environments.reward(problem, problem.answer)
             seconds = time.monotonic() - started
-            total = sum(reward.values()) if isinstance(reward, dict) else reward
-            example = f"the answer {problem.answer[:20]!r} earns {total:g}"
+            example = f"the answer {problem.answer[:20]!r} earns {reward:g}"
             details.append(f"{name}: {size} problems, {example} in {1e3 * seconds:.1f} ms")
     return Check(True, "; ".join(details))
 
