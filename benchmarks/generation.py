@@ -52,7 +52,7 @@ from tools.base_model import new_model
 
 NUM_PROMPT, NUM_COMMON, NUM_NEW, SIBLINGS = 110, 90, 48, 4
 LENGTHS = (8, NUM_NEW)  # of the variant with varying lengths, uniform
-NUM_STEPS = 12  # tokens of a short round, the middle ones of NUM_NEW; 10 of its steps are timed
+NUM_STEPS = 12  # tokens of a short round, the middle ones of NUM_NEW; 11 of its steps are timed
 SHAPE: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,

@@ -54,10 +54,12 @@ class Layer:
         return SimpleNamespace(weight=self.random(width), variance_epsilon=1e-6)
 
     def compiled_ops(self, library: Any) -> decode_layer.CompiledLayerOps:
+        rows = torch.arange(1, 1 + ROWS)[:, None]
+        places = torch.broadcast_tensors(rows, self.columns, self.start, self.end)
+        cosine, sine = (each.flatten(0, 1) for each in self.rotary)
         return decode_layer.CompiledLayerOps(
-            library, self.cache, 1,
-            rotary=self.rotary, span=(self.start, self.end), columns=self.columns,
-        )  # fmt: skip
+            library, self.cache, rotary=(cosine, sine), places=torch.stack(places).flatten(1)
+        )
 
     def torch_ops(self) -> decoder.TorchLayerOps:
         outside_span = (torch.arange(SHARED) < self.start) | (torch.arange(SHARED) >= self.end)

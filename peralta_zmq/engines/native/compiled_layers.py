@@ -42,11 +42,10 @@ class CompiledLayers:
         self._table: Any = None  # array of LayerStruct, valid for the weights and the cache of _key
         self._key: Hashable = None
 
-    def __call__(self, hidden: Tensor, ops: CompiledLayerOps, *, first_row: int) -> Tensor:
-        """Return the last hidden states [n, S, hidden_size].
+    def __call__(self, hidden: Tensor, ops: CompiledLayerOps) -> Tensor:
+        """Return the last hidden states [T, hidden_size] of the T new tokens of `ops`.
 
-        `hidden` has the embeddings in this shape, contiguous; it is overwritten. The S new tokens
-        per row are those of `ops`, in the n rows from `first_row` on.
+        `hidden` has the embeddings in this shape, contiguous; it is overwritten.
         """
         key = self._weights.version, self._cache.layout
         if key != self._key:
@@ -63,7 +62,7 @@ class CompiledLayers:
             layer.down.inputs,
             hidden.shape[-1],
         )
-        num_tokens = hidden.shape[:-1].numel()
+        num_tokens = len(hidden)
         buffers = hidden.new_empty(num_tokens * sum(sizes)).split(
             [num_tokens * size for size in sizes]
         )
@@ -72,7 +71,6 @@ class CompiledLayers:
             self._table,
             self._multiply,
             len(self._table),
-            first_row,
             hidden.data_ptr(),
             norm.weight.data_ptr(),
             out.data_ptr(),

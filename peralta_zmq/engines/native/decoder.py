@@ -9,14 +9,14 @@ A row of the KV cache holds one sequence. The keys and values of the sequence ha
 (start and end) of the shared part, and the own part of the row. The shared part stores the common
 prefix of the prompts, and all rows can read it.
 
-Letters in shapes: n rows, S new tokens per row, P positions of the shared part, W positions of a
-row's own part, H key heads, D head_dim, V vocabulary.
+Letters in shapes: n rows, S new tokens per row, T new tokens of all rows, P positions of the shared
+part, W positions of a row's own part, H key heads, D head_dim, V vocabulary.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -38,6 +38,14 @@ ONE_MASK_FAMILIES = ("gemma",)  # take one mask; gemma2 and gemma3_text take one
 FAMILIES = (*LLAMA_FAMILIES, *ONE_MASK_FAMILIES, "gemma2", "gemma3_text")
 ATTENTION_NAME = "peralta_zmq"  # name of `_attention` in transformers' registry
 MAX_SCORES = 2**16  # new tokens of a row times positions, up to which the C attention is used
+
+
+class NewTokens(NamedTuple):
+    """Tokens to compute: S for each of the n rows from `first_row` on."""
+
+    ids: np.ndarray  # [n, S]
+    positions: np.ndarray  # [n, S], in the sequences
+    first_row: int
 
 
 class Decoder:
@@ -72,25 +80,33 @@ class Decoder:
         capture = capture_for(model.device) if can_capture(self._model.model) else None
         self._graphs = None if capture is None else GraphCache(capture, model.device)
 
-    def hidden_states(self, tokens: np.ndarray, positions: np.ndarray, *, first_row: int) -> Tensor:
-        """Last hidden states [n, S, hidden_size] of `tokens` [n, S].
+    def hidden_states(self, batches: Sequence[NewTokens]) -> list[Tensor]:
+        """Last hidden states [n, S, hidden_size] of each of `batches`.
 
-        The tokens belong to the n rows from `first_row` on, at `positions` [n, S] in the sequences.
-        Their keys and values are added to the KV cache.
+        The keys and values of the tokens are added to the KV cache. If the C kernels compute all
+        batches, the weights are read once for all.
         """
-        spans = self.cache.spans[first_row : first_row + len(tokens)]
-        own_starts = (spans[:, 1] - spans[:, 0])[:, None]  # position of a row's first own token
-        self.cache.widen(int((positions - own_starts).max()) + 1)
-        inputs = tokens, positions, spans[:, :1], spans[:, 1:]
-        if self._graphs is not None and tokens.shape[1] == 1:
-            return self._graphs.run(
+        for ids, positions, first_row in batches:
+            start, end = self._spans(first_row, len(ids))
+            self.cache.widen(int((positions - (end - start)).max()) + 1)
+        if self.library is not None and all(self._is_short(ids.shape[1]) for ids, _, _ in batches):
+            return self._forward_by_kernels(self.library, batches)
+        if len(batches) > 1:
+            # Cloned, because the result of a graph is valid until the next one runs.
+            return [hidden.clone() for batch in batches for hidden in self.hidden_states([batch])]
+        ids, positions, first_row = batches[0]
+        inputs = ids, positions, *self._spans(first_row, len(ids))
+        if self._graphs is not None and ids.shape[1] == 1:
+            hidden = self._graphs.run(
                 lambda stacked: self._forward(first_row, *stacked),
                 torch.from_numpy(np.stack(inputs)),  # [4, n, 1]
-                key=(first_row, len(tokens)),
+                key=(first_row, len(ids)),
                 layout=self.cache.layout,
             )
-        tensors = (torch.tensor(array, device=self.device) for array in inputs)
-        return self._forward(first_row, *tensors)
+            return [hidden]
+        return [
+            self._forward(first_row, *(torch.tensor(each, device=self.device) for each in inputs))
+        ]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of hidden states [n, hidden_size]."""
@@ -98,6 +114,34 @@ class Decoder:
         if self._softcap is None:
             return logits
         return torch.tanh(logits / self._softcap) * self._softcap
+
+    def _spans(self, first_row: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Start and end, [n, 1] each, of the spans of `num_rows` rows."""
+        spans = self.cache.spans[first_row : first_row + num_rows]
+        return spans[:, :1], spans[:, 1:]
+
+    def _forward_by_kernels(
+        self, library: ctypes.CDLL, batches: Sequence[NewTokens]
+    ) -> list[Tensor]:
+        """Hidden states as in `hidden_states`, of all batches in one pass."""
+        inputs: list[np.ndarray] = []  # [6, n * S] of each batch
+        for tokens, positions, first_row in batches:
+            start, end = self._spans(first_row, len(tokens))
+            rows = np.arange(first_row, first_row + len(tokens))[:, None]
+            arrays = tokens, positions, rows, positions - (end - start), start, end
+            inputs.append(np.stack(np.broadcast_arrays(*arrays)).reshape(6, -1))
+        flat = torch.from_numpy(np.concatenate(inputs, 1))  # [6, T]
+        ids, positions, places = flat[0], flat[1], flat[2:]
+        ops = CompiledLayerOps(library, self.cache, rotary=self._rotary(positions), places=places)
+        model = self._model.model
+        if self._compiled_layers is None:
+            hidden = decoder_forward(model, ids, ops)
+        else:
+            hidden = self._compiled_layers(model.embed_tokens(ids), ops)  # [T, hidden_size]
+        parts = hidden.split([batch.ids.size for batch in batches])
+        return [
+            part.unflatten(0, batch.ids.shape) for part, batch in zip(parts, batches, strict=True)
+        ]
 
     def _forward(
         self,
@@ -107,15 +151,13 @@ class Decoder:
         start: Tensor,  # [n, 1], start of the row's span in the shared part
         end: Tensor,  # [n, 1], end of the row's span, excluded
     ) -> Tensor:
-        """Hidden states as in `hidden_states`; all arguments are on the device."""
+        """Hidden states [n, S, hidden_size] by torch's operators; all arguments on the device."""
         columns = positions - (end - start)  # [n, S], positions in the row's own part
-        if self._config.model_type in LLAMA_FAMILIES:
-            ops = self._layer_ops(first_row, positions, columns, start, end)
-            if self._compiled_layers is not None and isinstance(ops, CompiledLayerOps):
-                hidden = self._model.model.embed_tokens(ids)
-                return self._compiled_layers(hidden, ops, first_row=first_row)
-            return decoder_forward(self._model.model, ids, ops)
         masks: Any = self._masks(columns, start, end)
+        if self._config.model_type in LLAMA_FAMILIES:
+            rotary, window = self._rotary(positions), RowWindow(self.cache, first_row, columns)
+            ops = TorchLayerOps(RotaryEmbedding(*rotary), window, masks)
+            return decoder_forward(self._model.model, ids, ops)
         if self._config.model_type in ONE_MASK_FAMILIES:
             masks = masks["full_attention"]
         previous = self._config._attn_implementation  # restored for the trainer of a live model
@@ -131,21 +173,11 @@ class Decoder:
         finally:
             self._config._attn_implementation = previous
 
-    def _layer_ops(
-        self, first_row: int, positions: Tensor, columns: Tensor, start: Tensor, end: Tensor
-    ) -> TorchLayerOps | CompiledLayerOps:
-        """The C kernels if usable and faster; else torch's operators."""
+    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [..., D] of positions [...]."""
         if self._rotary_table is None:
-            rotary = _rotary(self._model, positions)
-        else:
-            rotary = self._rotary_table[0][positions], self._rotary_table[1][positions]
-        if self.library is not None and self._is_short(positions.shape[1]):
-            span = start, end
-            return CompiledLayerOps(
-                self.library, self.cache, first_row, rotary=rotary, span=span, columns=columns
-            )
-        window = RowWindow(self.cache, first_row, columns)
-        return TorchLayerOps(RotaryEmbedding(*rotary), window, self._masks(columns, start, end))
+            return _rotary(self._model, positions)
+        return self._rotary_table[0][positions], self._rotary_table[1][positions]
 
     def _is_short(self, num_new: int) -> bool:
         """Whether the C attention, which computes one query at a time, is faster than matmuls.
@@ -199,14 +231,15 @@ def _rotary_table(model: Any, positions: Tensor) -> tuple[Tensor, Tensor] | None
     """
     if not can_capture(model.model):
         return None
-    cosines, sines = _rotary(model, positions[None])
-    return cosines[0], sines[0]
+    return _rotary(model, positions)
 
 
 def _rotary(model: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [n, S, D] of positions [n, S]."""
+    """Cosines and sines [..., D] of positions [...]."""
     dtype_and_device = torch.empty(0, dtype=model.dtype, device=model.device)
-    return model.model.rotary_emb(dtype_and_device, positions)
+    rotary = model.model.rotary_emb(dtype_and_device, positions.reshape(1, -1))
+    cosines, sines = (each.view(*positions.shape, -1) for each in rotary)
+    return cosines, sines
 
 
 def _library_for(model: Any) -> ctypes.CDLL | None:
@@ -234,7 +267,7 @@ def _sliding_window(config: Any) -> int | None:
 
 
 def decoder_forward(model: Any, ids: Tensor, ops: TorchLayerOps | CompiledLayerOps) -> Tensor:
-    """Last hidden states [n, S, hidden_size] of `ids` [n, S] for a Llama-family model.
+    """Last hidden states [..., hidden_size] of `ids` [...] for a Llama-family model.
 
     `model` is the model without its head; `ops` computes everything between the matmuls.
     """

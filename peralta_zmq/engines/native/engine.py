@@ -1,10 +1,11 @@
 """Native engine: continuous batching of completions over a KV cache.
 
 A row holds one completion in progress, with its keys and values in the KV cache. A decode step adds
-one token to every row. When the completion of a row ends, a new request takes the row at the next
-decode step. Between two decode steps the caller may apply newer weights: running rows keep their
-keys and values, and each token records its policy step, the number of training steps that the
-weights had when they sampled the token.
+one token to every row, and computes new prompts in the same pass over the weights. When the
+completion of a row ends, a new request takes the row at the next decode step. Between two decode
+steps the caller may apply newer weights: running rows keep their keys and values, and each token
+records its policy step, the number of training steps that the weights had when they sampled the
+token.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
 from peralta_zmq.engines.loading import AdapterMerger, open_model
 from peralta_zmq.engines.native.cache import EMPTY_SPAN, check_memory
-from peralta_zmq.engines.native.decoder import FAMILIES, Decoder
+from peralta_zmq.engines.native.decoder import FAMILIES, Decoder, NewTokens
 from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS, PrefixCache
 from peralta_zmq.engines.native.sampler import sample
 from peralta_zmq.engines.rows import Rows, end_token_ids, read_requests
@@ -121,9 +122,9 @@ class NativeEngine:
         )
         source, has_more = iter(requests), True
         try:
-            while not self._cancelled and (has_more or loop.rows.count):
+            while not self._cancelled and (has_more or loop.num_started):
                 if has_more:
-                    num_free = self._slots - loop.rows.count
+                    num_free = self._slots - loop.num_started
                     batch, has_more = read_requests(
                         source, sampling, limit=num_free, max_model_len=self._capacity
                     )
@@ -173,29 +174,48 @@ class DecodeLoop:
         self._decoder, self._sampling = decoder, sampling
         self.rows = Rows(slots, tokenizer, sampling, end_ids)
         self.prefix_cache = PrefixCache(decoder, first_row=slots)
+        self._waiting: list[Request] = []  # for their prompts to be computed
+
+    @property
+    def num_started(self) -> int:
+        """Number of completions that have been started and have not ended."""
+        return self.rows.count + len(self._waiting)
 
     @torch.inference_mode()
     def start(self, requests: Sequence[Request], *, step: int) -> None:
-        """Give each request a row and sample its first token."""
-        if not requests:
+        """Give each request a row and sample its first token, if its prompt is computed.
+
+        `advance` computes the other prompts, and starts their requests.
+        """
+        started, waiting = list[Request](), list[Request]()
+        for request in requests:
+            is_computed = request.prompt_ids in self.prefix_cache
+            (started if is_computed else waiting).append(request)
+        self._waiting += waiting
+        if not started:
             return
         first_row, logits = self.rows.count, list[Tensor]()
-        prompts = [request.prompt_ids for request in requests]
-        for index, request in enumerate(requests):
-            if request.prompt_ids not in self.prefix_cache:
-                self.prefix_cache.compute(prompts[index:])
+        for request in started:
             row = self.rows.start(request)
             logits.append(self.prefix_cache.copy_to(row, request.prompt_ids))
         self._sample(first_row, torch.stack(logits), step)
 
     @torch.inference_mode()
     def advance(self, *, step: int) -> None:
-        """Sample one more token for every row."""
-        if not self.rows.count:
-            return
+        """Sample one more token for every row, and compute prompts of waiting requests."""
+        waiting, self._waiting = self._waiting, []
         tokens, positions = (column[:, None] for column in self.rows.newest())
-        hidden = self._decoder.hidden_states(tokens, positions, first_row=0)
-        self._sample(0, self._decoder.logits(hidden[:, -1]), step)
+        running = [NewTokens(tokens, positions, first_row=0)] if self.rows.count else []
+        if waiting:
+            logits = self.prefix_cache.compute([each.prompt_ids for each in waiting], running)
+        elif running:
+            (hidden,) = self._decoder.hidden_states(running)
+            logits = self._decoder.logits(hidden[:, -1])
+        else:
+            return
+        if running:
+            self._sample(0, logits, step)
+        self.start(waiting, step=step)
 
     def pop_ended(self) -> Iterator[Completion]:
         """Yield the completions that have ended, and free their rows."""

@@ -4,8 +4,8 @@ The common prefix of all prompts is computed once, and the remainder of each pro
 (the completions of one prompt). The common prefix is the longest prefix of all prompts of a
 `generate` call so far; a new prompt can only shorten this prefix. The keys and values of the prefix
 are in the shared part of the KV cache, which all rows can read. The remainder of a prompt is
-computed in a row reserved for prompts, and copied from there to the rows of the prompt's
-completions.
+computed in a row reserved for prompts, together with the next token of the running rows, and copied
+from there to the rows of the prompt's completions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from peralta_zmq.engines.native.cache import EMPTY_SPAN, Span
-from peralta_zmq.engines.native.decoder import Decoder
+from peralta_zmq.engines.native.decoder import Decoder, NewTokens
 from peralta_zmq.rollout import Int32Array
 
 PROMPT_ROWS = 8  # prompts computed together
@@ -52,8 +52,12 @@ class PrefixCache:
         """Whether the prompt is computed, so that `copy_to` can copy it."""
         return prompt.tobytes() in self._index
 
-    def compute(self, prompts: Sequence[Int32Array]) -> None:
-        """Compute the first PROMPT_ROWS distinct prompts; drops the earlier prompts."""
+    def compute(self, prompts: Sequence[Int32Array], running: Sequence[NewTokens]) -> Tensor:
+        """Compute the first PROMPT_ROWS distinct prompts; drops the earlier prompts.
+
+        `running` are the newest tokens of other rows, one each, which are computed in the same
+        pass. Returns the logits [n, V] of these rows.
+        """
         distinct = {prompt.tobytes(): prompt for prompt in prompts}
         prompts = list(distinct.values())[:PROMPT_ROWS]
         start = self._prepare_prefix(prompts)
@@ -61,11 +65,14 @@ class PrefixCache:
         tokens = np.zeros((len(prompts), longest - start), np.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt) - start] = prompt[start:]
-        hidden = self._forward(tokens, start)  # results for the padding are never read
+        *others, hidden = self._decoder.hidden_states([*running, self._batch(tokens, start)])
         last = torch.tensor([len(prompt) - start - 1 for prompt in prompts], device=hidden.device)
+        others = [other[:, -1] for other in others]
         hidden = hidden[torch.arange(len(prompts), device=hidden.device), last]
-        self._logits = self._decoder.logits(hidden)
+        logits = self._decoder.logits(torch.cat([*others, hidden]))
         self._index = {key: index for index, key in enumerate(islice(distinct, PROMPT_ROWS))}
+        self._logits = logits[-len(prompts) :]
+        return logits[: -len(prompts)]
 
     def copy_to(self, row: int, prompt: Int32Array) -> Tensor:
         """Copy a computed prompt to a row; returns the next token's logits [V]."""
@@ -87,16 +94,16 @@ class PrefixCache:
         self._prefix = prefix = prefix if len(prefix) >= MIN_PREFIX else prefix[:0]
         start, end = self._cache.spans[self._first_row].tolist()
         if start == end and len(prefix):  # the prefix is not in the shared part yet
-            self._forward(prefix[None].astype(np.int64), 0)
+            self._decoder.hidden_states([self._batch(prefix[None].astype(np.int64), 0)])
             start, end = self._cache.share(self._first_row, len(prefix))
         end = min(end, start + len(prefix))  # the stored prefix may be longer than the new one
         self._cache.spans[self._prompt_rows] = Span(start, end)
         return end - start
 
-    def _forward(self, tokens: np.ndarray, start: int) -> Tensor:
-        """Hidden states of `tokens` [n, S] in the prompt rows, from position `start` on."""
+    def _batch(self, tokens: np.ndarray, start: int) -> NewTokens:
+        """`tokens` [n, S] in the prompt rows, from position `start` on."""
         positions = np.tile(np.arange(start, start + tokens.shape[1]), (len(tokens), 1))
-        return self._decoder.hidden_states(tokens, positions, first_row=self._first_row)
+        return NewTokens(tokens, positions, self._first_row)
 
 
 def _common_length(one: Int32Array, other: Int32Array) -> int:

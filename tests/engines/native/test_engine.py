@@ -33,8 +33,9 @@ from sample_data import tiny_model
 
 from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
-from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.engines.native import NativeEngine, decoder
 from peralta_zmq.engines.native.cache import KVCache
+from peralta_zmq.engines.native.decoder import NewTokens
 from peralta_zmq.engines.native.kernels import gemm
 from peralta_zmq.engines.native.kernels.compiler import INSTRUCTION_SET
 from peralta_zmq.engines.native.linears import PackedLinear
@@ -101,10 +102,11 @@ def test_decoder_logits_match_transformers_within_1e_5(family: str, tokenizer: A
     assert decoder is not None
     with torch.inference_mode():
         positions = np.tile(np.arange(8), (2, 1))
-        decoder.hidden_states(ids[:, :5].numpy(), positions[:, :5], first_row=1)
+        decoder.hidden_states([NewTokens(ids[:, :5].numpy(), positions[:, :5], first_row=1)])
         for position in range(5, 8):
             newest = slice(position, position + 1)
-            last = decoder.hidden_states(ids[:, newest].numpy(), positions[:, newest], first_row=1)
+            newest_tokens = NewTokens(ids[:, newest].numpy(), positions[:, newest], first_row=1)
+            (last,) = decoder.hidden_states([newest_tokens])
             error = (decoder.logits(last[:, 0]) - expected[:, position]).abs().max()
             assert error <= 1e-5
 
@@ -131,7 +133,9 @@ def test_all_layers_in_one_call_compute_the_bits_of_a_call_per_operation(
                 newer = models.weights_of(tiny_model(seed=5, **settings).bfloat16())
                 engine.apply(WeightUpdate(1, newer))
             new = slice(first, last)
-            yield decoder.hidden_states(ids[:, new], positions[:, new], first_row=1)
+            yield from decoder.hidden_states(
+                [NewTokens(ids[:, new], positions[:, new], first_row=1)]
+            )
 
     with torch.inference_mode():
         ours, expected = (list(hidden_states(in_one_call=flag)) for flag in (True, False))
@@ -192,12 +196,12 @@ def test_penalties_match_transformers(options: dict[str, Any], tokenizer: Any) -
     assert ours == reference != without
 
 
-def ending_soon() -> Any:
+def ending_soon(head_dim: int = 8) -> Any:
     """A model whose most frequent token ends a completion.
 
     It never samples the pad token, which transformers penalizes as a part of padded prompts.
     """
-    model = sharp_model(head_dim=8)
+    model = sharp_model(head_dim=head_dim)
     frequent = plain_greedy(model, PROMPTS[0], 2)[1]
     model.generation_config.eos_token_id = [END, frequent]
     return model
@@ -214,15 +218,19 @@ def test_ended_row_is_refilled_at_the_next_step(tokenizer: Any) -> None:
     free_at = [0, 0]
     for length in lengths:  # each completion uses the row that is free first
         first = free_at.index(min(free_at))
-        free_at[first] += length if length == 1 else length - 1  # start gives two tokens at once
+        free_at[first] += length
     assert len(steps) <= max(free_at) + 1
 
 
-def test_completion_does_not_depend_on_the_number_of_slots(tokenizer: Any) -> None:
+@pytest.mark.parametrize("max_scores", [decoder.MAX_SCORES, 0])
+def test_completion_does_not_depend_on_the_number_of_slots(
+    max_scores: int, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
+) -> None:
+    monkeypatch.setattr(decoder, "MAX_SCORES", max_scores)  # 0: prompts are not short
     sampling = Sampling(max_completion_length=9, top_k=9, seed=5)
     one = tokens(sampled(engine_of(sharp_model(), tokenizer, slots=1), sampling))
-    four = tokens(sampled(engine_of(sharp_model(), tokenizer, slots=7), sampling))
-    assert one == four
+    seven = tokens(sampled(engine_of(sharp_model(), tokenizer, slots=7), sampling))
+    assert one == seven
 
 
 @pytest.mark.parametrize("stop", [(), ("never generated",)])
@@ -276,6 +284,14 @@ def test_prompts_and_their_common_prefix_are_computed_once(tokenizer: Any) -> No
     engine = engine_of(sharp_model(), tokenizer, slots=4)
     prompts = [[*range(10, 30), last, last + 1] for last in range(40, 52)]
     assert tokens_computed(engine, requests(prompts)) == 20 + 12 * 2
+
+
+@pytest.mark.skipif(not USES_KERNELS, reason="torch computes prompts in passes of their own")
+def test_prompts_are_computed_in_the_pass_of_the_running_rows(tokenizer: Any) -> None:
+    engine, passes, steps = engine_of(ending_soon(head_dim=16), tokenizer, slots=2), [], []
+    engine._model.model.embed_tokens.register_forward_hook(lambda *_: passes.append(1))
+    sampled(engine, GREEDY, between_steps=lambda: steps.append(1))
+    assert len(passes) == len(steps)
 
 
 # New weights.

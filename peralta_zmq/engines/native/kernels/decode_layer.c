@@ -54,9 +54,9 @@ INLINE scalar to_scalar(float x) { return x; }
 INLINE lanes load(const scalar *from) { return *(const lanes *)from; }
 #endif
 
-/* Arguments of `attend`. The new tokens of a row are consecutive. */
+/* Arguments of `attend`. */
 typedef struct {
-    int64_t rows, new_tokens;                   /* new_tokens: of each row */
+    int64_t tokens;                             /* new tokens of all rows */
     int64_t heads, group, width;                /* key heads; query heads per key head; head_dim */
     int64_t shared, capacity;                   /* positions of the shared part; of a row */
     int64_t threads;
@@ -67,8 +67,8 @@ typedef struct {
     const scalar *cosine, *sine;                /* [tokens, width], rotary embedding */
     const scalar *shared_keys, *shared_values;  /* [heads, shared, width] */
     scalar *keys, *values;                      /* [rows, heads, capacity, width], own parts */
-    const int64_t *start, *end;                 /* [rows], span of the shared part */
-    const int64_t *column;                      /* [tokens], index of each token in its row */
+    const int64_t *row, *column;                /* [tokens], position of each in keys and values */
+    const int64_t *start, *end;                 /* [tokens], span of the shared part */
     scalar *out;                                /* [tokens, heads * group, width] */
     float epsilon, scaling;
 } Attention;
@@ -262,7 +262,7 @@ INLINE void attend_range(State *state, const scalar *keys, const scalar *values,
 
 /* The index of a key head's first own key in `keys`; the same for `values`. */
 INLINE int64_t own_offset(const Attention *a, int64_t token, int64_t head) {
-    return (token / a->new_tokens * a->heads + head) * a->capacity * a->width;
+    return (a->row[token] * a->heads + head) * a->capacity * a->width;
 }
 
 /* Writes the key and value of a new token to the cache. */
@@ -280,7 +280,7 @@ INLINE void write_head(const Attention *a, int64_t token, int64_t head) {
    part and to the row's own part up to the token. */
 INLINE void attend_head(const Attention *a, int64_t token, int64_t head, int64_t group) {
     State state;
-    const int64_t width = a->width, row = token / a->new_tokens, start = a->start[row];
+    const int64_t width = a->width, start = a->start[token];
     const int64_t own = own_offset(a, token, head), shared = (head * a->shared + start) * width;
     const scalar *query = a->query + token * a->query_stride + head * group * width;
     scalar *out = a->out + (token * a->heads + head) * group * width;
@@ -295,7 +295,7 @@ INLINE void attend_head(const Attention *a, int64_t token, int64_t head, int64_t
         }
         state.max[g] = -INFINITY, state.total[g] = 0;
     }
-    attend_range(&state, a->shared_keys + shared, a->shared_values + shared, a->end[row] - start,
+    attend_range(&state, a->shared_keys + shared, a->shared_values + shared, a->end[token] - start,
                  group, width, a->scaling);
     attend_range(&state, a->keys + own, a->values + own, a->column[token] + 1, group, width,
                  a->scaling);
@@ -306,19 +306,16 @@ INLINE void attend_head(const Attention *a, int64_t token, int64_t head, int64_t
 
 /* Attention of all new tokens. */
 void attend(const Attention *a) {
-    const int64_t tokens = a->rows * a->new_tokens, several = a->new_tokens > 1;
+    const int64_t tokens = a->tokens;
 #pragma omp parallel num_threads(a->threads)
     {
-        if (several) { /* a token attends to keys that another thread may write */
 #pragma omp for schedule(static)
-            for (int64_t task = 0; task < tokens * a->heads; task++)
-                write_head(a, task % tokens, task / tokens);
-        }
-#pragma omp for schedule(static)
+        for (int64_t task = 0; task < tokens * a->heads; task++)
+            write_head(a, task % tokens, task / tokens);
+#pragma omp for schedule(static) /* when all keys are written: a row may have several new tokens */
         for (int64_t task = 0; task < tokens * a->heads; task++) {
             /* All tokens of a head in sequence, so that its keys stay in the CPU's cache. */
             const int64_t head = task / tokens, token = task % tokens;
-            if (!several) write_head(a, token, head);
             switch (a->group) { /* constants, so that the compiler keeps the sums in registers */
                 case 1: attend_head(a, token, head, 1); break;
                 case 2: attend_head(a, token, head, 2); break;
@@ -377,7 +374,7 @@ typedef struct {
     int64_t in, outs;
 } Linear;
 
-/* Weights of a layer, and its part of the KV cache for the first row of the cache. */
+/* Weights of a layer, and its part of the KV cache. */
 typedef struct {
     const scalar *attention_norm, *mlp_norm;   /* [hidden_size], before the attention and the MLP */
     const scalar *query_norm, *key_norm;       /* as in Attention */
@@ -391,7 +388,7 @@ typedef struct {
     const Attention *attention; /* the fields that all layers have in common */
     const Layer *layers;
     Multiply *multiply;
-    int64_t num_layers, first_row; /* first_row: that of the first new token, in the cache */
+    int64_t num_layers;
     scalar *hidden;                /* [tokens, hidden_size], embeddings; overwritten */
     const scalar *last_norm;       /* [hidden_size] */
     scalar *out;                   /* [tokens, hidden_size], last hidden states */
@@ -401,17 +398,16 @@ typedef struct {
 
 INLINE void product(const Decode *d, const scalar *rows, const Linear *linear, scalar *out) {
     const Attention *a = d->attention;
-    d->multiply(rows, linear->packed, linear->bias, out, a->rows * a->new_tokens, linear->in,
-                linear->outs, a->threads);
+    d->multiply(rows, linear->packed, linear->bias, out, a->tokens, linear->in, linear->outs,
+                a->threads);
 }
 
 /* All layers, and the norm of the last hidden states. */
 void decode(const Decode *d) {
     Attention a = *d->attention;
-    const int64_t tokens = a.rows * a.new_tokens;
+    const int64_t tokens = a.tokens;
     const int threads = a.threads;
     const int64_t hidden_size = d->layers->qkv.in, inner_size = d->layers->down.in;
-    const int64_t offset = d->first_row * a.heads * a.capacity * a.width;
     scalar *normed = d->out; /* read before the last norm is written */
     a.query_stride = a.key_stride = a.value_stride = d->layers->qkv.outs;
     a.query = d->qkv, a.out = d->attended;
@@ -422,7 +418,7 @@ void decode(const Decode *d) {
         const scalar *next_norm = l + 1 < d->num_layers ? layer[1].attention_norm : d->last_norm;
         a.query_norm = layer->query_norm, a.key_norm = layer->key_norm;
         a.shared_keys = layer->shared_keys, a.shared_values = layer->shared_values;
-        a.keys = layer->keys + offset, a.values = layer->values + offset;
+        a.keys = layer->keys, a.values = layer->values;
         product(d, normed, &layer->qkv, d->qkv);
         attend(&a);
         product(d, d->attended, &layer->attention_out, d->update);
@@ -460,15 +456,15 @@ void sum_blocks(const scalar *logits, float *largest, float *sums, int64_t block
 int probe(void) {
     enum { WIDTH = 4 * LANES, ROWS = 2, KEYS = 16 };
     static scalar zeros[ROWS * KEYS * WIDTH], out[ROWS * KEYS * WIDTH];
-    const int64_t start[ROWS] = {0}, end[ROWS] = {KEYS, KEYS - 1}, column[ROWS] = {KEYS - 1};
+    const int64_t row[ROWS] = {0, 1}, column[ROWS] = {KEYS - 1};
+    const int64_t start[ROWS] = {0}, end[ROWS] = {KEYS, KEYS - 1};
     const Attention a = {
-        .rows = ROWS, .new_tokens = 1, .heads = 1, .group = 1, .width = WIDTH,
-        .shared = KEYS, .capacity = KEYS,
+        .tokens = ROWS, .heads = 1, .group = 1, .width = WIDTH, .shared = KEYS, .capacity = KEYS,
         .threads = 1, .query_stride = WIDTH, .key_stride = WIDTH, .value_stride = WIDTH,
         .query = zeros, .key = zeros, .value = zeros, .query_norm = zeros, .key_norm = zeros,
         .cosine = zeros, .sine = zeros, .shared_keys = zeros, .shared_values = zeros,
-        .keys = zeros, .values = zeros, .start = start, .end = end, .column = column, .out = out,
-        .epsilon = 1, .scaling = 1};
+        .keys = zeros, .values = zeros, .row = row, .column = column, .start = start, .end = end,
+        .out = out, .epsilon = 1, .scaling = 1};
     attend(&a);
     norm(zeros, zeros, out, ROWS, WIDTH, 1, 1);
     gate(zeros, zeros, out, ROWS, WIDTH, WIDTH, 1);

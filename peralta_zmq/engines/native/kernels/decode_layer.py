@@ -6,8 +6,8 @@ are used. If gemm.c has packed all weights of the layers, one call computes all 
 
 A row of the KV cache holds one sequence. A prefix that several rows have in common is stored once,
 in the shared part; the span of a row is the range of the shared part that belongs to its sequence,
-and the own part of the row has the other keys and values. Letters in shapes: n rows, S new tokens
-per row, D head_dim.
+and the own part of the row has the other keys and values. Letters in shapes: T new tokens of all
+rows, D head_dim.
 """
 
 from __future__ import annotations
@@ -41,11 +41,9 @@ WIDTH_UNITS = (
 DEFINES = {torch.bfloat16: (*SIZES, "-DSCALAR_IS_BF16"), torch.float32: SIZES}
 
 # Fields of the struct `Attention`, in the order of decode_layer.c.
-INTEGERS = (
-    "rows new_tokens heads group width shared capacity threads query_stride key_stride value_stride"
-)
+INTEGERS = "tokens heads group width shared capacity threads query_stride key_stride value_stride"
 INPUTS = "query key value query_norm key_norm cosine sine"
-CACHES = "shared_keys shared_values keys values start end column"
+CACHES = "shared_keys shared_values keys values row column start end"
 
 
 def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
@@ -87,7 +85,6 @@ class DecodeStruct(ctypes.Structure):
         ("layers", ctypes.POINTER(LayerStruct)),
         ("multiply", POINTER),
         ("num_layers", INT64),
-        ("first_row", INT64),
         *_fields("hidden last_norm out", POINTER),
         *_fields("qkv attended gates_and_ups gated update", POINTER),
         ("epsilon", FLOAT),
@@ -108,37 +105,33 @@ ARGUMENTS = {
 class CompiledLayerOps:
     """Replaces `decoder.TorchLayerOps` for a few new tokens per row.
 
-    The tokens belong to the n rows from `first_row` on. `arguments` are those of the C functions;
-    they also contain what `attend` has set for the last layer.
+    `arguments` are those of the C functions; they also contain what `attend` has set for the last
+    layer.
     """
 
     def __init__(
         self,
         library: ctypes.CDLL,
         cache: KVCache,
-        first_row: int,
         *,
-        rotary: tuple[Tensor, Tensor],  # cosines and sines, [n, S, D]
-        span: tuple[Tensor, Tensor],  # start and end in the shared part, [n, 1]
-        columns: Tensor,  # [n, S], positions of the new tokens in the rows' own parts
+        rotary: tuple[Tensor, Tensor],  # cosines and sines, [T, D]
+        places: Tensor,  # [4, T]: row, column in its own part, start and end in the shared part
     ) -> None:
-        self._library, self._cache, self._rows = library, cache, slice(first_row, None)
+        self._library, self._cache = library, cache
         self._threads = torch.get_num_threads()
-        (cosine, sine), (start, end) = rotary, span
-        self._tensors = cosine, sine, start, end, columns  # must stay alive while C reads them
-        (num_rows, new_tokens), head_dim = columns.shape, cosine.shape[-1]
+        (cosine, sine), (row, column, start, end) = rotary, places
+        self._tensors = cosine, sine, places  # must stay alive while C reads them
         # The struct calls the width of the rows, in tokens, `capacity`.
         self.arguments = AttentionStruct(
-            rows=num_rows,
-            new_tokens=new_tokens,
-            width=head_dim,
+            tokens=places.shape[1],
+            width=cosine.shape[-1],
             capacity=cache.width,
             threads=self._threads,
         )
-        self._set_pointers(cosine=cosine, sine=sine, start=start, end=end, column=columns)
+        self._set_pointers(cosine=cosine, sine=sine, row=row, column=column, start=start, end=end)
 
     def norm(self, norm: Any, hidden: Tensor) -> Tensor:
-        """RMS norm of [n, S, hidden_size]."""
+        """RMS norm of [T, hidden_size]."""
         out = torch.empty_like(hidden)
         addresses = hidden.data_ptr(), norm.weight.data_ptr(), out.data_ptr()
         num_tokens, size = hidden.shape[:-1].numel(), hidden.shape[-1]
@@ -146,7 +139,7 @@ class CompiledLayerOps:
         return out
 
     def gate(self, mlp: Any, gates: Tensor, ups: Tensor) -> Tensor:
-        """SwiGLU: silu(gates) * ups; both are [n, S, intermediate_size]."""
+        """SwiGLU: silu(gates) * ups; both are [T, intermediate_size]."""
         out = gates.new_empty(gates.shape)
         addresses = gates.data_ptr(), ups.data_ptr(), out.data_ptr()
         num_tokens, stride, size = gates.shape[:-1].numel(), gates.stride(-2), gates.shape[-1]
@@ -156,14 +149,14 @@ class CompiledLayerOps:
     def attend(
         self, module: Any, layer_type: str, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """Attention of the new tokens; query, key and value are [n, S, heads * D].
+        """Attention of the new tokens; query, key and value are [T, heads * D].
 
         Also writes key and value to the KV cache. `layer_type` is not used: all layers have full
         attention.
         """
         arguments, layer = self.arguments, module.layer_idx
         shared_keys, shared_values = self._cache.shared[layer]
-        keys, values = (own[self._rows] for own in self._cache.layers[layer])
+        keys, values = self._cache.layers[layer]
         arguments.heads, arguments.shared = shared_keys.shape[:2]
         arguments.group = query.shape[-1] // key.shape[-1]
         arguments.query_stride, arguments.key_stride = query.stride(-2), key.stride(-2)
@@ -224,21 +217,19 @@ def _is_correct(library: ctypes.CDLL, *, dtype: torch.dtype, group: int, head_di
     sizes = {"num_layers": 1, "num_rows": 1, "num_heads": 1, "capacity": 4, "head_dim": head_dim}
     cache = KVCache(**sizes, dtype=dtype, device=torch.device("cpu"))
     cache.shared = [(random(1, 3, head_dim), random(1, 3, head_dim))]
-    query, key, value = (random(1, 1, size) for size in (group * head_dim, head_dim, head_dim))
+    query, key, value = (random(1, size) for size in (group * head_dim, head_dim, head_dim))
     # A cosine of 1 and a sine of 0: the rotary embedding changes nothing.
-    no_rotation = torch.ones(1, 1, head_dim, dtype=dtype), torch.zeros(1, 1, head_dim, dtype=dtype)
-    span = torch.tensor([[1]]), torch.tensor([[3]])
-    ops = CompiledLayerOps(
-        library, cache, 0, rotary=no_rotation, span=span, columns=torch.tensor([[0]])
-    )
+    no_rotation = torch.ones(1, head_dim, dtype=dtype), torch.zeros(1, head_dim, dtype=dtype)
+    places = torch.tensor([[0], [0], [1], [3]])
+    ops = CompiledLayerOps(library, cache, rotary=no_rotation, places=places)
     layer = SimpleNamespace(layer_idx=0, scaling=0.3)
     attended = ops.attend(layer, "", query, key, value)
     keys, values = (
-        torch.cat([shared[:, 1:], new], 1)
+        torch.cat([shared[:, 1:], new[None]], 1)
         for shared, new in zip(cache.shared[0], (key, value), strict=True)
     )
     expected = torch.softmax(query.view(1, group, head_dim) @ keys.mT * 0.3, -1) @ values
-    norm = SimpleNamespace(weight=key[0, 0], variance_epsilon=1e-6)
+    norm = SimpleNamespace(weight=key[0], variance_epsilon=1e-6)
     sums, normed = value.clone(), torch.empty_like(value)
     addresses = (tensor.data_ptr() for tensor in (sums, key, norm.weight, normed))
     library.add_and_norm(*addresses, 1, head_dim, 1e-6, 1)

@@ -25,7 +25,7 @@ int main(void) {
     a.shared_keys = read_array(), a.shared_values = read_array();
     a.keys = read_array(), a.values = read_array();
     const int64_t cache_size = size;
-    a.start = read_array(), a.end = read_array(), a.column = read_array();
+    a.row = read_array(), a.column = read_array(), a.start = read_array(), a.end = read_array();
     a.out = read_array();
     attend(&a);
     fwrite(a.keys, cache_size, 1, stdout);

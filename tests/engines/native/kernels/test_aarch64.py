@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_layers import Layer, is_as_exact_as_torch
+from attention_layers import ROWS, Layer, is_as_exact_as_torch
 
 from peralta_zmq.engines.native.kernels import compiler, decode_layer
 
@@ -42,17 +42,16 @@ class EmulatedLibrary:
 
     def _sizes(self, a: Any) -> dict[str, int]:
         """Bytes of each array."""
-        tokens = a.rows * a.new_tokens
-        row, last, scalars = a.heads * a.width, tokens - 1, {}
+        tokens, row, last, scalars = a.tokens, a.heads * a.width, a.tokens - 1, {}
         scalars["query"] = last * a.query_stride + row * a.group
         scalars["key"], scalars["value"] = last * a.key_stride + row, last * a.value_stride + row
         scalars["query_norm"] = scalars["key_norm"] = a.width
         scalars["cosine"] = scalars["sine"] = tokens * a.width
         scalars["shared_keys"] = scalars["shared_values"] = row * a.shared
-        scalars["keys"] = scalars["values"] = a.rows * row * a.capacity
+        scalars["keys"] = scalars["values"] = (ROWS + 1) * row * a.capacity
         scalars["out"] = tokens * row * a.group
         sizes = {name: self._item_size * number for name, number in scalars.items()}
-        return sizes | {"start": 8 * a.rows, "end": 8 * a.rows, "column": 8 * tokens}
+        return sizes | dict.fromkeys(("row", "column", "start", "end"), 8 * tokens)
 
 
 @pytest.mark.slow  # compiles and emulates
