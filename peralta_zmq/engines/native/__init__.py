@@ -8,7 +8,7 @@ decoder       forward pass over the KV cache
 cache         keys and values of every row, allocated once
 linears       weights in the memory order in which this machine multiplies fastest
 graphs        CUDA graphs of a decode step
-kernels/      C code: decode_layer.c (between the matmuls), gemm.c (packed matmul)
+kernels/      C code: decode_layer.c (between the matmuls), gemm.c and gemm_float.c (packed matmul)
 """
 
 from peralta_zmq.engines.native.engine import NativeEngine

@@ -22,7 +22,6 @@ from peralta_zmq.engines.native.kernels.decode_layer import (
     LayerStruct,
     LinearStruct,
 )
-from peralta_zmq.engines.native.kernels.gemm import panel_kernel
 from peralta_zmq.engines.native.linears import ModelWeights, panels_of
 
 
@@ -36,9 +35,8 @@ class CompiledLayers:
         self, library: ctypes.CDLL, model: Any, weights: ModelWeights, cache: KVCache
     ) -> None:
         self._library, self._model, self._weights, self._cache = library, model, weights, cache
-        kernel = panel_kernel()
-        assert kernel is not None, "no panels: can_compile is false"
-        self._multiply = ctypes.cast(kernel[1].multiply, POINTER)
+        panels = model.layers[0].mlp.down_proj.fused.packed
+        self._multiply = ctypes.cast(panels.library.multiply, POINTER)
         self._table: Any = None  # array of LayerStruct, valid for the weights and the cache of _key
         self._key: Hashable = None
 
@@ -107,7 +105,7 @@ class CompiledLayers:
 
 
 def can_compile(model: Any) -> bool:
-    """Whether gemm.c has packed all linear weights of the layers, fused as in LayerStruct.
+    """Whether all linear weights of the layers are in panels, fused as in LayerStruct.
 
     `model` is a Llama-family model without its head.
     """

@@ -141,7 +141,7 @@ class ModelWeights:
 
 
 def panels_of(*linears: nn.Module) -> PanelWeight | None:
-    """The weight in which exactly these layers are fused; None if gemm.c has not packed it so."""
+    """The weight in which exactly these layers are fused; None if it is not in panels."""
     fused = [linear.fused for linear in linears if isinstance(linear, PackedLinear)]
     if len(fused) < len(linears) or len(set(map(id, fused))) > 1:
         return None

@@ -111,11 +111,13 @@ def test_decoder_logits_match_transformers_within_1e_5(family: str, tokenizer: A
             assert error <= 1e-5
 
 
-@pytest.mark.skipif(gemm.panel_kernel() is None, reason="gemm.c is not used on this machine")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_all_layers_in_one_call_compute_the_bits_of_a_call_per_operation(
-    family: str, tokenizer: Any
+    family: str, dtype: torch.dtype, tokenizer: Any
 ) -> None:
+    if gemm.panel_kernel(dtype) is None:
+        pytest.skip("panels are not used on this machine")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_key_value_heads": 2}
     settings = {**FAMILIES[family], **sizes}
     ids = np.random.default_rng(0).integers(3, 60, (3, 20))
@@ -123,7 +125,7 @@ def test_all_layers_in_one_call_compute_the_bits_of_a_call_per_operation(
 
     def hidden_states(*, in_one_call: bool) -> Iterator[torch.Tensor]:
         """Of prompts, and of one token after another, with newer weights before the last ones."""
-        engine = engine_of(tiny_model(**settings).bfloat16(), tokenizer)
+        engine = engine_of(tiny_model(**settings).to(dtype), tokenizer)
         decoder = engine._decoder
         assert decoder is not None and decoder._compiled_layers is not None
         if not in_one_call:
@@ -155,7 +157,7 @@ def test_bf16_logprobs_are_as_exact_as_those_of_transformers(
     settings = {"tie_word_embeddings": tied, **FAMILIES[family]}
     model = sharp_model(**settings).bfloat16()
     engine = engine_of(model, tokenizer)
-    if gemm.panel_kernel() is not None:
+    if gemm.panel_kernel(torch.bfloat16) is not None:
         assert gemm.PanelWeight in packed_classes(model)
     for seed in (0, 8):
         plain = sharp_model(seed=seed, **settings).bfloat16()

@@ -365,12 +365,12 @@ void add_and_norm(scalar *hidden, const scalar *update, const scalar *weight, sc
     }
 }
 
-/* The type of `multiply` in gemm.c. */
+/* The type of `multiply` in gemm.c and gemm_float.c. */
 typedef void Multiply(const scalar *rows, const scalar *packed, const scalar *bias, scalar *out,
                       int64_t num_rows, int64_t in, int64_t outs, int threads);
 
 typedef struct {
-    const scalar *packed, *bias; /* packed by gemm.c; [outs], or NULL */
+    const scalar *packed, *bias; /* in panels; [outs], or NULL */
     int64_t in, outs;
 } Linear;
 

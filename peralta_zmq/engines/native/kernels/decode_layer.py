@@ -2,7 +2,7 @@
 
 For a few new tokens per row, the C code needs four calls per layer. torch needs about forty
 operations per layer and one matmul for each row's own keys. Without a C compiler, torch's operators
-are used. If gemm.c has packed all weights of the layers, one call computes all layers.
+are used. If all weights of the layers are in panels (gemm.py), one call computes all layers.
 
 A row of the KV cache holds one sequence. A prefix that several rows have in common is stored once,
 in the shared part; the span of a row is the range of the shared part that belongs to its sequence,

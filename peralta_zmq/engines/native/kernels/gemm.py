@@ -1,11 +1,11 @@
 """Packed weights: stored in the memory order that this machine multiplies fastest.
 
 There are two packed orders, and both are faster than a plain weight. One is the order of oneDNN.
-The other is the order of gemm.c, which stores a weight in panels. On processors with AVX512-BF16
-or AMX, gemm.c is faster than oneDNN for every measured number of input rows
-(products_vs_onednn_* in the results of `bin/bench generation`). Each implementation is checked
-against a plain matmul before use, because torch's operators for oneDNN are private, and gemm.c
-depends on the local compiler.
+The other is the order of our C files, which store a weight in panels: gemm.c in bfloat16, for
+processors with AVX512-BF16 or AMX, and gemm_float.c in float32. There, they are faster than oneDNN
+for every measured number of input rows (products_vs_onednn_* in the results of `bin/bench
+generation`; float32: docs/benchmarks.md). Each implementation is checked against a plain matmul
+before use, because torch's operators for oneDNN are private, and ours depend on the local compiler.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from peralta_zmq.errors import described
 
 logger = logging.getLogger(__name__)
 ONEDNN_ROWS = 32  # number of input rows for which oneDNN optimizes its order
-PANEL_WIDTH = 32  # outputs per panel, as in gemm.c
 ARGUMENTS = {
     "pack": (POINTER, POINTER, INT64, INT64, INT),
     "multiply": (POINTER, POINTER, POINTER, POINTER, INT64, INT64, INT64, INT),
@@ -34,17 +33,21 @@ ARGUMENTS = {
 
 
 class Variant(NamedTuple):
-    """One of the ways to compile gemm.c."""
+    """One of the ways to compile one of the C files."""
 
-    cpu_feature: str  # that the code needs
+    source: str  # name of the C file
+    dtype: torch.dtype  # of weights and rows
+    cpu_feature: str  # of the processors on which it is used
     defines: tuple[str, ...]  # compiler options
-    step: int  # as in gemm.c: the number of inputs of a weight must be a multiple of it
+    panel_width: int  # outputs per panel, as in the C file
+    step: int  # the number of inputs of a weight must be a multiple of it
 
 
 # The faster one first.
 VARIANTS = (
-    Variant("amx_bf16", ("-DWITH_AMX",), step=32),
-    Variant("avx512_bf16", (), step=2),
+    Variant("gemm.c", torch.bfloat16, "amx_bf16", ("-DWITH_AMX",), panel_width=32, step=32),
+    Variant("gemm.c", torch.bfloat16, "avx512_bf16", (), panel_width=32, step=2),
+    Variant("gemm_float.c", torch.float32, "avx2", (), panel_width=16, step=1),
 )
 
 
@@ -61,12 +64,12 @@ class OnednnWeight:
 
 
 class PanelWeight:
-    """A bfloat16 weight [outputs, inputs] in the panels of gemm.c."""
+    """A weight [outputs, inputs] in the panels of a C file; `library` is that of `variant`."""
 
     def __init__(self, variant: Variant, library: ctypes.CDLL, weight: Tensor) -> None:
-        self._library, (self.outputs, self.inputs) = library, weight.shape
-        num_panels = -(-self.outputs // PANEL_WIDTH)  # rounded up
-        self._panels = weight.new_empty(num_panels, self.inputs // 2, PANEL_WIDTH, 2)
+        self.library, (self.outputs, self.inputs) = library, weight.shape
+        num_panels = -(-self.outputs // variant.panel_width)  # rounded up
+        self._panels = weight.new_empty(num_panels, self.inputs * variant.panel_width)
         weight = weight.contiguous()
         addresses = weight.data_ptr(), self._panels.data_ptr()
         library.pack(*addresses, self.outputs, self.inputs, torch.get_num_threads())
@@ -80,15 +83,15 @@ class PanelWeight:
 
         Raises RuntimeError, like torch's linear layers, if the size or dtype does not match.
         """
-        if rows.dtype != torch.bfloat16 or rows.shape[-1] != self.inputs:
-            expected = f"[..., {self.inputs}] of torch.bfloat16"
+        if rows.dtype != self._panels.dtype or rows.shape[-1] != self.inputs:
+            expected = f"[..., {self.inputs}] of {self._panels.dtype}"
             raise RuntimeError(f"rows are {list(rows.shape)} of {rows.dtype}, not {expected}")
         rows = rows.contiguous()
         out = rows.new_empty(*rows.shape[:-1], self.outputs)
         bias_address = None if bias is None else bias.data_ptr()
         addresses = rows.data_ptr(), self._panels.data_ptr(), bias_address, out.data_ptr()
         sizes = rows.numel() // self.inputs, self.inputs, self.outputs
-        self._library.multiply(*addresses, *sizes, torch.get_num_threads())
+        self.library.multiply(*addresses, *sizes, torch.get_num_threads())
         return out
 
 
@@ -97,7 +100,7 @@ PackedWeight: TypeAlias = OnednnWeight | PanelWeight
 
 def pack(weight: Tensor) -> PackedWeight:
     """Pack a weight [out, in]; `can_pack` must be true for its dtype."""
-    kernel = panel_kernel() if weight.dtype == torch.bfloat16 else None
+    kernel = panel_kernel(weight.dtype)
     if kernel is not None and weight.shape[1] % kernel[0].step == 0:
         return PanelWeight(*kernel, weight)
     return OnednnWeight(weight)
@@ -114,25 +117,25 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 @functools.cache
-def panel_kernel() -> tuple[Variant, ctypes.CDLL] | None:
-    """The fastest usable variant of gemm.c and its library; None if the CPU supports none."""
+def panel_kernel(dtype: torch.dtype) -> tuple[Variant, ctypes.CDLL] | None:
+    """The fastest usable variant for `dtype` and its library; None if the CPU supports none."""
     cpu_features = compiler.cpu_features().split()
     for variant in VARIANTS:
-        if variant.cpu_feature in cpu_features:
+        if variant.dtype == dtype and variant.cpu_feature in cpu_features:
             check = functools.partial(_reproduces_matmul, variant)
-            library = compiler.load("gemm.c", ARGUMENTS, variant.defines, check=check)
+            library = compiler.load(variant.source, ARGUMENTS, variant.defines, check=check)
             if library is not None:
                 return variant, library
     return None
 
 
 def _reproduces_matmul(variant: Variant, library: ctypes.CDLL) -> bool:
-    return _is_correct(functools.partial(PanelWeight, variant, library), torch.bfloat16)
+    return _is_correct(functools.partial(PanelWeight, variant, library), variant.dtype)
 
 
 def _is_correct(make: Callable[[Tensor], PackedWeight], dtype: torch.dtype) -> bool:
     """Whether a weight packed by `make` gives the outputs of a plain matmul."""
-    # Full and partial panels and blocks of all variants of gemm.c.
+    # Full and partial panels and blocks of all variants.
     weight = torch.linspace(-1, 1, 80 * 64).reshape(80, 64).to(dtype)
     rows = torch.linspace(-1, 1, 41 * 64).reshape(41, 64).to(dtype)
     bias = torch.ones(80, dtype=dtype)
