@@ -114,7 +114,9 @@ def pack_groups(
     `advantages` has one value per rollout for each group; a group with an empty list is left out.
     `included` has one flag per rollout for each group: False leaves the rollout out; None includes
     all. Also returns metrics: of the rollouts longer than max_tokens, the number whose end was cut
-    off (num_truncated) and the number left out (num_dropped).
+    off (num_truncated) and the number left out (num_dropped); the number of tokens in the loss
+    (num_loss_tokens); and of generated tokens in groups with an advantage of 0 in all rollouts
+    (num_no_signal_tokens).
     """
     samples, num_truncated, num_dropped = list[PackedSample](), 0, 0
     max_kept = packing.max_tokens if packing.oversize == "truncate" else 0
@@ -135,7 +137,18 @@ def pack_groups(
         number = samples[-1].group + 1 if samples else 0
         while packable:
             samples.append(_next_sample(packable, max_shared, name=group.name, group=number))
-    return samples, {"num_truncated": num_truncated, "num_dropped": num_dropped}
+    packed = [rollout for sample in samples for rollout in sample.rollouts]
+    return samples, {
+        "num_truncated": num_truncated,
+        "num_dropped": num_dropped,
+        "num_loss_tokens": sum(int(rollout.loss_mask[1:].sum()) for rollout in packed),
+        "num_no_signal_tokens": sum(
+            rollout.num_generated
+            for group, values in zip(groups, advantages, strict=True)
+            if not any(values)
+            for rollout in group.rollouts
+        ),
+    }
 
 
 def make_micro_batches(

@@ -9,7 +9,13 @@ import torch
 from sample_data import group_of, packed, siblings
 
 from peralta_zmq.learning.advantages import group_mean, length_weighted
-from peralta_zmq.learning.packing import MicroBatch, Packing, assign_to_bins, make_micro_batches
+from peralta_zmq.learning.packing import (
+    MicroBatch,
+    Packing,
+    assign_to_bins,
+    make_micro_batches,
+    pack_groups,
+)
 from peralta_zmq.rollout import RolloutGroup
 
 
@@ -154,7 +160,17 @@ def test_oversize_rollout_is_truncated_or_dropped(
 
 def test_oversize_prompt_drops_the_rollout() -> None:
     samples, metrics = packed([siblings([1, 0], num_prompt=12)], max_tokens=10)
-    assert (samples, metrics) == ([], {"num_truncated": 0, "num_dropped": 2})
+    assert (samples, metrics["num_truncated"], metrics["num_dropped"]) == ([], 0, 2)
+
+
+def test_metrics_count_tokens_in_the_loss_and_of_groups_without_signal() -> None:
+    groups = [siblings([1, 0], lengths=[n, 2 * n], seed=n) for n in (3, 5, 7)]  # prompts of 3
+    advantages = [[0.5, -0.5], [], [0.0, 0.0]]  # the last one is trained: keep_zero_std
+    _, metrics = pack_groups(groups, advantages, Packing(max_tokens=100))
+    assert (metrics["num_loss_tokens"], metrics["num_no_signal_tokens"]) == (9 + 21, 15 + 21)
+    included = [[True, False], [True, True], [True, True]]
+    _, metrics = pack_groups(groups, advantages, Packing(max_tokens=5), included=included)
+    assert (metrics["num_loss_tokens"], metrics["num_no_signal_tokens"]) == (2 + 2 + 2, 15 + 21)
 
 
 def test_dropped_rollout_counts_in_the_baseline() -> None:
