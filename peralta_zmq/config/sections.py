@@ -267,7 +267,10 @@ class DashboardSection(Section):
 
 
 class LogSection(Section):
-    """Log messages."""
+    """Log messages and samples."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """lowest level that is printed"""
+    samples: Literal["random", "best", "worst"] = "random"
+    """group of each step that samples.jsonl, the dashboard and the trackers get: a random one, or
+    that with the best or the worst mean reward"""

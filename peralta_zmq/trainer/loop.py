@@ -7,6 +7,7 @@ group. So after a kill the next start loses no group and trains no group twice (
 
 from __future__ import annotations
 
+import random
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
@@ -205,9 +206,17 @@ class Trainer:
             **self.generators.metrics(result.metrics),
             "step_time": step_time,
         }
-        sample = _sample(self.step, groups[0], result.advantages[0], self.policy.tokenizer)
+        index = self._index_of_sample(groups)
+        sample = _sample(self.step, groups[index], result.advantages[index], self.policy.tokenizer)
         if self.session.run_log.step(row, sample):
             self.no_signal.update(self.step, groups, result.metrics["frac_reward_zero_std"])
+
+    def _index_of_sample(self, groups: Sequence[RolloutGroup]) -> int:
+        """Index of the group that log.samples chooses; depends only on groups, seed and step."""
+        config, rewards = self.session.config, [group.mean_reward for group in groups]
+        if config.log.samples == "random":
+            return random.Random(f"{config.run.seed}/{self.step}").randrange(len(groups))
+        return rewards.index(max(rewards) if config.log.samples == "best" else min(rewards))
 
     def train_again(self, groups: Sequence[RolloutGroup], learning_rate: float) -> None:
         """Repeat a step of an earlier session with the step's groups from the journal."""

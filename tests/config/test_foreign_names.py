@@ -13,7 +13,7 @@ from peralta_zmq.config.schema import known_fields
 
 @pytest.mark.parametrize(("flag", "value", "expected"), [
     ("train.max-step", "3", "train.max_step = '3'; did you mean train.max_steps?"),
-    ("log.qqq", "1", "log.qqq = '1'; the settings of [log] are level"),
+    ("log.qqq", "1", "log.qqq = '1'; the settings of [log] are level, samples"),
     ("ckpt.interval", "3", "ckpt.interval = '3'; did you mean checkpoint.interval?"),
     ("train.temperature", "1",
      "train.temperature = '1'; 'temperature' is a setting of [sampling] and [eval] here"),

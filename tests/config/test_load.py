@@ -95,7 +95,7 @@ def test_value_for_a_section_is_refused(tmp_path: Path) -> None:
     assert refusal("--train", "3").startswith("--train is a config group")
     assert toml_refusal(tmp_path, 'loss = "grpo"').startswith("'loss' is a section, not a setting")
     message = toml_refusal(tmp_path, "log = 5")
-    assert message == "'log' is a section, not a setting (log = 5); its settings: level"
+    assert message == "'log' is a section, not a setting (log = 5); its settings: level, samples"
 
 
 def test_missing_file_names_the_nearest_file() -> None:

@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -487,6 +487,30 @@ def test_unreadable_identity_does_not_start_a_new_run(settings: list[str], text:
     (config.run_folder / IDENTITY).write_text(text)
     with pytest.raises(JournalError, match=r"RUN\.json cannot be read .*put a copy back"):
         trainer.run(config)
+
+
+@pytest.mark.parametrize("choice", ["random", "best", "worst"])
+def test_sample_of_a_step_is_the_chosen_group(
+    stack: ExitStack, tmp_path: Path, choice: str
+) -> None:
+    session = Session(stack, tmp_path, f"--log.samples={choice}")
+    batches, learn = list[list[tuple[float, ...]]](), session.trainer.learn
+
+    def record(groups: Sequence[RolloutGroup], **options: Any) -> StepResult:
+        batches.append([group.rewards for group in groups])
+        return learn(groups, **options)
+
+    session.trainer.learn = record
+    for _ in range(3):
+        session.advance()
+    sampled = [tuple(row["rewards"]) for row in read_rows(tmp_path / "demo" / SAMPLES)]
+    if choice == "random":
+        indices = [batch.index(rewards) for batch, rewards in zip(batches, sampled, strict=True)]
+        assert len(set(indices)) > 1
+        return
+    extreme = max if choice == "best" else min
+    assert [sum(rewards) for rewards in sampled] == [extreme(map(sum, batch)) for batch in batches]
+    assert all(len(set(map(sum, batch))) > 1 for batch in batches)
 
 
 def test_samples_have_texts_rewards_and_advantages_of_a_group_of_the_step(
