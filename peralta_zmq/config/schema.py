@@ -101,6 +101,7 @@ class Config(Section):
         _check_reference(self)
         _check_reward_shaping(self)
         _check_ranges(self)
+        _check_interval(self)
         _check_security(self)
         _check_environments(self)
         _check_verification(self)
@@ -226,6 +227,27 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(
             f"generator.index {generator.index} is not below generator.count {generator.count}; "
             "indices start at 0, and all generators have the same count"
+        )
+
+
+def _check_interval(config: Config) -> None:
+    """Check that groups can be trained until the next weight version is published."""
+    interval, train = config.weights.interval, config.train
+    if interval == 1:
+        return
+    if train.max_async_level == 0:
+        raise ConfigError(
+            f"weights.interval {interval} needs older weights in the steps between two versions, "
+            "but train.max_async_level is 0; use weights.interval 1, or train.max_async_level 1 "
+            "or more"
+        )
+    longest = (train.max_async_level + 1) * interval - 1
+    if longest > train.max_off_policy_steps:
+        raise ConfigError(
+            f"weights.interval {interval} with train.max_async_level {train.max_async_level} makes "
+            f"groups up to {longest} steps old, and train.max_off_policy_steps "
+            f"{train.max_off_policy_steps} would drop them; set it to {longest} or more, or lower "
+            "weights.interval"
         )
 
 

@@ -195,6 +195,9 @@ class WeightsSection(Section):
     None = the folder weights/ in the run folder"""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """number format of published weights; only bfloat16 gives small deltas"""
+    interval: PositiveInt = 1
+    """training steps between two published versions; the weights at an evaluation and at the end of
+    a session are published too"""
     keyframe_interval: PositiveInt = 10
     """every n-th version has all weights (keyframe), the others are deltas; 1 = no deltas"""
     keep_last: PositiveInt = 3

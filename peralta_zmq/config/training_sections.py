@@ -235,7 +235,8 @@ class TrainSection(Section):
     gradient_checkpointing: bool = False
     """recompute each layer in the backward pass: less memory, a third more time"""
     max_async_level: NonNegativeInt = 1
-    """training steps that generators may run ahead, with older weights; 0 = on-policy"""
+    """weight versions that generators may run ahead; with weights.interval 1: training steps; 0 =
+    on-policy"""
     max_off_policy_steps: NonNegativeInt = 8
     """drop groups sampled by weights more than this many steps old; 0 if max_async_level is 0"""
     max_mismatch_kl: PositiveFloat = 0.1

@@ -119,6 +119,7 @@ class Generator:
             config.groups_per_step,
             config.train.max_async_level,
             name=connection.name,
+            steps_per_version=config.weights.interval,
             oversampling_factor=config.curriculum.oversampling_factor,
             follow_step_size=config.train.token_batch_size is not None,
         )

@@ -32,6 +32,9 @@ class SamplingPacer:
     live generators instead, because others may begin to supply at the same time. So invented
     senders, whose groups are not trained, do not slow a supplier down.
 
+    The limit counts weight versions. One is published after every `steps_per_version` training
+    steps, so with more than 1 a group may be older, in steps, although no newer version exists.
+
     A crashed generator or a lost announcement must not block other generators for long. Therefore a
     generator at its limit starts a group every `STARVED_SECONDS` or `SILENCE_SECONDS`.
 
@@ -46,13 +49,14 @@ class SamplingPacer:
         max_async_level: int,
         *,
         name: str,  # of this generator
+        steps_per_version: int = 1,
         oversampling_factor: float = 1.0,
         follow_step_size: bool = False,
     ) -> None:
         self._groups_per_step, self._follow_step_size = groups_per_step, follow_step_size
         self._name = name
         self._oversampling_factor = oversampling_factor
-        self._max_async_level = max_async_level
+        self._max_async_level, self._steps_per_version = max_async_level, steps_per_version
         self._last_start = time.monotonic()
         self._counted: wire.Announcement | None = None  # `_num_generators` was counted from it
         self._num_generators = 1
@@ -88,7 +92,9 @@ class SamplingPacer:
         expected = math.ceil(groups_per_step * self._oversampling_factor)
         share = math.ceil(expected / self._num_generators)
         started_step = max(announcement.started_step, step)  # the announcement may be old
-        staleness = started_step + num_pending // share - step  # pending groups are consumed first
+        # The steps taken before the group is trained: pending groups are consumed first.
+        num_taken = started_step + num_pending // share
+        staleness = num_taken // self._steps_per_version - step // self._steps_per_version
         return staleness <= self._max_async_level
 
     def record_start(self) -> None:
@@ -99,9 +105,9 @@ class SamplingPacer:
 def outbox_limit(config: Config) -> int:
     """Maximum number of groups to keep for a trainer that does not acknowledge them.
 
-    Enough for all training steps that could still consume the groups: the one in progress, the
-    next, and `max_async_level` further ones.
+    Enough for all training steps that could still consume the groups: the one in progress, those
+    until the next weight version, and those of `max_async_level` further versions.
     """
-    steps = config.train.max_async_level + 2
+    steps = (config.train.max_async_level + 1) * config.weights.interval + 1
     groups = steps * config.groups_per_step * config.curriculum.oversampling_factor
     return max(64, math.ceil(groups))

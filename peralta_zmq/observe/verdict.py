@@ -192,7 +192,8 @@ def _dropped_groups(state: RunState) -> Iterator[Verdict]:
 def _weights(state: RunState) -> Iterator[Verdict]:
     reported = [generator for generator in state.generators if math.isfinite(generator.step)]
     oldest = min(reported, key=lambda generator: generator.step, default=None)
-    steps = number(state.rows[-1], "step") - oldest.step if oldest else 0.0
+    published = number(state.rows[-1], "weights/step", number(state.rows[-1], "step"))
+    steps = published - oldest.step if oldest else 0.0
     seconds = steps * state.step_seconds
     if oldest and steps >= OLD_STEPS and seconds >= OLD_SECONDS:
         yield Verdict(

@@ -149,7 +149,7 @@ class Trainer:
         result = self.learn(groups)
         failpoint("trainer.stepped")
         report_mismatches(self.mismatch, self.session, self.collector.admission, step=self.step)
-        publish_seconds = self.publish()
+        publish_seconds = self.publish() if self._is_publish_due else 0.0
         timings = {
             "queue/depth": depth,
             "time/wait_for_batch": collected - started - journal_seconds,
@@ -184,6 +184,17 @@ class Trainer:
         self.checkpoints.update_progress()
         self.mismatch.record(result.mismatch)
         return result
+
+    @property
+    def _is_publish_due(self) -> bool:
+        """True if the weights of the newest step are due to be published.
+
+        Generators evaluate a step only with its weights or newer ones.
+        """
+        config, step = self.session.config, self.step
+        is_last = step >= config.train.max_steps
+        is_interval = step % config.weights.interval == 0 or step % config.eval.interval == 0
+        return is_last or is_interval or self.generators.keyframe_due
 
     def publish(self) -> float:
         """Publish the newest weights in the background; return the seconds of the copy."""
@@ -231,6 +242,8 @@ class Trainer:
         """
         step, run_log = self.step, self.session.run_log
         self.collector.commit()
+        if self.publishing.newest_step not in (-1, step):  # -1: the recovery was not completed
+            self.publish()
         self.checkpoints.try_write()
         self.publishing.wait()
         is_complete = step >= self.session.config.train.max_steps and self.publishing.wait_out()

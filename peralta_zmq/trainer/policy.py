@@ -131,6 +131,7 @@ class PolicyPublisher:
         self, session: Session, store: WeightStore, policy: Policy, stack: ExitStack
     ) -> None:
         self.store = store
+        self.newest_step = -1  # of the newest weights passed to `publish` or `announce`; -1: none
         self._session, self._model = session, policy.model
         self._manifest_fields: dict[str, str | int] = {**policy.manifest_fields}
         self._newest: PublishReport | None = None  # of the newest published version
@@ -158,6 +159,7 @@ class PolicyPublisher:
         Returns the number of seconds that copying took. The last step is always published as a
         keyframe, whose folder transformers can load.
         """
+        self.newest_step = step
         keyframe = keyframe or step >= self._session.config.train.max_steps
         self._manifest_fields["lineage"] = self._session.run_log.lineage
         return self._publisher.publish(step, lora.published_weights(self._model), keyframe=keyframe)
@@ -172,6 +174,7 @@ class PolicyPublisher:
             return {}
         return {
             "weights/version": report.version.number,
+            "weights/step": report.version.step,
             "weights/bytes": report.version.size,
             "weights/stall_seconds": report.stall_seconds,
             "weights/encode_seconds": report.encode_seconds,

@@ -255,6 +255,7 @@ class Recovery:
             self.publishing.publish(step)
             self.publishing.wait()
         else:
+            self.publishing.newest_step = step
             self.publishing.announce(newest)
 
 

@@ -97,6 +97,20 @@ def test_warmup_longer_than_run_is_refused() -> None:
     assert load("--train.warmup-steps", "80").train.warmup_steps == 80
 
 
+def test_weights_interval_without_older_weights_is_refused() -> None:
+    assert refusal("--weights.interval", "2", "--train.max-async-level", "0") == (
+        "weights.interval 2 needs older weights in the steps between two versions, but "
+        "train.max_async_level is 0; use weights.interval 1, or train.max_async_level 1 or more"
+    )
+    assert refusal("--weights.interval", "5") == (
+        "weights.interval 5 with train.max_async_level 1 makes groups up to 9 steps old, and "
+        "train.max_off_policy_steps 8 would drop them; set it to 9 or more, or lower "
+        "weights.interval"
+    )
+    assert load("--weights.interval", "4").weights.interval == 4
+    assert load("--train.max-async-level", "0").weights.interval == 1
+
+
 def test_generator_index_beyond_count_is_refused() -> None:
     message = refusal("--generator.index", "2", "--generator.count", "2")
     assert message.startswith("generator.index 2 is not below generator.count 2; ")

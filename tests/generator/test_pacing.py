@@ -66,6 +66,26 @@ def test_pacer_allows_groups_within_async_level(level: int, started_step: int, g
 
 
 @pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(
+    ("level", "weights", "started_step", "groups"),
+    [
+        (1, 8, 8, 128),  # steps 9 to 12 with the newest version, 13 to 16 with the one before
+        (1, 8, 11, 80),
+        (1, 8, 12, 64),  # the version of step 12 is due
+        (1, 8, 16, 0),
+        (2, 8, 16, 64),
+        (1, 10, 16, 0),  # an additional version does not change the limit
+        (1, 12, 16, 64),
+    ],
+)
+def test_pacer_counts_weight_versions_of_several_steps(
+    level: int, weights: int, started_step: int, groups: int
+) -> None:
+    pacer = SamplingPacer(16, name="g0", max_async_level=level, steps_per_version=4)
+    assert num_allowed(pacer, step=weights, started_step=started_step) == min(100, groups)
+
+
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(("num_generators", "groups"), [(2, 8), (3, 6), (16, 1), (40, 1)])
 def test_pacer_divides_a_step_among_generators(num_generators: int, groups: int) -> None:
     pacer = SamplingPacer(16, name="g0", max_async_level=0)

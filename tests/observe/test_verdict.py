@@ -132,6 +132,8 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, str, str]] = {
     "old weights": (run(10, gen("a"), gen("nas", step=4)), [], None, "warn",
         "nas still samples from the weights of step 4, which are 6 steps or 12 s old; check its "
         "link to weights.dir with bin/doctor on that machine"),
+    "old version": (run(10, gen("a"), gen("nas", step=4), weights__step=6), [], None, "ok",
+        "balanced: the trainer waits 8% of its time for rollouts, generators 5% for the trainer"),
     # 9 rows after the first: 9 groups dropped, 72 trained
     "stale groups": (growing(run(), dropped__stale=1), STALE_DROPS, None, "warn",
         "11% of groups were dropped as stale, most of them from b; raise "

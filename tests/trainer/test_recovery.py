@@ -133,6 +133,29 @@ def steps_published(folder: Path) -> list[object]:
     return [row["step"] for row in read_rows(folder / EVENTS) if row["event"] == "publish"]
 
 
+def test_run_with_publish_interval_continues_after_a_kill_between_two_versions(
+    continued: Continued,
+) -> None:
+    interval = ("--weights.interval=3", "--eval.interval=5", "--checkpoint.interval=2")
+    with ExitStack() as stack:  # closed without `finish`, like a killed trainer
+        continued.train(continued.open(stack, *interval, max_steps=9), until=4)
+    assert steps_published(continued.folder) == [0, 3]
+    with ExitStack() as stack:
+        trainer = continued.open(stack, *interval, max_steps=9)
+        continued.train(trainer, until=8)
+        assert steps_published(continued.folder) == [0, 3, 4, 5, 6]  # 5 is evaluated
+        trainer.session.stop.requested = True
+        trainer.finish()  # publishes the weights of step 8
+        accounting = trainer.collector.accounting()
+    with ExitStack() as stack:
+        trainer = continued.open(stack, *interval, max_steps=9)
+        continued.train(trainer, until=9)
+    assert steps_published(continued.folder) == [0, 3, 4, 5, 6, 8, 9]
+    assert accounting["trained"] + accounting["no_signal"] == 16  # 8 steps of 2 groups
+    assert accounting["lost"] == accounting["stale"] == 0
+    assert replay.main([str(continued.folder)]) == 0  # all versions are as published
+
+
 def weights_of(trainer: Trainer) -> str:
     return replay.weights_sha256(lora.published_weights(trainer.policy.model))
 
