@@ -296,6 +296,7 @@ def without_cause(history: History) -> Iterator[Record]:
     """Records whose outcome is impossible for their group."""
     logs, flagged = history.logs, _flagged(history)
     undone, resumed_at = _undone_weights(history)
+    buffered = {int(number(row, "step")) for row in _named(history, "skip_buffer")}
     for record in history.journal:
         if record.key not in logs.made:
             continue  # `accounts` reports it
@@ -304,7 +305,9 @@ def without_cause(history: History) -> Iterator[Record]:
         is_undone = logs.made_with[record.key] in undone
         causes = {
             "stale": age > history.max_off_policy_steps,
-            "abandoned": is_undone or resumed_at < logs.newest.get(record.key, -1) >= record.step,
+            "abandoned": is_undone
+            or resumed_at < logs.newest.get(record.key, -1) >= record.step
+            or record.step in buffered,
             "filtered": history.filters,
             "evaluated": evaluates,
             "mismatched": flagged.get(record.key[0], record.step) < record.step,

@@ -133,7 +133,8 @@ def read_history(
         filters=config.curriculum.online_difficulty_filtering,
         rolled_back=frozenset(
             record.key
-            for journal in folder.glob("rolled_back_to_*/journal")
+            for name in ("rolled_back_to_*", "skipped_progress")
+            for journal in folder.glob(f"{name}/journal")
             for record in read_journal(journal)
         ),
     )

@@ -234,6 +234,12 @@ class CheckpointSection(Section):
     resume_step: Annotated[int, Field(ge=-1)] = -1
     """roll back to the checkpoint of this step, once: later starts with the same value resume from
     the newest; -1 = always resume from the newest"""
+    skip_progress: bool = False
+    """continue with the weights and the optimizer of the resumed step, but as step 0, once: later
+    starts with the same value resume as usual"""
+    skip_buffer: bool = False
+    """at each start, drop the groups that are received but not trained, and sample all problems
+    again that curriculum excludes as too easy or too hard"""
 
 
 class VerifierSection(Section):

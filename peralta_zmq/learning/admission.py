@@ -6,7 +6,8 @@ group is admitted to the batch of a training step. The outcome of the group is t
 table that applies; the last two admit it, all others drop it:
 
     invalid     the group has no rollouts, because the decoder rejected them
-    abandoned   sampled from weights that a roll-back of the run has undone
+    abandoned   sampled from weights that a roll-back of the run has undone, or received for a step
+                that had not begun when the trainer was started with checkpoint.skip_buffer
     evaluated   completions of held-out problems, for an evaluation
     mismatched  the sender is flagged: its logprobs differ too much from the trainer's
     stale       sampled from weights that are more than `max_off_policy_steps` steps old
@@ -145,6 +146,11 @@ class Ledger:
             self._above[sender] = above
         self._limit_memory()
         return True
+
+    def change_outcome(self, before: str, after: str) -> None:
+        """Change the outcome of one settled group."""
+        self.outcomes[before] -= 1
+        self.outcomes[after] += 1
 
     def is_plausible(self, sender: str, sequence: int) -> bool:
         """False if the sequence is more than MAX_JUMP above the sender's highest."""

@@ -140,7 +140,10 @@ class RunLog:
         return verdict(list(self._newest_rows), list(self._events.newest), now=now)
 
     def rewind(self, step: int) -> None:
-        """Record a roll-back to `step`: later steps will be trained and written again."""
+        """Record a roll-back to `step`: later steps will be trained and written again.
+
+        -1 undoes step 0 too: other weights become those of step 0.
+        """
         self.event("roll_back", step=step, rows=len(read_rows(self._folder / METRICS)))
         self.lineage += 1
         self.last_step = min(self.last_step, step)
@@ -225,9 +228,9 @@ def recorded_weights_ids(folder: Path) -> set[str]:
 def abandoned_weights(folder: Path, step: int) -> set[str]:
     """Return the weights_id of all published weights whose step a later resume undid.
 
-    A resume undoes the steps after the step that it continues from. `step` is that step for the
-    current resume, which events.jsonl does not have yet. A weights_id that was published again
-    after the resume is not abandoned.
+    A resume undoes the steps after the step that it continues from; a roll-back to step -1 undoes
+    step 0 too. `step` is that step for the current resume, which events.jsonl does not have yet. A
+    weights_id that was published again after the resume is not abandoned.
     """
     steps: dict[str, float] = {}  # weights_id -> step of the weights
     abandoned: set[str] = set()
@@ -236,7 +239,7 @@ def abandoned_weights(folder: Path, step: int) -> set[str]:
             weights_id = str(row["weights_id"])
             steps[weights_id] = number(row, "step")
             abandoned.discard(weights_id)
-        elif row["event"] == "resume":
+        elif row["event"] in ("resume", "roll_back"):
             resumed_step = number(row, "step")
             abandoned |= {key for key, published in steps.items() if published > resumed_step}
     return abandoned

@@ -78,12 +78,12 @@ class CheckpointWriter:
         if learner.step == self.saved_step:
             return
         folder = self._session.folder / CHECKPOINTS
-        progress = {"ledger": self._ledger.saved(), **self._progress}
-        saved = Checkpoint(learner.step, learner.state(), progress)
         try:
-            write_checkpoint(folder, saved, run_id=self._session.run_id)
+            write_checkpoint(folder, self.state(step=learner.step), run_id=self._session.run_id)
             self.saved_step = learner.step
-            prune(folder, settings.keep_last, settings.keep_interval)
+            # The checkpoint of step 0 (checkpoint.skip_progress) precedes the whole journal.
+            oldest = 1 if settings.keep_journal else 0
+            prune(folder, settings.keep_last, settings.keep_interval, oldest=oldest)
             failpoint("checkpoint.pruned")  # a test can kill the process here
             if not settings.keep_journal:
                 self._collector.journal.prune(min(atomic_files.steps_in(folder)) + 1)
@@ -91,6 +91,11 @@ class CheckpointWriter:
             raise OutageError(
                 f"cannot write checkpoint {learner.step} in {folder}: {failure_text(error)}"
             ) from None
+
+    def state(self, *, step: int) -> Checkpoint:
+        """The newest weights and optimizer, with the last copied progress, as those of `step`."""
+        progress = {"ledger": self._ledger.saved(), **self._progress}
+        return Checkpoint(step, self._policy.learner.state(), progress)
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, run_id: str) -> None:
@@ -108,8 +113,10 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, run_id: str) -> No
     failpoint("checkpoint.written")
 
 
-def prune(folder: Path, keep_last: int | None, keep_interval: int | None) -> None:
-    """Remove old checkpoints.
+def prune(
+    folder: Path, keep_last: int | None, keep_interval: int | None, *, oldest: int = 0
+) -> None:
+    """Remove old checkpoints of step `oldest` or later.
 
     Keeps the newest `keep_last`, and those whose step is a multiple of `keep_interval`. If both are
     None, all checkpoints stay. The newest checkpoint always stays.
@@ -117,7 +124,7 @@ def prune(folder: Path, keep_last: int | None, keep_interval: int | None) -> Non
     if keep_last is None and keep_interval is None:
         return
     for step, path in list(atomic_files.steps_in(folder).items())[: -(keep_last or 1)]:
-        if not keep_interval or step % keep_interval:
+        if step >= oldest and (not keep_interval or step % keep_interval):
             atomic_files.remove_folder(path)
 
 

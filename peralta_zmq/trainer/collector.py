@@ -177,13 +177,7 @@ class BatchCollector:
             self.session.run_log.event("drop", **fields, step=step, staleness=age)
         self.curriculum.update(group, reason)
         self.acknowledgements.add_consumed(sender)
-        dropped = DroppedGroup(
-            sender,
-            sequence,
-            reason,
-            min_sequence=group.min_sequence,
-            sample_index=group.sample_index,
-        )
+        dropped = DroppedGroup.of(group, reason)
         # A restart needs the problem of a filtered group to update the difficulty pools again.
         if reason == "filtered" and group.problem_id in self.curriculum.pools:
             dropped = replace(dropped, problem_id=group.problem_id, mean_reward=group.mean_reward)
@@ -212,6 +206,14 @@ class BatchCollector:
         self.batch = groups
         self._size = sum(size_of(self.session.config, group) for group in groups)
         self.acknowledgements.mark_durable()
+
+    def abandon_batch(self) -> None:
+        """Drop the groups that were read from the journal for a step that has not begun."""
+        for group in self.batch:
+            outcome = "trained" if group.has_signal else "no_signal"
+            self.admission.ledger.change_outcome(outcome, "abandoned")
+            self.acknowledgements.add_consumed(group.sender)
+        self.restore_batch([])
 
     def state(self) -> dict[str, Any]:
         """Duplicates and curriculum as JSON, for a checkpoint, which also has the ledger."""

@@ -21,6 +21,7 @@ import re
 import shlex
 import struct
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -63,6 +64,17 @@ class DroppedGroup:
     mean_reward: float = 0.0
     sample_index: int = -1  # number of the group in the run's order of sampling; -1: unknown
 
+    @classmethod
+    def of(cls, group: RolloutGroup, outcome: str) -> DroppedGroup:
+        """The record of a group that does not update the pools."""
+        return cls(
+            group.sender,
+            group.sequence,
+            outcome,
+            min_sequence=group.min_sequence,
+            sample_index=group.sample_index,
+        )
+
     def encode(self) -> bytes:
         """Return the content of a DROPPED record: JSON without fields at their default."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -103,8 +115,7 @@ class Journal:
             self._step, self._size = step, None
         if not self._waiting:
             self._waiting_since = time.monotonic()
-        header = HEADER.pack(len(content), crc32(content, kind), kind)
-        self._waiting.append(header + content)
+        self._waiting.append(_encode(JournalRecord(kind, content)))
 
     def begin_commit(self) -> None:
         """Start to write the waiting records in a thread. `commit` must follow."""
@@ -165,6 +176,13 @@ class Journal:
             except OSError as error:
                 raise OutageError(f"cannot write {file}: {failure_text(error)}") from None
         return records
+
+    def replace(self, step: int, records: Sequence[JournalRecord]) -> None:
+        """Replace the records of a step, atomically and durably. Raises OSError.
+
+        Call it before the first `append` to the step.
+        """
+        atomic_files.replace_file(self.file_of(step), b"".join(map(_encode, records)))
 
     def check_last(self, step: int, fault: str) -> None:
         """Raise JournalError if later steps exist; `fault` describes this step's file."""
@@ -264,6 +282,12 @@ def decode_record(record: JournalRecord, limits: wire.GroupLimits) -> RolloutGro
 def file_of(folder: Path, step: int) -> Path:
     """Path of a step's file."""
     return folder / f"step_{step:06d}.msgpack"
+
+
+def _encode(record: JournalRecord) -> bytes:
+    """The record as in the file, with its header."""
+    kind, content = record
+    return HEADER.pack(len(content), crc32(content, kind), kind) + content
 
 
 def _record_at(content: bytes, offset: int) -> JournalRecord | None:

@@ -7,17 +7,19 @@ sampled from them.
 
 A start brings the trainer to step N, the newest step that the run folder holds:
 
-1. If checkpoint.resume_step is set, roll back to that checkpoint by moving later files away. Later
-   starts with the same setting do not repeat this.
+1. If checkpoint.resume_step is set, roll back to that checkpoint by moving later files away
+   (roll_back.py). Later starts with the same setting do not repeat this.
 2. Restore the newest checkpoint, of step C: weights, optimizer, RNG, counts of groups, curriculum.
 3. Train the steps C+1 to N again from the journal, bit-identically on CPUs. Steps that are already
    in metrics.jsonl are not written again. Groups above the limits of the settings are refused, and
    a step whose groups are all refused is skipped. The journaled groups of step N+1, not a full
    batch yet, become the first groups of the next batch.
-4. Correct the run log: remove steps whose groups the journal has lost, which counts as a
+4. If checkpoint.skip_buffer is set, drop these groups, and return all problems to the problems in
+   use. If checkpoint.skip_progress is set, and no earlier start has done it, step N becomes step 0.
+5. Correct the run log: remove steps whose groups the journal has lost, which counts as a
    roll-back; add weight versions that were published just before a kill.
-5. Return some problems, which were excluded as too easy or too hard, to the problems in use.
-6. Publish the weights of step N, unless the weights folder has them; announce them.
+6. Return some problems, which were excluded as too easy or too hard, to the problems in use.
+7. Publish the weights of step N, unless the weights folder has them; announce them.
 
 A killed trainer loses the groups that are not in the journal on disk yet. Their generators
 send them again, because the trainer has not acknowledged them as durable (in the journal on disk).
@@ -25,10 +27,8 @@ send them again, because the trainer has not acknowledged them as durable (in th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from peralta_zmq import atomic_files, build, wire
 from peralta_zmq.config import Config, write_resolved
@@ -36,10 +36,11 @@ from peralta_zmq.errors import JournalError, WireError
 from peralta_zmq.learning.admission import OUTCOMES
 from peralta_zmq.observe.run_log import abandoned_weights
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer import checkpoint
+from peralta_zmq.trainer import checkpoint, roll_back
 from peralta_zmq.trainer.checkpoint import CHECKPOINTS
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.journal import (
+    DROPPED,
     GROUP,
     JOURNAL,
     DroppedGroup,
@@ -75,11 +76,17 @@ class Recovery:
         Raises JournalError if checkpoint and journal contradict each other, are damaged, or belong
         to another run.
         """
-        self._roll_back()
+        roll_back.finish_skip(self.session)
+        roll_back.roll_back(self.session)
         self._restore_checkpoint()
         restored_step = self.policy.learner.step
         if not self._replay_journal():
             return False
+        if self.session.config.checkpoint.skip_buffer:
+            self._skip_buffer()
+        if roll_back.skips_progress(self.session, step=self.policy.learner.step):
+            self._skip_progress()
+            restored_step = 0
         step = self.policy.learner.step
         wait_out, folder = self.session.wait_out, self.session.folder
         wait_out(lambda: self._undo_lost_steps(step))
@@ -89,33 +96,6 @@ class Recovery:
         self._report(step, restored_step)
         self._publish(step)
         return True
-
-    # 1. Roll back.
-
-    def _roll_back(self) -> None:
-        """Roll back to checkpoint.resume_step, unless an earlier start has done it.
-
-        Moves the checkpoints and journal files of later steps to `rolled_back_to_N`.
-        """
-        step, run_log = self.session.config.checkpoint.resume_step, self.session.run_log
-        folder, target = self.session.folder, self.session.folder / f"rolled_back_to_{step:06d}"
-        wait_out = self.session.wait_out
-        if step < 0:  # no roll-back is configured
-            return
-        if wait_out(target.exists):
-            run_log.note(f"rolled back to step {step} already; to repeat it, move {target}")
-            return
-        checkpoints = wait_out(lambda: atomic_files.steps_in(folder / CHECKPOINTS))
-        if step not in checkpoints:
-            steps = ", ".join(map(str, checkpoints)) or "none"
-            raise JournalError(
-                f"no checkpoint of step {step} in {folder / 'checkpoints'}; there are: {steps}"
-            )
-        unfinished = target.with_name(f".tmp-{target.name}")  # exists after a killed roll-back
-        wait_out(lambda: _move_later(folder, step, unfinished))
-        wait_out(lambda: run_log.rewind(step))
-        wait_out(lambda: os.rename(unfinished, target))
-        run_log.note(f"rolled back to step {step}; later steps are moved to {target}")
 
     # 2. Restore the newest checkpoint.
 
@@ -206,7 +186,45 @@ class Recovery:
         self.checkpoints.write()
         write_resolved(self.session.config, self.session.folder)
 
-    # 4. Correct the run log.
+    # 4. Skip the buffer, and the progress.
+
+    def _skip_buffer(self) -> None:
+        """Drop the groups received for the next step; return all problems to the problems in use.
+
+        Generators do not send the groups again. Their outcome becomes "abandoned".
+        """
+        step, run_log = self.policy.learner.step + 1, self.session.run_log
+        groups, collector = self.collector.batch, self.collector
+        collector.curriculum.pools.return_to_normal(easy_fraction=1.0, hard_fraction=1.0, seed=0)
+        if groups:
+            run_log.event("skip_buffer", step=step, groups=len(groups))
+            self.session.wait_out(lambda: self._drop_in_journal(step))
+            collector.abandon_batch()
+            run_log.note(f"dropped {len(groups)} buffered groups of step {step}")
+
+    def _drop_in_journal(self, step: int) -> None:
+        """Replace the journaled groups of a step by records of dropped groups."""
+        limits = group_limits(self.previous_config, self.policy.model)
+        records: list[JournalRecord] = []
+        for record in self.collector.journal.read(step):
+            group = _decode(self.collector, step, record, limits)
+            if isinstance(group, RolloutGroup):
+                record = JournalRecord(DROPPED, DroppedGroup.of(group, "abandoned").encode())
+            records.append(record)
+        self.collector.journal.replace(step, records)
+
+    def _skip_progress(self) -> None:
+        """Make the newest step the checkpoint of step 0, and restore it.
+
+        The groups received for the next step are dropped: all weights of earlier steps are
+        abandoned. The counts of groups continue, because generators continue their sequences.
+        """
+        self.collector.abandon_batch()
+        self.checkpoints.update_progress()
+        roll_back.skip_progress(self.session, self.checkpoints.state(step=0))
+        self._restore_checkpoint()
+
+    # 5. Correct the run log.
 
     def _undo_lost_steps(self, step: int) -> None:
         """Undo recorded steps that the journal has lost; they are trained on new groups."""
@@ -217,7 +235,7 @@ class Recovery:
                 f"the journal has lost groups: steps {step + 1} to {last} are trained again"
             )
 
-    # 5. Return excluded problems, and report.
+    # 6. Return excluded problems, and report.
 
     def _return_problems(self, step: int) -> None:
         """Return the configured fractions of the excluded problems to the problems in use."""
@@ -242,7 +260,7 @@ class Recovery:
             event = "resume" if run_log.resuming else "start"
             run_log.event(event, step=step, checkpoint=restored_step, replayed=num_replayed)
 
-    # 6. Publish the weights.
+    # 7. Publish the weights.
 
     def _publish(self, step: int) -> None:
         """Publish the weights of `step`, or announce them if the store has them."""
@@ -257,16 +275,6 @@ class Recovery:
         else:
             self.publishing.newest_step = step
             self.publishing.announce(newest)
-
-
-def _move_later(folder: Path, step: int, target: Path) -> None:
-    """Move checkpoints and journal files of later steps to `target`, newest first."""
-    for name, paths_in in ((CHECKPOINTS, atomic_files.steps_in), (JOURNAL, files_in)):
-        (target / name).mkdir(parents=True, exist_ok=True)
-        for later, path in reversed(paths_in(folder / name).items()):
-            if later > step:
-                os.rename(path, target / name / path.name)
-                atomic_files.sync_folder(folder / name)
 
 
 def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.GroupLimits) -> bool:

@@ -225,8 +225,6 @@ def _restore(learner: Learner, folder: Path, earliest: int, first: int | None) -
     `earliest` is the first step in the journal, and the default of `first`. Raises JournalError if
     the journal lacks steps after that checkpoint.
     """
-    if earliest == 1 and first is None:
-        return
     run_id = known_run_id(folder) or ""
     until = earliest - 1 if first is None else first - 1
     saved = checkpoint.newest(folder / checkpoint.CHECKPOINTS, run_id=run_id, until=until)

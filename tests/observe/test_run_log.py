@@ -30,6 +30,7 @@ def resumed(step: int) -> tuple[str, dict[str, object]]:
     ([published(1, "a"), published(2, "b"), resumed(1), published(2, "c")], 2, {"b"}),
     ([published(1, "a"), published(2, "b"), resumed(1), published(2, "b")], 2, set()),
     ([published(1, "a"), resumed(1), published(2, "c"), resumed(0)], 0, {"a", "c"}),
+    ([published(0, "a"), ("roll_back", {"step": -1}), published(0, "b"), resumed(0)], 0, {"a"}),
     ([published(10**400, "a"), published(1, "b")], 0, {"b"}),  # a forged step
 ])  # fmt: skip
 def test_roll_back_abandons_weights_of_later_steps(

@@ -418,6 +418,14 @@ def test_p3_accepts_abandoned_group_only_of_undone_weights(
     assert run.check(tmp_path) == ({} if is_valid else broken)
 
 
+def test_p3_accepts_abandoned_group_of_a_step_with_skipped_buffer(tmp_path: Path) -> None:
+    run = rolled_back("step=1 weights_id=w1")
+    run.events[4] = {"event": "skip_buffer", "step": 2, "groups": 1}
+    assert run.check(tmp_path / "skipped") == {}
+    run.events[4]["step"] = 3
+    assert run.check(tmp_path) == {"P3": (f"{A}/3 is abandoned at step 2 without a cause",)}
+
+
 def test_p3_and_p4_report_trained_group_of_undone_weights(tmp_path: Path) -> None:
     run = rolled_back()
     run.journal[2][2] = ("aa", 3, 1)
