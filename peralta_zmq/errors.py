@@ -87,7 +87,7 @@ class EngineError(PeraltaError):
 
 
 class TrainingError(PeraltaError):
-    """Many training steps in a row were skipped, because no gradient was finite."""
+    """Steps in a row had no finite gradient, or metrics beyond a limit of [early_stop]."""
 
 
 class RankError(PeraltaError):

@@ -25,7 +25,7 @@ REMEDY = "choose another --run.name, or delete the folder to start again (FRESH=
 # Settings that a resumed run may change. Most of them do not influence the training result; the
 # others are meant to be changed during a run, or limit time and memory.
 FREE_SECTIONS = {
-    *("checkpoint", "dashboard", "eval", "generator", "log"),
+    *("checkpoint", "dashboard", "early_stop", "eval", "generator", "log"),
     *("security", "verifier", "weights", "wire"),
 }
 FREE_SETTINGS = {

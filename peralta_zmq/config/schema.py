@@ -39,6 +39,7 @@ class Config(Section):
     engine: sections.EngineSection = sections.EngineSection()
     generator: sections.GeneratorSection = sections.GeneratorSection()
     train: training.TrainSection = training.TrainSection()
+    early_stop: training.EarlyStopSection = training.EarlyStopSection()
     lora: training.LoraSection = training.LoraSection()
     loss: training.LossSection = training.LossSection()
     advantage: training.AdvantageSection = training.AdvantageSection()

@@ -247,6 +247,27 @@ class TrainSection(Section):
     """number of trainer and generator processes on this machine, which share its CPU cores"""
 
 
+class EarlyStopSection(Section):
+    """Limits of metrics that end the run; None = no limit.
+
+    After `patience` steps in a row beyond a limit, the trainer saves a checkpoint and exits with
+    status 2. The same command continues the run and counts from 0 again.
+    """
+
+    max_mismatch_kl: PositiveFloat | None = None
+    """highest mismatch_kl, the KL estimate of the policy to the weights that sampled"""
+    max_staleness: NonNegativeFloat | None = None
+    """highest staleness/mean, in training steps"""
+    min_entropy: PositiveFloat | None = None
+    """lowest entropy, in nats per token"""
+    max_reward: float | None = None
+    """highest reward, for example when the task is solved"""
+    min_reward: float | None = None
+    """lowest reward"""
+    patience: PositiveInt = 10
+    """consecutive steps beyond a limit"""
+
+
 class LossSection(Section):
     """The loss function; None = the value of the named loss (bin/trainer --help loss)."""
 

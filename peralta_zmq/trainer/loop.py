@@ -29,6 +29,7 @@ from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import evaluation, policy, session
 from peralta_zmq.trainer.checkpoint import CheckpointWriter
 from peralta_zmq.trainer.collector import BatchCollector
+from peralta_zmq.trainer.early_stop import EarlyStop
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry, report_mismatches
 from peralta_zmq.trainer.ranks import join, run_follower, shutdown
 from peralta_zmq.trainer.recovery import Recovery
@@ -43,7 +44,8 @@ def run(config: Config) -> None:
     A session is one start of the trainer. Under torchrun this process is one of several ranks: rank
     0 is the trainer, the other ranks compute their share of each step. Raises ConfigError,
     TaskError, WireError, StoreError or JournalError, before anything is written, if a setting, a
-    file, a port or a folder cannot be used.
+    file, a port or a folder cannot be used. Raises TrainingError, after the run is saved, if a
+    limit of [early_stop] is exceeded.
     """
     config, ranks = join(config)
     models.keep_memory()  # malloc reuses freed memory, which makes steps faster
@@ -57,6 +59,7 @@ def run(config: Config) -> None:
             trainer.advance()
         trainer.finish()
         shutdown(ranks)
+        trainer.early_stop.raise_if_reached()
 
 
 class Trainer:
@@ -99,6 +102,7 @@ class Trainer:
         )
         self.checkpoints = CheckpointWriter(self.session, self.policy, self.collector)
         self.mismatch = MismatchStatistics(bound=config.train.max_mismatch_kl)
+        self.early_stop = EarlyStop(config.early_stop)
         self.no_signal = NoSignalWarning(run_log, self.policy.tokenizer)
         session.open_dashboard(config, stack, run_log)
         # Until here a signal ended the process at once, because there was no progress to save.
@@ -111,9 +115,9 @@ class Trainer:
 
     @property
     def unfinished(self) -> bool:
-        """True if there are steps to take and no stop is requested."""
+        """True if there are steps to take, no stop is requested and no limit has ended the run."""
         is_complete = self.step >= self.session.config.train.max_steps
-        return not is_complete and not self.session.stop.requested
+        return not (is_complete or self.session.stop.requested or self.early_stop.reason)
 
     def recover(self) -> None:
         """Continue from the state that earlier sessions saved in the run folder."""
@@ -163,6 +167,8 @@ class Trainer:
             self.evaluations.request(self.step)
         if self.step % self.session.config.checkpoint.interval == 0:
             self.checkpoints.try_write()
+        if self.unfinished:
+            self.early_stop.update(self.step, result.metrics)
 
     def learn(
         self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None
@@ -253,6 +259,8 @@ class Trainer:
             # Not after the long evaluation: a kill during it would lose the final statuses.
             self.generators.wait_for_final_statuses(step=step)
         if not (is_complete and self.evaluations.evaluate(step)):
+            if reason := self.early_stop.reason:
+                run_log.event("early_stop", step=step, reason=reason)
             run_log.end("stop", step=step)
             run_log.note(f"stopped after step {step}, saved; the same command resumes it")
             run_log.write_report()

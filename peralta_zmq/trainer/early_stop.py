@@ -1,0 +1,54 @@
+"""Early stop: end a run whose metrics stay beyond a limit of [early_stop]."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from peralta_zmq.config.training_sections import EarlyStopSection
+from peralta_zmq.errors import TrainingError
+
+# Setting -> metric. A max_ setting is exceeded above its value, a min_ setting below it.
+METRICS = {
+    "max_mismatch_kl": "mismatch_kl",
+    "max_staleness": "staleness/mean",
+    "min_entropy": "entropy",
+    "max_reward": "reward",
+    "min_reward": "reward",
+}
+
+
+@dataclass(slots=True)
+class EarlyStop:
+    """Counts consecutive steps beyond each limit in this session of the trainer.
+
+    `reason` is the last message of the run, and empty while no limit has been exceeded for
+    `patience` steps.
+    """
+
+    settings: EarlyStopSection
+    reason: str = ""
+    _num_steps: dict[str, int] = field(default_factory=dict[str, int])  # by setting
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a new step. A metric that is absent or NaN is within its limits."""
+        patience = self.settings.patience
+        for setting, metric in METRICS.items():
+            limit, value = getattr(self.settings, setting), metrics.get(metric, math.nan)
+            is_max = setting.startswith("max_")
+            exceeds = limit is not None and (value > limit if is_max else value < limit)
+            self._num_steps[setting] = self._num_steps.get(setting, 0) + 1 if exceeds else 0
+            if self._num_steps[setting] >= patience and not self.reason:
+                side = "above" if is_max else "below"
+                self.reason = (
+                    f"stopped early after step {step}: {metric} {value:.4g} is {side} "
+                    f"early_stop.{setting} {limit:g}, in {patience} steps in a row. A checkpoint "
+                    f"is saved. The same command continues, and stops again after {patience} such "
+                    "steps; change the limit, or go back with --checkpoint.resume-step"
+                )
+
+    def raise_if_reached(self) -> None:
+        """Raise TrainingError with the reason if a limit has ended the session."""
+        if self.reason:
+            raise TrainingError(self.reason)
