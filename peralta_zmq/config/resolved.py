@@ -29,7 +29,8 @@ FREE_SECTIONS = {
     *("security", "verifier", "weights", "wire"),
 }
 FREE_SETTINGS = {
-    *("run.dir", "run.num_local_generators", "run.report_to", "model.device", "engine.name"),
+    *("run.dir", "run.num_local_generators", "model.device", "engine.name"),
+    *("run.report_to", "run.project", "run.report_name", "run.report_interval"),
     *("curriculum.easy_fraction", "curriculum.hard_fraction", "curriculum.oversampling_factor"),
     *("task.reward_timeout", "task.reward_workers", "task.reward_concurrency"),
     *("train.num_workers", "train.max_mismatch_kl"),

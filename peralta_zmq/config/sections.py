@@ -122,7 +122,14 @@ class RunSection(Section):
     num_local_generators: PositiveInt = 2
     """number of generators that `bin/lan local` starts on this machine, besides the trainer"""
     report_to: Annotated[tuple[Tracker, ...], CommaSeparated] = ()
-    """experiment trackers that also receive the metrics: tensorboard, trackio, wandb"""
+    """experiment trackers that also receive metrics, samples and histograms: tensorboard, trackio,
+    wandb"""
+    project: Text = "peralta_zmq"
+    """project of the run in trackio and wandb"""
+    report_name: Text | None = None
+    """name of the run in trackio and wandb; None = its id: run.name and eight random digits"""
+    report_interval: PositiveInt = 10
+    """training steps between two samples and histograms in the trackers"""
 
 
 class ModelSection(Section):

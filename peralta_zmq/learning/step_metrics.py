@@ -59,6 +59,18 @@ def describe_groups(groups: Sequence[RolloutGroup], *, step: int) -> dict[str, f
     }
 
 
+def histogram_values(
+    groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]
+) -> dict[str, list[float]]:
+    """Values of the histograms of a step: of each rollout; advantages only of trained groups."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return {
+        "distributions/reward": [rollout.reward for rollout in rollouts],
+        "distributions/completion_length": [float(rollout.num_generated) for rollout in rollouts],
+        "distributions/advantage": [value for values in advantages for value in values],
+    }
+
+
 def by_environment(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Mean reward of the rollouts of each environment, as rewards/NAME/mean."""
     return _mean_rewards((group.task, reward) for group in groups for reward in group.rewards)

@@ -106,9 +106,15 @@ class RunLog:
         """Return a progress display on the terminal for an operation between steps."""
         return self._terminal.progress(description, total)
 
-    def step(self, row: Mapping[str, object], sample: Mapping[str, object]) -> bool:
+    def step(
+        self,
+        row: Mapping[str, object],
+        sample: Mapping[str, object],
+        values: Mapping[str, Sequence[float]] | None = None,
+    ) -> bool:
         """Write a step's metrics and one of its groups; False if already written.
 
+        `values` has the values of the trackers' histograms by name.
         False means that an earlier session wrote the step, and this session replays it.
         """
         step = int(number(row, "step"))
@@ -119,7 +125,7 @@ class RunLog:
         self._files[SAMPLES].append(sample)
         self._newest_rows.append(dict(row))
         for tracker in self._trackers:
-            tracker.log(step, row)
+            tracker.log(step, row, sample=sample, values=values)
         self._terminal.step(dict(row), self.verdict())
         self._next_stall_check = time.monotonic() + STALL_CHECK_SECONDS
         return True

@@ -1,4 +1,4 @@
-"""Copies of the run's metrics in TensorBoard, trackio or Weights & Biases.
+"""Copies of the run's metrics and samples in TensorBoard, trackio or Weights & Biases.
 
 Each tracker works in its own thread, so that a slow or failing tracker does not delay training. No
 data leaves this machine unless the user sets an environment variable such as WANDB_MODE or
@@ -18,26 +18,43 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import time_ns
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from peralta_zmq.errors import ConfigError, described
 from peralta_zmq.observe.metrics import number
 
 # tracker -> imported package
 PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb"}
-PROJECT = "peralta_zmq"
+SAMPLES = "samples"  # name of the texts in each tracker
+COLUMNS = ("step", "problem", "reward", "advantage", "prompt", "completion")  # of their table
 MAX_PENDING_ROWS = 1000  # in the queue of a tracker; more rows mean that the tracker hangs
 CLOSE_SECONDS = 20.0  # maximum wait for a tracker at the end of a run
 Numbers: TypeAlias = dict[str, float]
-# Logs the numbers of a step: called with step, numbers by name, and unix seconds (NaN = now).
-LogNumbers: TypeAlias = Callable[[int, Numbers, float], None]
-# Opens a tracker's package: called with the first step to log; the end of the context closes it.
-OpenTracker: TypeAlias = Callable[[int], AbstractContextManager[LogNumbers]]
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedStep:
+    """What a tracker logs of a step."""
+
+    step: int
+    numbers: Numbers  # by name
+    time: float  # unix seconds; NaN = now
+    samples: Sequence[tuple[object, ...]] = ()
+    """One row for each rollout of a group, with the values of COLUMNS."""
+    histograms: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
+
+
+LogStep: TypeAlias = Callable[[TrackedStep], None]
+# Opens a tracker's package: called with the first step to log; the end of the context closes it.
+OpenTracker: TypeAlias = Callable[[int], AbstractContextManager[LogStep]]
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -51,38 +68,65 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 def open_trackers(
-    names: Iterable[str], *, folder: Path, run_id: str, settings: Mapping[str, Any]
+    names: Iterable[str],
+    *,
+    folder: Path,
+    run_id: str,
+    project: str,
+    title: str | None = None,
+    interval: int = 1,
+    settings: Mapping[str, Any],
 ) -> list[Tracker]:
     """Return a tracker for each name; entering its context starts it.
 
-    `settings` are recorded with the run. Later sessions of a resumed run have the same `run_id`.
+    `title` is the name of the run in the trackers, by default `run_id`. `settings` are recorded
+    with the run. Later sessions of a resumed run have the same `run_id`. Samples and histograms are
+    logged every `interval` steps.
     """
+    title = title or run_id
     packages: dict[str, OpenTracker] = {
         "tensorboard": lambda first_step: _tensorboard(folder, first_step),
-        "trackio": lambda first_step: _trackio(run_id, settings),
-        "wandb": lambda first_step: _wandb(folder, run_id, settings),
+        "trackio": lambda first_step: _trackio(project, title, settings),
+        "wandb": lambda first_step: _wandb(folder, project, run_id, title, settings),
     }
-    return [Tracker(name, packages[name]) for name in dict.fromkeys(names)]
+    return [Tracker(name, packages[name], interval=interval) for name in dict.fromkeys(names)]
 
 
 class Tracker:
     """Thread that logs rows with one package until the first failure. Use with `with`."""
 
-    def __init__(self, name: str, open_tracker: OpenTracker) -> None:
-        self._name, self._open = name, open_tracker
-        self._rows: queue.Queue[tuple[int, Numbers, float] | None] = queue.Queue(MAX_PENDING_ROWS)
+    def __init__(self, name: str, open_tracker: OpenTracker, *, interval: int = 1) -> None:
+        self._name, self._open, self._interval = name, open_tracker, interval
+        self._rows: queue.Queue[TrackedStep | None] = queue.Queue(MAX_PENDING_ROWS)
         self._failed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
 
-    def log(self, step: int, row: Mapping[str, object]) -> None:
-        """Queue the finite numbers of a row of metrics.jsonl; never waits, never raises."""
+    def log(
+        self,
+        step: int,
+        row: Mapping[str, object],
+        *,
+        sample: Mapping[str, Any] | None = None,
+        values: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
+        """Queue the finite numbers of a row of metrics.jsonl; never waits, never raises.
+
+        `sample` is the step's row of samples.jsonl. `values` has the values of histograms by name.
+        """
         # Step and time are the x axes of the curves.
         numbers = {key: number(row, key) for key in row if key not in ("step", "time")}
         numbers = {key: value for key, value in numbers.items() if math.isfinite(value)}
-        self._put((step, numbers, number(row, "time")))
+        samples: Sequence[tuple[object, ...]] = ()
+        histograms: dict[str, list[float]] = {}
+        if step % self._interval == 0:
+            samples = _table_of(step, sample) if sample else ()
+            for name, series in (values or {}).items():
+                if finite := [value for value in series if math.isfinite(value)]:
+                    histograms[name] = finite
+        self._put(TrackedStep(step, numbers, number(row, "time"), samples, histograms))
 
-    def _put(self, row: tuple[int, Numbers, float] | None) -> None:
-        """Queue a row (step, numbers, time); None ends the thread."""
+    def _put(self, row: TrackedStep | None) -> None:
+        """Queue a step; None ends the thread."""
         try:
             if not self._failed.is_set():
                 self._rows.put_nowait(row)
@@ -92,9 +136,9 @@ class Tracker:
     def _run(self) -> None:
         try:
             if row := self._rows.get():
-                with self._open(row[0]) as log:
+                with self._open(row.step) as log:
                     while row:
-                        log(*row)
+                        log(row)
                         row = self._rows.get()
         except Exception as error:  # noqa: BLE001 - a third-party package may raise anything
             self._fail(described(error))
@@ -116,8 +160,31 @@ class Tracker:
                 self._fail(f"not closed within {CLOSE_SECONDS:.0f} s")
 
 
+def _table_of(step: int, sample: Mapping[str, Any]) -> list[tuple[object, ...]]:
+    """One row with the values of COLUMNS for each rollout in a row of samples.jsonl."""
+    prompt, rewards = sample["prompt"], sample["rewards"]
+    advantages = sample["advantages"] or [0.0] * len(rewards)  # none for a group without signal
+    return [
+        (step, sample["problem"], reward, advantage, prompt, text.removeprefix(prompt))
+        for reward, advantage, text in zip(rewards, advantages, sample["texts"], strict=True)
+    ]
+
+
+def _markdown_of(samples: Sequence[tuple[object, ...]]) -> str:
+    """Samples as Markdown, with each text as a code block: a text may contain Markdown itself."""
+
+    def code(text: object) -> str:
+        return "\n".join(f"    {line}" for line in str(text).splitlines() or [""])
+
+    _, problem, *_, prompt, _ = samples[0]
+    parts = [f"problem {problem}", code(prompt)]
+    for _, _, reward, advantage, _, completion in samples:
+        parts += [f"reward {reward:g}, advantage {advantage:g}", code(completion)]
+    return "\n\n".join(parts)
+
+
 @contextmanager
-def _tensorboard(folder: Path, first_step: int) -> Generator[LogNumbers]:
+def _tensorboard(folder: Path, first_step: int) -> Generator[LogStep]:
     """Write event files in RUN/tensorboard; replace older data from `first_step` on."""
     from tensorboardX import SummaryWriter
 
@@ -126,10 +193,14 @@ def _tensorboard(folder: Path, first_step: int) -> Generator[LogNumbers]:
         str(folder / "tensorboard"), purge_step=first_step, filename_suffix=f".{time_ns()}"
     )
 
-    def log(step: int, numbers: Numbers, time: float) -> None:
-        walltime = None if math.isnan(time) else time
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, step, walltime=walltime)
+    def log(row: TrackedStep) -> None:
+        walltime = None if math.isnan(row.time) else row.time
+        for name, value in row.numbers.items():
+            writer.add_scalar(name, value, row.step, walltime=walltime)
+        for name, values in row.histograms.items():
+            writer.add_histogram(name, np.array(values), row.step, walltime=walltime)
+        if row.samples:
+            writer.add_text(SAMPLES, _markdown_of(row.samples), row.step, walltime=walltime)
         writer.flush()
 
     yield log
@@ -137,7 +208,7 @@ def _tensorboard(folder: Path, first_step: int) -> Generator[LogNumbers]:
 
 
 @contextmanager
-def _trackio(run_id: str, settings: Mapping[str, Any]) -> Generator[LogNumbers]:
+def _trackio(project: str, title: str, settings: Mapping[str, Any]) -> Generator[LogStep]:
     """Write to a local project, which `trackio show` displays; print to stderr only."""
     import trackio
 
@@ -145,23 +216,33 @@ def _trackio(run_id: str, settings: Mapping[str, Any]) -> Generator[LogNumbers]:
         # trackio would query Hugging Face for the token's owner, even for a local run.
         trackio.Run._get_username = lambda run: None
     with redirect_stdout(sys.stderr):
-        run = trackio.init(PROJECT, name=run_id, config=dict(settings), resume="allow")
-    yield lambda step, numbers, time: run.log(dict(numbers), step=step)
+        run = trackio.init(project, name=title, config=dict(settings), resume="allow")
+    yield lambda row: run.log(_with_media(row, trackio), step=row.step)
     with redirect_stdout(sys.stderr):
         trackio.finish()
 
 
 @contextmanager
-def _wandb(folder: Path, run_id: str, settings: Mapping[str, Any]) -> Generator[LogNumbers]:
+def _wandb(
+    folder: Path, project: str, run_id: str, title: str, settings: Mapping[str, Any]
+) -> Generator[LogStep]:
     """Write a run of Weights & Biases in RUN/wandb, offline unless WANDB_MODE is set."""
     os.environ.setdefault("WANDB_MODE", "offline")
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # errors of wandb itself
     import wandb
 
-    names = {"project": PROJECT, "id": run_id, "name": run_id, "dir": str(folder)}
+    names = {"project": project, "id": run_id, "name": title, "dir": str(folder)}
     quiet = wandb.Settings(console="off", silent=True)
     run = wandb.init(**names, resume="allow", config=dict(settings), settings=quiet)
     # The result of an evaluation may arrive after later steps; wandb's own step must not decrease.
     run.define_metric("*", step_metric="step")
-    yield lambda step, numbers, time: run.log({**numbers, "step": step})
+    yield lambda row: run.log({**_with_media(row, wandb), "step": row.step})
     run.finish()
+
+
+def _with_media(row: TrackedStep, package: Any) -> dict[str, Any]:
+    """Numbers, histograms and samples of a step, as objects of trackio or wandb."""
+    media = {name: package.Histogram(values) for name, values in row.histograms.items()}
+    if row.samples:
+        media[SAMPLES] = package.Table(columns=list(COLUMNS), data=list(map(list, row.samples)))
+    return {**row.numbers, **media}

@@ -22,7 +22,11 @@ from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks
 from peralta_zmq.learning.learner import StepResult
-from peralta_zmq.learning.step_metrics import MismatchStatistics, by_environment
+from peralta_zmq.learning.step_metrics import (
+    MismatchStatistics,
+    by_environment,
+    histogram_values,
+)
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import check_trackers
 from peralta_zmq.rollout import RolloutGroup
@@ -225,7 +229,7 @@ class Trainer:
         }
         index = self._index_of_sample(groups)
         sample = _sample(self.step, groups[index], result.advantages[index], self.policy.tokenizer)
-        if self.session.run_log.step(row, sample):
+        if self.session.run_log.step(row, sample, histogram_values(groups, result.advantages)):
             self.no_signal.update(self.step, groups, result.metrics["frac_reward_zero_std"])
 
     def _index_of_sample(self, groups: Sequence[RolloutGroup]) -> int:

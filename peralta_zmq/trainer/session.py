@@ -201,7 +201,15 @@ def open_run_folder(
             "choose another with --run.dir"
         ) from None
     settings, max_steps = config.model_dump(mode="json"), config.train.max_steps
-    trackers = open_trackers(config.run.report_to, folder=folder, run_id=run_id, settings=settings)
+    trackers = open_trackers(
+        config.run.report_to,
+        folder=folder,
+        run_id=run_id,
+        project=config.run.project,
+        title=config.run.report_name,
+        interval=config.run.report_interval,
+        settings=settings,
+    )
     journal = stack.enter_context(closing(waiting(lambda: Journal(folder / JOURNAL))))
     run_log = waiting(
         lambda: RunLog(folder, run=config.run.name, max_steps=max_steps, trackers=trackers)

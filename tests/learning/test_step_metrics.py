@@ -14,6 +14,7 @@ from peralta_zmq.learning.step_metrics import (
     MismatchStatistics,
     by_environment,
     describe_groups,
+    histogram_values,
     mismatch_metrics,
 )
 from peralta_zmq.observe.metrics import generator_numbers
@@ -97,6 +98,15 @@ def test_sender_is_flagged_after_min_steps() -> None:
         assert statistics.flag_senders() == {}, step
         statistics.record({"ann/0": FAR, "bob/0": NEAR})
     assert statistics.flag_senders() == {"ann/0": pytest.approx(0.3)}
+
+
+def test_histogram_values_have_all_rollouts_and_trained_advantages() -> None:
+    groups = [group_of([1, 0], lengths=[2, 5]), group_of([0.5, 0.5], lengths=[1, 1])]
+    assert histogram_values(groups, [[0.5, -0.5], []]) == {
+        "distributions/reward": [1.0, 0.0, 0.5, 0.5],
+        "distributions/completion_length": [2.0, 5.0, 1.0, 1.0],
+        "distributions/advantage": [0.5, -0.5],
+    }
 
 
 def test_sender_is_flagged_once_per_incarnation() -> None:

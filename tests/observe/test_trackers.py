@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,9 +23,9 @@ from peralta_zmq.observe import trackers
 from peralta_zmq.observe.metrics import Row
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import (
-    LogNumbers,
-    Numbers,
+    LogStep,
     OpenTracker,
+    TrackedStep,
     Tracker,
     check_trackers,
     open_trackers,
@@ -37,19 +38,19 @@ class RecordingTracker:
     """Records what is logged; fails at step `fails_at`, or blocks until `hangs` is set."""
 
     def __init__(self, *, fails_at: int = 0, hangs: threading.Event | None = None) -> None:
-        self.logged: list[tuple[int, Numbers, float]] = []
+        self.logged: list[TrackedStep] = []
         self.closed = False
         self._fails_at, self._hangs = fails_at, hangs
 
-    def log(self, step: int, numbers: Numbers, time: float) -> None:
-        if step == self._fails_at:
+    def log(self, row: TrackedStep) -> None:
+        if row.step == self._fails_at:
             raise RuntimeError("connection lost")
         if self._hangs is not None:
             self._hangs.wait()
-        self.logged.append((step, numbers, time))
+        self.logged.append(row)
 
     @contextmanager
-    def open(self, first_step: int) -> Iterator[LogNumbers]:
+    def open(self, first_step: int) -> Iterator[LogStep]:
         yield self.log
         self.closed = True
 
@@ -63,11 +64,37 @@ def track(open_tracker: OpenTracker, rows: Sequence[Row]) -> None:
 def test_tracker_logs_finite_numbers_without_axes() -> None:
     recording = RecordingTracker()
     track(recording.open, [ROW, ROW | {"step": 4, "reward": 1}])
-    assert recording.logged == [(3, {"reward": 0.5}, 1000.0), (4, {"reward": 1.0}, 1000.0)]
+    assert recording.logged == [
+        TrackedStep(3, {"reward": 0.5}, 1000.0),
+        TrackedStep(4, {"reward": 1.0}, 1000.0),
+    ]
     assert recording.closed
 
 
-def refuse(first_step: int) -> AbstractContextManager[LogNumbers]:
+SAMPLE = {
+    "problem": "p", "prompt": "1 + 1 =", "texts": ["1 + 1 = 2", "1 + 1 =\n| 3"],
+    "rewards": [1.0, 0.0], "advantages": [0.5, -0.5],
+}  # fmt: skip
+VALUES = {"distributions/reward": [1.0, 0.0], "distributions/advantage": [0.5, math.nan]}
+
+
+def test_samples_and_histograms_are_logged_every_nth_step() -> None:
+    recording = RecordingTracker()
+    with Tracker("recording", recording.open, interval=2) as tracker:
+        for step in (1, 2, 3):
+            tracker.log(step, ROW, sample=SAMPLE, values=VALUES)
+        tracker.log(4, ROW, sample={**SAMPLE, "advantages": []}, values={"none": [math.inf]})
+    assert [bool(row.samples) for row in recording.logged] == [False, True, False, True]
+    assert recording.logged[1].samples == [
+        (2, "p", 1.0, 0.5, "1 + 1 =", " 2"),
+        (2, "p", 0.0, -0.5, "1 + 1 =", "\n| 3"),
+    ]
+    assert recording.logged[1].histograms == {**VALUES, "distributions/advantage": [0.5]}
+    assert recording.logged[0].histograms == recording.logged[3].histograms == {}
+    assert [row[3] for row in recording.logged[3].samples] == [0.0, 0.0]
+
+
+def refuse(first_step: int) -> AbstractContextManager[LogStep]:
     raise OSError("no room")
 
 
@@ -75,7 +102,7 @@ def test_failing_tracker_logs_one_warning_and_stops(caplog: pytest.LogCaptureFix
     rows = [{"step": step, "reward": 0.5} for step in range(1, 100)]
     recording = RecordingTracker(fails_at=2)
     track(recording.open, rows)
-    assert [step for step, _, _ in recording.logged] == [1]
+    assert [row.step for row in recording.logged] == [1]
     track(refuse, rows)
     failed, refused = caplog.messages
     assert failed.startswith("no more metrics for recording: RuntimeError: connection lost")
@@ -126,13 +153,16 @@ def test_report_to_is_a_list_of_known_trackers() -> None:
 def log_two_sessions(name: str, folder: Path) -> None:
     """Log steps and an evaluation in two sessions, with a roll-back in between."""
     for steps in ((1, 2, 3), (2,)):
-        opened = open_trackers([name], folder=folder, run_id="demo-1", settings={"seed": 0})
+        opened = open_trackers(
+            [name], folder=folder, run_id="demo-1", project="math", title="first", interval=2,
+            settings={"seed": 0},
+        )  # fmt: skip
         if len(steps) == 1:  # as after a roll-back
             (folder / "metrics.jsonl").write_text('{"step": 1, "time": 1}\n')
         with RunLog(folder, run="demo", max_steps=3, trackers=opened) as run_log:
             for step in steps:
                 row = {"step": step, "time": 1e9 + step, "reward": step / 4 + len(steps)}
-                run_log.step({**row, "rewards/right/mean": None}, {})
+                run_log.step({**row, "rewards/right/mean": None}, SAMPLE, VALUES)
             run_log.evaluation(1, [], accuracy=0.25, figures={"avg@1": 0.5}, policy_steps=[1, 1])
 
 
@@ -162,6 +192,11 @@ def test_tensorboard_reads_curves_without_rolled_back_steps(tmp_path: Path) -> N
     curve = [(point.step, point.value, point.wall_time) for point in events.Scalars("reward")]
     assert curve == [(1, 3.25, 1e9 + 1), (2, 1.5, 1e9 + 2)]
     assert events.Scalars("eval/accuracy")[-1].value == 0.25
+    assert sorted(events.Tags()["histograms"]) == sorted(VALUES)
+    (histogram,) = events.Histograms("distributions/reward")
+    assert (histogram.step, histogram.histogram_value.num) == (2, 2)
+    (text,) = events.Tensors("samples/text_summary")
+    assert b"reward 0, advantage -0.5\n\n    \n    | 3" in text.tensor_proto.string_val[0]
 
 
 def test_trackio_stores_the_curves_locally(
@@ -172,7 +207,7 @@ def test_trackio_stores_the_curves_locally(
     pytest.importorskip("trackio", reason="pip install 'peralta_zmq[trackio]'")
     storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
     log_two_sessions("trackio", tmp_path)
-    rows = storage.get_logs(trackers.PROJECT, "demo-1")
+    rows = storage.get_logs("math", "first")
     curve = [(row["step"], row["reward"]) for row in rows if "reward" in row]
     assert curve == [(1, 3.25), (2, 3.5), (3, 3.75), (2, 1.5)]
     assert [row["eval/accuracy"] for row in rows if "eval/accuracy" in row] == [0.25, 0.25]
@@ -188,7 +223,7 @@ def test_wandb_is_offline_and_has_the_curves(
     pytest.importorskip("wandb", reason="pip install 'peralta_zmq[wandb]'")
     records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     log_two_sessions("wandb", tmp_path)
-    logged: list[Numbers] = []
+    logged: list[dict[str, Any]] = []
     for file in sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb")):
         for content in leveldb_records(file.read_bytes()):
             record = records.Record()
