@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FinishReason: TypeAlias = Literal["stop", "length"]
-Role: TypeAlias = Literal["system", "user", "assistant"]
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 Int32Array: TypeAlias = NDArray[np.int32]
 Int64Array: TypeAlias = NDArray[np.int64]
 Float32Array: TypeAlias = NDArray[np.float32]
@@ -30,11 +30,22 @@ MAX_REWARD = 1e6  # largest absolute value, so that sums and squares of rewards 
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool, which an assistant's message requests."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    error: str = ""  # why the text of the call cannot be parsed; empty if it can
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One message of a chat."""
 
     role: Role
     content: str
+    name: str = ""  # of the tool, if this is the result of a call
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant's message; not part of its content
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Language models: loading, device and dtype, chat prompts, logprobs, LoRA.
+"""Language models: loading, device and dtype, chat templates, logprobs, LoRA.
 
 Import `scoring` (the trainer's forward pass) and `lora` (adapters) as modules.
 """
@@ -7,6 +7,12 @@ Import `scoring` (the trainer's forward pass) and `lora` (adapters) as modules.
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
 
+from peralta_zmq.models.chat_templates import (
+    chat_prompt,
+    check_continuations,
+    check_template_kwargs,
+    continuation_ids,
+)
 from peralta_zmq.models.device import (
     DTYPES,
     available_cores,
@@ -25,9 +31,7 @@ from peralta_zmq.models.loading import (
     Model,
     Tokenizer,
     apply_weights,
-    chat_prompt,
     check_code,
-    check_template_kwargs,
     check_weights,
     companion_files,
     generation_config,

@@ -1,4 +1,4 @@
-"""Models and tokenizers of Hugging Face folders: loading, weights, chat prompts.
+"""Models and tokenizers of Hugging Face folders: loading, weights.
 
 The companion files of a model are its config and tokenizer files, which `from_pretrained` needs in
 addition to the weights.
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +26,6 @@ from transformers.utils import logging as transformers_logging
 
 from peralta_zmq.atomic_files import MALFORMED, PLAIN_NAME
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.rollout import Message, Problem
 
 transformers_logging.disable_progress_bar()
 # transformers' log handler prints texts of a model folder, such as names of tensors, unescaped. The
@@ -248,34 +245,6 @@ def companion_files(folder: Path) -> dict[str, bytes]:
         and "index" not in file.name  # the index of sharded weight files
         and PLAIN_NAME.fullmatch(file.name)  # receivers refuse other names
     }
-
-
-def chat_prompt(
-    tokenizer: Tokenizer, messages: Sequence[Message], **template_kwargs: Any
-) -> list[int]:
-    """Token ids of a chat up to the assistant's turn.
-
-    `template_kwargs` are variables of the chat template; by default, thinking is disabled.
-    """
-    chat = [{"role": message.role, "content": message.content} for message in messages]
-    variables: dict[str, Any] = {"enable_thinking": False, **template_kwargs}
-    text = tokenizer.apply_chat_template(
-        chat, tokenize=False, add_generation_prompt=True, **variables
-    )
-    return tokenizer.encode(cast(str, text), add_special_tokens=False)
-
-
-def check_template_kwargs(tokenizer: Tokenizer, problems: Iterable[Problem]) -> None:
-    """Raise ConfigError for a variable of a problem that the chat template does not contain."""
-    words = set(re.findall(r"[A-Za-z_]\w*", str(tokenizer.chat_template)))
-    for name in {name for problem in problems for name in problem.chat_template_kwargs}:
-        if name not in words:
-            similar = get_close_matches(name, words, n=1)
-            hint = f", did you mean {similar[0]}?" if similar else ""
-            raise ConfigError(
-                f"data.chat_template_kwargs.{name} is not a variable of the model's chat "
-                f"template{hint}; remove it, or correct its name"
-            )
 
 
 def text_of(tokenizer: Tokenizer, token_ids: NDArray[np.integer]) -> str:

@@ -1,0 +1,150 @@
+"""Chat prompts, and their continuation after a completion without tokenizing it again.
+
+Chat templates are functions of all messages, and some render earlier messages differently when
+another one follows: that of Qwen3 drops the reasoning of earlier completions. An episode with
+several turns keeps the sampled tokens instead. What follows a completion is rendered with a
+placeholder in place of the completion, and only the text after the placeholder is tokenized.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, cast
+from uuid import uuid4
+
+from jinja2 import TemplateError
+
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.models.loading import Tokenizer
+from peralta_zmq.rollout import Message, Problem
+
+PLACEHOLDER = uuid4().hex  # random, so that no message contains it
+
+
+def chat_prompt(
+    tokenizer: Tokenizer, messages: Sequence[Message], **template_kwargs: Any
+) -> list[int]:
+    """Token ids of a chat up to the assistant's turn.
+
+    `template_kwargs` are variables of the chat template, such as `tools` (schemas); by default,
+    thinking is disabled.
+    """
+    return _tokenized(tokenizer, _rendered(tokenizer, messages, template_kwargs, prompt=True))
+
+
+def continuation_ids(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    new_messages: Sequence[Message],
+    *,
+    ended: bool,
+    chat_template_kwargs: Mapping[str, Any],
+) -> list[int]:
+    """Token ids between a sampled completion and the next one.
+
+    `messages` end with the completion; `new_messages` follow. The ids begin with the end of the
+    assistant's turn (without the end token if the completion has one, `ended`) and end with the
+    prompt of the next turn. For templates that `check_continuations` accepts.
+    """
+    completion = Message("assistant", PLACEHOLDER)
+    chat = [*messages[:-1], completion, *new_messages]
+    text = _rendered(tokenizer, chat, chat_template_kwargs, prompt=True)
+    ids = _tokenized(tokenizer, text.rpartition(PLACEHOLDER)[2])
+    return ids[1:] if ended else ids
+
+
+def _rendered(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    template_kwargs: Mapping[str, Any],
+    *,
+    prompt: bool,
+) -> str:
+    """The text of a chat, with the prompt of the assistant's turn if `prompt` is True."""
+    variables: dict[str, Any] = {"enable_thinking": False, **template_kwargs}
+    text = tokenizer.apply_chat_template(
+        list(map(_to_dict, messages)), tokenize=False, add_generation_prompt=prompt, **variables
+    )
+    return cast(str, text)
+
+
+def _to_dict(message: Message) -> dict[str, Any]:
+    """A message as chat templates read it, in OpenAI's format."""
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name:
+        fields["name"] = message.name
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in message.tool_calls
+        ]
+    return fields
+
+
+def _tokenized(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+# Checks before the first completion.
+
+
+def check_template_kwargs(tokenizer: Tokenizer, problems: Iterable[Problem]) -> None:
+    """Raise ConfigError for a variable of a problem that the chat template does not contain."""
+    words = set(re.findall(r"[A-Za-z_]\w*", str(tokenizer.chat_template)))
+    for name in {name for problem in problems for name in problem.chat_template_kwargs}:
+        if name in words:
+            continue
+        if name == "tools":
+            raise ConfigError(
+                f"the chat template of {tokenizer.name_or_path} renders no tools, but a task has "
+                "some; choose a model whose template has the variable tools"
+            )
+        similar = get_close_matches(name, words, n=1)
+        hint = f", did you mean {similar[0]}?" if similar else ""
+        raise ConfigError(
+            f"data.chat_template_kwargs.{name} is not a variable of the model's chat "
+            f"template{hint}; remove it, or correct its name"
+        )
+
+
+def check_continuations(tokenizer: Tokenizer, problems: Iterable[Problem]) -> None:
+    """Raise ConfigError if episodes of the problems cannot be continued token by token.
+
+    A template is accepted if messages keep their text when others follow, apart from what precedes
+    a completion within its own turn (an empty reasoning block, as that of Qwen3), and if it writes
+    an end token after a completion. Checks one problem of each task.
+    """
+    for problem in {problem.task: problem for problem in problems}.values():
+        if reason := _unstable(tokenizer, problem):
+            raise ConfigError(
+                f"the chat template of {tokenizer.name_or_path} {reason}, so that task "
+                f"'{problem.task}' with several turns cannot keep the sampled tokens; choose "
+                "another model, or give it a chat template that only appends"
+            )
+
+
+def _unstable(tokenizer: Tokenizer, problem: Problem) -> str:
+    """Why the episode of a problem cannot be continued; empty if it can."""
+    variables = problem.chat_template_kwargs
+    reply = Message("tool" if "tools" in variables else "user", "1")
+    turn = (Message("assistant", PLACEHOLDER), reply)
+    try:
+        start, once, twice = (
+            _rendered(tokenizer, chat, variables, prompt=False) if chat else ""
+            for chat in ([*problem.messages, *turn * count] for count in range(3))
+        )
+    except TemplateError as error:
+        return f"refuses a message with the role {reply.role} ({error})"
+    if once.count(PLACEHOLDER) != 1 or twice.count(PLACEHOLDER) != 2:
+        return "drops completions when messages follow"
+    after_once, after_twice = (text.partition(PLACEHOLDER)[2] for text in (once, twice))
+    if not (once.startswith(start) and twice.startswith(start)):
+        return "changes earlier messages when others follow"
+    if not after_twice.startswith(after_once):
+        return "changes earlier messages when others follow"
+    end = _tokenized(tokenizer, after_once)[0]
+    if end not in tokenizer.all_special_ids and end not in tokenizer.added_tokens_decoder:
+        return "writes no end token after a completion"
+    return ""
