@@ -105,6 +105,8 @@ class Task(Protocol):
 
     A reward function runs in a reward worker, a process with a timeout. If the module sets
     REWARD_IS_BOUNDED = True (bounded running time), its function is called directly.
+
+    For several turns, the module also has `reply` or `tools`: see environments/turns.py.
     """
 
     def problems(self, split: str, seed: int, **options: Any) -> Iterator[Problem]:

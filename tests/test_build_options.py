@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -32,6 +33,26 @@ def sized_task(monkeypatch: pytest.MonkeyPatch) -> None:
     module.REWARD_IS_BOUNDED = True
     monkeypatch.setitem(sys.modules, "own", ModuleType("own"))
     monkeypatch.setitem(sys.modules, "own.sized", module)
+
+
+TOOL_TASK = """
+from peralta_zmq.rollout import Message, Problem
+def problems(split, seed): yield Problem("1", "tool_task", (Message("user", "1 plus 2?"),), "3")
+def reward(problem, text): return 1
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
+tools = [add]
+"""
+
+
+@pytest.fixture
+def tool_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "own_tools.py").write_text(TOOL_TASK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    yield
+    sys.modules.pop("own_tools", None)
 
 
 def load(folder: Path, text: str) -> Config:
@@ -170,3 +191,34 @@ def test_evaluation_has_its_own_temperature_and_length(tmp_path: Path) -> None:
     warm = sampling_of(tmp_path, text + "temperature = 0.6\n")[1]
     assert (warm.temperature, warm.top_p) == (0.6, 0.5)
     assert sampling_of(tmp_path, several + "temperature = 0\n")[1].temperature == 0.0
+
+
+TWO_TASKS = """
+[[env]]
+name = "adding"
+task = "own_tools:"
+chat_template_kwargs = { enable_thinking = true }
+[[env]]
+task = "own.sized"
+"""
+
+
+@pytest.mark.usefixtures("tool_task")
+def test_tools_of_a_task_are_rendered_and_called_for_its_problems_only(tmp_path: Path) -> None:
+    with closing(build.open_environments(load(tmp_path, TWO_TASKS), "train")) as environments:
+        adding, sized, _ = environments.problems
+        assert environments.has_turns(adding) and not environments.has_turns(sized)
+        (schema,) = adding.chat_template_kwargs["tools"]
+        assert schema["function"]["description"] == "Add two numbers."
+        assert adding.chat_template_kwargs["enable_thinking"] is True
+        assert "tools" not in sized.chat_template_kwargs
+        text = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+        messages = [*adding.messages, Message("assistant", text)]
+        assert environments.reply(adding, messages).result() == [Message("tool", "3", "add")]
+
+
+@pytest.mark.usefixtures("tool_task")
+def test_verifier_refuses_a_task_with_several_turns(tmp_path: Path) -> None:
+    config = load(tmp_path, '[task]\nname = "own_tools:"')
+    with pytest.raises(ConfigError, match=r"'own_tools:' has several turns .* not serve; remove"):
+        build.open_environments(config, "train", local=True)

@@ -25,6 +25,7 @@ from peralta_zmq.environments.dataset import (
 )
 from peralta_zmq.environments.reward_functions import RewardFunction, group_arguments
 from peralta_zmq.environments.reward_pool import LocalRewards, NoRewards, RewardPool
+from peralta_zmq.environments.turns import Turns, turns_of
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.http_server import read_private_token
@@ -48,12 +49,21 @@ def open_environments(
     sizes: dict[str, int] = {}
     problems: list[Problem] = []
     reward_sources: dict[str, RewardSource] = {}
+    turns: dict[str, Turns] = {}
     pool = make_reward_pool(config, is_verifier=local)
     for env in sections:
         task: registry.Task | None = None
         if env.address is None or local:
             task = registry.resolve("task", env.task)
             load, options = task.problems, env.data_options
+            if functions := turns_of(task):
+                if local:
+                    raise ConfigError(
+                        f"env '{env.label}' has several turns (reply or tools of task "
+                        f"'{env.task}'), which a verifier does not serve; remove it from the "
+                        "verifier's config, and env.address from the generators'"
+                    )
+                turns[env.label] = functions
         else:
             reward_sources[env.label] = remote = _remote_environment(config, env)
             load, options = remote.problems, {}  # a verifier uses the options of its own config
@@ -68,15 +78,15 @@ def open_environments(
             functions = make_reward_functions(config, env, task, example=loaded[0])
             reward_sources[env.label] = LocalRewards(functions, pool)
         keys = config.curriculum.hash_keys  # a problem's id is a hash of these parts
+        variables: Mapping[str, Any] = env.chat_template_kwargs
+        if env.label in turns and (schemas := turns[env.label].schemas):
+            variables = {**variables, "tools": list(schemas)}
         problems += [
-            replace(
-                labeled_problem(problem, env.label, keys),
-                chat_template_kwargs=env.chat_template_kwargs,
-            )
+            replace(labeled_problem(problem, env.label, keys), chat_template_kwargs=variables)
             for problem in loaded
         ]
         sizes[env.label] = len(loaded)
-    return Environments(sizes, tuple(problems), reward_sources, pool)
+    return Environments(sizes, tuple(problems), reward_sources, pool, turns)
 
 
 def _remote_environment(config: Config, env: EnvSection) -> RemoteEnvironment:

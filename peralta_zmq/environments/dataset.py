@@ -12,13 +12,14 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from operator import length_hint
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from peralta_zmq.environments.data_files import TOKENS_COLUMN, DataRow, read_rows
 from peralta_zmq.environments.reward_pool import RewardPool
+from peralta_zmq.environments.turns import Reply, Turns
 from peralta_zmq.errors import ConfigError, TaskError
 from peralta_zmq.rollout import Completion, Message, Problem, Score
 
@@ -68,6 +69,7 @@ class Environments:
     problems: tuple[Problem, ...]  # grouped by environment, in the order of `sizes`
     reward_sources: Mapping[str, RewardSource]  # by label, which is the `task` of its problems
     pool: RewardPool  # of the reward sources on this machine
+    turns: Mapping[str, Turns] = field(default_factory=dict[str, Turns])  # of tasks with several
 
     @property
     def has_room(self) -> bool:
@@ -84,6 +86,18 @@ class Environments:
         """The reward of a completion without token ids. Raises RewardError or TaskError."""
         (score,) = self.reward_sources[problem.task].score(problem, [text], [()]).result()
         return score.reward
+
+    def has_turns(self, problem: Problem) -> bool:
+        """Whether a completion may be followed by further turns."""
+        return problem.task in self.turns
+
+    def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
+        """The messages between a completion and the next one; None ends the episode.
+
+        `messages` begin with those of the problem and end with the completion. Only for a problem
+        with `has_turns`. Errors are as for `score`.
+        """
+        return self.pool.reply(self.turns[problem.task], problem, messages)
 
     def close(self) -> None:
         """End the reward workers and close all reward sources."""

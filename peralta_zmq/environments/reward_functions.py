@@ -92,7 +92,22 @@ class RewardCall:
             return f"raised {described(error)}"
         return self._checked(result)
 
-    def rewards_of(self, result: list[Reward] | str) -> list[Reward]:
+    @property
+    def names(self) -> tuple[str]:
+        """The functions that the call needs."""
+        return (self.name,)
+
+    @property
+    def reports_timeout(self) -> bool:
+        """Whether the result may say that time is up; see ReplyCall."""
+        return False
+
+    @property
+    def num_completions(self) -> int:
+        """Number of completions that the call scores."""
+        return len(self.texts)
+
+    def result_of(self, result: list[Reward] | str) -> list[Reward]:
         """The result of the call. Raises RewardError for the text of a failure."""
         if isinstance(result, str):
             raise RewardError(

@@ -1,5 +1,7 @@
 """Pool of reward workers: processes that call reward functions while the engine samples.
 
+They also call the functions that continue an episode: `reply` of its task, and tools.
+
 The calls are made in the order of submission, by any idle worker. A call that takes too long ends
 its worker, and the next call starts another one. Coroutine functions share one worker of their own,
 which awaits many calls at the same time; a call that blocks its event loop ends this worker and all
@@ -18,11 +20,11 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
-from typing import cast
+from typing import Any, TypeVar, cast
 
 from peralta_zmq.environments import reward_worker
 from peralta_zmq.environments.reward_functions import (
@@ -31,11 +33,15 @@ from peralta_zmq.environments.reward_functions import (
     RewardFunction,
     score_of,
 )
+from peralta_zmq.environments.reward_worker import WorkerCall
+from peralta_zmq.environments.turns import Reply, Turns
 from peralta_zmq.errors import RewardUnavailableError, TaskError
-from peralta_zmq.rollout import Problem, Score
+from peralta_zmq.rollout import Message, Problem, Score
 
 START_TIMEOUT_SECONDS = 120.0  # for importing a reward function
 GRACE_SECONDS = 5.0  # for a worker that awaits calls, to report a timeout itself
+Result = TypeVar("Result")
+
 ENDED = "was ended"  # start of the reply to the other calls of a process that is killed
 
 
@@ -51,6 +57,7 @@ class RewardPool:
         self, *, num_workers: int, concurrency: int, timeout_seconds: float, queue_limit: int
     ) -> None:
         self.num_workers, self._queue_limit = num_workers, queue_limit
+        self._timeout = timeout_seconds
         ordinary = [_Worker(timeout_seconds, awaits=False) for _ in range(num_workers)]
         self._ordinary = _Workers(ordinary)
         self._awaiting = _Workers([_Worker(timeout_seconds, awaits=True)] * concurrency)
@@ -64,13 +71,30 @@ class RewardPool:
         If a call or `combine` fails, the future has a RewardError; a TaskError if a function cannot
         be imported. Cancelling the future removes its waiting calls.
         """
+        return self._run(calls, self._call_all(calls, combine))
+
+    def reply(self, turns: Turns, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
+        """The messages that follow a completion, the last of `messages`; None ends the episode.
+
+        If the completion calls tools, the messages are their results. Errors and cancelling are as
+        for `submit`.
+        """
+        call = turns.call(problem, messages, tool_seconds=self._timeout)
+        if call is None:
+            return _finished(None)
+        return self._run([call], self._call(call))
+
+    def _run(
+        self, calls: Sequence[WorkerCall], results: Coroutine[Any, Any, Result]
+    ) -> Future[Result]:
+        """Run a coroutine that makes `calls`, which are counted until it ends."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
                 self._thread.start()
         self._count(calls, 1)
-        future = asyncio.run_coroutine_threadsafe(self._call_all(calls, combine), self._loop)
+        future = asyncio.run_coroutine_threadsafe(results, self._loop)
         # Unlike the coroutine, which may be cancelled before it starts, this always runs.
         future.add_done_callback(lambda _: self._count(calls, -1))
         return future
@@ -97,16 +121,20 @@ class RewardPool:
     def _workers(self, is_async: bool) -> _Workers:
         return self._awaiting if is_async else self._ordinary
 
-    def _count(self, calls: Sequence[RewardCall], sign: int) -> None:
+    def _count(self, calls: Sequence[WorkerCall], sign: int) -> None:
         with self._lock:
             for call in calls:
-                self._workers(call.is_async).num_unfinished += sign * len(call.texts)
+                self._workers(call.is_async).num_unfinished += sign * call.num_completions
+
+    async def _call(self, call: WorkerCall) -> Any:
+        """The result of a call."""
+        return await self._workers(call.is_async).call(call)
 
     async def _call_all(
         self, calls: Sequence[RewardCall], combine: Callable[[list[list[Reward]]], list[Score]]
     ) -> list[Score]:
         """Make all calls; the first failure cancels those that still wait."""
-        tasks = [asyncio.ensure_future(self._workers(call.is_async).call(call)) for call in calls]
+        tasks = [asyncio.ensure_future(self._call(call)) for call in calls]
         try:
             return combine(await asyncio.gather(*tasks))
         finally:
@@ -136,7 +164,7 @@ class _Workers:
         """Number of completions that wait for a worker."""
         return max(0, self.num_unfinished - self._num_running)
 
-    async def call(self, call: RewardCall) -> list[Reward]:
+    async def call(self, call: WorkerCall) -> Any:
         """Wait for an idle worker and let it make the call."""
         if self._idle is None:
             # Last in, first out: no more processes are started than there are calls at a time.
@@ -147,13 +175,13 @@ class _Workers:
         # A cancelled call still occupies its worker until it ends.
         return await asyncio.shield(asyncio.ensure_future(self._call(worker, call)))
 
-    async def _call(self, worker: _Worker, call: RewardCall) -> list[Reward]:
+    async def _call(self, worker: _Worker, call: WorkerCall) -> Any:
         assert self._idle is not None
-        self._num_running += len(call.texts)
+        self._num_running += call.num_completions
         try:
             return await worker.call(call)
         finally:
-            self._num_running -= len(call.texts)
+            self._num_running -= call.num_completions
             self._idle.put_nowait(worker)
 
 
@@ -166,24 +194,23 @@ class _Worker:
         self._numbers = count()  # of requests
         self._starting: asyncio.Lock | None = None  # held while the process or a function is loaded
 
-    async def call(self, call: RewardCall) -> list[Reward]:
+    async def call(self, call: WorkerCall) -> Any:
         """The result of a call. Raises RewardError if it fails, TaskError if it cannot start."""
         self._starting = self._starting or asyncio.Lock()
         async with self._starting:
             if self._process is None:
                 await self._start()
-            if call.name not in self._loaded:
-                reply = await self._exchange(call.name, START_TIMEOUT_SECONDS)
-                _check_ended(call, reply)
+            for name in set(call.names) - self._loaded:
+                reply = await self._exchange(name, START_TIMEOUT_SECONDS)
+                _check_ended(name, reply)
                 if reply != reward_worker.READY:
-                    raise TaskError(
-                        f"reward function {call.name} did not start: its worker {reply}"
-                    )
-                self._loaded.add(call.name)
-        seconds = self._timeout + GRACE_SECONDS if self._awaits else self._timeout
+                    raise TaskError(f"reward function {name} did not start: its worker {reply}")
+                self._loaded.add(name)
+        reports_timeout = self._awaits or call.reports_timeout
+        seconds = self._timeout + GRACE_SECONDS if reports_timeout else self._timeout
         result = await self._exchange(call, seconds)
-        _check_ended(call, result)
-        return call.rewards_of(cast("list[Reward] | str", result))
+        _check_ended(" or ".join(call.names), result)
+        return call.result_of(cast(Any, result))
 
     async def _start(self) -> None:
         """Start a process."""
@@ -245,10 +272,10 @@ class _Worker:
                 reply.set_result(reason or f"exited with code {process.returncode}")
 
 
-def _check_ended(call: RewardCall, reply: object) -> None:
+def _check_ended(name: str, reply: object) -> None:
     """Raise RewardUnavailableError if another call was the reason for the end of the process."""
     if isinstance(reply, str) and reply.startswith(ENDED):
-        raise RewardUnavailableError(f"the worker of reward function {call.name} {reply}")
+        raise RewardUnavailableError(f"the worker of reward function {name} {reply}")
 
 
 class LocalRewards:
@@ -292,7 +319,7 @@ class LocalRewards:
         try:
             for number, function in enumerate(self._functions):
                 if function.is_bounded:
-                    results = [call.rewards_of(call(function.function)) for call in calls[number]]
+                    results = [call.result_of(call(function.function)) for call in calls[number]]
                     rewards[number] = [each for result in results for each in result]
                 else:
                     pooled += calls[number]
@@ -321,9 +348,9 @@ class NoRewards:
         """Nothing to close."""
 
 
-def _finished(result: list[Score] | TaskError) -> Future[list[Score]]:
+def _finished(result: Result | TaskError) -> Future[Result]:
     """A future with a result or an error."""
-    future: Future[list[Score]] = Future()
+    future: Future[Result] = Future()
     if isinstance(result, TaskError):
         future.set_exception(result)
     else:

@@ -2,7 +2,7 @@
 
 RewardPool starts it with one end of a socket pair. A frame is the length of its content (8 bytes,
 big endian) and a pickled pair: the number of a request, and its content. The content is the name of
-a function to import, or a RewardCall of an imported function; the reply has the same number. A
+a function to import, or a WorkerCall of imported functions; the reply has the same number. A
 worker for coroutine functions awaits many calls at the same time; any other worker makes one call
 after the other, in its main thread.
 """
@@ -19,10 +19,13 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
-from peralta_zmq.environments.reward_functions import Reward, RewardCall
+from peralta_zmq.environments.reward_functions import RewardCall
+from peralta_zmq.environments.turns import ReplyCall
 from peralta_zmq.errors import described
+
+WorkerCall: TypeAlias = "RewardCall | ReplyCall"
 
 READY = "ready"  # reply to the name of a function that was imported
 HEADER_BYTES = 8
@@ -55,19 +58,17 @@ class _Functions:
             return f"cannot import it: {described(error)}"
         return READY
 
-    def call(self, content: str | RewardCall) -> list[Reward] | str:
+    def call(self, content: str | WorkerCall) -> object:
         """The reply to a request."""
         if isinstance(content, str):
             return self.load(content)
-        return content(self._functions[content.name])
+        return content(*map(self._functions.__getitem__, content.names))
 
-    async def call_async(
-        self, content: str | RewardCall, timeout_seconds: float
-    ) -> list[Reward] | str:
+    async def call_async(self, content: str | WorkerCall, timeout_seconds: float) -> object:
         """The reply to a request for a coroutine function, after at most `timeout_seconds`."""
         if isinstance(content, str):
             return self.load(content)
-        call = content.call_async(self._functions[content.name])
+        call = content.call_async(*map(self._functions.__getitem__, content.names))
         try:
             return await asyncio.wait_for(call, timeout_seconds)
         except asyncio.TimeoutError:
@@ -89,7 +90,7 @@ async def _serve_async(connection: socket.socket, timeout_seconds: float) -> Non
     functions, tasks = _Functions(), set[asyncio.Task[None]]()
     reader, writer = await asyncio.open_connection(sock=connection)
 
-    async def answer(number: int, content: str | RewardCall) -> None:
+    async def answer(number: int, content: str | WorkerCall) -> None:
         writer.write(frame_of(number, await functions.call_async(content, timeout_seconds)))
 
     with suppress(EOFError, OSError):

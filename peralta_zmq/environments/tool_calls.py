@@ -1,0 +1,124 @@
+"""Tools of a task: their schemas, and the calls of tools in the text of a completion.
+
+A tool is a Python function with type hints and a docstring. The model reads its schema, in the
+format of OpenAI's function calls, which the chat template renders. It calls the tool in the format
+of Hermes and Qwen, any number of times in a completion:
+
+    <tool_call>
+    {"name": "add", "arguments": {"a": 1, "b": 2}}
+    </tool_call>
+
+or in that of Llama 3, where the whole completion is {"name": "add", "parameters": {"a": 1}}.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, Literal, Union, cast
+
+from peralta_zmq.errors import TaskError
+from peralta_zmq.rollout import Message, ToolCall
+
+TYPE_NAMES: dict[object, str] = {
+    str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object",
+    type(None): "null",
+}  # fmt: skip
+CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+FORMAT = '{"name": NAME, "arguments": {...}}'
+# "name: text" or "name (type): text" in the section "Args:" of a docstring
+ARGUMENT = re.compile(r"\s+\**(\w+)(?:\s*\([^)]*\))?:\s*(.*)")
+
+
+# Schemas.
+
+
+def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
+    """The schema of a tool, from its type hints and its docstring.
+
+    The docstring describes the tool, and in a section `Args:` its arguments. Raises TaskError for a
+    tool without docstring, and for an argument without a type that JSON has.
+    """
+    description, arguments = _documented(tool)
+    if not description:
+        raise TaskError(f"tool {tool.__name__} has no docstring; describe the tool for the model")
+    hints = typing.get_type_hints(tool)
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for parameter in inspect.signature(tool).parameters.values():
+        name = parameter.name
+        try:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise KeyError
+            properties[name] = _type_schema(hints[name])
+        except KeyError:
+            raise TaskError(
+                f"argument {name} of tool {tool.__name__} has no usable type hint; use str, int, "
+                "float, bool, list, dict, Literal, or a union of them"
+            ) from None
+        if name in arguments:
+            properties[name]["description"] = arguments[name]
+        if parameter.default is parameter.empty:
+            required.append(name)
+    parameters = {"type": "object", "properties": properties, "required": required}
+    function = {"name": tool.__name__, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _documented(tool: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """The description of a tool, and those of its arguments, from its docstring."""
+    text, _, rest = (inspect.getdoc(tool) or "").partition("\nArgs:\n")
+    section = rest.partition("\n\n")[0].splitlines()
+    matches = [match for line in section if (match := ARGUMENT.fullmatch(line))]
+    return text.strip(), {match[1]: match[2].strip() for match in matches}
+
+
+def _type_schema(hint: Any) -> dict[str, Any]:
+    """The JSON schema of a type hint; KeyError for a type that JSON does not have."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return {"type": TYPE_NAMES[type(arguments[0])], "enum": list(arguments)}
+    if origin in (Union, types.UnionType):
+        schemas = [_type_schema(each) for each in arguments]
+        return {"type": [schema["type"] for schema in schemas]}
+    schema: dict[str, Any] = {"type": TYPE_NAMES[origin or hint]}
+    if schema["type"] == "array" and arguments:
+        schema["items"] = _type_schema(arguments[0])
+    return schema
+
+
+# Calls.
+
+
+def assistant_message(text: str) -> Message:
+    """The message of a completion, with the calls in its text as `tool_calls`."""
+    if calls := CALL.findall(text):
+        parsed = tuple(_parsed_call(call, closed=bool(end)) for call, end in calls)
+        return Message("assistant", CALL.sub("", text).strip(), tool_calls=parsed)
+    stripped = text.strip()
+    if stripped.startswith("{") and '"parameters"' in stripped:
+        call = _parsed_call(stripped, closed=True)
+        if not call.error:
+            return Message("assistant", "", tool_calls=(call,))
+    return Message("assistant", text)
+
+
+def _parsed_call(text: str, *, closed: bool) -> ToolCall:
+    """The call that `text` describes, with an error if it is not valid."""
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = f"{error}" if closed else "</tool_call> is missing"
+        return ToolCall("", error=f"the tool call is not valid JSON ({reason}); write {FORMAT}")
+    if isinstance(call, dict):
+        fields = cast("dict[str, Any]", call)
+        name, arguments = fields.get("name"), fields.get("arguments", fields.get("parameters", {}))
+        if isinstance(name, str) and isinstance(arguments, dict):
+            return ToolCall(name, cast("dict[str, Any]", arguments))
+    return ToolCall(
+        "", error=f"the tool call has no name or no object of arguments; write {FORMAT}"
+    )

@@ -1,0 +1,203 @@
+"""Execution of tool calls: each in a child process with limits of the operating system.
+
+The child is a fork of the reward worker, so that it has the tool's module without importing it, and
+belongs to the worker's process group, so that it ends with the worker. It has a temporary directory
+of its own, which is deleted after the call. The limits are for tools
+whose arguments a model chooses; they are no sandbox for hostile code (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import psutil
+
+from peralta_zmq.rollout import Message, ToolCall
+
+MAX_MEMORY_BYTES = 512 << 20  # in addition to the memory of the reward worker
+MAX_FILE_BYTES = 16 << 20  # of each file
+MAX_PROCESSES = 0  # started by a tool; Linux does not limit those of root
+MAX_RESULT_CHARACTERS = 4096
+MAX_RESULT_BYTES = 4 * MAX_RESULT_CHARACTERS + 100  # UTF-8, with the note that it was cut
+# Linux's Landlock: system calls, and the access rights of its first version (Linux 5.13) that
+# change the file system: all except executing and reading files and listing directories.
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+LANDLOCK_WRITES = 0x1FFF & ~(1 << 0 | 1 << 2 | 1 << 3)
+LANDLOCK_PATH_BENEATH = 1  # type of a rule
+PR_SET_NO_NEW_PRIVS = 38
+
+
+def tool_messages(
+    calls: Sequence[ToolCall],
+    tools: Mapping[str, Callable[..., Any]],
+    *,
+    timeout_seconds: float,
+) -> list[Message]:
+    """Execute calls one after the other; the results are messages of the role `tool`.
+
+    All calls together may take `timeout_seconds`. A call that fails results in a message that
+    begins with 'error: '.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    return [Message("tool", _result(call, tools, deadline), call.name) for call in calls]
+
+
+def _result(call: ToolCall, tools: Mapping[str, Callable[..., Any]], deadline: float) -> str:
+    if call.error:
+        return f"error: {call.error}"
+    if call.name not in tools:
+        return f"error: there is no tool {call.name!r:.80}; choose one of {', '.join(tools)}"
+    try:
+        inspect.signature(tools[call.name]).bind(**call.arguments)
+    except TypeError as error:
+        return f"error: {call.name}: {error}"
+    return _execute(tools[call.name], call.arguments, deadline)
+
+
+def _execute(tool: Callable[..., Any], arguments: Mapping[str, Any], deadline: float) -> str:
+    """Call a tool in a child process. Kills the child and its children at the deadline."""
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        return "error: no time was left for this call"
+    folder = tempfile.mkdtemp(prefix="peralta-tool-")
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        # The worker's other thread only waits for the end of stdin.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process = os.fork()
+    if process == 0:
+        _run_child(tool, arguments, folder, writer, seconds)
+    os.close(writer)
+    try:
+        result = _read(reader, deadline)
+    finally:
+        os.close(reader)
+        _kill(process)
+        _, status = os.waitpid(process, 0)
+        shutil.rmtree(folder, ignore_errors=True)
+    if result is None:
+        return f"error: {tool.__name__} took longer than {seconds:.3g} s"
+    if not result:
+        reason = _exit_reason(os.waitstatus_to_exitcode(status))
+        return f"error: {tool.__name__} ended without a result ({reason})"
+    return result
+
+
+def _kill(process: int) -> None:
+    """Kill the process of a tool and those that it started."""
+    # Others than root cannot start any: see MAX_PROCESSES.
+    started = psutil.Process(process).children(recursive=True) if os.getuid() == 0 else []
+    os.kill(process, signal.SIGKILL)
+    for each in started:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+
+
+def _exit_reason(code: int) -> str:
+    return signal.strsignal(-code) or f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _read(reader: int, deadline: float) -> str | None:
+    """The result in a pipe: empty if there is none, None if it is late.
+
+    A result ends with a zero byte, because children of the tool may keep the pipe open.
+    """
+    content = b""
+    while not content.endswith(b"\0"):
+        readable, _, _ = select.select([reader], [], [], max(0.0, deadline - time.monotonic()))
+        if not readable:
+            return None
+        if not (part := os.read(reader, 1 << 16)) or len(content) > MAX_RESULT_BYTES:
+            return ""
+        content += part
+    return content[:-1].decode(errors="replace")
+
+
+# In the child process.
+
+
+def _run_child(
+    tool: Callable[..., Any], arguments: Mapping[str, Any], folder: str, writer: int, seconds: float
+) -> NoReturn:
+    """Call the tool, write its result as text to the pipe, and exit."""
+    process = os.getpid()
+    try:
+        _close_files(keep=writer)
+        os.chdir(folder)
+        os.environ.update(HOME=folder, TMPDIR=folder)
+        tempfile.tempdir = None  # read TMPDIR again
+        _limit_resources(seconds)
+        _forbid_writes_outside(folder)
+        try:
+            result = tool(**arguments)
+            text = result if isinstance(result, str) else json.dumps(result, default=str)
+        except Exception as error:  # noqa: BLE001  a tool may raise anything
+            text = f"error: {type(error).__name__}: {error}"
+        if os.getpid() == process:  # not a child of the tool
+            encoded = memoryview(_shortened(text).encode(errors="replace") + b"\0")
+            while encoded:
+                encoded = encoded[os.write(writer, encoded) :]
+            signal.pause()  # until the worker kills this process and its children
+    finally:
+        os._exit(1)  # without the exit handlers of the worker
+
+
+def _shortened(text: str) -> str:
+    """The text of a result in at most MAX_RESULT_BYTES, without zero bytes."""
+    if len(text) > MAX_RESULT_CHARACTERS:
+        text = f"{text[:MAX_RESULT_CHARACTERS]}... (cut at {MAX_RESULT_CHARACTERS} characters)"
+    return text.replace("\0", " ")
+
+
+def _close_files(*, keep: int) -> None:
+    """Close all files of the worker but one; standard streams become /dev/null."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    os.closerange(3, keep)
+    os.closerange(keep + 1, max(keep + 1, null + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+
+
+def _limit_resources(seconds: float) -> None:
+    """Limit CPU time, memory, file sizes and the number of processes."""
+    memory = psutil.Process().memory_info().vms + MAX_MEMORY_BYTES
+    limits = {
+        resource.RLIMIT_CPU: int(seconds) + 1,
+        resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
+        resource.RLIMIT_NPROC: MAX_PROCESSES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_AS: memory,
+    }
+    for kind, limit in limits.items():
+        with suppress(ValueError, OSError):  # macOS does not limit memory
+            resource.setrlimit(kind, (limit, limit))
+
+
+def _forbid_writes_outside(folder: str) -> None:
+    """Let this process change files in `folder` only, where the kernel has Landlock (Linux)."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    handled = ctypes.c_uint64(LANDLOCK_WRITES)
+    rules = libc.syscall(LANDLOCK_CREATE, ctypes.byref(handled), ctypes.sizeof(handled), 0)
+    if rules < 0:
+        return
+    rule = struct.pack("=Qi", LANDLOCK_WRITES, os.open(folder, os.O_RDONLY))
+    libc.syscall(LANDLOCK_ADD, rules, LANDLOCK_PATH_BENEATH, rule, 0)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc.syscall(LANDLOCK_RESTRICT, rules, 0)

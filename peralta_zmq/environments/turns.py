@@ -1,0 +1,144 @@
+"""Further turns of an episode: the reply of the task, and the results of tools.
+
+A task may define `reply(problem, messages)`, which returns the messages that follow a completion,
+or None to end the episode. `messages` begin with the problem's and end with the completion, which
+is an assistant's message. A task may also have `tools`, a list of functions. A completion that
+calls tools is followed by their results, without a call of `reply`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
+
+from peralta_zmq.environments.tool_calls import assistant_message, schema_of
+from peralta_zmq.environments.tool_process import tool_messages
+from peralta_zmq.errors import RewardError, TaskError, described
+from peralta_zmq.rollout import Message, Problem
+
+REPLY_ROLES = ("system", "user", "tool")
+Reply: TypeAlias = "list[Message] | None"
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The functions of a task with several turns, each by the name MODULE:NAME."""
+
+    reply: str = ""  # empty: a completion that calls no tool ends the episode
+    is_async: bool = False  # `reply` is a coroutine function
+    tools: Mapping[str, str] = field(default_factory=dict[str, str])  # by the name of the tool
+    schemas: tuple[Mapping[str, Any], ...] = ()  # of the tools
+
+    def call(
+        self, problem: Problem, messages: Sequence[Message], *, tool_seconds: float
+    ) -> ReplyCall | None:
+        """The call for the messages that follow a completion; None if the episode ends.
+
+        All tools that the completion calls may take `tool_seconds` together.
+        """
+        *earlier, last = messages
+        if self.tools and not last.tool_calls:
+            last = assistant_message(last.content)
+        continued = (*earlier, last)
+        if last.tool_calls:
+            functions, tools = tuple(self.tools.values()), tuple(self.tools)
+            return ReplyCall(functions, problem, continued, tools=tools, tool_seconds=tool_seconds)
+        if self.reply:
+            return ReplyCall((self.reply,), problem, continued, self.is_async)
+        return None
+
+
+def turns_of(task: object) -> Turns | None:
+    """The functions for further turns of a task; None if it has only one turn.
+
+    Raises TaskError for a tool without schema, and for functions that a worker cannot import.
+    """
+    reply = getattr(task, "reply", None)
+    tools = cast("Sequence[Callable[..., Any]]", getattr(task, "tools", ()))
+    if reply is None and not tools:
+        return None
+    return Turns(
+        reply=_import_name(reply) if reply else "",
+        is_async=inspect.iscoroutinefunction(reply),
+        tools={tool.__name__: _import_name(tool) for tool in tools},
+        schemas=tuple(map(schema_of, tools)),
+    )
+
+
+def _import_name(function: Callable[..., Any]) -> str:
+    """MODULE:NAME of a function. Raises TaskError unless a module has it under this name."""
+    name = getattr(function, "__qualname__", "<")
+    if "<" in name:  # as in f.<locals>.g and <lambda>
+        raise TaskError(
+            f"{function!r:.80} cannot be imported by a reward worker; make `reply` and each of "
+            "`tools` a function of a module"
+        )
+    return f"{function.__module__}:{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyCall:
+    """One call of a task's `reply`, or of the tools that a completion calls."""
+
+    names: tuple[str, ...]  # MODULE:NAME of `reply`, or of each tool
+    problem: Problem
+    messages: tuple[Message, ...]
+    is_async: bool = False
+    tools: tuple[str, ...] = ()  # names of the tools; empty for a call of `reply`
+    tool_seconds: float = 0.0
+    num_completions: int = 1  # that wait for the result
+
+    @property
+    def reports_timeout(self) -> bool:
+        """Whether the result tells that time is up: a tool's process ends without its worker."""
+        return bool(self.tools)
+
+    def __call__(self, *functions: Callable[..., Any]) -> Reply | str:
+        """Call the functions with the names `names`; a failure of `reply` is returned as text."""
+        if self.tools:
+            tools = dict(zip(self.tools, functions, strict=True))
+            calls = self.messages[-1].tool_calls
+            return tool_messages(calls, tools, timeout_seconds=self.tool_seconds)
+        (reply,) = functions
+        try:
+            result = reply(self.problem, list(self.messages))
+        except Exception as error:  # noqa: BLE001  a user's function may raise anything
+            return f"raised {described(error)}"
+        return _checked(result)
+
+    async def call_async(self, *functions: Callable[..., Any]) -> Reply | str:
+        """Like a call, for a coroutine function."""
+        (reply,) = functions
+        try:
+            result = await reply(self.problem, list(self.messages))
+        except Exception as error:  # noqa: BLE001  a user's function may raise anything
+            return f"raised {described(error)}"
+        return _checked(result)
+
+    def result_of(self, result: Reply | str) -> Reply:
+        """The result of the call. Raises RewardError for the text of a failure."""
+        if isinstance(result, str):
+            raise RewardError(
+                f"function {' or '.join(self.names)} {result}, for a completion of problem "
+                f"{self.problem.id}; fix the function (its timeout is task.reward_timeout)"
+            )
+        return result
+
+
+def _checked(result: object) -> Reply | str:
+    """The result of `reply`, or text that says what is wrong with it."""
+    if result is None:
+        return None
+    if not isinstance(result, list) or not result:
+        return f"returned {result!r:.80}, which is neither a list of messages nor None"
+    for message in cast("list[object]", result):
+        if not isinstance(message, Message) or not isinstance(cast(Any, message.content), str):
+            return f"returned a list with {message!r:.80}, which is not a Message with text"
+        if message.role not in REPLY_ROLES:
+            return (
+                f"returned a message with the role {message.role!r:.40}; "
+                f"choose one of {', '.join(REPLY_ROLES)}"
+            )
+    return cast("list[Message]", result)

@@ -1,0 +1,91 @@
+"""Schemas of tools, and the calls of tools in completions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+
+from peralta_zmq.environments.tool_calls import assistant_message, schema_of
+from peralta_zmq.errors import TaskError
+from peralta_zmq.rollout import Message, ToolCall
+
+
+def find(
+    word: str, places: list[str], limit: int | None = None, order: Literal["up", "down"] = "up"
+) -> str:
+    """Find a word.
+
+    The first place counts.
+
+    Args:
+        word: the word to find
+        limit (int): number of results
+    """
+    return word
+
+
+def undocumented(word: str) -> str:
+    return word
+
+
+def untyped(word) -> str:  # type: ignore[no-untyped-def]
+    """Find a word."""
+    return str(word)
+
+
+def with_options(**options: Any) -> str:
+    """Find a word."""
+    return str(options)
+
+
+def test_schema_has_types_and_descriptions_of_the_arguments() -> None:
+    properties = {
+        "word": {"type": "string", "description": "the word to find"},
+        "places": {"type": "array", "items": {"type": "string"}},
+        "limit": {"type": ["integer", "null"], "description": "number of results"},
+        "order": {"type": "string", "enum": ["up", "down"]},
+    }
+    parameters = {"type": "object", "properties": properties, "required": ["word", "places"]}
+    description = "Find a word.\n\nThe first place counts."
+    function = {"name": "find", "description": description, "parameters": parameters}
+    assert schema_of(find) == {"type": "function", "function": function}
+
+
+@pytest.mark.parametrize(("tool", "message"), [
+    (undocumented, "tool undocumented has no docstring"),
+    (untyped, "argument word of tool untyped has no usable type hint"),
+    (with_options, "argument options of tool with_options has no usable type hint"),
+])  # fmt: skip
+def test_tool_without_schema_is_refused(tool: Any, message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        schema_of(tool)
+
+
+def test_calls_in_a_completion_become_tool_calls() -> None:
+    add = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    message = assistant_message(f"I add.\n{add}\n{add}")
+    call = ToolCall("add", {"a": 1})
+    assert message == Message("assistant", "I add.", tool_calls=(call, call))
+    llama = '{"name": "add", "parameters": {"a": 1}}'
+    assert assistant_message(llama) == Message("assistant", "", tool_calls=(call,))
+
+
+@pytest.mark.parametrize("text", ["1 + 2", '{"name": "add"}', '{"parameters": 1}', ""])
+def test_completion_without_calls_keeps_its_text(text: str) -> None:
+    assert assistant_message(text) == Message("assistant", text)
+
+
+@pytest.mark.parametrize(("text", "error"), [
+    ('<tool_call>{"name": "add", "argu', r"\(</tool_call> is missing\)"),
+    ("<tool_call>add(1)</tool_call>", "not valid JSON .Expecting value"),
+    ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
+    ("<tool_call>[1]</tool_call>", "no name or no object of arguments"),
+    ('<tool_call>{"name": 1}</tool_call>', "no name or no object of arguments"),
+    ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "no name or no object"),
+])  # fmt: skip
+def test_malformed_call_has_an_error_with_the_format(text: str, error: str) -> None:
+    (call,) = assistant_message(text).tool_calls
+    assert call.name == "" and call.error.endswith('write {"name": NAME, "arguments": {...}}')
+    with pytest.raises(ValueError, match=error):
+        raise ValueError(call.error)

@@ -1,0 +1,137 @@
+"""Replies of tasks and results of tools, in reward workers that are replaced when they fail."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from peralta_zmq.environments.reward_pool import RewardPool
+from peralta_zmq.environments.turns import Turns, turns_of
+from peralta_zmq.errors import RewardError, TaskError
+from peralta_zmq.rollout import Message, Problem
+
+PROBLEM = Problem("7", "mine", (Message("user", "a number?"),), "4")
+TASK = """
+import os, time
+from peralta_zmq.rollout import Message
+def reply(problem, messages):
+    text = messages[-1].content
+    if text == problem.answer: return None
+    if text == "raise": raise ValueError("no such\\nmove")
+    if text == "die": os._exit(9)
+    if text == "hang": time.sleep(60)
+    if text == "pid": return [Message("user", str(os.getpid()))]
+    results = {"text": "higher", "empty": [], "dicts": [{"role": "user", "content": "higher"}],
+               "number": [Message("user", 5)], "assistant": [Message("assistant", "4")]}
+    return results.get(text, [Message("user", f"{len(messages)} messages")])
+async def answer(problem, messages):
+    return [Message("user", "awaited")]
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
+def hang() -> None:
+    "Wait."
+    time.sleep(60)
+tools = [add, hang]
+"""
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    (tmp_path / "replying_task.py").write_text(TASK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    yield importlib.import_module("replying_task")
+    del sys.modules["replying_task"]
+
+
+@pytest.fixture
+def pool() -> Iterator[RewardPool]:
+    pool = RewardPool(num_workers=1, concurrency=1, timeout_seconds=1, queue_limit=4)
+    with closing(pool):
+        yield pool
+
+
+def turns_with(task: ModuleType, *names: str) -> Turns:
+    turns = turns_of(SimpleNamespace(**{name: getattr(task, name) for name in names}))
+    assert turns is not None
+    return turns
+
+
+def reply(pool: RewardPool, turns: Turns, text: str) -> list[Message] | None:
+    messages = [*PROBLEM.messages, Message("assistant", text)]
+    return pool.reply(turns, PROBLEM, messages).result()
+
+
+def call_of(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def test_reply_continues_or_ends_the_episode(task: ModuleType, pool: RewardPool) -> None:
+    turns = turns_with(task, "reply")
+    assert reply(pool, turns, "5") == [Message("user", "2 messages")]
+    assert reply(pool, turns, "4") is None
+    (message,) = reply(pool, turns, "pid") or [PROBLEM.messages[0]]
+    assert message.content != str(os.getpid())
+    assert reply(pool, turns, call_of("add", a=1, b=2)) == [Message("user", "2 messages")]
+    awaited = SimpleNamespace(reply=task.answer)
+    assert reply(pool, turns_of(awaited) or turns, "5") == [Message("user", "awaited")]
+
+
+FAILURES = {
+    "raise": r"replying_task:reply raised ValueError: no such move \(.*, line 7\)",
+    "die": "exited with code 9, for a completion of problem 7; fix the function",
+    "hang": r"took longer than 1 s, .* \(its timeout is task\.reward_timeout\)",
+    "text": "returned 'higher', which is neither a list of messages nor None",
+    "empty": r"returned \[\], which is neither a list of messages nor None",
+    "dicts": "returned a list with {'role': 'user', 'content': 'higher'}, which is not a Message",
+    "number": r"returned a list with Message\(.*, which is not a Message with text",
+    "assistant": "returned a message with the role 'assistant'; choose one of system, user, tool",
+}
+
+
+def test_failing_reply_is_named_and_the_next_call_succeeds(
+    task: ModuleType, pool: RewardPool
+) -> None:
+    turns = turns_with(task, "reply")
+    for text, message in FAILURES.items():
+        with pytest.raises(RewardError, match=message):
+            reply(pool, turns, text)
+        assert reply(pool, turns, "5") == [Message("user", "2 messages")]
+    assert pool.num_waiting == 0
+
+
+def test_tools_are_called_before_reply(task: ModuleType, pool: RewardPool) -> None:
+    turns = turns_with(task, "reply", "tools")
+    assert [schema["function"]["name"] for schema in turns.schemas] == ["add", "hang"]
+    assert reply(pool, turns, call_of("add", a=1, b=2)) == [Message("tool", "3", "add")]
+    assert reply(pool, turns, "3") == [Message("user", "2 messages")]
+    (message,) = reply(pool, turns, "<tool_call>add(1, 2)</tool_call>") or [PROBLEM.messages[0]]
+    assert message.role == "tool" and "the tool call is not valid JSON" in message.content
+    assert reply(pool, turns_with(task, "tools"), "3") is None
+
+
+def test_tool_that_hangs_ends_without_its_worker(task: ModuleType, pool: RewardPool) -> None:
+    turns = turns_with(task, "reply", "tools")
+    before = reply(pool, turns, "pid")
+    assert reply(pool, turns, call_of("hang")) == [
+        Message("tool", "error: hang took longer than 1 s", "hang")
+    ]
+    assert reply(pool, turns, "pid") == before
+
+
+def test_functions_that_workers_cannot_import_are_refused() -> None:
+    def local(problem: Problem, messages: list[Message]) -> None: ...
+
+    with pytest.raises(TaskError, match=r"make `reply` and each of `tools` a function of a module"):
+        turns_of(SimpleNamespace(reply=local))
+    assert turns_of(SimpleNamespace()) is None
