@@ -19,7 +19,7 @@ from peralta_zmq.config import Config, load_config
 from peralta_zmq.environments.dataset import load_problems
 from peralta_zmq.environments.reward_pool import LocalRewards
 from peralta_zmq.generator import loop as generator
-from peralta_zmq.rollout import Problem, Rollout, Score
+from peralta_zmq.rollout import Message, Problem, Rollout, Score
 
 TEXT = (Path(__file__).parents[1] / "docs" / "custom.md").read_text("utf-8")
 MODULES = re.findall(r"```python\n# (\S+\.py)\n(.*?)```", TEXT, re.DOTALL)
@@ -61,9 +61,9 @@ def test_page_has_the_tested_blocks() -> None:
     assert len(re.findall("```", TEXT)) == 2 * (len(MODULES) + len(SETTINGS))
     assert [name for name, _ in MODULES] == [
         "my_lab/losses.py", "my_lab/advantages.py", "my_lab/whole_step.py", "my_lab/filters.py",
-        "my_lab/sums.py", "my_lab/rewards.py", "my_lab/polite.py",
+        "my_lab/sums.py", "my_lab/rewards.py", "my_lab/polite.py", "my_lab/orders.py",
     ]  # fmt: skip
-    assert len(SETTINGS) == 7
+    assert len(SETTINGS) == 8
 
 
 def test_page_has_the_generator_failure_limit() -> None:
@@ -138,6 +138,22 @@ def test_reward_functions_have_weights(tmp_path: Path) -> None:
         {"task": 0.0, "polite": 1.0, "shortest": 0.0},
     ]
     assert [score.reward for score in scores] == pytest.approx([1.1, 0.2])
+
+
+def test_task_with_turns_calls_tools_and_replies(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "orders")
+    with closing(build.open_environments(config, "train")) as environments:
+        problem = next(each for each in environments.problems if "2 teas" in each.question)
+        (schema,) = problem.chat_template_kwargs["tools"]
+        assert schema["function"]["name"] == "price"
+        call = '<tool_call>{"name": "price", "arguments": {"article": "tea"}}</tool_call>'
+        replies = [
+            environments.reply(problem, [*problem.messages, Message("assistant", text)]).result()
+            for text in (call, "eleven", "11")
+        ]
+        assert environments.reward(problem, "11") == 1.0
+    numbers = [Message("user", "Answer with a number.")]
+    assert replies == [[Message("tool", "3", "price")], numbers, None]
 
 
 def test_reward_setting_replaces_the_task_reward(tmp_path: Path) -> None:
