@@ -1,7 +1,7 @@
 """Environments: data sets, order of problems, reward functions, shipped tasks.
 
-A task is a module with `problems(split, seed, **options)` and `reward(problem, completion_text)`; for
-several turns also `reply(problem, messages)` or `tools`.
+A task is a module with `problems(split, seed, **options)` and `reward(problem, completion_text)`;
+for several turns also `reply(problem, messages)` or `tools`.
 
 dataset           the environments of a run, and the problems of a data set
 data_files        the rows of data sets in CSV, JSONL and Parquet files
@@ -16,7 +16,8 @@ tool_process      execution of tools with limits on their resources
 verifier_service  serves problems and rewards to other machines (bin/verifier)
 verifier_client   an environment that a verifier on another machine serves
 shipped_rewards   reward functions for any task
-calculator, countdown, math_answers, reverse_text  shipped tasks
+calculator, countdown, math_answers, reverse_text  shipped tasks with one turn
+guess_number, calculator_tool  shipped tasks with several turns, or with a tool
 reasoning_gym_task  tasks of the library reasoning-gym
 arithmetic        safe evaluation of arithmetic, for calculator and countdown
 """

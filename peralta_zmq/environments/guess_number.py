@@ -1,0 +1,51 @@
+"""Task guess_number: find a number in two turns.
+
+The first completion is a guess. The reply says how far it is from the number, and in which
+direction, so that the second completion can be right. One number of ten is right by chance.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+from peralta_zmq.rollout import Message, Problem
+
+REWARD_IS_BOUNDED = True
+
+NUM_EVAL = 100  # problems held out from training
+
+
+def problems(split: str, seed: int) -> Iterator[Problem]:
+    """800 problems for training and 100 others to evaluate: tens, with a number in each.
+
+    The seed is not used: both splits are fixed.
+    """
+    numbers = random.Random(0)
+    tens = [(low, low + numbers.randrange(10)) for low in range(1000, 10_000, 10)]
+    numbers.shuffle(tens)
+    for low, number in tens[:NUM_EVAL] if split == "eval" else tens[NUM_EVAL:]:
+        message = Message("user", f"Guess a number from {low} to {low + 9}.")
+        yield Problem(str(low), "guess_number", (message,), str(number))
+
+
+def reply(problem: Problem, messages: Sequence[Message]) -> list[Message] | None:
+    """The distance of the first guess; None after the right number or two completions."""
+    guesses = [message.content for message in messages if message.role == "assistant"]
+    if len(guesses) > 1 or reward(problem, guesses[0]):
+        return None
+    return [Message("user", feedback(guesses[0], int(problem.answer)))]
+
+
+def feedback(guess: str, number: int) -> str:
+    """What is said about a wrong guess."""
+    text = guess.strip()
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        return "That is no number."
+    distance = number - int(text)
+    return f"It is {abs(distance)} {'higher' if distance > 0 else 'lower'}."
+
+
+def reward(problem: Problem, completion_text: str) -> float:
+    """1 if the last completion is the number, else 0."""
+    return float(completion_text.strip() == problem.answer)
