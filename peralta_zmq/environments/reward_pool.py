@@ -40,9 +40,9 @@ from peralta_zmq.rollout import Message, Problem, Score
 
 START_TIMEOUT_SECONDS = 120.0  # for importing a reward function
 GRACE_SECONDS = 5.0  # for a worker that awaits calls, to report a timeout itself
-Result = TypeVar("Result")
-
 ENDED = "was ended"  # start of the reply to the other calls of a process that is killed
+
+Result = TypeVar("Result")
 
 
 class RewardPool:

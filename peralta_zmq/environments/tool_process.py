@@ -34,10 +34,13 @@ MAX_FILE_BYTES = 16 << 20  # of each file
 MAX_PROCESSES = 0  # started by a tool; Linux does not limit those of root
 MAX_RESULT_CHARACTERS = 4096
 MAX_RESULT_BYTES = 4 * MAX_RESULT_CHARACTERS + 100  # UTF-8, with the note that it was cut
-# Linux's Landlock: system calls, and the access rights of its first version (Linux 5.13) that
-# change the file system: all except executing and reading files and listing directories.
+# Linux's Landlock: system calls, and the access rights that change the content of files. The first
+# version (Linux 5.13) has 13 rights, of which those to execute and read files and to list folders
+# are left to the tool; that to truncate files came with the third version (Linux 6.2).
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 LANDLOCK_WRITES = 0x1FFF & ~(1 << 0 | 1 << 2 | 1 << 3)
+LANDLOCK_TRUNCATE = 1 << 14
+LANDLOCK_VERSION = 1  # flag of LANDLOCK_CREATE
 LANDLOCK_PATH_BENEATH = 1  # type of a rule
 PR_SET_NO_NEW_PRIVS = 38
 
@@ -54,7 +57,14 @@ def tool_messages(
     begins with 'error: '.
     """
     deadline = time.monotonic() + timeout_seconds
-    return [Message("tool", _result(call, tools, deadline), call.name) for call in calls]
+    messages: list[Message] = []
+    for call in calls:
+        try:
+            text = _result(call, tools, deadline)
+        except TimeoutError:
+            text = f"error: the tools took longer than {timeout_seconds:g} s"
+        messages.append(Message("tool", text, call.name))
+    return messages
 
 
 def _result(call: ToolCall, tools: Mapping[str, Callable[..., Any]], deadline: float) -> str:
@@ -70,10 +80,10 @@ def _result(call: ToolCall, tools: Mapping[str, Callable[..., Any]], deadline: f
 
 
 def _execute(tool: Callable[..., Any], arguments: Mapping[str, Any], deadline: float) -> str:
-    """Call a tool in a child process. Kills the child and its children at the deadline."""
+    """Call a tool in a child process. Raises TimeoutError at the deadline."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
-        return "error: no time was left for this call"
+        raise TimeoutError
     folder = tempfile.mkdtemp(prefix="peralta-tool-")
     reader, writer = os.pipe()
     with warnings.catch_warnings():
@@ -90,8 +100,6 @@ def _execute(tool: Callable[..., Any], arguments: Mapping[str, Any], deadline: f
         _kill(process)
         _, status = os.waitpid(process, 0)
         shutil.rmtree(folder, ignore_errors=True)
-    if result is None:
-        return f"error: {tool.__name__} took longer than {seconds:.3g} s"
     if not result:
         reason = _exit_reason(os.waitstatus_to_exitcode(status))
         return f"error: {tool.__name__} ended without a result ({reason})"
@@ -112,8 +120,8 @@ def _exit_reason(code: int) -> str:
     return signal.strsignal(-code) or f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def _read(reader: int, deadline: float) -> str | None:
-    """The result in a pipe: empty if there is none, None if it is late.
+def _read(reader: int, deadline: float) -> str:
+    """The result in a pipe, empty if there is none. Raises TimeoutError at the deadline.
 
     A result ends with a zero byte, because children of the tool may keep the pipe open.
     """
@@ -121,7 +129,7 @@ def _read(reader: int, deadline: float) -> str | None:
     while not content.endswith(b"\0"):
         readable, _, _ = select.select([reader], [], [], max(0.0, deadline - time.monotonic()))
         if not readable:
-            return None
+            raise TimeoutError
         if not (part := os.read(reader, 1 << 16)) or len(content) > MAX_RESULT_BYTES:
             return ""
         content += part
@@ -193,11 +201,13 @@ def _forbid_writes_outside(folder: str) -> None:
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    handled = ctypes.c_uint64(LANDLOCK_WRITES)
-    rules = libc.syscall(LANDLOCK_CREATE, ctypes.byref(handled), ctypes.sizeof(handled), 0)
-    if rules < 0:
+    version = libc.syscall(LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION)
+    if version < 1:
         return
-    rule = struct.pack("=Qi", LANDLOCK_WRITES, os.open(folder, os.O_RDONLY))
+    rights = LANDLOCK_WRITES | (LANDLOCK_TRUNCATE if version >= 3 else 0)
+    handled = ctypes.c_uint64(rights)
+    rules = libc.syscall(LANDLOCK_CREATE, ctypes.byref(handled), ctypes.sizeof(handled), 0)
+    rule = struct.pack("=Qi", rights, os.open(folder, os.O_RDONLY))
     libc.syscall(LANDLOCK_ADD, rules, LANDLOCK_PATH_BENEATH, rule, 0)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     libc.syscall(LANDLOCK_RESTRICT, rules, 0)

@@ -124,7 +124,7 @@ def test_tool_that_hangs_ends_without_its_worker(task: ModuleType, pool: RewardP
     turns = turns_with(task, "reply", "tools")
     before = reply(pool, turns, "pid")
     assert reply(pool, turns, call_of("hang")) == [
-        Message("tool", "error: hang took longer than 1 s", "hang")
+        Message("tool", "error: the tools took longer than 1 s", "hang")
     ]
     assert reply(pool, turns, "pid") == before
 
