@@ -32,7 +32,7 @@ from peralta_zmq.learning.composition import PRESETS
 from peralta_zmq.learning.losses import TokenLoss, Tokens
 from peralta_zmq.learning.losses import evaluate as evaluate_loss
 from peralta_zmq.registry import EngineSettings, WeightUpdate
-from peralta_zmq.rollout import Problem, RolloutGroup, rollout_of
+from peralta_zmq.rollout import Completion, Problem, RolloutGroup, rollout_of
 
 NUM_STEPS, LAST = 40, 5
 NUM_TOKENS, NUM_ROLLOUTS, REPEATS = 16_384, 128, 30
@@ -177,8 +177,10 @@ class Run:
         """Sample the groups of one step from the engine's weights."""
         config, step = self._config, self._engine.step
         sampling = build.make_sampling(config, seed=1000 * config.run.seed + step)
-        answers = generate_groups(
+        answers: list[tuple[Problem, list[Completion]]] = []
+        generate_groups(
             self._engine, self._tokenizer, islice(self._problems, config.groups_per_step),
+            lambda problem, completions: answers.append((problem, completions)),
             num_generations=config.sampling.num_generations, sampling=sampling,
         )  # fmt: skip
         return [

@@ -156,6 +156,7 @@ class Engine(Protocol):
     """
 
     step: int  # policy step of the current weights
+    max_model_len: int  # maximum of prompt and completion together, in tokens
 
     def generate(
         self,
@@ -165,13 +166,15 @@ class Engine(Protocol):
     ) -> Iterator[Completion]:
         """Yield one completion per request, in any order, as soon as it is complete.
 
-        A completion has the `index` of its request. The engine takes a request from the iterator
-        when a slot is free; the value None means that no request is ready yet, and the engine
-        continues with the requests in flight. The engine calls `between_steps` between decode
-        steps; this function may call `apply` or `cancel`. Each token is sampled with the parameters
-        `sampling.at(self.step)`, which can change within a completion when the weights do. Raises
-        ConfigError for a request longer than `max_model_len`, and EngineError for logits that are
-        not finite; both drop the completions in flight.
+        A completion has the `index` of its request. A request may continue the completion of an
+        earlier one, whose keys and values the engine may keep (Request.continues). The engine takes
+        a request from the iterator when a slot is free; the value None means that no request is
+        ready yet, and the engine continues with the requests in flight. The engine calls
+        `between_steps` between decode steps; this function may call `apply` or `cancel`. Each token
+        is sampled with the parameters `sampling.at(self.step)`, which can change within a
+        completion when the weights do. Raises ConfigError for a request longer than
+        `max_model_len`, and EngineError for logits that are not finite; both drop the completions
+        in flight.
         """
         ...
 

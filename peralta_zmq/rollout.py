@@ -18,6 +18,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from peralta_zmq.errors import TaskError
+
 FinishReason: TypeAlias = Literal["stop", "length"]
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 Int32Array: TypeAlias = NDArray[np.int32]
@@ -117,19 +119,34 @@ class Request:
     index: int  # identifies the completion, because an engine returns completions in any order
     prompt_ids: Int32Array  # [P]
     max_completion_length: int | None = None  # tokens; None = the value in Sampling
+    # The prompt may be the tokens of an earlier request and its completion, and inserted tokens. An
+    # engine then needs to compute the keys and values of the inserted tokens only.
+    continues: int | None = None  # index of the earlier request
+    may_continue: bool = False  # whether another request may continue this one
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The result of one request; arrays of shape [T] hold the generated tokens only."""
+    """The result of one request, or of all turns of an episode.
 
-    index: int  # Request.index
-    prompt_ids: Int32Array  # [P]
+    A turn is one request and its completion. In an episode of several turns, the arrays of shape
+    [T] also hold the tokens inserted between the turns; otherwise generated tokens only.
+    """
+
+    index: int  # Request.index, of the first turn
+    prompt_ids: Int32Array  # [P], of the first turn
     token_ids: Int32Array  # [T], including the end token if there is one
     logprobs: Float32Array  # [T], as defined on Rollout.logprobs
-    policy_steps: Int32Array  # [T], policy step of the weights that sampled each token
+    policy_steps: Int32Array  # [T], policy step of the weights that sampled each token; -1 = none
     finish_reason: FinishReason
-    text: str  # without special tokens
+    text: str  # without special tokens; of the last turn
+    messages: tuple[Message, ...] = ()  # after the prompt, if the problem has turns
+    error: TaskError | None = None  # the reason why an episode could not be continued
+
+    @property
+    def transcript(self) -> str:
+        """For display: the texts of all messages after the prompt."""
+        return "\n".join(message.content for message in self.messages) or self.text
 
 
 class Score(NamedTuple):
@@ -143,7 +160,10 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A prompt with one completion and its reward."""
+    """A prompt with one completion and its reward; with several turns, an episode.
+
+    The tokens inserted between two turns have the values of prompt tokens.
+    """
 
     token_ids: Int32Array  # [T], prompt and completion
     loss_mask: BoolArray  # [T], True on generated tokens
@@ -164,6 +184,11 @@ class Rollout:
     def num_generated(self) -> int:
         """Number of generated tokens, including the end token."""
         return int(self.loss_mask.sum())
+
+    @property
+    def num_turns(self) -> int:
+        """Number of completions: spans of generated tokens."""
+        return int((self.loss_mask[1:] > self.loss_mask[:-1]).sum())
 
 
 def equal_within_rounding(rewards: Sequence[float]) -> bool:
@@ -281,11 +306,12 @@ def rollout_of(
     num_prompt = len(completion.prompt_ids)
     no_logprobs = np.zeros(num_prompt, dtype=np.float32)
     no_steps = np.full(num_prompt, -1, dtype=np.int32)
+    policy_steps = np.concatenate([no_steps, completion.policy_steps])
     return Rollout(
         token_ids=np.concatenate([completion.prompt_ids, completion.token_ids]),
-        loss_mask=np.arange(num_prompt + len(completion.token_ids)) >= num_prompt,
+        loss_mask=policy_steps >= 0,
         logprobs=np.concatenate([no_logprobs, completion.logprobs]),
-        policy_steps=np.concatenate([no_steps, completion.policy_steps]),
+        policy_steps=policy_steps,
         reward=reward,
         finish_reason=completion.finish_reason,
         rewards=dict(rewards or {}),

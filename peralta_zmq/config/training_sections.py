@@ -73,6 +73,9 @@ class TaskSection(RewardSettings):
 
     name: Text = "calculator"
     """a shipped task, or the import path of a custom module"""
+    max_turns: Annotated[int, Field(ge=1, le=64)] = 8
+    """completions of a rollout, for tasks that reply to completions or have tools; a longer
+    episode is cut off"""
     skip_verification: bool = False
     """do not compute rewards in training (all are 0), for a loss that needs none: ref_kl, one
     with adv_tau 0 and teacher_tau above 0, or a custom one; needs train.keep_zero_std"""

@@ -1,6 +1,7 @@
 """Engines, which sample completions of prompts (protocol registry.Engine).
 
 requests      problems to completions, with any engine
+episodes      completions of several turns, with the replies of the tasks
 choice        which engine runs
 rows          what the engines share: completions in progress, their ends, their policy steps
 loading       opening a folder as a torch model; adapters

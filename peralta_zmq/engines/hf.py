@@ -54,7 +54,7 @@ class HfEngine:
         self.step = step
         self._model, self._tokenizer, self._merger = model, tokenizer, merger
         self._slots = slots
-        self._capacity = min(max_model_len, model.config.max_position_embeddings)
+        self.max_model_len = min(max_model_len, model.config.max_position_embeddings)
         self._end_ids = end_token_ids(model.generation_config, tokenizer)
         self._cancelled = False
         pad_ids = (tokenizer.pad_token_id, *self._end_ids, 0)
@@ -105,7 +105,7 @@ class HfEngine:
         source, has_more = iter(requests), True
         while has_more and not self._cancelled:
             batch, has_more = read_requests(
-                source, sampling, limit=self._slots, max_model_len=self._capacity
+                source, sampling, limit=self._slots, max_model_len=self.max_model_len
             )
             if batch:
                 yield from self._sample(batch, sampling)

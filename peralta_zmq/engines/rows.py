@@ -37,6 +37,7 @@ def read_requests(
         if request is None:
             return batch, True
         num_prompt, num_new = len(request.prompt_ids), sampling.max_completion_length
+        num_new = min(num_new, request.max_completion_length or num_new)
         if sampling.fills_context:
             num_new = max(1, max_model_len - num_prompt)
             request = replace(request, max_completion_length=num_new)

@@ -47,11 +47,16 @@ class RewardSource(Protocol):
         ...
 
     def score(
-        self, problem: Problem, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+        self,
+        problem: Problem,
+        texts: Sequence[str],
+        token_ids: Sequence[Sequence[int]],
+        messages: Sequence[Sequence[Message]] = (),
     ) -> Future[list[Score]]:
         """The scores of completions, in order, or a RewardError if any of them failed.
 
-        `texts` and `token_ids` have one entry per completion. The future has a TaskError if no
+        `texts` and `token_ids` have one entry per completion, and `messages`, of a problem with
+        several turns, the messages after the prompt. The future has a TaskError if no
         reward can be computed at all.
         """
         ...
@@ -78,14 +83,25 @@ class Environments:
 
     def score(self, problem: Problem, completions: Sequence[Completion]) -> Future[list[Score]]:
         """The scores of completions in the problem's environment: see RewardSource."""
+        for completion in completions:
+            if completion.error is not None:
+                failed: Future[list[Score]] = Future()
+                failed.set_exception(completion.error)
+                return failed
         texts = [completion.text for completion in completions]
         token_ids = [completion.token_ids.tolist() for completion in completions]
-        return self.reward_sources[problem.task].score(problem, texts, token_ids)
+        messages = [each.messages for each in completions] if self.has_turns(problem) else ()
+        return self.reward_sources[problem.task].score(problem, texts, token_ids, messages)
 
     def reward(self, problem: Problem, text: str) -> float:
         """The reward of a completion without token ids. Raises RewardError or TaskError."""
         (score,) = self.reward_sources[problem.task].score(problem, [text], [()]).result()
         return score.reward
+
+    @property
+    def problems_with_turns(self) -> list[Problem]:
+        """The problems whose completions may be followed by further turns."""
+        return [problem for problem in self.problems if self.has_turns(problem)]
 
     def has_turns(self, problem: Problem) -> bool:
         """Whether a completion may be followed by further turns."""

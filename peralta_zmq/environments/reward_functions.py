@@ -4,6 +4,7 @@ The reward function of a task scores one completion:
 
     reward(problem, completion_text, **options) -> number, or dict of named terms to be summed
 
+With several turns, `completion_text` is the text of the last one.
 A function of `task.reward_functions` scores all completions of a problem (a group) in one call. It
 has TRL's signature; None means that it does not apply to a completion:
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 from peralta_zmq.errors import RewardError, described
-from peralta_zmq.rollout import MAX_REWARD, Problem, Score
+from peralta_zmq.rollout import MAX_REWARD, Message, Problem, Score
 
 # What a function returns for one completion: a dict holds named terms, whose sum is the reward;
 # None = the function does not apply.
@@ -55,12 +56,16 @@ class RewardFunction:
         return inspect.iscoroutinefunction(self.function)
 
     def calls(
-        self, problem: Problem, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+        self,
+        problem: Problem,
+        texts: Sequence[str],
+        token_ids: Sequence[Sequence[int]],
+        messages: Sequence[Sequence[Message]] = (),
     ) -> list[RewardCall]:
-        """The calls that score the completions of a problem."""
+        """The calls that score the completions of a problem; arguments as in RewardSource.score."""
         common = self.name, self.is_async, self.takes_group, self.options, problem
         if self.takes_group:
-            return [RewardCall(*common, tuple(texts), tuple(token_ids))]
+            return [RewardCall(*common, tuple(texts), tuple(token_ids), tuple(messages))]
         return [RewardCall(*common, (text,)) for text in texts]
 
 
@@ -75,6 +80,7 @@ class RewardCall:
     problem: Problem
     texts: tuple[str, ...]
     token_ids: tuple[Sequence[int], ...] = ()
+    messages: tuple[Sequence[Message], ...] = ()
 
     def __call__(self, function: Callable[..., Any]) -> list[Reward] | str:
         """Call the function with this name; a failure is returned as text."""
@@ -119,7 +125,7 @@ class RewardCall:
     def _call(self, function: Callable[..., Any]) -> Any:
         if not self.takes_group:
             return function(self.problem, self.texts[0], **self.options)
-        available = group_arguments(self.problem, self.texts, self.token_ids)
+        available = group_arguments(self.problem, self.texts, self.token_ids, self.messages)
         accepted = _accepted_names(function)
         arguments = {
             name: value
@@ -138,21 +144,33 @@ class RewardCall:
 
 
 def group_arguments(
-    problem: Problem, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+    problem: Problem,
+    texts: Sequence[str],
+    token_ids: Sequence[Sequence[int]],
+    messages: Sequence[Sequence[Message]] = (),
 ) -> dict[str, list[Any]]:
     """The arguments of a function with TRL's signature: lists with one entry per completion.
 
-    Prompts and completions are lists of messages, as TRL passes them for conversational data. The
-    columns are the fields of the problem, and the entries of its `info`.
+    Prompts and completions are lists of messages, as TRL passes them for conversational data. With
+    several turns, a completion has the messages of all turns, and its ids those of all tokens after
+    the prompt. The columns are the fields of the problem, and the entries of its `info`.
     """
-    prompt = [{"role": message.role, "content": message.content} for message in problem.messages]
+    completions = messages or [[Message("assistant", text)] for text in texts]
     columns = {**problem.info, "answer": problem.answer, "id": problem.id, "task": problem.task}
     return {
         **{name: [value] * len(texts) for name, value in columns.items()},
-        "prompts": [prompt] * len(texts),
-        "completions": [[{"role": "assistant", "content": text}] for text in texts],
+        "prompts": [_as_dicts(problem.messages)] * len(texts),
+        "completions": list(map(_as_dicts, completions)),
         "completion_ids": [list(ids) for ids in token_ids],
     }
+
+
+def _as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Messages with role, content, and the name of a tool whose result they are."""
+    return [
+        {"role": each.role, "content": each.content} | ({"name": each.name} if each.name else {})
+        for each in messages
+    ]
 
 
 def _accepted_names(function: Callable[..., Any]) -> set[str] | None:

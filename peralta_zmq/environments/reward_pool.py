@@ -296,13 +296,17 @@ class LocalRewards:
         return all(self._pool.has_room(is_async=is_async) for is_async in kinds)
 
     def score(
-        self, problem: Problem, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+        self,
+        problem: Problem,
+        texts: Sequence[str],
+        token_ids: Sequence[Sequence[int]],
+        messages: Sequence[Sequence[Message]] = (),
     ) -> Future[list[Score]]:
         """The scores of the completions of a problem, or a RewardError or TaskError.
 
-        `texts` and `token_ids` have one entry per completion.
+        The arguments are those of RewardSource.score.
         """
-        calls = [each.calls(problem, texts, token_ids) for each in self._functions]
+        calls = [each.calls(problem, texts, token_ids, messages) for each in self._functions]
         pooled: list[RewardCall] = []
         rewards: dict[int, list[Reward]] = {}  # of bounded functions, by number
 
@@ -339,7 +343,11 @@ class NoRewards:
     identity, has_room = "none", True
 
     def score(
-        self, problem: Problem, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+        self,
+        problem: Problem,
+        texts: Sequence[str],
+        token_ids: Sequence[Sequence[int]],
+        messages: Sequence[Sequence[Message]] = (),
     ) -> Future[list[Score]]:
         """A score of 0 for each completion."""
         return _finished([Score(0.0)] * len(texts))

@@ -102,7 +102,11 @@ class RemoteEnvironment:
         return self._num_unscored < 2 * self._concurrency
 
     def score(
-        self, problem: Problem, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+        self,
+        problem: Problem,
+        texts: Sequence[str],
+        token_ids: Sequence[Sequence[int]],
+        messages: Sequence[Sequence[Message]] = (),  # unused: verifiers serve one turn
     ) -> Future[list[Score]]:
         """The scores of completions, computed by a verifier, or a RewardError."""
         while len(self._threads) < self._concurrency:

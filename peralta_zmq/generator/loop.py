@@ -13,7 +13,7 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ from peralta_zmq.generator.weight_sync import (
     open_engine,
     open_subscriber,
 )
-from peralta_zmq.rollout import Problem, Sampling
+from peralta_zmq.rollout import Completion, Problem, Sampling
 
 IDLE_SECONDS = 0.002  # maximum wait for an announcement while the engine has no group
 MAX_REWARD_FAILURES = 16  # consecutive groups that cannot be scored before the generator stops
@@ -78,6 +78,7 @@ def run(config: Config) -> None:
         logger.info("generator=%s threads=%d version=%d", name, threads, version.number)
         check_tokens(environments.problems, len(tokenizer))
         models.check_template_kwargs(tokenizer, environments.problems)
+        models.check_continuations(tokenizer, environments.problems_with_turns)
         rollouts = wire.RolloutSender(address, hwm=config.wire.hwm, keys=keys)
         stack.enter_context(closing(rollouts))
         weights = ServedWeights(
@@ -176,22 +177,27 @@ class Generator:
         def send_between_steps() -> None:
             between_steps()
             self._send_scored()
+            if self._connection.is_run_complete:
+                self._engine.cancel()
 
-        self._num_in_flight = 0  # no group of an earlier call is in flight any more
-        for problem, completions in generate_groups(
-            self._engine,
-            self._tokenizer,
-            problems,
-            num_generations=num_generations,
-            sampling=sampling,
-            between_steps=send_between_steps,
-        ):
+        def score(problem: Problem, completions: Sequence[Completion]) -> None:
             self._num_in_flight -= 1
             scores = environments.score(problem, completions)
             self._scoring.add(SampledGroup(problem, completions, scores, evaluation_step))
             self._send_scored()
-            if self._connection.is_run_complete:
-                return
+
+        self._num_in_flight = 0  # no group of an earlier call is in flight any more
+        generate_groups(
+            self._engine,
+            self._tokenizer,
+            problems,
+            score,
+            num_generations=num_generations,
+            sampling=sampling,
+            replies=environments,
+            max_turns=self._config.task.max_turns,
+            between_steps=send_between_steps,
+        )
         while self._scoring and not self._connection.is_run_complete:
             self._connection.exchange(timeout=IDLE_SECONDS)
             self._send_scored()

@@ -48,6 +48,8 @@ class EvaluationCoordinator:
                 self._held_out.score,
                 sampling=build.make_eval_sampling(config, seed=config.run.seed),
                 num_generations=config.eval.rollouts_per_example,
+                replies=self._held_out,
+                max_turns=config.task.max_turns,
                 report_progress=progress.update,
                 is_cancelled=lambda: self._session.stop.requested,
             )
@@ -81,7 +83,10 @@ class EvaluationCoordinator:
             return
         if not current.expects(group.problem_id, len(group.rollouts)):
             return
-        texts = [models.text_of(tokenizer, r.token_ids[r.loss_mask]) for r in group.rollouts]
+        texts = [  # from the first generated token on
+            models.text_of(tokenizer, r.token_ids[int(r.loss_mask.argmax()) :])
+            for r in group.rollouts
+        ]
         answers = list(zip(texts, group.rewards, strict=True))
         current.add(group.problem_id, answers, policy_step=group.policy_step)
         if current.complete:

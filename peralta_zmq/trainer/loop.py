@@ -86,6 +86,8 @@ class Trainer:
         evaluation.check_size(config, held_out)
         pools = _open_pools(config, train)
         self.policy = policy.open_policy(config, [*train.problems, *held_out.problems], ranks)
+        with_turns = [*train.problems_with_turns, *held_out.problems_with_turns]
+        models.check_continuations(self.policy.tokenizer, with_turns)
         worker_info = self.policy.worker_info
         limits = policy.group_limits(config, self.policy.model)
         is_new = known_id is None
@@ -344,6 +346,7 @@ def _sample(
         "advantages": list(advantages),
         "prompt": models.text_of(tokenizer, prompt_ids),
         "texts": [models.text_of(tokenizer, r.token_ids) for r in group.rollouts],
+        "num_turns": [rollout.num_turns for rollout in group.rollouts],
     }
 
 

@@ -37,7 +37,6 @@ from peralta_zmq.weights.version import WEIGHTS_FILE, Version
 PUBLISH_SECONDS = 60.0  # longest wait until the newest weights are published
 STOP_SECONDS = 2.0  # longest wait for them after a stop request
 CHECK_SECONDS = 0.2  # between two checks for a stop request while waiting for them
-MAX_TURNS = 64  # turns of a rollout; no setting limits them, and the shipped tasks have one turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ def group_limits(config: Config, model: models.Model) -> wire.GroupLimits:
         max_rollouts=max(sampling.num_generations, num_eval),
         max_tokens=min(config.engine.max_model_len, int(model.config.max_position_embeddings)),
         max_generated=max(config.max_completion_length, config.eval.max_completion_length or 0),
-        max_turns=MAX_TURNS,
+        max_turns=config.task.max_turns,
         num_rollouts=sampling.num_generations,
     )
 

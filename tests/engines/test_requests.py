@@ -70,37 +70,44 @@ class OneSlotEngine:
                 yield completion_of(request)
 
 
-def groups_of(engine: Any, tokenizer: Any, problems: Iterable[Problem | None], count: int) -> Any:
-    return generate_groups(engine, tokenizer, problems, num_generations=count, sampling=Sampling())
+def run_groups(
+    engine: Any, tokenizer: Any, problems: Iterable[Problem | None], count: int, on_group: Any
+) -> None:
+    generate_groups(
+        engine, tokenizer, problems, on_group, num_generations=count, sampling=Sampling()
+    )
 
 
-def test_problem_is_yielded_with_all_siblings_after_the_last_one(tokenizer: Any) -> None:
+def test_problem_is_reported_with_all_siblings_after_the_last_one(tokenizer: Any) -> None:
     engine = ScriptedEngine(order=[4, 1, 5, 2, 0, 3])  # the third problem is complete first
     seen: list[tuple[str, int]] = []
-    for problem, completions in groups_of(engine, tokenizer, PROBLEMS, 2):
+
+    def on_group(problem: Problem, completions: list[Completion]) -> None:
         seen.append((problem.id, engine.num_yielded))
         first = 2 * PROBLEMS.index(problem)
         assert [completion.index for completion in completions] == [first, first + 1]
         expected = models.chat_prompt(tokenizer, problem.messages)
         for completion in completions:
             assert completion.prompt_ids.tolist() == expected
+
+    run_groups(engine, tokenizer, PROBLEMS, 2, on_group)
     assert seen == [("3", 3), ("1", 5), ("2", 6)]
 
 
 def test_problems_are_read_one_at_a_time_and_none_is_forwarded(tokenizer: Any) -> None:
     engine = OneSlotEngine()
     problems = iter([None, PROBLEMS[0], None, None, PROBLEMS[1], PROBLEMS[2]])
-    groups = groups_of(engine, tokenizer, problems, 2)
-    assert next(groups)[0] is PROBLEMS[0]
-    assert engine.read == [None, 0, 1]
-    assert next(groups)[0] is PROBLEMS[1]
-    assert engine.read == [None, 0, 1, None, None, 2, 3]
+    read: list[list[int | None]] = []
+    run_groups(engine, tokenizer, problems, 2, lambda *group: read.append(list(engine.read)))
+    assert read[0] == [None, 0, 1]
+    assert read[1] == [None, 0, 1, None, None, 2, 3]
 
 
 def test_tokenized_prompt_is_used_unchanged(tokenizer: Any) -> None:
     tokens = Problem("1", "calculator", (), "5", input_token_ids=(7, 0, 9))
-    ((_, (completion,)),) = groups_of(ScriptedEngine(), tokenizer, [tokens], 1)
-    assert completion.prompt_ids.tolist() == [7, 0, 9]
+    groups: list[list[Completion]] = []
+    run_groups(ScriptedEngine(), tokenizer, [tokens], 1, lambda _, group: groups.append(group))
+    assert groups[0][0].prompt_ids.tolist() == [7, 0, 9]
 
 
 # Evaluation.

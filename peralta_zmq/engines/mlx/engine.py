@@ -106,7 +106,7 @@ class Engine:
     ) -> None:
         self.step = step
         self._model, self._tokenizer = model, tokenizer
-        self._slots, self._max_model_len = slots, max_model_len
+        self._slots, self.max_model_len = slots, max_model_len
         self._end_ids, self._merger = end_ids, merger
         self._cancelled = False
 
@@ -139,7 +139,7 @@ class Engine:
                     source,
                     sampling,
                     limit=self._slots - rows.count,
-                    max_model_len=self._max_model_len,
+                    max_model_len=self.max_model_len,
                 )
                 loop.start(batch, step=self.step)
                 yield from loop.pop_ended()

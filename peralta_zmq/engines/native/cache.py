@@ -58,7 +58,7 @@ class KVCache:
     ) -> None:
         size = num_rows * num_heads * capacity * head_dim
         self._memory = torch.zeros((num_layers, 2, size), dtype=dtype, device=device)
-        self._shape, self._capacity = (num_rows, num_heads, head_dim), capacity
+        self._shape, self.capacity = (num_rows, num_heads, head_dim), capacity
         self.layout = 0
         self._set_width(0)
         self.drop_shared()
@@ -68,8 +68,8 @@ class KVCache:
 
         Raises ValueError if `length` exceeds the capacity.
         """
-        if length > self._capacity:
-            raise ValueError(f"{length} tokens in a row of {self._capacity}")
+        if length > self.capacity:
+            raise ValueError(f"{length} tokens in a row of {self.capacity}")
         if length <= self.width:
             return
         old_layers, width = self.layers, self.width
@@ -115,7 +115,7 @@ class KVCache:
         for start, end in used.items():
             offsets[start] = total - start
             total += end - start
-        if total + length > self._capacity:
+        if total + length > self.capacity:
             return EMPTY_SPAN
         self.layout += 1
         for layer, own_part in enumerate(self.layers):
@@ -139,11 +139,25 @@ class KVCache:
         own_length = length - (end - start)
         self._own[:, :, target, :, :own_length] = self._own[:, :, source, :, :own_length]
 
+    def read(self, row: int, length: int) -> Tensor:
+        """A copy of the sequence of `length` tokens in a row, [layers, 2, H, length, D]."""
+        start, end = self.spans[row]
+        own = self._own[:, :, row, :, : length - (end - start)]
+        shared = [torch.stack([part[:, start:end] for part in pair]) for pair in self.shared]
+        return torch.cat([torch.stack(shared), own], dim=3)
+
+    def write(self, row: int, sequence: Tensor) -> None:
+        """Store a sequence that `read` returned in the own part of a row."""
+        length = sequence.shape[3]
+        self.widen(length)
+        self.spans[row] = EMPTY_SPAN
+        self._own[:, :, row, :, :length] = sequence
+
     def _set_width(self, length: int) -> None:
         """Set the width of the rows to at least `length`; their content becomes invalid."""
         self.layout += 1
         num_rows, num_heads, head_dim = self._shape
-        self.width = min(self._capacity, -(-max(length, 1) // WIDTH_STEP) * WIDTH_STEP)
+        self.width = min(self.capacity, -(-max(length, 1) // WIDTH_STEP) * WIDTH_STEP)
         shape = (num_rows, num_heads, self.width, head_dim)
         # The own parts as a view of the memory: [layers, 2 (keys and values), n, H, W, D].
         self._own = self._memory[:, :, : math.prod(shape)].unflatten(2, shape)

@@ -26,6 +26,7 @@ from peralta_zmq.engines.native.cache import EMPTY_SPAN, check_memory
 from peralta_zmq.engines.native.decoder import FAMILIES, Decoder, NewTokens
 from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS, PrefixCache
 from peralta_zmq.engines.native.sampler import sample
+from peralta_zmq.engines.native.turn_cache import KEPT_FRACTION, TurnCache
 from peralta_zmq.engines.rows import Rows, end_token_ids, read_requests
 from peralta_zmq.errors import EngineError
 from peralta_zmq.registry import EngineSettings, WeightUpdate
@@ -58,12 +59,12 @@ class NativeEngine:
         self.step = step
         self._model, self._tokenizer, self._live, self._merger = model, tokenizer, live, merger
         self._slots = slots
-        self._capacity = min(max_model_len, model.config.max_position_embeddings)
+        self.max_model_len = min(max_model_len, model.config.max_position_embeddings)
         self._end_ids = end_token_ids(model.generation_config, tokenizer)
         self._cancelled = False
         self._loop: DecodeLoop | None = None  # of the running `generate`
         # One extra row for the shared part of the KV cache, which has at most the size of a row.
-        check_memory(model, slots=slots, extra_rows=PROMPT_ROWS + 1, capacity=self._capacity)
+        check_memory(model, slots=slots, extra_rows=PROMPT_ROWS + 1, capacity=self.max_model_len)
         self._decoder = None if live else self._new_decoder()
 
     @classmethod
@@ -96,6 +97,7 @@ class NativeEngine:
             self._decoder.weights.apply(weights)
         if self._loop is not None:
             self._loop.prefix_cache.invalidate()
+            self._loop.turn_cache.clear()
         self.step = update.step
 
     def cancel(self) -> None:
@@ -126,7 +128,7 @@ class NativeEngine:
                 if has_more:
                     num_free = self._slots - loop.num_started
                     batch, has_more = read_requests(
-                        source, sampling, limit=num_free, max_model_len=self._capacity
+                        source, sampling, limit=num_free, max_model_len=self.max_model_len
                     )
                     loop.start(batch, step=self.step)
                     yield from loop.pop_ended()
@@ -140,7 +142,7 @@ class NativeEngine:
 
     def _new_decoder(self) -> Decoder:
         num_rows = self._slots + PROMPT_ROWS
-        return Decoder(self._model, num_rows=num_rows, capacity=self._capacity, live=self._live)
+        return Decoder(self._model, num_rows=num_rows, capacity=self.max_model_len, live=self._live)
 
 
 def _engine_for(
@@ -174,6 +176,8 @@ class DecodeLoop:
         self._decoder, self._sampling = decoder, sampling
         self.rows = Rows(slots, tokenizer, sampling, end_ids)
         self.prefix_cache = PrefixCache(decoder, first_row=slots)
+        max_kept = int(KEPT_FRACTION * slots * decoder.cache.capacity)
+        self.turn_cache = TurnCache(decoder, max_tokens=max_kept)
         self._waiting: list[Request] = []  # for their prompts to be computed
 
     @property
@@ -185,16 +189,20 @@ class DecodeLoop:
     def start(self, requests: Sequence[Request], *, step: int) -> None:
         """Give each request a row and sample its first token, if its prompt is computed.
 
-        `advance` computes the other prompts, and starts their requests.
+        Requests that continue a kept turn are started, too. `advance` computes the other prompts,
+        and starts their requests.
         """
-        started, waiting = list[Request](), list[Request]()
-        for request in requests:
-            is_computed = request.prompt_ids in self.prefix_cache
-            (started if is_computed else waiting).append(request)
-        self._waiting += waiting
-        if not started:
+        continued = [request for request in requests if request in self.turn_cache]
+        others = [request for request in requests if request not in self.turn_cache]
+        started = [each for each in others if each.prompt_ids in self.prefix_cache]
+        self._waiting += [each for each in others if each.prompt_ids not in self.prefix_cache]
+        if not (continued or started):
             return
         first_row, logits = self.rows.count, list[Tensor]()
+        for start in range(0, len(continued), PROMPT_ROWS):
+            batch = continued[start : start + PROMPT_ROWS]
+            rows = [self.rows.start(request) for request in batch]
+            logits += self.turn_cache.restore(batch, first_row=rows[0])
         for request in started:
             row = self.rows.start(request)
             logits.append(self.prefix_cache.copy_to(row, request.prompt_ids))
@@ -221,6 +229,8 @@ class DecodeLoop:
         """Yield the completions that have ended, and free their rows."""
         for row in self.rows.ended():
             completion = self.rows.completion(row)
+            # The keys and values of the last token are not computed.
+            self.turn_cache.keep(self.rows.requests[row], row, self.rows.length(row) - 1)
             last = self.rows.remove(row)
             if last != row:  # `remove` has moved row `last` to `row`
                 self._decoder.cache.copy(last, row, self.rows.length(row))

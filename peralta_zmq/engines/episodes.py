@@ -1,0 +1,187 @@
+"""Episodes: rollouts of several turns, in which the task replies to the completions.
+
+A turn is one request and its completion. When a turn ends, the reply of the task is computed in the
+background while the engine samples on. The reply is inserted as tokens, in the form of the chat
+template, after the sampled tokens; together they are the prompt of the next turn. Sampled tokens
+are never tokenized again. An episode ends when the task has no reply, after `max_turns` turns, or
+when the context of the engine is full.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from peralta_zmq import models
+from peralta_zmq.errors import TaskError
+from peralta_zmq.registry import Engine
+from peralta_zmq.rollout import Completion, Message, Problem, Request
+
+WAIT_SECONDS = 0.01  # for a reply while the engine has no request
+# Distance between the indices of two turns of an episode. The random numbers of a completion depend
+# on its index, so that the turns need different ones.
+TURN_STRIDE = 1 << 40
+
+
+class Replies(Protocol):
+    """Replies of the tasks to completions."""
+
+    def has_turns(self, problem: Problem) -> bool:
+        """Whether the task of the problem replies to completions."""
+        ...
+
+    def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[list[Message] | None]:
+        """The messages that follow `messages`, which begin with the prompt; None ends the episode.
+
+        The future has a TaskError if the reply cannot be computed.
+        """
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Episode:
+    """An episode in flight."""
+
+    problem: Problem
+    turns: list[Completion] = field(default_factory=list[Completion])
+    messages: list[Message] = field(default_factory=list[Message])  # after the prompt
+    reply: Future[list[Message] | None] | None = None  # to the last turn
+
+
+class Episodes:
+    """The episodes in flight in one call of `Engine.generate`.
+
+    `replies` None means that every episode has one turn.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: models.Tokenizer,
+        replies: Replies | None,
+        *,
+        max_turns: int,
+    ) -> None:
+        self._engine, self._tokenizer = engine, tokenizer
+        self._replies, self._max_turns = replies, max_turns
+        self._sampled: dict[int, _Episode] = {}  # in the engine, by index of the request
+        self._answered: list[_Episode] = []  # whose reply is being computed
+        self._requests: deque[Request] = deque()  # of next turns, not read by the engine yet
+
+    def start(self, problem: Problem, request: Request) -> Request:
+        """The request of the first turn of an episode."""
+        self._sampled[request.index] = episode = _Episode(problem)
+        return replace(request, may_continue=self._has_turns(episode))
+
+    def next_turns(self) -> Iterator[Request]:
+        """The requests of next turns.
+
+        If the engine has no request, waits up to WAIT_SECONDS for a reply.
+        """
+        if not (self._sampled or self._requests) and self._answered:
+            replies = [episode.reply for episode in self._answered if episode.reply is not None]
+            wait(replies, timeout=WAIT_SECONDS, return_when=FIRST_COMPLETED)
+        while self._requests:
+            yield self._requests.popleft()
+
+    def unfinished(self) -> Iterator[None]:
+        """Yield None as long as an episode may have another turn."""
+        while self._answered or any(map(self._has_turns, self._sampled.values())):
+            yield None
+
+    def end_turn(self, completion: Completion) -> Completion | None:
+        """Add the completion of a turn; returns that of the episode if it had only this turn.
+
+        Otherwise, `receive_replies` returns the completion of the episode.
+        """
+        episode = self._sampled.pop(completion.index)
+        if self._replies is None or not self._has_turns(episode):
+            return completion
+        episode.turns.append(completion)
+        episode.messages.append(Message("assistant", completion.text))
+        messages = (*episode.problem.messages, *episode.messages)
+        episode.reply = self._replies.reply(episode.problem, messages)
+        self._answered.append(episode)
+        return None
+
+    def receive_replies(self) -> Iterator[Completion]:
+        """Continue the episodes whose reply is there; yields the completions of ended episodes."""
+        for episode in list(self._answered):
+            assert episode.reply is not None
+            if not episode.reply.done():
+                continue
+            self._answered.remove(episode)
+            try:
+                reply = episode.reply.result()
+            except TaskError as error:
+                yield replace(_joined(episode), error=error)
+                continue
+            if reply is None:
+                yield _joined(episode)
+            elif not self._continue(episode, reply):
+                yield replace(_joined(episode), finish_reason="length")
+
+    def cancel(self) -> None:
+        """Cancel the replies that are being computed."""
+        for episode in self._answered:
+            if episode.reply is not None:
+                episode.reply.cancel()
+
+    def _has_turns(self, episode: _Episode) -> bool:
+        return self._replies is not None and self._replies.has_turns(episode.problem)
+
+    def _continue(self, episode: _Episode, reply: Sequence[Message]) -> bool:
+        """Request the next turn; False if the episode has reached a limit."""
+        problem, last = episode.problem, episode.turns[-1]
+        if len(episode.turns) == self._max_turns:
+            return False
+        inserted = models.continuation_ids(
+            self._tokenizer,
+            (*problem.messages, *episode.messages),
+            reply,
+            ended=self._has_end_token(last),
+            chat_template_kwargs=problem.chat_template_kwargs,
+        )
+        prompt_ids = np.concatenate([last.prompt_ids, last.token_ids, np.array(inserted, np.int32)])
+        room = self._engine.max_model_len - len(prompt_ids)
+        if room < 1:
+            return False
+        episode.messages += reply
+        index = last.index + TURN_STRIDE
+        self._sampled[index] = episode
+        self._requests.append(
+            Request(index, prompt_ids, room, continues=last.index, may_continue=True)
+        )
+        return True
+
+    def _has_end_token(self, completion: Completion) -> bool:
+        """Whether the completion ends with an end token, and not because of a stop string."""
+        is_special = int(completion.token_ids[-1]) in self._tokenizer.all_special_ids
+        return completion.finish_reason == "stop" and is_special
+
+
+def _joined(episode: _Episode) -> Completion:
+    """The completion of an ended episode, from those of its turns."""
+    first, last = episode.turns[0], episode.turns[-1]
+    num_prompt = len(first.prompt_ids)
+    token_ids = np.concatenate([last.prompt_ids, last.token_ids])[num_prompt:]
+    logprobs = np.zeros(len(token_ids), np.float32)
+    policy_steps = np.full(len(token_ids), -1, np.int32)
+    for turn in episode.turns:
+        start = len(turn.prompt_ids) - num_prompt
+        logprobs[start : start + len(turn.token_ids)] = turn.logprobs
+        policy_steps[start : start + len(turn.token_ids)] = turn.policy_steps
+    return replace(
+        last,
+        index=first.index,
+        prompt_ids=first.prompt_ids,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        policy_steps=policy_steps,
+        messages=tuple(episode.messages),
+    )

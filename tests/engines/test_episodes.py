@@ -1,0 +1,289 @@
+"""Episodes of several turns: exact tokens and logprobs, limits, failures, changes of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sample_data import tiny_model, token_logprobs
+
+from peralta_zmq import models
+from peralta_zmq.engines import evaluate, generate_groups
+from peralta_zmq.engines.episodes import TURN_STRIDE
+from peralta_zmq.engines.hf import HfEngine
+from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.errors import RewardError
+from peralta_zmq.registry import WeightUpdate
+from peralta_zmq.rollout import Completion, Message, Problem, Sampling, Score, rollout_of
+
+# Longer than MIN_PREFIX in prefix_cache.py, so that its tokens are in the shared part of the cache.
+TURNS = Problem("1", "turns", (Message("user", "3 plus 2 plus 2 plus 2 plus 2"),), "5")
+ONE_TURN = Problem("2", "one", (Message("user", "4 plus 2"),), "6")
+SAMPLING = Sampling(max_completion_length=6, seed=3)
+
+
+class Game:
+    """Replies with the number of completions so far, `num_replies` times; records the messages."""
+
+    def __init__(self, num_replies: int = 2) -> None:
+        self.num_replies = num_replies
+        self.seen: list[tuple[Message, ...]] = []
+        self._threads = ThreadPoolExecutor(1)
+
+    def has_turns(self, problem: Problem) -> bool:
+        return problem.task == "turns"
+
+    def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Any]:
+        self.seen.append(tuple(messages))
+        return self._threads.submit(self.compute, messages)
+
+    def compute(self, messages: Sequence[Message]) -> list[Message] | None:
+        count = sum(message.role == "assistant" for message in messages)
+        return [Message("user", f"no {count}")] if count <= self.num_replies else None
+
+
+class Held(Game):
+    """Replies when the test sets the result of `future`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.future: Future[Any] = Future()
+
+    def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Any]:
+        self.seen.append(tuple(messages))
+        return self.future
+
+
+def model_of(seed: int = 0) -> Any:
+    return tiny_model(seed=seed, vocab_size=468)
+
+
+def native(tokenizer: Any, *, seed: int = 0, length: int = 128) -> NativeEngine:
+    return NativeEngine(model_of(seed), tokenizer, slots=4, max_model_len=length)
+
+
+class Recorder:
+    """An engine that records the completions of all turns."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self.turns = engine, list[Completion]()
+        self.max_model_len = engine.max_model_len
+
+    def generate(self, *arguments: Any) -> Iterator[Completion]:
+        for completion in self._engine.generate(*arguments):
+            self.turns.append(completion)
+            yield completion
+
+
+def play(
+    engine: Any,
+    tokenizer: Any,
+    replies: Any,
+    problems: Iterable[Problem | None] = (TURNS, ONE_TURN),
+    *,
+    sampling: Sampling = SAMPLING,
+    max_turns: int = 8,
+    between_steps: Callable[[], None] | None = None,
+    on_group: Callable[[Problem], None] = lambda problem: None,
+) -> dict[str, list[Completion]]:
+    groups: dict[str, list[Completion]] = {}
+
+    def add(problem: Problem, completions: list[Completion]) -> None:
+        groups[problem.id] = completions
+        on_group(problem)
+
+    generate_groups(
+        engine, tokenizer, problems, add, num_generations=3, sampling=sampling,
+        replies=replies, max_turns=max_turns, between_steps=between_steps,
+    )  # fmt: skip
+    return groups
+
+
+def scored(model: Any, completion: Completion) -> np.ndarray:
+    """The trainer's logprobs of all tokens after the prompt."""
+    row = torch.from_numpy(rollout_of(completion, 0.0).token_ids)[None].long()
+    with torch.no_grad():
+        return token_logprobs(model, row)[0, len(completion.prompt_ids) :].numpy()
+
+
+ENGINES = {
+    "native": native,
+    "hf": lambda tokenizer: HfEngine(model_of(), tokenizer, slots=4, max_model_len=128),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_sampled_token_has_ratio_one_and_inserted_ones_none(
+    name: str, tokenizer: Any
+) -> None:
+    groups = play(ENGINES[name](tokenizer), tokenizer, Game())
+    for completion in groups["1"]:
+        rollout = rollout_of(completion, 0.5)
+        sampled = completion.policy_steps >= 0
+        assert rollout.loss_mask.tolist() == [False] * len(completion.prompt_ids) + sampled.tolist()
+        assert (np.diff(sampled.astype(int), prepend=0) == 1).sum() == 3  # turns
+        assert (completion.logprobs[~sampled] == 0).all()
+        difference = (completion.logprobs - scored(model_of(), completion))[sampled]
+        assert np.abs(difference).max() < 1e-5  # rounding; logprobs of other tokens differ by 1
+    (one_turn, *_) = groups["2"]
+    assert (one_turn.policy_steps == 0).all() and one_turn.messages == ()
+
+
+def test_sampled_ids_are_kept_and_only_the_reply_is_tokenized(tokenizer: Any) -> None:
+    engine, game = Recorder(native(tokenizer)), Game()
+    for completion in play(engine, tokenizer, game, [TURNS])["1"]:
+        turns = [t for t in engine.turns if t.index % TURN_STRIDE == completion.index]
+        ids, messages = completion.prompt_ids.tolist(), list(TURNS.messages)
+        for number, turn in enumerate(sorted(turns, key=lambda turn: turn.index), start=1):
+            assert turn.prompt_ids.tolist() == ids
+            messages.append(Message("assistant", turn.text))
+            reply = Message("user", f"no {number}")
+            ended = turn.token_ids[-1] == tokenizer.eos_token_id
+            inserted = models.continuation_ids(
+                tokenizer, messages, [reply], ended=ended, chat_template_kwargs={}
+            )
+            ids += turn.token_ids.tolist()
+            if number < 3:
+                ids += inserted
+                messages.append(reply)
+        assert rollout_of(completion, 0.0).token_ids.tolist() == ids
+        assert (*TURNS.messages, *completion.messages) == tuple(messages)
+        assert (*TURNS.messages, *completion.messages) in game.seen
+        assert completion.text == messages[-1].content
+
+
+def test_earlier_turns_are_not_computed_again(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> tuple[list[list[int]], int]:
+        engine, counts = native(tokenizer), list[int]()
+        decoder: Any = engine._decoder
+        forward = decoder.hidden_states
+        decoder.hidden_states = lambda batches: (
+            counts.append(max(batch.ids.shape[1] for batch in batches)) or forward(batches)
+        )
+        groups = play(engine, tokenizer, Game(), [TURNS])
+        return [each.token_ids.tolist() for each in groups["1"]], max(counts[1:])
+
+    kept, longest_kept = run()
+    monkeypatch.setattr("peralta_zmq.engines.native.engine.KEPT_FRACTION", 0.0)
+    computed, longest_computed = run()
+    assert kept == computed
+    reply = models.continuation_ids(
+        tokenizer, [*TURNS.messages, Message("assistant", "")], [Message("user", "no 1")],
+        ended=False, chat_template_kwargs={},
+    )  # fmt: skip
+    assert longest_kept == len(reply) + 1 < longest_computed
+
+
+def test_weights_that_change_between_turns_compute_the_context_again(tokenizer: Any) -> None:
+    engine, game = native(tokenizer), Held()
+
+    def between_steps() -> None:
+        if len(game.seen) == 3 and engine.step == 0:
+            engine.apply(WeightUpdate(7, models.weights_of(model_of(seed=1))))
+            game.future.set_result([Message("user", "no")])
+            game.future = Future()
+            game.future.set_result(None)
+
+    for completion in play(engine, tokenizer, game, [TURNS], between_steps=between_steps)["1"]:
+        assert sorted({*completion.policy_steps.tolist()}) == [-1, 0, 7]
+        for step, seed in ((0, 0), (7, 1)):
+            of_step = completion.policy_steps == step
+            difference = completion.logprobs - scored(model_of(seed), completion)
+            assert np.abs(difference[of_step]).max() < 1e-5
+
+
+def test_other_completions_are_sampled_while_a_reply_is_computed(tokenizer: Any) -> None:
+    game, ended = Held(), list[str]()
+
+    def on_group(problem: Problem) -> None:
+        ended.append(problem.id)
+        if problem is ONE_TURN:
+            game.future.set_result(None)
+
+    play(native(tokenizer), tokenizer, game, on_group=on_group)
+    assert ended == ["2", "1"]
+
+
+def test_group_is_reported_when_its_last_reply_arrives(tokenizer: Any) -> None:
+    """Without another completion: a generator may wait for the trainer to take this group."""
+    ended: list[Problem] = []
+
+    def problems() -> Iterator[Problem | None]:
+        yield TURNS
+        while not ended:
+            yield None
+
+    play(native(tokenizer), tokenizer, Game(0), problems(), on_group=ended.append)
+    assert ended == [TURNS]
+
+
+# Limits and failures.
+
+
+@pytest.mark.parametrize(("max_turns", "length", "turns"), [(3, 128, 3), (99, 64, 2)])
+def test_endless_episode_is_ended_by_a_limit(
+    max_turns: int, length: int, turns: int, tokenizer: Any
+) -> None:
+    engine = native(tokenizer, length=length)
+    groups = play(engine, tokenizer, Game(num_replies=1000), [TURNS], max_turns=max_turns)
+    for completion in groups["1"]:
+        assert completion.finish_reason == "length"
+        assert len(completion.prompt_ids) + len(completion.token_ids) <= length
+        roles = [message.role for message in completion.messages]
+        assert roles[-1] == "assistant"  # without the reply that no completion follows
+        assert roles.count("assistant") >= turns
+        assert max_turns == 99 or roles.count("assistant") == turns
+
+
+def test_context_limits_the_last_completion(tokenizer: Any) -> None:
+    engine = native(tokenizer, length=70)
+    sampling = Sampling(max_completion_length=25, min_tokens=25)
+    for completion in play(engine, tokenizer, Game(9), [ONE_TURN, TURNS], sampling=sampling)["1"]:
+        assert completion.finish_reason == "length"
+        assert len(completion.prompt_ids) + len(completion.token_ids) == 70
+
+
+def test_failed_reply_ends_the_episode_with_an_error(tokenizer: Any) -> None:
+    game = Game()
+
+    def fail(messages: Sequence[Message]) -> None:
+        raise RewardError("reply failed")
+
+    game.compute = fail  # pyright: ignore[reportAttributeAccessIssue]
+    for completion in play(native(tokenizer), tokenizer, game)["1"]:
+        assert str(completion.error) == "reply failed"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_cancelled_or_failed_engine_cancels_the_replies(fails: bool, tokenizer: Any) -> None:
+    engine, game = native(tokenizer), Held()
+
+    def between_steps() -> None:
+        if len(game.seen) == 3:
+            if fails:
+                raise ValueError("weights of another run")
+            engine.cancel()
+
+    with pytest.raises(ValueError, match="another run") if fails else nullcontext():
+        assert play(engine, tokenizer, game, [TURNS], between_steps=between_steps) == {}
+    assert game.future.cancelled()
+
+
+def test_evaluation_plays_episodes(tokenizer: Any) -> None:
+    def score(problem: Problem, completions: Sequence[Completion]) -> Future[list[Score]]:
+        future: Future[list[Score]] = Future()
+        future.set_result([Score(len(each.messages)) for each in completions])
+        return future
+
+    ((_, (answer,)),) = evaluate(
+        native(tokenizer), tokenizer, [TURNS], score,
+        sampling=SAMPLING, replies=Game(), max_turns=8,
+    )  # fmt: skip
+    assert answer.reward == 5 and "\nno 1\n" in answer.answer

@@ -1,0 +1,149 @@
+"""Episodes of several turns in a generator: replies in reward workers, groups on the wire."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from generators import apply_until, generator_of
+from sample_data import tiny_model, token_logprobs
+from sockets import eventually
+
+from peralta_zmq import models, wire
+from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.environments.dataset import Environments
+from peralta_zmq.environments.reward_functions import RewardFunction
+from peralta_zmq.environments.reward_pool import LocalRewards, RewardPool
+from peralta_zmq.environments.turns import turns_of
+from peralta_zmq.errors import RewardError
+from peralta_zmq.generator.trainer_connection import Sockets
+from peralta_zmq.rollout import Message, Problem, RolloutGroup
+from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.subscriber import WeightSubscriber
+
+PROBLEM = Problem("7", "mine", (Message("user", "3 plus 4"),), "7")
+TASK = """
+import os, pathlib, time
+from peralta_zmq.rollout import Message
+HERE = pathlib.Path(__file__).parent
+
+def again(problem, messages):
+    return [Message("user", "again")] if len(messages) < 4 else None
+
+def no_list(problem, messages):
+    return "again"
+
+def hangs_once(problem, messages):
+    if not (HERE / "pid").exists():
+        (HERE / "new").write_text(str(os.getpid()))
+        (HERE / "new").rename(HERE / "pid")
+        time.sleep(60)
+    return again(problem, messages)
+"""
+
+
+class Game:
+    """A generator with a tiny model and one problem; runs until `num_groups` groups are scored."""
+
+    def __init__(
+        self, store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, module: Any
+    ) -> None:
+        self._sockets, self._module = sockets, module
+        tokenizer = models.load_tokenizer(models.EMBEDDED)
+        engine = NativeEngine(self.model(seed=2), tokenizer, slots=4, max_model_len=128)
+        first = store.publish(1, models.weights_of(self.model()), companions={})
+        apply_until(engine, subscriber, first, 1)
+        self._start = lambda environments: generator_of(
+            engine, subscriber, sockets, first, tokenizer=tokenizer, environments=environments,
+            sampling={"num_generations": 2, "max_completion_length": 4},
+        )  # fmt: skip
+
+    @staticmethod
+    def model(seed: int = 1) -> Any:
+        return tiny_model(seed=seed, vocab_size=468)
+
+    def run(self, reply: str, *, num_groups: int = 3) -> list[RolloutGroup]:
+        self._module.reply = getattr(self._module, reply)
+        num_scored = 0
+
+        def reward(prompts: Any, completions: list[Any]) -> list[float]:
+            nonlocal num_scored
+            num_scored += 1
+            if num_scored == num_groups:
+                self._sockets.announcements.latest = wire.Announcement("run", done=True)
+            return [float(len(each)) for each in completions]
+
+        pool = RewardPool(num_workers=1, concurrency=4, timeout_seconds=50, queue_limit=9)
+        function = RewardFunction(reward, is_bounded=True, takes_group=True)
+        turns = turns_of(self._module)
+        assert turns is not None
+        environments = Environments(
+            {"mine": 1}, (PROBLEM,), {"mine": LocalRewards([function], pool)}, pool, {"mine": turns}
+        )
+        self.generator = self._start(environments)
+        with closing(environments):
+            self.generator.run()
+        frames = self.generator._connection.outbox._frames.values()
+        return [wire.decode_group(frame, wire.GroupLimits(468)) for frame in frames]
+
+
+@pytest.fixture
+def game(
+    store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Game]:  # fmt: skip
+    (tmp_path / "turn_task.py").write_text(TASK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    yield Game(store, subscriber, sockets, importlib.import_module("turn_task"))
+    del sys.modules["turn_task"]
+
+
+def test_groups_have_two_turns_with_exact_logprobs_and_whole_rewards(game: Game) -> None:
+    groups, tokenizer = game.run("again"), models.load_tokenizer(models.EMBEDDED)
+    assert len(groups) >= 3
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        mask = rollout.loss_mask
+        starts = np.flatnonzero(np.diff(mask.astype(int), prepend=0) == 1)
+        ends = np.flatnonzero(np.diff(mask.astype(int), append=0) == -1)
+        assert len(starts) == len(ends) == 2 and not mask[: starts[0]].any()
+        inserted = tokenizer.decode(rollout.token_ids[ends[0] + 1 : starts[1]].tolist())
+        assert inserted.endswith("user\nagain<|im_end|>\n<|im_start|>assistant\n")
+        assert rollout.reward == 3.0  # messages: completion, reply, completion
+        with torch.no_grad():
+            ids = torch.tensor(rollout.token_ids.tolist())[None]
+            expected = token_logprobs(game.model(), ids)[0].numpy()
+        assert np.abs(expected - rollout.logprobs)[mask].max() < 1e-5
+        assert (rollout.policy_steps == np.where(mask, 1, -1)).all()
+
+
+def test_reply_that_is_no_list_of_messages_drops_the_groups(game: Game) -> None:
+    with pytest.raises(RewardError, match="turn_task:no_list returned 'again', which is neither"):
+        game.run("no_list")
+    assert len(game.generator._connection.outbox) == 0
+    assert game.generator._connection.num_unscored == 15  # before the failure that ends it
+
+
+def test_killed_worker_of_a_reply_drops_only_its_group(game: Game, tmp_path: Path) -> None:
+    def kill_when_it_hangs() -> None:
+        eventually(lambda: time.sleep(0.01) or (tmp_path / "pid").exists())
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_when_it_hangs)
+    killer.start()
+    groups = game.run("hangs_once")
+    killer.join()
+    assert game.generator._connection.num_unscored == 1
+    assert [group.sequence for group in groups] == list(range(max(3, len(groups))))
+    assert all(len(group.rollouts) == 2 for group in groups)
