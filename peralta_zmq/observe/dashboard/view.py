@@ -184,7 +184,8 @@ def _sample(index: int, row: Row) -> Json:
         cast("list[Any]", row.get(key, [])) for key in ("texts", "rewards", "advantages")
     )
     prompt = str(row.get("prompt", ""))
-    rollouts = zip(texts[:MAX_ROLLOUTS], rewards, advantages, strict=False)
+    num_turns = cast("list[Any]", row.get("num_turns", [1] * len(texts)))
+    rollouts = zip(texts[:MAX_ROLLOUTS], rewards, advantages, num_turns, strict=False)
     return {
         "number": index,
         "step": number(row, "step", 0.0),
@@ -194,8 +195,13 @@ def _sample(index: int, row: Row) -> Json:
         "mean": finite_mean(reward for reward in rewards if reward is not None),
         "prompt": _truncate(prompt),
         "rollouts": [
-            {"text": _truncate(text.removeprefix(prompt)), "reward": reward, "advantage": advantage}
-            for text, reward, advantage in rollouts
+            {
+                "text": _truncate(text.removeprefix(prompt)),
+                "reward": reward,
+                "advantage": advantage,
+                "num_turns": count,
+            }
+            for text, reward, advantage, count in rollouts
         ],
     }
 

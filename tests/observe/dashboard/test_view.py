@@ -188,7 +188,7 @@ def test_crashed_run_is_not_evaluating(tmp_path: Path, num_steps: int, sentence:
     assert state["verdict"]["sentence"].startswith(sentence)
 
 
-def test_sample_shows_null_for_a_missing_reward(tmp_path: Path) -> None:
+def test_sample_shows_turns_and_null_for_a_missing_reward(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "hand", num_steps=0)
     sample: Row = {
         "step": 1,
@@ -196,13 +196,14 @@ def test_sample_shows_null_for_a_missing_reward(tmp_path: Path) -> None:
         "texts": ["<user>\nadd\n3 + 4", "other"],
         "rewards": [1.0, None],
         "advantages": [0.5, -0.5],
+        "num_turns": [1, 2],
     }
     append(folder / "samples.jsonl", sample)
     (group,) = view.samples(read_run(folder))
     assert (group["prompt"], group["mean"]) == ("<user>\nadd\n", 1.0)
     assert group["rollouts"] == [
-        {"text": "3 + 4", "reward": 1.0, "advantage": 0.5},
-        {"text": "other", "reward": None, "advantage": -0.5},
+        {"text": "3 + 4", "reward": 1.0, "advantage": 0.5, "num_turns": 1},
+        {"text": "other", "reward": None, "advantage": -0.5, "num_turns": 2},
     ]
 
 

@@ -83,6 +83,7 @@ const Samples = (() => {
     reward.textContent = `reward ${rollout.reward === null ? "-" : rollout.reward.toFixed(2)}`;
     advantage.textContent = rollout.advantage === null ? ""
       : `advantage ${rollout.advantage < 0 ? "" : "+"}${rollout.advantage.toFixed(2)}`;
+    if (rollout.num_turns > 1) reward.textContent += `, ${rollout.num_turns} turns`;
     bar.append(reward, advantage);
     const text = document.createElement("pre");
     text.dataset.testid = "completion";
