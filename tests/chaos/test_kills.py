@@ -8,8 +8,11 @@ from __future__ import annotations
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
+import psutil
 import pytest
 from real_programs import REPO, Program, RealRun, chance, ended_within, until
 
@@ -20,6 +23,15 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 NUM_KILLS = 30
 STEPS = ("--train.max-steps", "60")
 TESTED_ELSEWHERE = ("atomic_files.", "load.", "prune.")  # tested by tests/weights/test_faults.py
+TWO_TURNS = """
+from peralta_zmq.environments.calculator import problems, reward
+from peralta_zmq.rollout import Message
+
+REWARD_IS_BOUNDED = True
+
+def reply(problem, messages):
+    return [Message("user", "again")] if len(messages) == 2 else None
+"""
 IN_GENERATORS = ("generator.", "wire.send")
 FAILPOINTS = sorted(
     {
@@ -96,6 +108,52 @@ def test_generators_killed_30_times_while_sending_tear_no_group(run: RealRun) ->
     assert trainer.wait(timeout=120) == 0, trainer.printed
     assert all(row["dropped/invalid"] == 0 for row in run.rows)
     assert run.broken(max_steps=target) == {}
+
+
+def test_kills_within_episodes_lose_no_group_and_train_none_twice(
+    run: RealRun, tmp_path: Path
+) -> None:
+    """Episodes of two turns: kills of generators, and of the workers that compute the replies."""
+    random, kills = chance(), Counter[str]()
+    (tmp_path / "my_lab").mkdir()
+    (tmp_path / "my_lab" / "two_turns.py").write_text(TWO_TURNS)
+    settings = (*STEPS, "--task.name", "my_lab.two_turns", "--task.reward-workers", "1")
+    options = {"environment": {"PYTHONPATH": str(tmp_path)}}
+    trainer = run.trainer(*settings, **options)
+    running = {name: run.generator(name, *settings, **options) for name in ("ann", "bob")}
+    made = dict.fromkeys(running, 0)
+    while not ended_within(trainer, random.uniform(0.0, 0.2)):
+        name = random.choice(list(running))
+        generator = running[name]
+        if not generator.alive:
+            running[name] = run.generator(name, *settings, **options)
+        elif (count := generator.printed.count("made group=")) > made[name]:
+            made[name] = count
+            if random.random() < 0.2:
+                generator.kill()
+                kills["generator"] += 1
+            else:
+                kills["worker"] += kill_reward_workers(generator)
+    assert trainer.wait() == 0, trainer.printed
+    print(f"kills: {dict(kills)}")
+    assert min(kills["generator"], kills["worker"]) >= 3
+    assert all(row["dropped/invalid"] == 0 for row in run.rows)
+    assert all(row["completions/mean_turns"] == 2 for row in run.rows)
+    assert any("dropped an unscored group" in each.printed for each in running.values())
+    assert run.broken() == {}
+    assert is_as_published(run)
+
+
+def kill_reward_workers(generator: Program) -> int:
+    """Kill the reward workers of a generator; returns their number."""
+    workers = [
+        child
+        for child in psutil.Process(generator.process.pid).children()
+        if "peralta_zmq.environments.reward_worker" in child.cmdline()
+    ]
+    for worker in workers:
+        worker.kill()
+    return len(workers)
 
 
 def test_kill_at_each_failpoint_leaves_ledger_and_weights_consistent(run: RealRun) -> None:
