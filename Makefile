@@ -100,6 +100,9 @@ pacing: setup  ## Measure the age of groups with slow generators; writes docs/pa
 base-model: setup  ## Train the embedded base model from random weights (half an hour on 2 cores)
 	@$(BIN)/python -m tools.base_model
 
+turns-base-model: setup  ## Train the embedded base model for several turns (7 minutes on one core)
+	@$(BIN)/python -m tools.turns_base_model
+
 structure: setup  ## Figures of the source tree: lines, files, classes, names
 	@$(BIN)/python -m tools.structure
 
@@ -140,4 +143,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-mlx test-gpu test-trl test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model clean fresh torch package docs pacing picture structure
+.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-mlx test-gpu test-trl test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model turns-base-model clean fresh torch package docs pacing picture structure

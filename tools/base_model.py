@@ -12,7 +12,7 @@ import ast
 import itertools
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -109,12 +109,24 @@ def lessons(seed: int) -> Iterator[tuple[str, str]]:
         yield row.natural_language, notations.choice(NOTATIONS)(row.python_expression)
 
 
-def write_tokenizer(folder: Path, seed: int) -> models.Tokenizer:
-    """Train a byte-level BPE tokenizer on lessons and write it to `folder`."""
+def lesson_texts(seed: int) -> Iterator[str]:
+    """The texts that the vocabulary is made from."""
+    pairs = itertools.islice(lessons(seed), 20_000)
+    words = ["user", "assistant", "system", *map(str, range(LARGEST_NUMBER + 1))] * 20
+    return itertools.chain(*pairs, words)
+
+
+def write_tokenizer(
+    folder: Path, texts: Iterable[str], *, pieces: str, chat_template: str
+) -> models.Tokenizer:
+    """Train a byte-level BPE tokenizer on texts and write it to `folder`.
+
+    `pieces` is a pattern of the texts that tokens do not cross.
+    """
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.Split(Regex(pieces), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -126,16 +138,14 @@ def write_tokenizer(folder: Path, seed: int) -> models.Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    pairs = itertools.islice(lessons(seed), 20_000)
-    words = ["user", "assistant", "system", *map(str, range(LARGEST_NUMBER + 1))] * 20
-    tokenizer.train_from_iterator(itertools.chain(*pairs, words), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
         "pad_token": PAD,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
         "model_max_length": MODEL["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
     }
@@ -155,20 +165,29 @@ def lesson_batches(
             prompt = models.chat_prompt(tokenizer, [Message("user", sentence)])
             answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), end]
             batch.append((prompt + answer_ids, [NO_TARGET] * len(prompt) + answer_ids))
-        longest = max(len(ids) for ids, _ in batch)
-        ids = [ids + [pad] * (longest - len(ids)) for ids, _ in batch]
-        targets = [targets + [NO_TARGET] * (longest - len(targets)) for _, targets in batch]
-        yield torch.tensor(ids), torch.tensor(targets)
+        yield padded(batch, pad)
 
 
-def train(model: models.Model, tokenizer: models.Tokenizer, recipe: Recipe) -> None:
-    """Train on next-token prediction of the answers; print the loss every 100 steps."""
+def padded(
+    batch: Sequence[tuple[list[int], list[int]]], pad: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and targets of sequences as tensors [B, T], filled with `pad` and NO_TARGET."""
+    longest = max(len(ids) for ids, _ in batch)
+    ids = [ids + [pad] * (longest - len(ids)) for ids, _ in batch]
+    targets = [targets + [NO_TARGET] * (longest - len(targets)) for _, targets in batch]
+    return torch.tensor(ids), torch.tensor(targets)
+
+
+def train(
+    model: models.Model, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], recipe: Recipe
+) -> None:
+    """Train on next-token prediction of the targets; print the loss every 100 steps."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
     )
     progress = progress_on_stderr("training the base model", recipe.num_steps)
     model.train()
-    for step, (ids, targets) in enumerate(lesson_batches(tokenizer, recipe), start=1):
+    for step, (ids, targets) in enumerate(batches, start=1):
         warmup = min(1.0, step / recipe.warmup_steps)
         decay = 1.0 - 0.95 * step / recipe.num_steps
         for group in optimizer.param_groups:
@@ -189,14 +208,18 @@ def train(model: models.Model, tokenizer: models.Tokenizer, recipe: Recipe) -> N
             return
 
 
-def build(folder: Path, recipe: Recipe) -> None:
-    """Write config, tokenizer, chat template and bf16 safetensors into `folder`."""
-    tokenizer = write_tokenizer(folder, recipe.seed)
+def build(
+    folder: Path,
+    settings: Mapping[str, Any],
+    tokenizer: models.Tokenizer,
+    batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    recipe: Recipe,
+) -> None:
+    """Train a model with these settings of a config.json; write it to `folder` in bfloat16."""
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    settings = {**MODEL, "vocab_size": len(tokenizer), **ids}
-    model = new_model(settings, seed=recipe.seed)
+    model = new_model({**settings, "vocab_size": len(tokenizer), **ids}, seed=recipe.seed)
     print(f"parameters={model.num_parameters()} vocabulary={len(tokenizer)}", flush=True)
-    train(model, tokenizer, recipe)
+    train(model, batches, recipe)
     model.bfloat16().save_pretrained(folder)
 
 
@@ -209,7 +232,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Recipe().num_steps, help="training steps")
     arguments = parser.parse_args()
     models.use_threads()
-    build(arguments.folder, Recipe(num_steps=arguments.steps))
+    recipe = Recipe(num_steps=arguments.steps)
+    texts = lesson_texts(recipe.seed)
+    tokenizer = write_tokenizer(arguments.folder, texts, pieces=PIECES, chat_template=CHAT_TEMPLATE)
+    build(arguments.folder, MODEL, tokenizer, lesson_batches(tokenizer, recipe), recipe)
 
 
 if __name__ == "__main__":

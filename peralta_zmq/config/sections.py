@@ -136,7 +136,8 @@ class ModelSection(Section):
     """The language model."""
 
     name: Text = "embedded"
-    """a Hugging Face folder, a name in the local hub cache, or 'embedded' (in this package)"""
+    """a Hugging Face folder, a name in the local hub cache, or one in this package: 'embedded', or
+    'embedded_turns' for the tasks guess_number and calculator_tool"""
     device: Text = "auto"
     """cpu, cuda, cuda:1, mps, or auto = the accelerator of this machine if it has one"""
     teacher: Text | None = None

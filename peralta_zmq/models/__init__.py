@@ -27,6 +27,7 @@ from peralta_zmq.models.device import (
 )
 from peralta_zmq.models.loading import (
     EMBEDDED,
+    EMBEDDED_TURNS,
     FolderWeights,
     Model,
     Tokenizer,

@@ -33,7 +33,9 @@ transformers_logging.disable_progress_bar()
 transformers_logging.disable_default_handler()
 transformers_logging.enable_propagation()
 
-EMBEDDED = Path(__file__).parent / "embedded"  # a small model that is part of this package
+# Small models that are part of this package; the second one was taught turns and tool calls.
+EMBEDDED = Path(__file__).parent / "embedded"
+EMBEDDED_TURNS = Path(__file__).parent / "embedded_turns"
 COMPANION_SUFFIXES = (".json", ".txt", ".jinja", ".py")
 CONFIG_FILES = ("config.json", "tokenizer_config.json")  # files that may name custom code
 
@@ -41,10 +43,11 @@ CONFIG_FILES = ("config.json", "tokenizer_config.json")  # files that may name c
 def model_folder(name: str) -> Path:
     """Folder of a model.
 
-    `name` is 'embedded', a path, or a name in the local Hugging Face cache.
+    `name` is 'embedded', 'embedded_turns', a path, or a name in the local Hugging Face cache.
     Raises ConfigError if there is no such model; nothing is downloaded.
     """
-    folder = EMBEDDED if name == "embedded" else Path(name).expanduser()
+    embedded = {each.name: each for each in (EMBEDDED, EMBEDDED_TURNS)}
+    folder = embedded.get(name) or Path(name).expanduser()
     if not folder.is_dir():
         folder = _cached_folder(name)
     if not (folder / "config.json").is_file():

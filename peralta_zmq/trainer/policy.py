@@ -101,8 +101,9 @@ def version_files(
     if not lora.has_adapters(model):
         return models.companion_files(folder), {}
     name = config.model.name
-    # peft looks the base model up by folder or name; it does not have the name "embedded".
-    content = lora.config_file(model, base=str(folder) if name == "embedded" else name)
+    # peft looks the base model up by folder or name; it does not have the names of embedded ones.
+    is_embedded = folder in (models.EMBEDDED, models.EMBEDDED_TURNS)
+    content = lora.config_file(model, base=str(folder) if is_embedded else name)
     return {lora.CONFIG_FILE: content}, {
         "adapts": lora.weights_digest(folder),
         "adapts_name": name,

@@ -16,9 +16,8 @@ def test_answer_is_the_result_of_the_tool() -> None:
     assert (len(train), len(held_out)) == (1000, 100)
     assert len({problem.question for problem in train + held_out}) == 1100
     for problem in train[:50]:
-        left, word, right = re.findall(r"\d+|plus|minus|times", problem.question)
-        expression = f"{left} {calculator_tool.OPERATORS[word]} {right}"
-        assert calculator_tool.calculate(expression) == problem.answer
+        left, right = re.findall(r"\d+", problem.question)
+        assert calculator_tool.calculate(f"{left} * {right}") == problem.answer
         assert calculator_tool.reward(problem, f" {problem.answer}\n") == 1.0
         assert calculator_tool.reward(problem, left) == 0.0
 

@@ -110,18 +110,14 @@ def test_new_model_is_determined_by_seed() -> None:
 # Folders.
 
 
-def test_embedded_model_is_a_folder_of_the_package() -> None:
-    assert models.model_folder("embedded") == models.EMBEDDED
-
-
-def test_embedded_model_is_small() -> None:
-    assert sum(file.stat().st_size for file in models.EMBEDDED.iterdir()) <= 5_000_000
-
-
-def test_embedded_model_loads() -> None:
-    model = models.load_model(models.EMBEDDED, device=CPU, dtype=torch.float32)
+@pytest.mark.parametrize("name", ["embedded", "embedded_turns"])
+def test_embedded_model_is_small_and_loads(name: str) -> None:
+    folder = models.model_folder(name)
+    assert folder in (models.EMBEDDED, models.EMBEDDED_TURNS)
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 5_000_000
+    model = models.load_model(folder, device=CPU, dtype=torch.float32)
     assert model.config.model_type == "qwen3" and not model.training
-    assert len(models.load_tokenizer(models.EMBEDDED)) <= model.config.vocab_size
+    assert len(models.load_tokenizer(folder)) <= model.config.vocab_size
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c/d", "~nobody/models", "bad name!"])
