@@ -88,14 +88,10 @@ def test_killed_verifier_delays_rewards_and_changes_none(run: RealRun, tmp_path:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("cancel", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_generators_evaluate_while_training_goes_on(
-    run: RealRun, tmp_path: Path, cancel: bool
-) -> None:
+def test_generators_evaluate_while_training_goes_on(run: RealRun, tmp_path: Path) -> None:
     environment = {"PYTHONPATH": str(tmp_path)}
     run.start("verifier", log="verifier", environment=environment)
     settings = ["--train.max-steps=8", "--eval.interval=3"]
-    settings += ["--eval.cancel-inflight-rollouts-on-eval"] * cancel
     trainer = run.trainer(*settings, environment=environment)
     # One of two generators: it also evaluates the share of the missing one.
     generator = run.generator("ann", *settings, "--generator.count=2", environment=environment)

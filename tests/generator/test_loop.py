@@ -165,12 +165,18 @@ class Loop:
     def end_run(self) -> None:
         self.scene.announce(wire.Announcement("run", done=True))
 
-    def run(self, reward: Any, **sections: Any) -> list[RolloutGroup]:
+    def start(self, reward: Any, **sections: Any) -> Generator:
         self.generator = generator_of(
             self.engine, self.scene.subscriber, self.scene.sockets, self.first,
             tokenizer=self.tokenizer, reward=reward, **sections,
         )  # fmt: skip
-        self.generator.run()
+        return self.generator
+
+    def run(self, reward: Any, **sections: Any) -> list[RolloutGroup]:
+        self.start(reward, **sections).run()
+        return self.unacknowledged()
+
+    def unacknowledged(self) -> list[RolloutGroup]:
         frames = self.generator._connection.outbox._frames.values()
         return [wire.decode_group(frame, wire.GroupLimits(64)) for frame in frames]
 
@@ -231,6 +237,26 @@ def test_groups_in_flight_across_a_roll_back_are_dropped(
     assert set(steps) == {(8, 8, loop.first.weights_id), (4, 4, rolled_back)}
     assert steps == sorted(steps, reverse=True)  # no group of step 8 after one of step 4
     assert "dropped groups in flight: rolled back to the weights of step 4" in caplog.text
+
+
+@pytest.mark.parametrize(("cancel", "num_sent"), [(False, 2), (True, 1)])
+def test_evaluation_begins_after_groups_in_flight_or_cancels_them(
+    scene: Scene, cancel: bool, num_sent: int
+) -> None:
+    """Groups of 3 in 4 slots: the second group is in flight when the first ends."""
+    loop = Loop(scene, 1)
+
+    def reward(problem: Problem, text: str) -> float:
+        scene.announce(wire.Announcement("run", evaluation_step=1))
+        return 1.0
+
+    generator = loop.start(
+        reward, sampling={"num_generations": 3, "max_completion_length": 4},
+        train={"batch_size": 126}, eval={"cancel_inflight_rollouts_on_eval": cancel},
+    )  # fmt: skip
+    generator._make_training_groups()
+    assert [group.sequence for group in loop.unacknowledged()] == [*range(num_sent)]
+    assert generator._must_evaluate()
 
 
 # Groups.
