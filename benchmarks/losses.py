@@ -47,6 +47,8 @@ LOSSES: dict[str, list[str]] = {
     },
     "dapo, epsilon 0.05, c_clip 3": ["--loss.name=dapo", "--loss.epsilon=0.05", "--loss.c-clip=3"],
     "dapo, token_truncate": ["--loss.name=dapo", "--loss.importance-sampling-mode=token_truncate"],
+    "dapo, top_entropy_quantile 0.2": ["--loss.name=dapo", "--loss.top-entropy-quantile=0.2"],
+    "dapo, kl_mask_high 0.01": ["--loss.name=dapo", "--loss.kl-mask-high=0.01"],
     "dapo, beta 0.001": ["--loss.name=dapo", "--loss.beta=0.001"],
     "decoupled_ppo, num_minibatches 4": ["--loss.name=decoupled_ppo", "--train.num-minibatches=4"],
     "reinforce, entropy_coef 0.01": ["--loss.entropy-coef=0.01"],

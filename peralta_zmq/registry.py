@@ -63,6 +63,7 @@ TABLES: dict[Kind, dict[str, str]] = {
             "ipo",
             "ref_kl",
             "decoupled_ppo",
+            "m2po",
             "grpo_kl",
         ),
         "peralta_zmq.learning.losses:policy_loss",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sample_data import group_of, tiny_model
@@ -85,6 +87,11 @@ def test_shipped_function_trains_with_defaults(kind: str, name: str) -> None:
     before = model.lm_head.weight.detach().clone()
     config = config_of(f"--{kind}.name", name, "--train.dtype=float32")
     group = group_of([1, 0, 0, 1], lengths=[4, 2, 6, 3])
+    near = tuple(  # m2po leaves out tokens with a squared log ratio of 1
+        dataclasses.replace(each, logprobs=each.loss_mask * np.float32(-math.log(64)))
+        for each in group.rollouts
+    )
+    group = dataclasses.replace(group, rollouts=near)
     row = build.make_learner(config, model).learn([group]).metrics
     assert row["skipped"] == 0 and row["grad_norm"] > 0
     assert not torch.equal(model.lm_head.weight, before)
@@ -137,6 +144,16 @@ def test_constant_aggregation_divides_by_max_completion_length() -> None:
 )
 def test_loss_names_the_models_that_it_needs(arguments: list[str], models: set[str]) -> None:
     assert build.reference_models_used(config_of(*arguments)) == models
+
+
+def test_masks_over_the_step_are_those_of_the_config() -> None:
+    arguments = ["--loss.name=m2po", "--loss.top-entropy-quantile=0.5", "--train.dtype=float32"]
+    # 16 tokens with different entropies; all squared log ratios are about 1
+    for threshold, share in (("0.04", 1), ("9", 0)):
+        config = config_of(*arguments, f"--loss.m2-threshold={threshold}")
+        row = build.make_learner(config, tiny_model()).learn([group_of([1, 0, 0, 1])]).metrics
+        assert (row["masked/entropy"], row["masked/m2"]) == (0.5, share)
+        assert row["masked/mean"] == max(0.5, share)
 
 
 def test_grpo_says_that_it_is_the_mean_over_rollouts(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,6 +30,7 @@ from peralta_zmq.learning.losses import TokenLoss, composed, with_entropy_bonus
 from peralta_zmq.learning.optimizer import learning_rate
 from peralta_zmq.learning.packing import Packing
 from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, reference_logprobs
+from peralta_zmq.learning.selection import TokenSelection
 from peralta_zmq.learning.user_functions import FunctionKind, checked_function
 from peralta_zmq.models import lora
 from peralta_zmq.models.scoring import Scorer
@@ -86,6 +87,7 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
         compute_with_entropy=scorer.with_entropy if config.loss.entropy_coef else None,
         reference=reference,
         teacher=teacher,
+        selection=make_selection(config, scorer),
         ranks=ranks,
     )
 
@@ -151,6 +153,18 @@ def make_composition(config: Config) -> Composition | None:
     options = section.model_dump(exclude={"name", "kwargs", "entropy_coef"}, exclude_none=True)
     options["max_completion_length"] = config.max_completion_length
     return compose(section.name, options, kwargs=section.kwargs, entropy_coef=section.entropy_coef)
+
+
+def make_selection(config: Config, scorer: Scorer) -> TokenSelection | None:
+    """The selection of tokens that the loss sets, if any."""
+    parts = make_composition(config)
+    if parts is None or (parts.top_entropy_quantile == 1.0 and parts.m2_threshold is None):
+        return None
+    return TokenSelection(
+        compute=scorer.with_entropy,
+        top_entropy_quantile=parts.top_entropy_quantile,
+        m2_threshold=parts.m2_threshold,
+    )
 
 
 def make_advantage(config: Config) -> AdvantageFunction:

@@ -338,6 +338,13 @@ class LossSection(Section):
     """leave out tokens whose probability changed by more than this"""
     off_policy_mask_threshold: PositiveFloat | None = None
     """leave out rollouts with A < 0 whose mean log ratio of sampling policy to policy is larger"""
+    kl_mask_high: PositiveFloat | None = None
+    """leave out rollouts whose mean KL estimate (k3) of sampling policy to policy is larger"""
+    top_entropy_quantile: Fraction | None = None
+    """train only this share of the tokens of a step, those with the highest entropy; 1 = all"""
+    m2_threshold: PositiveFloat | None = None
+    """leave out the tokens of a step with the largest squared log ratio of the policy before the
+    step to the sampling policy, as few as bring the mean of the others below this"""
     adv_tau: NonNegativeFloat | None = None
     """coefficient of the advantage"""
     teacher_tau: NonNegativeFloat | None = None

@@ -55,6 +55,10 @@ class Composition:
     one_sided_threshold: float | None = None
     ipo_threshold: float | None = None
     off_policy_mask_threshold: float | None = None
+    kl_mask_high: float | None = None
+    # Masks by a threshold that depends on all tokens of the step (selection.py)
+    top_entropy_quantile: float = 1.0  # 1 = off
+    m2_threshold: float | None = None
     # KL terms
     kl_tau: float = 0.0
     beta: float = 0.0
@@ -78,7 +82,7 @@ class Composition:
 MASK_OPTIONS = (
     *("token_mask_low", "token_mask_high", "geo_mask_low", "geo_mask_high"),
     *("sequence_mask_low", "sequence_mask_high", "dppo_mask_low", "dppo_mask_high"),
-    *("one_sided_threshold", "ipo_threshold", "off_policy_mask_threshold"),
+    *("one_sided_threshold", "ipo_threshold", "off_policy_mask_threshold", "kl_mask_high"),
 )
 # Objective -> its loss per token and its options.
 OBJECTIVES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -179,6 +183,9 @@ PRESETS: dict[str, Preset] = {
         "AReaL",
         {"objective": "ppo", "importance_sampling_mode": "token_mask",
          "importance_sampling_clip_max": None},
+    ),
+    "m2po": Preset(
+        "arXiv 2510.01161, AReaL", {"objective": "ratio", "m2_threshold": 0.04}
     ),
     "grpo_kl": Preset(
         "async-grpo, with kl_clamp estimate",

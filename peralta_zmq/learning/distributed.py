@@ -42,6 +42,9 @@ class SingleRank:
     def all_reduce(self, tensor: Tensor) -> None:
         pass
 
+    def all_gather(self, values: Tensor) -> Tensor:
+        return values
+
     def sum_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         return dict(sums)
 
@@ -81,6 +84,16 @@ class DistributedRanks:
         """Replace `tensor` by its sum over all ranks."""
         with _rank_errors():
             dist.all_reduce(tensor)
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """Concatenate the values [n] of all ranks, in the order of the ranks; n may differ."""
+        counts = torch.zeros(self.world_size, dtype=torch.int64)
+        counts[self.rank] = len(values)
+        self.all_reduce(counts)
+        gathered = values.new_zeros(int(counts.sum()))
+        gathered.split(counts.tolist())[self.rank].copy_(values)
+        self.all_reduce(gathered)
+        return gathered
 
     def sum_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Sum each named number over all ranks; a rank without the name adds nothing."""

@@ -18,9 +18,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from statistics import fmean
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -56,7 +56,9 @@ from peralta_zmq.learning.reference_models import (
     PolicyCopy,
     ReferenceModel,
     reference_logprobs,
+    with_logprobs,
 )
+from peralta_zmq.learning.selection import TokenSelection
 from peralta_zmq.learning.step_metrics import Mismatch
 from peralta_zmq.rollout import RolloutGroup
 
@@ -99,8 +101,9 @@ class Learner:
 
     `compute_logprobs` is the policy's forward pass; `compute_with_entropy` replaces it for a loss
     with an entropy bonus. `reference` and `teacher` compute other models' logprobs of the same
-    tokens. `learning_rate` is a function of the step, counted from 1. Every rank of `ranks` must
-    make the same calls with the same groups; it computes its share of the micro-batches.
+    tokens, and `selection` leaves out some of the tokens. `learning_rate` is a function of the
+    step, counted from 1. Every rank of `ranks` must make the same calls with the same groups; it
+    computes its share of the micro-batches.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class Learner:
         compute_with_entropy: ComputeLogprobsAndEntropy | None = None,
         reference: PolicyCopy | None = None,
         teacher: ReferenceModel | None = None,
+        selection: TokenSelection | None = None,
         ranks: Ranks = SINGLE,
     ) -> None:
         self.step = 0
@@ -120,7 +124,7 @@ class Learner:
         self._num_skipped = self._num_skipped_in_a_row = 0
         self._parameters, self._settings, self._ranks = parameters, settings, ranks
         self._compute_logprobs, self._compute_with_entropy = compute_logprobs, compute_with_entropy
-        self._reference, self._teacher = reference, teacher
+        self._reference, self._teacher, self._selection = reference, teacher, selection
         self._optimizer = adamw.make_optimizer(
             parameters,
             betas=settings.betas,
@@ -153,6 +157,7 @@ class Learner:
         samples, packing_metrics = pack_groups(
             groups, advantages, settings.packing, included=included
         )
+        mini_batches, selection_metrics = self._mini_batches(samples)
         updates = [
             update_parameters(
                 self._optimizer,
@@ -163,7 +168,7 @@ class Learner:
                 max_grad_norm=settings.max_grad_norm,
                 ranks=self._ranks,
             )
-            for batches in self._mini_batches(samples) * settings.num_iterations
+            for batches in mini_batches * settings.num_iterations
         ]
         skip_reason = next((update.skip_reason for update in updates if update.skip_reason), "")
         self._count_skipped(skip_reason, is_repeated=learning_rate is not None)
@@ -174,7 +179,8 @@ class Learner:
         metrics = {
             **step_metrics.describe_groups(groups, step=self.step),
             **filter_metrics,
-            **_mean_metrics(updates),
+            **step_metrics.mean_metrics([update.metrics for update in updates]),
+            **selection_metrics,
             "skipped_steps": self._num_skipped,
             "num_excluded": len(excluded),
             **packing_metrics,
@@ -184,31 +190,38 @@ class Learner:
         }
         return StepResult(metrics, skip_reason, mismatch, excluded, advantages)
 
-    def _mini_batches(self, samples: Sequence[PackedSample]) -> list[list[MicroBatch]]:
-        """Micro-batches of each mini-batch of a step, with the logprobs of reference models.
+    def _mini_batches(
+        self, samples: Sequence[PackedSample]
+    ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
+        """Micro-batches of each mini-batch of a step, and metrics of the selection of tokens.
 
         A step has no more mini-batches than groups; without samples it has one without batches.
-        All logprobs are computed before the first update changes the policy.
+        The logprobs of reference models, and of the policy if its weights change before it uses
+        them, are computed here, before the first update.
         """
         settings = self._settings
         num_groups = samples[-1].group + 1 if samples else 1
-        mini_batches = list[list[MicroBatch]]()
-        for index in range(min(settings.num_minibatches, num_groups)):
-            batches = make_micro_batches(
+        mini_batches = [
+            make_micro_batches(
                 [sample for sample in samples if sample.group % settings.num_minibatches == index],
                 settings.packing,
                 device=next(iter(self._parameters.values())).device,
                 ranks=self._ranks,
             )
-            if self._reference is not None:
-                batches = _with_logprobs("ref_logprobs", batches, self._reference)
-            if self._teacher is not None:
-                batches = _with_logprobs("teacher_logprobs", batches, self._teacher)
-            if settings.num_minibatches > 1 or settings.num_iterations > 1:
-                policy = partial(reference_logprobs, self._compute_logprobs)
-                batches = _with_logprobs("prox_logprobs", batches, policy)
-            mini_batches.append(batches)
-        return mini_batches
+            for index in range(min(settings.num_minibatches, num_groups))
+        ]
+        batches, metrics = list(chain(*mini_batches)), dict[str, float]()
+        if self._reference is not None:
+            batches = with_logprobs("ref_logprobs", batches, self._reference)
+        if self._teacher is not None:
+            batches = with_logprobs("teacher_logprobs", batches, self._teacher)
+        if self._selection is not None:
+            batches, metrics = self._selection(batches, self._ranks)
+        elif settings.num_minibatches > 1 or settings.num_iterations > 1:
+            policy = partial(reference_logprobs, self._compute_logprobs)
+            batches = with_logprobs("prox_logprobs", batches, policy)
+        remaining = iter(batches)
+        return [list(islice(remaining, len(each))) for each in mini_batches], metrics
 
     def _count_skipped(self, skip_reason: str, *, is_repeated: bool) -> None:
         """Count the step if it was skipped; raises TrainingError as `learn` does."""
@@ -363,6 +376,7 @@ def _forward(
         ref_logprobs=batch.ref_logprobs,
         teacher_logprobs=batch.teacher_logprobs,
         entropy=entropy,
+        selected=batch.selected,
     )
 
 
@@ -403,17 +417,3 @@ def _skip_reason(loss: TokenLoss, num_not_finite: float) -> str:
         return f"{num_not_finite:.0f} logprobs of the policy are not finite"
     name = getattr(getattr(loss, "func", loss), "__name__", "loss")
     return f"loss '{name}' or its gradient is not finite"
-
-
-def _mean_metrics(updates: Sequence[StepResult]) -> dict[str, float]:
-    """Mean of each metric over a step's updates; a missing metric counts as 0."""
-    names = dict.fromkeys(name for update in updates for name in update.metrics)
-    return {name: fmean(update.metrics.get(name, 0.0) for update in updates) for name in names}
-
-
-def _with_logprobs(
-    name: str, batches: Sequence[MicroBatch], model: ReferenceModel
-) -> list[MicroBatch]:
-    """Set the field `name` of each batch to the model's logprobs of its tokens."""
-    logprobs = zip(batches, model(batches), strict=True)
-    return [replace(batch, **{name: values}) for batch, values in logprobs]

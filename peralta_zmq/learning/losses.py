@@ -63,6 +63,7 @@ class Tokens:
     ref_logprobs: Tensor | None = None  # by the reference model, if the run has one
     teacher_logprobs: Tensor | None = None  # by the teacher model, if the run has one
     entropy: Tensor | None = None  # of the policy's distribution, with gradient, for entropy_coef
+    selected: Tensor | None = None  # bool, False for tokens that selection.py leaves out
 
 
 Metrics: TypeAlias = dict[str, Tensor]
@@ -145,7 +146,7 @@ def policy_loss(tokens: Tokens, parts: Composition) -> tuple[Tensor, Metrics]:
         is_by_token = parts.importance_sampling_level == "token"
         mean = token_mean if is_by_token else _rollout_mean
         metrics |= {name: mean(tokens, flags) for name, flags in clipped.items()}
-    if parts.has_masks:
+    if parts.has_masks or tokens.selected is not None:
         masked, mask_metrics = _masked(tokens, advantages, parts)
         per_token, metrics = per_token * ~masked, metrics | mask_metrics
     if parts.kl_tau and parts.objective != "importance":
@@ -225,6 +226,8 @@ def _masked(
     by_token = _token_masks(tokens, log_ratio, advantages, parts)
     by_rollout = _rollout_masks(tokens, log_ratio, parts)
     masks = [*by_token.values(), *(flags[tokens.sequence] for flags in by_rollout.values())]
+    if tokens.selected is not None:
+        masks.append(~tokens.selected)
     masked = torch.stack(masks).any(0)
     return masked, {
         "masked/mean": token_mean(tokens, masked),
@@ -263,7 +266,8 @@ def _rollout_masks(tokens: Tokens, log_ratio: Tensor, parts: Composition) -> dic
     """Rollouts to leave out by metric, bool [num_sequences].
 
     geo_mask has bounds for the geometric mean of the ratios, sequence_mask for each of them;
-    off_policy_mask_threshold is one for the mean of mu - pi if A < 0 (DeepSeek-V3.2, TRL).
+    off_policy_mask_threshold is one for the mean of mu - pi if A < 0 (DeepSeek-V3.2, TRL), and
+    kl_mask_high one for the mean k3 estimate of KL(mu || pi) (AReaL, verl).
     """
     masks = dict[str, Tensor]()
     mean = sequence_mean(tokens, log_ratio)
@@ -276,6 +280,9 @@ def _rollout_masks(tokens: Tokens, log_ratio: Tensor, parts: Composition) -> dic
     if parts.off_policy_mask_threshold is not None:
         is_negative = sequence_mean(tokens, tokens.advantages) < 0
         masks["masked/off_policy"] = is_negative & (-mean > parts.off_policy_mask_threshold)
+    if parts.kl_mask_high is not None:
+        kl = sequence_mean(tokens, kl_estimate(log_ratio))
+        masks["masked/kl"] = kl > parts.kl_mask_high
     return masks
 
 

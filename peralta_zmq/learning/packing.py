@@ -69,6 +69,7 @@ class MicroBatch:
     prox_logprobs: Tensor | None = None  # float32 [N], of the policy before the step's first update
     ref_logprobs: Tensor | None = None  # float32 [N], of the reference model
     teacher_logprobs: Tensor | None = None  # float32 [N], of the teacher model
+    selected: Tensor | None = None  # bool [N], False for tokens that selection.py leaves out
 
 
 class TreeBuilder:

@@ -7,6 +7,7 @@ copy of the policy at an earlier step; a teacher is any other model with the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -34,6 +35,14 @@ def reference_logprobs(
         compute_logprobs(batch.token_ids, batch.trees, batch.scored, temperature=batch.temperatures)
         for batch in batches
     ]
+
+
+def with_logprobs(
+    name: str, batches: Sequence[MicroBatch], model: ReferenceModel
+) -> list[MicroBatch]:
+    """Set the field `name` of each batch to the model's logprobs of its tokens."""
+    logprobs = zip(batches, model(batches), strict=True)
+    return [replace(batch, **{name: values}) for batch, values in logprobs]
 
 
 class PolicyCopy:

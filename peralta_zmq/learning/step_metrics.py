@@ -72,6 +72,12 @@ def histogram_values(
     }
 
 
+def mean_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each metric over the updates of a step; a missing metric counts as 0."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: fmean(row.get(name, 0.0) for row in rows) for name in names}
+
+
 def by_environment(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Mean reward of the rollouts of each environment, as rewards/NAME/mean."""
     return _mean_rewards((group.task, reward) for group in groups for reward in group.rewards)

@@ -17,6 +17,8 @@ from torch import Tensor
 from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks, join
 from peralta_zmq.learning.losses import preset
 from peralta_zmq.learning.packing import Packing, make_micro_batches
+from peralta_zmq.learning.selection import TokenSelection
+from peralta_zmq.models.scoring import Scorer
 
 CPU = torch.device("cpu")
 GROUPS = [
@@ -48,11 +50,17 @@ def gradients(ranks: Ranks) -> dict[str, tuple[Tensor, dict[str, float]]]:
     model = ranks.prepare(tiny_model().double())
     found = {}
     for name, loss in LOSSES.items():
-        for max_tokens, groups in ((1000, GROUPS), (20, GROUPS), (1000, GROUPS[:1])):
+        for max_tokens, groups in ((1000, GROUPS), (1000, GROUPS[:1]), (20, GROUPS)):
             samples, _ = packed(groups, max_tokens=max_tokens)
             batches = make_micro_batches(samples, Packing(max_tokens=max_tokens), ranks=ranks)
             gradient, result = step_gradient(model, batches, loss, ranks=ranks)
             found[f"{name} {max_tokens} {len(groups)}"] = gradient, result.metrics
+    selection = TokenSelection(
+        compute=Scorer(model).with_entropy, top_entropy_quantile=0.3, m2_threshold=1.2
+    )
+    selected, metrics = selection(batches, ranks)
+    gradient, result = step_gradient(model, selected, LOSSES["dapo"], ranks=ranks)
+    found["selection"] = gradient, metrics | result.metrics
     return found
 
 

@@ -131,6 +131,25 @@ def test_off_policy_mask_leaves_out_far_rollouts_with_negative_advantage(
     assert (value.item() == 0, metrics["masked/off_policy"].item()) == (is_masked, is_masked)
 
 
+@pytest.mark.parametrize(("limit", "is_masked"), [(2.1, True), (2.2, False)])
+def test_kl_mask_leaves_out_rollouts_far_from_the_sampling_policy(
+    limit: float, is_masked: bool
+) -> None:
+    # lr .1, -.2, 2.5, 0: k3 (.005171 + .018731 + 8.682494 + 0) / 4 = 2.176599
+    value, metrics = preset("dapo", kl_mask_high=limit)(oracle())
+    assert (value.item() == 0, metrics["masked/kl"].item()) == (is_masked, is_masked)
+
+
+def test_unselected_tokens_count_in_the_divisor_and_in_the_kl() -> None:
+    # ratios 1.105171, .818731, 1: -.75 * 2.923902 / 4; k3 .143993 / 4 of all four tokens
+    tokens = replace(oracle(), selected=torch.tensor([True, True, False, True]))
+    loss = preset("dapo", beta=0.1, use_bias_correction_kl=False)
+    value, metrics = loss(tokens)
+    assert value.item() == pytest.approx(-0.548232 + 0.1 * 0.143993 / 4, abs=1e-6)
+    assert metrics["masked/mean"].item() == 0.25
+    assert gradient(preset("m2po"), tokens)[2] == 0
+
+
 def test_one_sided_threshold_leaves_out_tokens_that_became_less_probable() -> None:
     # the second token's probability fell by .066685
     _, metrics = preset("ref_kl", one_sided_threshold=0.06)(oracle())
@@ -401,8 +420,9 @@ def test_loss_and_gradient_match_plain_formula(loss: Any, plain: Any, seed: int)
 
 
 WITH_EVERY_PART = preset(
-    "dapo", importance_sampling_mode="sequence_truncate", off_policy_mask_threshold=0.1, beta=0.1
-)
+    "dapo", importance_sampling_mode="sequence_truncate", off_policy_mask_threshold=0.1,
+    kl_mask_high=0.3, beta=0.1,
+)  # fmt: skip
 LOSSES = [*(loss for loss, _ in PAIRS), *map(preset, PRESETS), WITH_EVERY_PART]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from peralta_zmq.learning.losses import Tokens, preset, with_entropy_bonus
+from peralta_zmq.learning.selection import entropy_bound
 
 pytestmark = pytest.mark.trl
 
@@ -53,7 +55,7 @@ def batch_of(seed: int) -> Batch:
         prox=prox,
         old=prox + drawn(0.3),
         reference=policy + drawn(0.5),
-        entropy=drawn(1.0).abs(),
+        entropy=drawn(1.0).abs().float().double(),  # TRL's quantile is one of float32 numbers
         mask=(torch.arange(shape[1]) < lengths[:, None]).long(),
         advantages=torch.randn(NUM_ROLLOUTS, generator=random, dtype=torch.float64),
     )
@@ -81,6 +83,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {"beta": 0.3}) for name in ("grpo", "dapo", "dr_grpo", "cispo", "luspo")),
     ("dapo", {"beta": 0.3, "use_bias_correction_kl": False}),
     ("gspo", {"beta": 0.3, "epsilon": 0.1, "epsilon_high": 0.2}),
+    *((name, {"top_entropy_quantile": 0.25}) for name in ("grpo", "dr_grpo", "cispo", "luspo")),
+    ("dapo", {"top_entropy_quantile": 0.5, "beta": 0.3}),
     *((name, {"entropy_coef": 0.07}) for name in ("dapo", "bnpo")),
     *(
         (name, {"importance_sampling_mode": mode, "importance_sampling_clip_max": 1.3,
@@ -128,6 +132,7 @@ def loss_of(
         preset(name, max_completion_length=MAX_LENGTH, **options), entropy_coef
     )
     chosen = batch.mask.bool()
+    entropy = batch.entropy[chosen]
     policy = batch.policy.clone().requires_grad_()
     rollouts = torch.arange(NUM_ROLLOUTS)[:, None].expand_as(batch.mask)[chosen]
     value, _ = loss(
@@ -142,7 +147,8 @@ def loss_of(
             step_sequences=float(NUM_ROLLOUTS),
             prox_logprobs=batch.prox[chosen] if is_corrected else None,
             ref_logprobs=batch.reference[chosen],
-            entropy=batch.entropy[chosen],
+            entropy=entropy,
+            selected=entropy >= entropy_bound(entropy, options.get("top_entropy_quantile", 1.0)),
         )
     )
     value.backward()
@@ -190,6 +196,9 @@ class Trl:
             _metrics={"train": defaultdict(list)},
             get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
             get_gamma_weights=GRPOTrainer.get_gamma_weights,
+        )
+        self.trainer.get_high_entropy_mask = partial(
+            GRPOTrainer.get_high_entropy_mask, self.trainer
         )
         args.steps_per_generation = 1
 
