@@ -8,7 +8,9 @@ import torch
 from sample_data import group_of, siblings, tiny_learner
 from torch import Tensor
 
+from peralta_zmq.learning.demonstrations import Demonstrations, demonstration
 from peralta_zmq.learning.losses import Tokens, preset
+from peralta_zmq.learning.packing import Packing
 from peralta_zmq.learning.reference_models import PolicyCopy
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import RolloutGroup
@@ -43,3 +45,14 @@ def tokens_of_step(learner_of: Any, **options: Any) -> list[Tokens]:
 def learner_with_reference(model: Any, **options: Any) -> Any:
     reference = PolicyCopy(dict(model.named_parameters()), Scorer(model), **options)
     return tiny_learner(model, reference=reference, loss=preset("grpo_kl", beta=0.5))
+
+
+def demonstrations_of(model: Any, *, max_tokens: int = 1000, **options: Any) -> Demonstrations:
+    """Five demonstrations of different lengths, three of them per step."""
+    texts = [([5, 6], [7, 8, 2]), ([9], [10, 2]), ([11, 12, 13], [14]), ([15], [16, 17, 18, 2]),
+             ([5, 6], [19, 2])]  # fmt: skip
+    defaults = {"weight": 0.3, "batch_size": 3, "seed": 4, "compute_logprobs": Scorer(model)}
+    return Demonstrations(
+        rollouts=[demonstration(prompt, completion) for prompt, completion in texts],
+        packing=Packing(max_tokens=max_tokens), **{**defaults, **options},
+    )  # fmt: skip

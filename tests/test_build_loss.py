@@ -15,10 +15,12 @@ import pytest
 import torch
 from sample_data import group_of, tiny_model
 
-from peralta_zmq import build, registry
+from peralta_zmq import build, models, registry
 from peralta_zmq.config import Config, load_config
-from peralta_zmq.errors import ConfigError, UserCodeError
+from peralta_zmq.errors import ConfigError, TaskError, UserCodeError
 from peralta_zmq.learning.losses import Tokens
+from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.rollout import Message
 
 MINE = """
 import math
@@ -154,6 +156,28 @@ def test_masks_over_the_step_are_those_of_the_config() -> None:
         row = build.make_learner(config, tiny_model()).learn([group_of([1, 0, 0, 1])]).metrics
         assert (row["masked/entropy"], row["masked/m2"]) == (0.5, share)
         assert row["masked/mean"] == max(0.5, share)
+
+
+def test_demonstrations_are_chats_that_end_with_the_end_token(tmp_path: Path) -> None:
+    file = tmp_path / "demos.jsonl"
+    file.write_text('{"prompt": "What is 2 + 3?", "completion": "2 + 3"}\n')
+    config = config_of(f"--loss.sft-file={file}", "--loss.sft-weight=0.5")
+    model = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
+    demonstrations = build.make_demonstrations(config, model, Scorer(model))
+    assert demonstrations is not None and demonstrations.weight == 0.5
+    (rollout,) = demonstrations.rollouts
+    tokenizer = models.load_tokenizer(models.EMBEDDED)
+    prompt = models.chat_prompt(tokenizer, [Message("user", "What is 2 + 3?")])
+    assert rollout.token_ids[~rollout.loss_mask].tolist() == prompt
+    completion = rollout.token_ids[rollout.loss_mask]
+    assert tokenizer.decode(completion[:-1].tolist()) == "2 + 3"
+    assert completion[-1] == tokenizer.eos_token_id
+
+
+def test_missing_file_of_demonstrations_is_refused(tmp_path: Path) -> None:
+    config = config_of(f"--loss.sft-file={tmp_path}/absent.csv")
+    with pytest.raises(TaskError, match=r"no data set or file .*absent\.csv"):
+        build.make_learner(config, tiny_model())
 
 
 def test_grpo_says_that_it_is_the_mean_over_rollouts(caplog: pytest.LogCaptureFixture) -> None:

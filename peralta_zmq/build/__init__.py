@@ -4,7 +4,7 @@ The classes that these modules build take plain values; the loops, the verifier 
 that start them keep the settings (`config`).
 
 components    learner, loss, reference models, engine, sampling
-environments  problems and reward functions
+environments  problems, reward functions and demonstrations
 """
 
 from peralta_zmq.build.components import (
@@ -27,6 +27,7 @@ from peralta_zmq.build.components import (
     weight_update,
 )
 from peralta_zmq.build.environments import (
+    make_demonstrations,
     make_reward_functions,
     make_reward_pool,
     open_environments,
@@ -38,6 +39,7 @@ __all__ = [
     "learning_rate_schedule",
     "load_policy",
     "make_advantage",
+    "make_demonstrations",
     "make_engine",
     "make_eval_sampling",
     "make_filters",

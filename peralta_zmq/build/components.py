@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from peralta_zmq import models, registry
+from peralta_zmq.build.environments import make_demonstrations
 from peralta_zmq.config import Config
 from peralta_zmq.config.training_sections import AdvantageSection, CustomFilter, LossSection
 from peralta_zmq.engines import choice
@@ -43,7 +44,8 @@ logger = logging.getLogger(__name__)
 TEMPERATURE_OPTIONS = ("temperature", "temp_scheduler", "temp_start", "temp_end")  # of [sampling]
 SHAPING = {"multi_objective_aggregation", "reward_weights", "length_penalty"}
 # Settings of [loss] and [advantage] that are no options of the function.
-NO_OPTIONS = {"name", "kwargs", "entropy_coef", *SHAPING}
+ANY_LOSS = {"entropy_coef", "sft_file", "sft_weight", "sft_batch_size"}
+NO_OPTIONS = {"name", "kwargs", *ANY_LOSS, *SHAPING}
 
 
 # Learner.
@@ -88,6 +90,7 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
         reference=reference,
         teacher=teacher,
         selection=make_selection(config, scorer),
+        demonstrations=make_demonstrations(config, model, scorer),
         ranks=ranks,
     )
 
@@ -150,7 +153,7 @@ def make_composition(config: Config) -> Composition | None:
     section = config.loss
     if not registry.is_shipped("loss", section.name):
         return None
-    options = section.model_dump(exclude={"name", "kwargs", "entropy_coef"}, exclude_none=True)
+    options = section.model_dump(exclude=NO_OPTIONS, exclude_none=True)
     options["max_completion_length"] = config.max_completion_length
     return compose(section.name, options, kwargs=section.kwargs, entropy_coef=section.entropy_coef)
 

@@ -17,6 +17,8 @@ from peralta_zmq import models, registry
 from peralta_zmq.config import Config
 from peralta_zmq.config.schema import host_and_port
 from peralta_zmq.config.training_sections import EnvSection
+from peralta_zmq.engines.rows import end_token_ids
+from peralta_zmq.environments.data_files import DataRow, read_rows
 from peralta_zmq.environments.dataset import (
     Environments,
     RewardSource,
@@ -29,8 +31,11 @@ from peralta_zmq.environments.turns import Turns, turns_of
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.http_server import read_private_token
+from peralta_zmq.learning.demonstrations import Demonstrations, demonstration
+from peralta_zmq.learning.packing import Packing
+from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.observe.terminal import track
-from peralta_zmq.rollout import Problem
+from peralta_zmq.rollout import Message, Problem, Rollout
 
 VERIFIER_QUEUE = 256  # completions that may wait for a reward worker of a verifier
 OWN_REWARD = "task"  # in reward_functions: the reward function of the task
@@ -108,6 +113,46 @@ def make_reward_pool(config: Config, *, is_verifier: bool) -> RewardPool:
         concurrency=section.reward_concurrency,
         timeout_seconds=section.reward_timeout,
         queue_limit=VERIFIER_QUEUE if is_verifier else config.engine.slots,
+    )
+
+
+def make_demonstrations(
+    config: Config, model: models.Model, scorer: Scorer
+) -> Demonstrations | None:
+    """The demonstrations of `loss.sft_file`, if set, as the tokens of a chat with the model.
+
+    Raises TaskError for a file that cannot be read.
+    """
+    section, train = config.loss, config.train
+    if section.sft_file is None:
+        return None
+    tokenizer = models.load_tokenizer(
+        models.model_folder(config.model.name), trust_remote_code=config.model.trust_remote_code
+    )
+    env = config.environments[0]
+    system = [Message("system", env.system_prompt)] if env.system_prompt else []
+    end = end_token_ids(model.generation_config, tokenizer)[:1]
+
+    def rollout_of_row(row: DataRow) -> Rollout:
+        chat = [*system, Message("user", row.prompt)]
+        prompt = row.token_ids.split() or models.chat_prompt(
+            tokenizer, chat, **env.chat_template_kwargs
+        )
+        completion = tokenizer.encode(row.answer, add_special_tokens=False)
+        return demonstration([*map(int, prompt)], [*completion, *end])
+
+    rows = read_rows(section.sft_file, prompt_column="prompt", answer_column="completion")
+    return Demonstrations(
+        rollouts=[*map(rollout_of_row, rows)],
+        weight=section.sft_weight,
+        batch_size=section.sft_batch_size,
+        seed=config.run.seed,
+        compute_logprobs=scorer,
+        packing=Packing(
+            max_tokens=train.max_tokens_per_microbatch,
+            oversize=train.oversize,
+            share_prompts=scorer.packs,
+        ),
     )
 
 

@@ -365,6 +365,13 @@ class LossSection(Section):
     """multiply the estimate by the ratio, which makes its gradient unbiased; default true"""
     entropy_coef: NonNegativeFloat = 0.0
     """any loss: coefficient of the entropy bonus; 0 = off"""
+    sft_file: Text | None = None
+    """any loss: demonstrations that each update trains, too: a CSV, JSONL or Parquet file with the
+    columns prompt and completion, on each machine of the trainer; None = none"""
+    sft_weight: PositiveFloat = 0.1
+    """sft_file: coefficient of the mean negative logprob of the completions' tokens"""
+    sft_batch_size: PositiveInt = 8
+    """sft_file: demonstrations per training step"""
     kwargs: Table = Field(default={})
     """keyword arguments of a custom loss, as a TOML table or as JSON"""
 

@@ -35,13 +35,8 @@ from peralta_zmq.learning.advantages import (
     advantages_of,
     apply_filters,
 )
-from peralta_zmq.learning.distributed import (
-    SINGLE,
-    Ranks,
-    full_tensor,
-    gather_tensor,
-    shard_tensor,
-)
+from peralta_zmq.learning.demonstrations import Demonstrations
+from peralta_zmq.learning.distributed import SINGLE, Ranks, gather_tensor, shard_tensor
 from peralta_zmq.learning.losses import TokenLoss, Tokens, evaluate
 from peralta_zmq.learning.packing import (
     MicroBatch,
@@ -101,9 +96,9 @@ class Learner:
 
     `compute_logprobs` is the policy's forward pass; `compute_with_entropy` replaces it for a loss
     with an entropy bonus. `reference` and `teacher` compute other models' logprobs of the same
-    tokens, and `selection` leaves out some of the tokens. `learning_rate` is a function of the
-    step, counted from 1. Every rank of `ranks` must make the same calls with the same groups; it
-    computes its share of the micro-batches.
+    tokens, and `selection` leaves out some of the tokens. `demonstrations` are trained in each
+    update of a step. `learning_rate` is a function of the step, counted from 1. Every rank of
+    `ranks` must make the same calls with the same groups; it computes its share of them.
     """
 
     def __init__(
@@ -117,6 +112,7 @@ class Learner:
         reference: PolicyCopy | None = None,
         teacher: ReferenceModel | None = None,
         selection: TokenSelection | None = None,
+        demonstrations: Demonstrations | None = None,
         ranks: Ranks = SINGLE,
     ) -> None:
         self.step = 0
@@ -125,6 +121,8 @@ class Learner:
         self._parameters, self._settings, self._ranks = parameters, settings, ranks
         self._compute_logprobs, self._compute_with_entropy = compute_logprobs, compute_with_entropy
         self._reference, self._teacher, self._selection = reference, teacher, selection
+        self._demonstrations = demonstrations
+        self._device = next(iter(parameters.values())).device
         self._optimizer = adamw.make_optimizer(
             parameters,
             betas=settings.betas,
@@ -158,6 +156,9 @@ class Learner:
             groups, advantages, settings.packing, included=included
         )
         mini_batches, selection_metrics = self._mini_batches(samples)
+        sft = None
+        if self._demonstrations is not None:
+            sft = self._demonstrations.term(self.step, device=self._device, ranks=self._ranks)
         updates = [
             update_parameters(
                 self._optimizer,
@@ -165,6 +166,7 @@ class Learner:
                 loss=settings.loss,
                 compute_logprobs=self._compute_logprobs,
                 compute_with_entropy=self._compute_with_entropy,
+                sft=sft,
                 max_grad_norm=settings.max_grad_norm,
                 ranks=self._ranks,
             )
@@ -205,7 +207,7 @@ class Learner:
             make_micro_batches(
                 [sample for sample in samples if sample.group % settings.num_minibatches == index],
                 settings.packing,
-                device=next(iter(self._parameters.values())).device,
+                device=self._device,
                 ranks=self._ranks,
             )
             for index in range(min(settings.num_minibatches, num_groups))
@@ -308,6 +310,7 @@ def update_parameters(
     loss: TokenLoss,
     compute_logprobs: ComputeLogprobs,
     compute_with_entropy: ComputeLogprobsAndEntropy | None = None,
+    sft: Callable[[], dict[str, float]] | None = None,
     max_grad_norm: float,
     ranks: Ranks = SINGLE,
 ) -> StepResult:
@@ -317,7 +320,8 @@ def update_parameters(
     the gradient. Unusable groups are excluded (exclusion.py). All ranks skip the update if the
     gradient norm is not finite, or if no group is left because losses are not finite.
     Metrics: loss, grad_norm, entropy, mismatch_kl, ess, skipped, and the metrics of the loss.
-    `compute_with_entropy`, if set, replaces `compute_logprobs` and fills `Tokens.entropy`.
+    `compute_with_entropy`, if set, replaces `compute_logprobs` and fills `Tokens.entropy`. `sft`
+    adds other gradients and returns metrics (demonstrations.py).
     """
     totals = _totals(batches, ranks)
     internal = ("_ratio", "_ratio_square", "_not_finite", "_usable")  # sums that are not metrics
@@ -326,12 +330,14 @@ def update_parameters(
         tokens = _forward(batch, totals, compute_logprobs, compute_with_entropy)
         for name, summand in _backward(loss, tokens, batch.groups).items():
             sums[name] = sums.get(name, 0.0) + float(summand)
-    metrics = ranks.sum_metrics(sums)
+    metrics = ranks.sum_metrics(sums | (sft() if sft else {}))
     mismatch, excluded = step_metrics.pop_mismatch(metrics), exclusion.pop_excluded(metrics)
     ratio, square, num_not_finite, num_usable = (metrics.pop(name) for name in internal)
-    grad_norm = _clip_and_step(optimizer, max_grad_norm, ranks) if num_usable else 0.0
+    has_no_loss = not num_usable and exclusion.NOT_FINITE in excluded.values()
+    has_gradient = num_usable or (sft is not None and not has_no_loss)
+    grad_norm = adamw.clip_and_step(optimizer, max_grad_norm, ranks) if has_gradient else 0.0
     optimizer.zero_grad()
-    skip_reason, has_no_loss = "", not num_usable and exclusion.NOT_FINITE in excluded.values()
+    skip_reason = ""
     if has_no_loss or not math.isfinite(grad_norm):
         skip_reason = _skip_reason(loss, num_not_finite)
     ess = ratio**2 / (totals[0] * square) if square else 1.0
@@ -400,16 +406,6 @@ def _backward(loss: TokenLoss, tokens: Tokens, groups: Sequence[str]) -> dict[st
     entropy = step_metrics.estimate_entropy(result.tokens)  # a metric of the loss replaces it
     summands |= {"loss": result.value, "_usable": 1.0}
     return {"entropy": entropy, **result.metrics, **summands}
-
-
-def _clip_and_step(optimizer: torch.optim.Optimizer, max_grad_norm: float, ranks: Ranks) -> float:
-    """Clip the summed gradients, step if their norm is finite, and return the norm."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    ranks.sum_gradients(parameters)
-    grad_norm = float(full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)))
-    if math.isfinite(grad_norm):
-        optimizer.step()
-    return grad_norm
 
 
 def _skip_reason(loss: TokenLoss, num_not_finite: float) -> str:

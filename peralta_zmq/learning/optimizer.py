@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as adamw_step
 
 from peralta_zmq.errors import import_extra
+from peralta_zmq.learning.distributed import Ranks, full_tensor
 
 Optim: TypeAlias = Literal["adamw", "adamw_bf16", "adamw_8bit"]
 OPTIMS: tuple[str, ...] = get_args(Optim)
@@ -100,6 +101,16 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the learning rate of all following steps."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+def clip_and_step(optimizer: torch.optim.Optimizer, max_grad_norm: float, ranks: Ranks) -> float:
+    """Clip the gradients summed over the ranks, step if their norm is finite, return the norm."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    ranks.sum_gradients(parameters)
+    grad_norm = float(full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)))
+    if math.isfinite(grad_norm):
+        optimizer.step()
+    return grad_norm
 
 
 def state_of(

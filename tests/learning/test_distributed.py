@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from learners import demonstrations_of
 from local_ranks import on_ranks
 from sample_data import packed, siblings, step_gradient, tiny_model
 from torch import Tensor
@@ -61,6 +62,9 @@ def gradients(ranks: Ranks) -> dict[str, tuple[Tensor, dict[str, float]]]:
     selected, metrics = selection(batches, ranks)
     gradient, result = step_gradient(model, selected, LOSSES["dapo"], ranks=ranks)
     found["selection"] = gradient, metrics | result.metrics
+    sft = demonstrations_of(model, max_tokens=20).term(1, ranks=ranks)
+    gradient, result = step_gradient(model, batches, LOSSES["dapo"], sft=sft, ranks=ranks)
+    found["sft"] = gradient, result.metrics
     return found
 
 

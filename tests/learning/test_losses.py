@@ -161,7 +161,8 @@ def test_presets_have_registry_lines_parts_and_settings() -> None:
     assert [*TABLES["loss"]] == [*PRESETS]
     assert OBJECTIVES.keys() == {*objectives.FUNCTIONS, "vespo"}
     options = {field.name for field in fields(Composition)} - {"max_completion_length"}
-    assert options == LossSection.model_fields.keys() - {"name", "kwargs", "entropy_coef"}
+    of_any_loss = {"entropy_coef", "sft_file", "sft_weight", "sft_batch_size"}
+    assert options == LossSection.model_fields.keys() - {"name", "kwargs"} - of_any_loss
 
 
 def test_help_names_every_preset_without_torch() -> None:
