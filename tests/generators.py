@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from peralta_zmq import wire
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.reward_functions import RewardFunction
@@ -70,8 +71,12 @@ def generator_of(
     environments: Environments | None = None,
     **sections: dict[str, object],
 ) -> Generator:
-    """A generator that serves `version`; `sections` are those of the config."""
+    """A generator that serves `version`; `sections` are those of the config.
+
+    It has an announcement of a trainer without sample leases.
+    """
     config = Config.model_validate(sections)
+    sockets.announcements.latest = wire.Announcement(version.run_id)
     weights = ServedWeights(
         subscriber, version, between_groups=config.weights.update == "between_groups"
     )

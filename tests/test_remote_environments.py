@@ -93,8 +93,7 @@ def test_generators_evaluate_while_training_goes_on(run: RealRun, tmp_path: Path
     run.start("verifier", log="verifier", environment=environment)
     settings = ["--train.max-steps=8", "--eval.interval=3"]
     trainer = run.trainer(*settings, environment=environment)
-    # One of two generators: it also evaluates the share of the missing one.
-    generator = run.generator("ann", *settings, "--generator.count=2", environment=environment)
+    generator = run.generator("ann", *settings, environment=environment)
     assert trainer.wait(timeout=90) == 0, trainer.printed
     assert generator.wait(timeout=20) == 0, generator.printed
     rows = {int(str(row["step"])): row for row in read_rows(run.folder / "eval.jsonl")}

@@ -89,10 +89,8 @@ def paced(folder: Path, num_generators: int, *, kill: bool = False) -> Paced:
     logs = {f"g{index}": folder / f"g{index}.log" for index in range(num_generators)}
     workers = [Worker("trainer", (*program_command("trainer"), *settings), folder / "trainer.log")]
     for index, (name, log) in enumerate(logs.items()):
-        identity = ("--generator.name", name, "--generator.index", str(index),
-                    "--generator.count", str(num_generators))  # fmt: skip
         slots = ("--engine.slots", "1") if index == 0 else ()
-        command = (*program_command("generator"), *settings, *identity, *slots)
+        command = (*program_command("generator"), *settings, "--generator.name", name, *slots)
         workers.append(Worker(name, command, log))
     started, killed = time.monotonic(), ""
 

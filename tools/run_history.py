@@ -21,7 +21,7 @@ from peralta_zmq.observe.report import SUMMARY
 RECORDING_OPTIONS = ("--log.level", "debug", "--checkpoint.keep-journal")
 MAX_VOCAB_SIZE = 1 << 31  # token ids are not checked
 HEADER = struct.Struct("<IIB")  # bytes, crc32 of kind and content, kind
-GROUP, DROPPED = 1, 2  # kinds of records, as in peralta_zmq/trainer/journal.py
+GROUP, DROPPED, LEASED = 1, 2, 3  # kinds of records, as in peralta_zmq/trainer/journal.py
 STARTED = re.compile(r" generator=\S+ threads=\d+ version=\d+$")
 TIME = re.compile(r"(\d\d):(\d\d):(\d\d) ")
 MADE = re.compile(
@@ -141,12 +141,13 @@ def read_history(
 
 
 def read_journal(folder: Path) -> Iterator[Record]:
-    """Every complete record, in the order of steps. Raises WireError if one is not a group."""
+    """The record of each group, in the order of steps. Raises WireError if it cannot be decoded."""
     for file in sorted(folder.glob("step_*.msgpack")):
         if not STEP_NAME.fullmatch(file.stem):
             continue
         for kind, content in _records(file.read_bytes()):
-            yield _record_of(kind, content, step=int(file.stem[5:]))
+            if kind != LEASED:
+                yield _record_of(kind, content, step=int(file.stem[5:]))
 
 
 def read_logs(files: Sequence[Path]) -> Logs:

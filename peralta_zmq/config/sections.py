@@ -169,9 +169,10 @@ class GeneratorSection(Section):
     name: PlainName | None = None
     """name in metrics and logs; None = hostname-index"""
     index: NonNegativeInt = 0
-    """number of this generator, from 0 to count - 1; it samples every count-th problem"""
+    """number from 0 to count - 1: while the trainer assigns it no problems, this generator samples
+    every count-th problem"""
     count: PositiveInt = 1
-    """number of generators between which the problems are divided; set it on all generators"""
+    """number of generators that divide the problems by their index meanwhile"""
     num_workers: PositiveInt = 1
     """number of trainer and generator processes on this machine, which share its CPU cores"""
 

@@ -1,17 +1,18 @@
 """Curriculum: order of problems, assignment to generators, difficulty pools.
 
 A sample is one draw of a problem from the train set. Samples are numbered through the whole run,
-and the sample index determines the problem. Generator i of n takes the sample indices i, i + n,
-i + 2n and so on, so that generators need no coordination. The train set concatenates the problems
-of all environments; a position is the index of a problem in the train set. A difficulty pool is a
-set of problems that are too easy or too hard to learn from.
+and the sample index determines the problem. The trainer divides the sample indices between the
+generators. A generator without the trainer's division has a static share: generator i of n draws
+the sample indices i, i + n, i + 2n and so on. The train set concatenates the problems of all
+environments; a position is the index of a problem in the train set. A difficulty pool is a set of
+problems that are too easy or too hard to learn from.
 """
 
 from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from itertools import count as count_from
 from typing import Literal, TypeAlias
@@ -75,27 +76,32 @@ class ProblemSampler:
 
 def assigned_samples(
     sampler: ProblemSampler,
+    sample_indices: Iterable[int | None],
     *,
-    index: int,
-    count: int,
-    start: int = 0,
     excluded: Callable[[int], bool] = lambda position: False,
     max_skipped: int = 1_000_000,
-) -> Iterator[tuple[int, int]]:
-    """Yield (sample index, position) for generator `index` of `count`, without end.
+) -> Iterator[tuple[int, int] | None]:
+    """Yield (sample index, position) for each sample index, and None for each None.
 
-    Begins at the first sample index of this generator from `start` on. Skips samples at positions
-    for which `excluded` is true. After `max_skipped - 1` skipped samples in a row, the next sample
-    is yielded even if it is excluded.
+    Skips samples at positions for which `excluded` is true. After `max_skipped - 1` skipped samples
+    in a row, the next sample is yielded even if it is excluded.
     """
-    assert 0 <= index < count
     num_skipped = 0
-    for sample_index in count_from(start + (index - start) % count, count):
+    for sample_index in sample_indices:
+        if sample_index is None:
+            yield None
+            continue
         position = sampler.position(sample_index)
         num_skipped = num_skipped + 1 if excluded(position) else 0
         if not 0 < num_skipped < max_skipped:
             num_skipped = 0
             yield sample_index, position
+
+
+def static_share(*, index: int, count: int, start: int = 0) -> Iterator[int]:
+    """The sample indices from `start` on of generator `index` of `count`, without end."""
+    assert 0 <= index < count
+    return count_from(start + (index - start) % count, count)
 
 
 def apportion(ratios: Sequence[float], total: int) -> tuple[int, ...]:

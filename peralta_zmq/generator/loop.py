@@ -15,16 +15,16 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
 
 from peralta_zmq import build, models, registry, wire
 from peralta_zmq.config import Config
 from peralta_zmq.engines import generate_groups
-from peralta_zmq.environments.curriculum import ProblemSampler, assigned_samples, is_in_bitmap
+from peralta_zmq.environments.curriculum import is_in_bitmap
 from peralta_zmq.environments.dataset import Environments, check_tokens
 from peralta_zmq.environments.held_out import examples_for
 from peralta_zmq.errors import EngineError, RewardError, RewardUnavailableError, TaskError
 from peralta_zmq.generator.pacing import SamplingPacer, outbox_limit
+from peralta_zmq.generator.samples import sample_problems
 from peralta_zmq.generator.scoring import SampledGroup, ScoringQueue, make_group
 from peralta_zmq.generator.trainer_connection import Sockets, TrainerConnection
 from peralta_zmq.generator.weight_sync import (
@@ -229,10 +229,10 @@ class Generator:
     def _training_problems(self) -> Iterator[Problem | None]:
         """Yield a problem, or None while no group may start; ends for an evaluation."""
         while not self._connection.is_run_complete:
-            if self._may_start_group():
+            if self._may_start_group() and (problem := next(self._samples)):
                 self._num_in_flight += 1
                 self._pacer.record_start()
-                yield next(self._samples)
+                yield problem
             elif self._must_evaluate():
                 if self._config.eval.cancel_inflight_rollouts_on_eval:
                     self._engine.cancel()
@@ -241,34 +241,14 @@ class Generator:
                 self._wait()
                 yield None
 
-    def _sample_problems(self) -> Iterator[Problem]:
-        """This generator's endless sequence of training problems in one run.
-
-        A sample index is a position in the shuffled order of problems that all generators share.
-        The start is chosen when the first problem is requested: the next sample index that the
-        trainer has announced, or an estimate from the policy step if there is no announcement.
-        """
-        config, environments, connection = self._config, self._environments, self._connection
-
-        def excluded(position: int) -> bool:
-            """Whether the trainer excludes this problem; False if its train set differs."""
-            announcement = connection.announcement
-            return (
-                announcement is not None
-                and announcement.train_set_digest == environments.digest
-                and is_in_bitmap(announcement.excluded, position)
-            )
-
-        announcement, estimate = connection.announcement, self._engine.step * config.groups_per_step
-        sizes = list(environments.sizes.values())
-        for sample_index, position in assigned_samples(
-            ProblemSampler(sizes, seed=config.run.seed, ratios=config.curriculum.env_ratios),
-            index=config.generator.index,
-            count=config.generator.count,
-            start=estimate if announcement is None else announcement.next_sample_index,
-            excluded=excluded,
-        ):
-            yield replace(environments.problems[position], sample_index=sample_index)
+    def _sample_problems(self) -> Iterator[Problem | None]:
+        """The training problems of this generator in one run; None while there is none."""
+        return sample_problems(
+            self._config,
+            self._environments,
+            self._connection.leases,
+            announcement=lambda: self._connection.announcement,
+        )
 
     def _may_start_group(self) -> bool:
         """Apply newer weights; return whether a training group may be started now."""
@@ -382,8 +362,13 @@ class Generator:
         Yields None while the outbox or a queue of unscored completions is full. Ends when the
         trainer ends the evaluation.
         """
-        generator, connection = self._config.generator, self._connection
-        problems = held_out.problems
+        connection, problems = self._connection, held_out.problems
+        index, count = self._config.generator.index, self._config.generator.count
+        announcement, sender = connection.announcement, connection.outbox.sender
+        # Generators number themselves by the order of the live senders, which all of them receive.
+        senders = sorted(announcement.received) if announcement is not None else []
+        if sender in senders:
+            index, count = senders.index(sender), len(senders)
 
         def is_answered(position: int) -> bool:
             announcement = connection.exchange()
@@ -394,9 +379,7 @@ class Generator:
             ended = announcement is None or announcement.evaluation_step != step
             return connection.is_run_complete or ended
 
-        for position in examples_for(
-            len(problems), index=generator.index, count=generator.count, answered=is_answered
-        ):
+        for position in examples_for(len(problems), index=index, count=count, answered=is_answered):
             self._send_scored()
             while not is_over() and not (
                 connection.outbox.has_room(self._num_unsent) and held_out.has_room

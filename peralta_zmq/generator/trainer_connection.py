@@ -12,7 +12,8 @@ far the trainer is with the groups of each sender:
     consumed   the trainer has begun its training step, or has dropped it
 
 The outbox keeps a group until it is durable, so that the generator can send it again after a crash
-of the trainer.
+of the trainer. Announcements also grant sample leases, for which the statuses ask: ranges of sample
+indices, the positions in the run's shuffled order of problems, that no other generator draws.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from peralta_zmq import wire
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import WireError
 from peralta_zmq.generator.pacing import SILENCE_SECONDS
+from peralta_zmq.generator.samples import HeldLeases
 from peralta_zmq.generator.weight_sync import LOG_SECONDS, ServedWeights
 from peralta_zmq.rollout import RolloutGroup, sender_of
 
@@ -82,11 +84,12 @@ class TrainerConnection:
         self.start_run(incarnation)
 
     def start_run(self, incarnation: bytes | None = None) -> None:
-        """Begin a run: drop all groups of the previous run and number new ones from 0.
+        """Begin a run: drop groups and leases of the previous run and number new groups from 0.
 
         Without an `incarnation`, draw a new one.
         """
         self.incarnation = incarnation or os.urandom(8)
+        self.leases = HeldLeases()
         self.outbox = Outbox(sender_of(self.name, self.incarnation), limit=self._outbox_limit)
 
     @property
@@ -130,8 +133,12 @@ class TrainerConnection:
         return announcement
 
     def send_status_when_due(self) -> None:
-        """Send a status if one is due: at regular intervals, and when a trainer connects."""
-        if self._sockets.statuses.check_due():
+        """Send a status if one is due.
+
+        It is due at regular intervals, when a trainer connects, and when a lease becomes necessary.
+        """
+        must_request = self.leases.needs_lease and not self.leases.is_requested
+        if self._sockets.statuses.check_due() or must_request:
             self.send_status()
 
     def send_status(self, *, last: bool = False) -> None:
@@ -139,6 +146,7 @@ class TrainerConnection:
         counts, self.throughput = self.throughput, Throughput()
         seconds = max(self.throughput.started - counts.started, 1e-3)
         blocked = counts.idle_seconds + counts.queue_seconds
+        self.leases.is_requested |= self.leases.needs_lease
         self._sockets.statuses.send(
             wire.GeneratorStatus(
                 run_id=self._weights.version.run_id,
@@ -156,6 +164,8 @@ class TrainerConnection:
                 wants_keyframe=self._weights.needs_keyframe,
                 announcement_reconnects=self._sockets.announcements.connection.num_reconnects,
                 rollout_reconnects=self._sockets.rollouts.connection.num_reconnects,
+                needs_lease=self.leases.needs_lease,
+                next_sample_index=self.leases.next_index,
                 last=last,
                 worker_info=self._worker_info,
             )
@@ -187,6 +197,8 @@ class TrainerConnection:
         announcement = self.announcement
         if announcement is not None:
             self.outbox.acknowledge(announcement)
+            sender, starts = self.outbox.sender, announcement.lease_starts
+            self.leases.add(range(starts.get(sender, 0), announcement.lease_ends.get(sender, 0)))
             rollouts = self._sockets.rollouts.connection
             if rollouts.reconnect_if_silent(self.outbox.unreceived_seconds):
                 self.outbox.must_resend = True

@@ -35,7 +35,8 @@ from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer.evaluation import EvaluationCoordinator
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
-from peralta_zmq.trainer.journal import DROPPED, DroppedGroup, Journal
+from peralta_zmq.trainer.journal import DROPPED, LEASED, DroppedGroup, Journal, encode_leased
+from peralta_zmq.trainer.sample_leases import SampleLeases, lease_size
 from peralta_zmq.trainer.session import ProgressAnnouncer, Session
 
 # A commit is due after this number of groups or seconds, whichever comes first. Larger limits save
@@ -52,7 +53,6 @@ SUPPLY_STEPS = 4  # newest steps whose groups show which generators supply the r
 # or the memory of a restart. After a restart, further ones count as lost.
 MAX_DROPPED = 1 << 16
 MAX_SUPPLIERS = 1024  # suppliers named in an announcement, which has a maximum size
-MAX_SAMPLES_AHEAD = 1 << 20  # a larger jump of the sample index is invalid and ignored
 
 
 class BatchCollector:
@@ -107,7 +107,7 @@ class BatchCollector:
         depth, queued, idle, self.journal_seconds = 0, True, False, 0.0
         last_group = last_warning = time.monotonic()
         while not self.is_full:
-            self._generators.receive_status(step=step)
+            self.lease_samples(step)
             between_groups(idle)
             if self.session.stop.requested:
                 return [], depth
@@ -131,6 +131,28 @@ class BatchCollector:
         groups = self.take_batch()
         self.acknowledgements.publish(step - 1, started_step=step)
         return groups, depth
+
+    def lease_samples(self, step: int) -> bool:
+        """Receive statuses, and grant a sample lease to each sender that asks for one.
+
+        Returns True if a lease was granted. It is in the journal of `step` before it is announced,
+        so that a restarted trainer does not grant its samples again.
+        """
+        leases = self.curriculum.leases
+        senders = leases.requests(self._generators.receive_status(step=step))
+        if not senders:
+            return False
+        sizes, suppliers = self.curriculum.pools.sizes(), self.acknowledgements.suppliers
+        num_samples = lease_size(
+            self.session.config,
+            groups_in_step=self.acknowledgements.groups_in_step,
+            num_generators=len(suppliers or self._generators.live()),
+            fraction_in_use=sizes["normal"] / max(1, sum(sizes.values())),
+        )
+        leases.grant(senders, num_samples)
+        self.journal.append(step, encode_leased(leases.next_index), LEASED)
+        self.commit()
+        return True
 
     def take_batch(self) -> list[RolloutGroup]:
         """Return the batch for the step that begins now, and start an empty batch."""
@@ -220,7 +242,7 @@ class BatchCollector:
         return {
             "duplicates": self.admission.duplicates,
             "pools": self.curriculum.pools.saved(),
-            "next_sample_index": self.curriculum.next_sample_index,
+            "next_sample_index": self.curriculum.leases.next_index,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -228,7 +250,7 @@ class BatchCollector:
         self.admission.ledger = admissions.Ledger(state["ledger"])
         self.admission.duplicates = state["duplicates"]
         self.curriculum.pools.restore(state["pools"])
-        self.curriculum.next_sample_index = state["next_sample_index"]
+        self.curriculum.leases.next_index = state["next_sample_index"]
         self.acknowledgements.begin_step([])
 
     def accounting(self) -> dict[str, int]:
@@ -270,21 +292,20 @@ class BatchCollector:
 
 @dataclass(slots=True)
 class Curriculum:
-    """Difficulty pools and next sample index, which received groups update.
+    """Difficulty pools and sample leases, which received groups update.
 
-    The sample index numbers all groups that the run samples. It determines the problem, and the
-    generators divide the indices among themselves. Difficulty pools hold the problems that are
-    excluded from sampling because they are too easy or too hard.
+    The sample index numbers all groups that the run samples. It determines the problem. Leases
+    divide the indices between the generators. Difficulty pools hold the problems that are excluded
+    from sampling because they are too easy or too hard.
     """
 
     pools: DifficultyPools
     run_log: RunLog
-    next_sample_index: int = 0  # greater than the sample index of every received group
+    leases: SampleLeases = field(default_factory=SampleLeases)
 
     def update(self, group: RolloutGroup | DroppedGroup, outcome: str) -> None:
         """Update the state with one group, just received or read from the journal."""
-        if group.sample_index <= self.next_sample_index + MAX_SAMPLES_AHEAD:
-            self.next_sample_index = max(self.next_sample_index, group.sample_index + 1)
+        self.leases.advance(group.sample_index + 1)
         if outcome in (*ADMITTED, "filtered"):
             num_returned = self.pools.update(group.problem_id, group.mean_reward)
             if num_returned and self.run_log.event("pool_refilled", problems=num_returned):
@@ -324,7 +345,7 @@ class Acknowledgements:
         that the trainer waits for groups, `done` that the run is complete.
         """
         ledger, live = self.admission.ledger, self.generators.live()
-        supplied = sum(self.supplied, Counter[str]())
+        leases = self.curriculum.leases.unconfirmed(live)
         self.announcer.publish(
             step=step,
             started_step=started_step,
@@ -332,16 +353,23 @@ class Acknowledgements:
             durable={sender: self.durable.get(sender, -1) for sender in live},
             highest_received={sender: ledger.highest(sender) for sender in live},
             consumed={sender: self.consumed.get(sender, -1) for sender in live},
-            suppliers=dict(supplied.most_common(MAX_SUPPLIERS)),
+            suppliers=dict(self.suppliers.most_common(MAX_SUPPLIERS)),
             without_status=self.generators.connections.without_status(),
             waiting=waiting,
             done=done,
             groups_in_step=self.groups_in_step,
-            next_sample_index=self.curriculum.next_sample_index,
+            next_sample_index=self.curriculum.leases.next_index,
+            lease_starts={sender: lease.start for sender, lease in leases.items()},
+            lease_ends={sender: lease.stop for sender, lease in leases.items()},
             excluded=self.curriculum.pools.excluded,
         )
         seconds = min(MAX_ACKNOWLEDGE_SECONDS, ACKNOWLEDGE_FACTOR * len(live) ** 2)
         self.next_publish = time.monotonic() + seconds
+
+    @property
+    def suppliers(self) -> Counter[str]:
+        """Number of groups of each generator in the batches of the newest steps."""
+        return sum(self.supplied, Counter[str]())
 
     def begin_step(self, groups: Sequence[RolloutGroup]) -> None:
         """Count the groups of each sender up to the first missing one as consumed.

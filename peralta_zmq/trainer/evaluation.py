@@ -8,7 +8,7 @@ are not trained on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from peralta_zmq import build, models
@@ -30,15 +30,21 @@ class EvaluationCoordinator:
         self._session, self._held_out, self._policy = session, held_out, policy
         self._current: Evaluation | None = None  # the evaluation in progress on the generators
 
-    def evaluate(self, step: int) -> bool:
+    def evaluate(self, step: int, *, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Evaluate the trainer's weights of `step`, unless the run log has the result.
 
-        Returns False, and records nothing, if a stop is requested before the evaluation ends.
+        Calls `meanwhile` between two decode steps (tokens), and while rewards are computed. Returns
+        False, and records nothing, if a stop is requested before the evaluation ends.
         """
         config, run_log = self._session.config, self._session.run_log
         if self._is_recorded(step):
             return True
         problems = self._held_out.problems
+
+        def is_cancelled() -> bool:
+            meanwhile()
+            return self._session.stop.requested
+
         run_log.event("evaluate", step=step)
         with run_log.progress(f"evaluating step {step}", len(problems)) as progress:
             answers = evaluate(
@@ -51,7 +57,7 @@ class EvaluationCoordinator:
                 replies=self._held_out,
                 max_turns=config.task.max_turns,
                 report_progress=progress.update,
-                is_cancelled=lambda: self._session.stop.requested,
+                is_cancelled=is_cancelled,
             )
         if self._session.stop.requested:
             return False

@@ -74,20 +74,27 @@ class GeneratorRegistry:
         # Live senders that have sent a group, in the order of their first groups.
         self._with_group: dict[str, None] = {}
 
-    def receive_status(self, *, step: int, timeout: float = 0.0) -> None:
-        """Process arrived statuses; wait up to `timeout` seconds for the first."""
+    def receive_status(self, *, step: int, timeout: float = 0.0) -> dict[str, wire.GeneratorStatus]:
+        """Process arrived statuses; wait up to `timeout` seconds for the first.
+
+        Returns the newest status of each sender from which one arrived.
+        """
         received = self._receiver.receive(timeout=timeout)
-        if received:
-            self._update(received, step=step)
+        accepted = self._update(received, step=step) if received else {}
         if self._receiver.is_empty:
             self._received_until = time.monotonic()
+        return accepted
 
-    def _update(self, received: Mapping[str, wire.GeneratorStatus], *, step: int) -> None:
-        """Process one newest status per sender."""
+    def _update(
+        self, received: Mapping[str, wire.GeneratorStatus], *, step: int
+    ) -> dict[str, wire.GeneratorStatus]:
+        """Process one newest status per sender; returns those of registered senders."""
+        accepted: dict[str, wire.GeneratorStatus] = {}
         for sender, status in received.items():
             before = self.statuses.pop(sender, None)
             if not self.mark_alive(sender, step=step, worker_info=status.worker_info):
                 continue
+            accepted[sender] = status
             self.statuses[sender] = status  # inserted last: the oldest status is first
             if len(self.statuses) > MAX_LIVE:
                 del self.statuses[next(iter(self.statuses))]
@@ -97,6 +104,7 @@ class GeneratorRegistry:
                 self._keyframe_requested = True
             if status.last:
                 self._record_final(sender, status.made)
+        return accepted
 
     @property
     def keyframe_due(self) -> bool:

@@ -3,7 +3,8 @@
 A group holds all rollouts of one problem. The groups of a training step are durable (written and
 fsynced) before the step's weights are published and before the step is recorded or checkpointed. A
 restart restores the newest checkpoint and trains the later steps again from the journal. Dropped
-groups are journaled too, without rollouts.
+groups are journaled too, without rollouts. So are sample leases (ranges of sample indices, assigned
+to generators), before they are announced.
 
 Format of a record: size of the content (u32), crc32 of kind and content (u32), kind (u8), content.
 The last file may end in a torn record, the beginning of a record whose write was interrupted by a
@@ -36,12 +37,13 @@ from peralta_zmq.rollout import RolloutGroup
 
 JOURNAL = "journal"  # folder in the run folder
 HEADER = struct.Struct("<IIB")  # size, crc32, kind
-GROUP, DROPPED = 1, 2  # kinds of records
+GROUP, DROPPED, LEASED = 1, 2, 3  # kinds of records
 logger = logging.getLogger(__name__)
 
 
 class JournalRecord(NamedTuple):
-    """Content by kind: GROUP: a group's message as received; DROPPED: a DroppedGroup."""
+    """Content by kind: GROUP: a group's message as received; DROPPED: a DroppedGroup; LEASED: the
+    first sample index that is not leased, as u64."""
 
     kind: int
     content: bytes
@@ -261,8 +263,18 @@ def read_records(folder: Path, step: int) -> tuple[list[JournalRecord], int]:
     return records, len(content) - offset
 
 
+def encode_leased(next_index: int) -> bytes:
+    """Return the content of a LEASED record."""
+    return next_index.to_bytes(8, "little")
+
+
+def decode_leased(content: bytes) -> int:
+    """The inverse of `encode_leased`."""
+    return int.from_bytes(content, "little")
+
+
 def decode_record(record: JournalRecord, limits: wire.GroupLimits) -> RolloutGroup | DroppedGroup:
-    """Decode the group of a record.
+    """Decode the group of a GROUP or DROPPED record.
 
     A group that exceeds the limits is returned as a DroppedGroup with outcome "invalid". Raises
     WireError, ValueError or TypeError if the record cannot be decoded.
@@ -308,5 +320,6 @@ def _has_record(content: bytes, start: int) -> bool:
 
     The kind is the last byte of a record's header, so every byte with a valid kind is tried.
     """
-    kinds = re.compile(b"[%c%c]" % (GROUP, DROPPED)).finditer(content, start + HEADER.size)
-    return any(_record_at(content, match.end() - HEADER.size) for match in kinds)
+    kinds = b"[%c%c%c]" % (GROUP, DROPPED, LEASED)
+    matches = re.compile(kinds).finditer(content, start + HEADER.size)
+    return any(_record_at(content, match.end() - HEADER.size) for match in matches)

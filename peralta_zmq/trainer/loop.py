@@ -143,7 +143,12 @@ class Trainer:
     def evaluate_base(self) -> None:
         """Evaluate the untrained model, once per run."""
         if self.session.config.eval.eval_base_model and self.step == 0:
-            self.evaluations.evaluate(0)
+            self.evaluations.evaluate(0, meanwhile=self._lease_samples)
+
+    def _lease_samples(self) -> None:
+        """Grant sample leases now, so that generators begin before the first batch is collected."""
+        if self.collector.lease_samples(self.step + 1):
+            self.collector.acknowledgements.publish(self.step, started_step=self.step)
 
     def advance(self) -> None:
         """Take one training step: collect, learn, publish, record, write a checkpoint.

@@ -43,8 +43,10 @@ from peralta_zmq.trainer.journal import (
     DROPPED,
     GROUP,
     JOURNAL,
+    LEASED,
     DroppedGroup,
     JournalRecord,
+    decode_leased,
     decode_record,
     files_in,
 )
@@ -293,6 +295,10 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
     groups: list[RolloutGroup] = []
     num_refused = 0
     for record in wait_out(lambda: journal.read(step)):
+        if record.kind == LEASED:
+            leases = collector.curriculum.leases
+            leases.next_index = max(leases.next_index, decode_leased(record.content))
+            continue
         group = _decode(collector, step, record, limits)
         if isinstance(group, RolloutGroup):
             groups.append(group)

@@ -118,7 +118,11 @@ def replay(
         while last is None or learner.step < last:
             step = learner.step + 1
             records, _ = journal.read_records(folder / journal.JOURNAL, step)
-            decoded = [journal.decode_record(record, limits) for record in records]
+            decoded = [
+                journal.decode_record(record, limits)
+                for record in records
+                if record.kind != journal.LEASED
+            ]
             groups = [group for group in decoded if isinstance(group, RolloutGroup)]
             num_refused = sum(record.kind == journal.GROUP for record in records) - len(groups)
             is_full = sum(size_of(config, group) for group in groups) >= step_size(config)

@@ -376,6 +376,7 @@ def open_sockets(
         incarnation=os.urandom(8),
         train_set_digest=train_set_digest,
         max_group_bytes=limits.max_bytes,
+        grants_leases=True,
     )
     return receiver, statuses, ProgressAnnouncer(publisher, announcement)
 

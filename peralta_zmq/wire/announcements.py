@@ -31,7 +31,7 @@ from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
 ANNOUNCE_SECONDS = 1.0
 DONE_SECONDS = 0.1  # replaces ANNOUNCE_SECONDS when the run is complete
-MAX_ANNOUNCEMENT = 4 << 20  # bytes; 4,096 senders with the longest names need 3.5 million
+MAX_ANNOUNCEMENT = 5 << 20  # bytes; 4,096 senders with the longest names need 4.8 million
 PUBLISHER_HWM = 8  # announcements kept for a peer that does not read
 MAX_RECEIVED = 512  # bytes of a message to the trainer; a handshake with CURVE keys needs 300
 MAX_DISCARDED = 10_000  # messages discarded after each announcement; takes about 10 ms
@@ -70,8 +70,8 @@ class Announcement:
     done: bool = False  # the run is complete; AnnouncementSubscriber passes on only a repeated True
     groups_in_step: int = 0  # groups in the batch of the newest started step; 0 before the first
     next_sample_index: int = 0
-    """Greater than the sample_index (position in the run's shuffled order of problems) of every
-    received group."""
+    """Greater than every sample index (position in the run's shuffled order of problems) that was
+    leased or that a received group has."""
     train_set_digest: bytes = b""  # 8 bytes that identify the list of training problems
     excluded: bytes = b""
     """Bit field of the training problems that must not be sampled now: bit p % 8 of byte p // 8 is
@@ -80,6 +80,11 @@ class Announcement:
     answered: bytes = b""
     """Bit field as in `excluded`: the held-out problems whose answers are complete."""
     max_group_bytes: int = MAX_MESSAGE  # a larger group makes the trainer close the connection
+    grants_leases: bool = False  # whether statuses can ask for sample leases; False: older version
+    lease_starts: dict[str, int] = field(default_factory=dict[str, int])
+    """By live sender with a new sample lease: the first sample index that it alone draws."""
+    lease_ends: dict[str, int] = field(default_factory=dict[str, int])
+    """By the same senders: the sample index after the last one of the lease."""
 
 
 def decode_announcement(frame: bytes) -> Announcement:

@@ -57,6 +57,8 @@ class GeneratorStatus:
     wants_keyframe: bool = False  # a delta that the newest version needs is missing
     announcement_reconnects: int = 0  # reconnects because no announcements arrived
     rollout_reconnects: int = 0  # reconnects because the trainer received no groups
+    needs_lease: bool = False  # asks for a sample lease
+    next_sample_index: int = 0  # greater than every sample index that was leased to it or drawn
     last: bool = False  # no group will follow this status
     worker_info: dict[str, str] = field(default_factory=dict[str, str])
     """Constants: versions of package, python, torch, transformers; device, dtype, threads."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from itertools import chain, islice
+from typing import Any
 
 import pytest
 
@@ -15,14 +17,22 @@ from peralta_zmq.environments.curriculum import (
     assigned_samples,
     is_in_bitmap,
     problem_order,
+    static_share,
 )
 from peralta_zmq.errors import TaskError
 
 
+def samples_of(
+    sampler: ProblemSampler, *, index: int = 0, count: int = 1, start: int = 0, **options: Any
+) -> Iterator[tuple[int, int]]:
+    """The samples of a static share: sample index and position."""
+    share = static_share(index=index, count=count, start=start)
+    return (sample for sample in assigned_samples(sampler, share, **options) if sample)
+
+
 def positions_of(sampler: ProblemSampler, num_samples: int, **share: int) -> list[int]:
-    """The positions of the first assigned samples."""
-    share = {"index": 0, "count": 1} | share
-    return [position for _, position in islice(assigned_samples(sampler, **share), num_samples)]
+    """The positions of the first samples of a static share."""
+    return [position for _, position in islice(samples_of(sampler, **share), num_samples)]
 
 
 def test_problem_order_is_the_same_on_all_machines() -> None:
@@ -45,7 +55,7 @@ def test_problem_order_depends_on_seed_and_epoch(
 def test_generators_cover_each_epoch_exactly_once(num_problems: int, count: int) -> None:
     sampler = ProblemSampler([num_problems], seed=5)
     assigned = chain.from_iterable(
-        islice(assigned_samples(sampler, index=index, count=count), 4 * num_problems)
+        islice(samples_of(sampler, index=index, count=count), 4 * num_problems)
         for index in range(count)
     )
     positions = [position for _, position in sorted(assigned)]
@@ -66,16 +76,14 @@ def test_assignment_resumes_from_any_sample(
     index: int, skipped: int, ratios: tuple[float, ...] | None
 ) -> None:
     sampler = ProblemSampler([3, 2], seed=3, ratios=ratios)
-    whole = list(islice(assigned_samples(sampler, index=index, count=7), 40))
-    rest = assigned_samples(sampler, index=index, count=7, start=whole[skipped][0])
+    whole = list(islice(samples_of(sampler, index=index, count=7), 40))
+    rest = samples_of(sampler, index=index, count=7, start=whole[skipped][0])
     assert list(islice(rest, 40 - skipped)) == whole[skipped:]
 
 
 def test_assignment_starts_at_once_with_the_first_own_sample() -> None:
     sampler = ProblemSampler([100], seed=0)
-    firsts = [
-        next(assigned_samples(sampler, index=index, count=3, start=10))[0] for index in range(3)
-    ]
+    firsts = [next(samples_of(sampler, index=index, count=3, start=10))[0] for index in range(3)]
     assert firsts == [12, 10, 11]
     assert len(positions_of(ProblemSampler([5], seed=0), 3, start=10**15)) == 3
     assert len(positions_of(ProblemSampler([5, 2], seed=0, ratios=(1, 1)), 3, start=10**15)) == 3
@@ -122,9 +130,9 @@ def test_each_environment_has_its_own_epochs() -> None:
 
 def test_position_does_not_depend_on_generator_count() -> None:
     sampler = ProblemSampler([9, 5], seed=4, ratios=(2, 1))
-    single = dict(islice(assigned_samples(sampler, index=0, count=1), 300))
+    single = dict(islice(samples_of(sampler, index=0, count=1), 300))
     for index in range(4):
-        for sample_index, position in islice(assigned_samples(sampler, index=index, count=4), 50):
+        for sample_index, position in islice(samples_of(sampler, index=index, count=4), 50):
             assert single[sample_index] == position
 
 
@@ -133,15 +141,13 @@ def test_position_does_not_depend_on_generator_count() -> None:
 
 def test_excluded_problems_are_skipped() -> None:
     sampler = ProblemSampler([10], seed=0)
-    assigned = assigned_samples(sampler, index=0, count=1, excluded=lambda position: position < 8)
+    assigned = samples_of(sampler, excluded=lambda position: position < 8)
     assert {position for _, position in islice(assigned, 20)} == {8, 9}
 
 
 def test_assignment_with_all_excluded_does_not_hang() -> None:
     sampler = ProblemSampler([10], seed=0)
-    assigned = assigned_samples(
-        sampler, index=0, count=1, excluded=lambda position: True, max_skipped=100
-    )
+    assigned = samples_of(sampler, excluded=lambda position: True, max_skipped=100)
     assert [sample_index for sample_index, _ in islice(assigned, 2)] == [99, 199]
 
 

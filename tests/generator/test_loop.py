@@ -349,6 +349,22 @@ def test_evaluation_waits_for_a_full_outbox_and_ends_with_the_trainers(
     assert list(problems) == []
 
 
+def test_each_live_generator_begins_an_evaluation_with_its_own_share(scene: Scene) -> None:
+    generator = scene.start(8, generator={"index": 2, "count": 4})
+    examples = tuple(replace(PROBLEM, id=str(number)) for number in range(6))
+    held_out = replace(environments_of(fail_if_wrong), problems=examples)
+
+    def order(*others: str) -> list[str]:
+        live = dict.fromkeys([*others, generator._connection.outbox.sender], -1)
+        scene.announce(wire.Announcement("run", evaluation_step=8, received=live))
+        return [problem.id for problem in generator._held_out_problems(8, held_out) if problem]
+
+    assert order() == list("012345")
+    assert order("aaa/00", "zed/00") == list("145320")
+    scene.announce(wire.Announcement("run", evaluation_step=8))  # as long as it is not live
+    assert next(generator._held_out_problems(8, held_out)) == examples[2]
+
+
 # The connection to the trainer.
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -16,11 +17,12 @@ from typing import Any, NamedTuple, cast
 import pytest
 from bad_network import Proxy
 from sample_data import RUN, group_of
-from sockets import ANYWHERE, DEADLINE, receiver_at, sender_to
+from sockets import ANYWHERE, DEADLINE, eventually, receiver_at, sender_to
 
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
 from peralta_zmq.environments.curriculum import DifficultyPools
+from peralta_zmq.errors import OutageError
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup
@@ -298,7 +300,90 @@ def test_sample_index_far_above_all_others_is_ignored(stack: ExitStack, tmp_path
         group = dataclasses.replace(group_of([1.0, 0.0], sequence=sequence), sample_index=index)
         assert sender.send(wire.encode_group(group), timeout=DEADLINE)
     scene.collect()
-    assert scene.collector.curriculum.next_sample_index == 10
+    assert scene.collector.curriculum.leases.next_index == 10
+
+
+# Sample leases.
+
+ANN = wire.GeneratorStatus(RUN, "ann", b"bootboot", needs_lease=True)
+BOB = dataclasses.replace(ANN, generator_id="bob")
+
+
+def lease_of(
+    scene: Opened, stack: ExitStack, status: wire.GeneratorStatus, step: int = 1
+) -> range | None:
+    """The lease that is announced after this status arrived; None without one."""
+    address = scene.collector._generators._receiver.address
+    sender = stack.enter_context(closing(wire.GeneratorStatusSender(address)))
+
+    def arrived() -> bool:
+        sender.send(status)  # again and again: it is dropped until the connection stands
+        scene.collector.lease_samples(step)
+        return scene.collector._generators.statuses.get(status.sender) == status
+
+    eventually(arrived)
+    scene.collector.acknowledgements.publish(0, started_step=0)
+    newest = scene.published[-1]
+    if status.sender not in newest.lease_starts:
+        return None
+    return range(newest.lease_starts[status.sender], newest.lease_ends[status.sender])
+
+
+def leased(folder: Path, step: int) -> list[int]:
+    """The first sample index that is not leased, in each record of the journal."""
+    records, _ = journals.read_records(folder / "journal", step)
+    return [journals.decode_leased(record.content) for record in records]
+
+
+def test_restarted_trainer_leases_no_sample_again(stack: ExitStack, tmp_path: Path) -> None:
+    scene = opened(stack, tmp_path, groups=1)
+    assert lease_of(scene, stack, ANN) == range(16)
+    repeated = dataclasses.replace(ANN, resent=1)
+    assert lease_of(scene, stack, repeated) == range(16)  # the announcement was lost
+    confirmed = dataclasses.replace(ANN, next_sample_index=16)
+    assert lease_of(scene, stack, confirmed) == range(16, 32)
+    assert leased(tmp_path, 1) == [16, 32]
+    satisfied = dataclasses.replace(ANN, next_sample_index=32, needs_lease=False)
+    assert lease_of(scene, stack, satisfied) is None
+    assert lease_of(scene, stack, BOB) == range(32, 48)
+
+    again = opened(stack, tmp_path, groups=1)
+    assert not load_journaled_batch(again.collector, 1, wire.GroupLimits(64))
+    assert lease_of(again, stack, BOB, step=2) == range(48, 64)
+    assert leased(tmp_path, 2) == [64]
+
+
+def test_lease_that_cannot_be_journaled_is_not_announced(stack: ExitStack, tmp_path: Path) -> None:
+    scene = opened(stack, tmp_path, groups=1)
+    shutil.rmtree(tmp_path / "journal")
+    scene.session.stop.requested = True
+    with pytest.raises(OutageError, match="cannot write"):
+        lease_of(scene, stack, ANN)
+    assert scene.published == []
+
+
+def test_lease_is_the_share_of_a_generator_until_the_next_step(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    scene = opened(stack, tmp_path, groups=60, settings=["--train.max-async-level=2"])
+    assert lease_of(scene, stack, ANN) == range(3 * 60)
+    for name in ("ann", "bob", "cid"):  # they supply the steps
+        group = group_of([1.0, 0.0], generator_id=name)
+        scene.collector.add(group, wire.encode_group(group), step=1)
+    scene.collector.commit()
+    scene.collector.take_batch()
+    confirmed = dataclasses.replace(ANN, next_sample_index=180)
+    assert lease_of(scene, stack, confirmed, step=2) == range(180, 180 + 3 * 20)
+
+
+def test_lease_is_longer_while_problems_are_excluded(stack: ExitStack, tmp_path: Path) -> None:
+    scene = opened(stack, tmp_path, groups=1)
+    pools = scene.collector.curriculum.pools = DifficultyPools(
+        "abcdefgh", easy_threshold=0.5, hard_threshold=None
+    )
+    for problem_id in "bcdefgh":
+        pools.update(problem_id, 1.0)
+    assert lease_of(scene, stack, ANN) == range(8 * 16)
 
 
 def test_sequence_jump_is_an_invalid_message(stack: ExitStack, tmp_path: Path) -> None:

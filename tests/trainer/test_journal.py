@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from peralta_zmq.errors import JournalError, OutageError
-from peralta_zmq.trainer.journal import DROPPED, GROUP, HEADER, Journal, JournalRecord
+from peralta_zmq.trainer.journal import DROPPED, GROUP, HEADER, LEASED, Journal, JournalRecord
 
 FRAMES = [b"first", b"the second one", b"3"]
 ENDS = [14, 37, 47]  # bytes after each record: 9 of header and the frame
@@ -48,11 +48,23 @@ def frames(journal: Journal, step: int) -> list[bytes]:
 
 
 def test_records_come_back_by_step_in_order_with_their_kind(journal: Journal) -> None:
-    for step, content, kind in ((4, b"a", GROUP), (5, b"b", GROUP), (4, b"c", DROPPED)):
-        journal.append(step, content, kind)
+    records = [JournalRecord(*each) for each in ((GROUP, b"a"), (DROPPED, b"c"), (LEASED, b"d"))]
+    for step, record in ((4, records[0]), (5, records[0]), (4, records[1]), (4, records[2])):
+        journal.append(step, record.content, record.kind)
         journal.commit()
-    assert journal.read(4) == [JournalRecord(GROUP, b"a"), JournalRecord(DROPPED, b"c")]
-    assert (frames(journal, 5), journal.read(9)) == ([b"b"], [])
+    assert journal.read(4) == records
+    assert (frames(journal, 5), journal.read(9)) == ([b"a"], [])
+
+
+@pytest.mark.parametrize("kind", [GROUP, DROPPED, LEASED])
+def test_damage_before_one_record_of_any_kind_is_refused(tmp_path: Path, kind: int) -> None:
+    with closing(Journal(tmp_path)) as journal:
+        journal.append(4, b"damaged")
+        journal.append(4, b"complete", kind)
+        journal.commit()
+        damage(tmp_path / "step_000004.msgpack", 12)
+        with pytest.raises(JournalError, match="with whole records after it"):
+            journal.read(4)
 
 
 def test_records_are_on_disk_when_commit_returns_and_not_before(

@@ -59,7 +59,7 @@ def test_announcement_arrives_with_every_field(stack: ExitStack) -> None:
     sender = {"ann/00": 5}
     announcement = wire.Announcement(
         RUN, b"8 bytes.", 7, 8, 9, "0123456789abcdef", sender, sender, sender, sender, sender,
-        sender, True, True, 4, 100, b"8 digest", b"\1", 6, b"\2", 1000,
+        sender, True, True, 4, 100, b"8 digest", b"\1", 6, b"\2", 1000, True, sender, sender,
     )  # fmt: skip
     defaults = wire.Announcement(RUN)
     for field in dataclasses.fields(announcement)[1:]:
@@ -120,7 +120,7 @@ def test_publisher_keeps_few_announcements_for_a_peer_that_does_not_read(stack: 
         {"run_id": 5}, {"step": "7"}, {"version": 1.5}, {"durable": None},
         {"durable": {"ann": "5"}, "highest_received": {"ann": 5}}, {"highest_received": {b"a": 5}},
         {"incarnation": "text"}, {"done": 1}, {"waiting": 0}, {"step": True},
-        {"received": {"ann": {}}}, {"added": {key: {} for key in "abcdefghi"}}, {"added": [1]},
+        {"received": {"ann": {}}}, {"added": {key: {} for key in "abcdefghijk"}}, {"added": [1]},
     ],
     ids=repr,
 )  # fmt: skip
@@ -141,6 +141,7 @@ def test_largest_announcement_is_accepted_and_a_larger_one_refused() -> None:
     announcement = wire.Announcement(
         "x" * 1024, received=senders, durable=senders, highest_received=senders,
         consumed=senders, suppliers=names, without_status=senders, excluded=bits, answered=bits,
+        lease_starts=senders, lease_ends=senders,
     )  # fmt: skip
     frame = message_fields.encode_fields(announcement)
     assert announcements.decode_announcement(frame) == announcement
@@ -247,7 +248,7 @@ def test_complete_run_is_announced_often_enough_to_be_reported_at_once(stack: Ex
 def test_subscriber_bounds_its_queue_and_sends_no_heartbeats(stack: ExitStack) -> None:
     _, subscriber = open_pair(stack)
     options = (zmq.HEARTBEAT_IVL, zmq.RCVHWM, zmq.MAXMSGSIZE)
-    assert [subscriber._socket.getsockopt(option) for option in options] == [0, 100, 4 << 20]
+    assert [subscriber._socket.getsockopt(option) for option in options] == [0, 100, 5 << 20]
 
 
 def test_groups_lost_in_a_trainer_restart_are_trained_exactly_once(stack: ExitStack) -> None:

@@ -1,0 +1,138 @@
+"""The samples of a generator: leased ones, or its static share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from generators import FakeEngine, apply_until, generator_of, publish
+from sockets import ANYWHERE, eventually
+
+from peralta_zmq import wire
+from peralta_zmq.generator import samples
+from peralta_zmq.generator.loop import Generator
+from peralta_zmq.generator.trainer_connection import Sockets
+from peralta_zmq.rollout import Problem
+from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.subscriber import WeightSubscriber
+from peralta_zmq.wire import generator_status
+
+LEASING = wire.Announcement("run", grants_leases=True, next_sample_index=100)
+
+
+class Scene:
+    """Generator 1 of 3 that serves the weights of step 2, with a batch of 4 groups."""
+
+    def __init__(self, store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets) -> None:
+        engine = FakeEngine()
+        version = apply_until(engine, subscriber, publish(store, 2, 1.0), 2)
+        sections: dict[str, Any] = {
+            "generator": {"index": 1, "count": 3},
+            "train": {"batch_size": 32},
+            "sampling": {"num_generations": 8},
+        }
+        self.generator: Generator = generator_of(engine, subscriber, sockets, version, **sections)
+        sockets.announcements.latest = None
+        self.connection = self.generator._connection
+        self._sockets = sockets
+        self._problems: Iterator[Problem | None] = self.generator._sample_problems()
+
+    def start_run(self) -> None:
+        """Begin another run, as the generator does when its weights change to those of one."""
+        self.connection.start_run()
+        self._problems = self.generator._sample_problems()
+
+    def announce(self, announcement: wire.Announcement, lease: range | None = None) -> None:
+        """Receive an announcement, and a lease if one is given."""
+        if lease is not None:
+            sender = self.connection.outbox.sender
+            announcement = replace(
+                announcement, lease_starts={sender: lease.start}, lease_ends={sender: lease.stop}
+            )
+        self._sockets.announcements.latest = announcement
+        self.connection.exchange()
+
+    def draw(self, num: int) -> list[int | None]:
+        """The next sample indices; None while there is none."""
+        drawn = [next(self._problems) for _ in range(num)]
+        return [None if problem is None else problem.sample_index for problem in drawn]
+
+
+@pytest.fixture
+def scene(store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets) -> Scene:
+    return Scene(store, subscriber, sockets)
+
+
+def test_leased_samples_are_drawn_in_order(scene: Scene) -> None:
+    scene.announce(LEASING)
+    assert scene.draw(1) == [None]
+    scene.announce(LEASING, range(40, 43))
+    scene.announce(LEASING, range(40, 43))
+    assert scene.draw(4) == [40, 41, 42, None]
+    scene.announce(LEASING, range(70, 72))
+    assert scene.draw(3) == [70, 71, None]
+
+
+def test_static_share_is_drawn_for_a_trainer_without_leases(scene: Scene) -> None:
+    scene.announce(replace(LEASING, grants_leases=False))
+    assert scene.draw(3) == [100, 103, 106]
+
+
+def test_static_share_replaces_leases_that_a_waiting_trainer_does_not_grant(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(samples, "LEASE_TIMEOUT", 0.0)
+    waiting = replace(LEASING, waiting=True)
+    assert scene.draw(2) == [None] * 2  # no announcement
+    scene.announce(LEASING)
+    assert scene.draw(2) == [None] * 2  # the trainer computes a step
+    monkeypatch.setattr(samples, "LEASE_TIMEOUT", 30.0)
+    scene.announce(waiting)
+    assert scene.draw(2) == [None] * 2 and not caplog.records
+    monkeypatch.setattr(samples, "LEASE_TIMEOUT", 0.0)
+    assert scene.draw(2) == [100, 103]
+    assert "no sample lease from the trainer; sampling share 1 of 3" in caplog.text
+    monkeypatch.setattr(samples, "LEASE_TIMEOUT", 30.0)
+    scene.announce(waiting, range(102, 106))
+    assert scene.draw(3) == [104, 105, None]
+
+
+def test_new_run_drops_the_leases_of_the_previous_one(scene: Scene) -> None:
+    scene.announce(LEASING, range(40, 43))
+    assert scene.draw(1) == [40]
+    scene.start_run()
+    assert scene.draw(1) == [None]
+    scene.announce(LEASING, range(3, 5))
+    assert scene.draw(3) == [3, 4, None]
+
+
+def test_status_asks_at_once_when_the_newest_lease_begins(
+    store: WeightStore,
+    subscriber: WeightSubscriber,
+    sockets: Sockets,
+    stack: ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generator_status, "STATUS_SECONDS", 1000.0)
+    trainer = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id="run")))
+    statuses = stack.enter_context(closing(wire.GeneratorStatusSender(trainer.address)))
+    scene = Scene(store, subscriber, replace(sockets, statuses=statuses))
+    received: list[tuple[bool, int]] = []
+
+    def has_received(needs_lease: bool, next_sample_index: int) -> bool:
+        scene.connection.exchange()
+        for status in trainer.receive(timeout=0.05).values():
+            received.append((status.needs_lease, status.next_sample_index))
+        return (needs_lease, next_sample_index) in received
+
+    eventually(lambda: has_received(True, 0))
+    scene.announce(LEASING, range(2))
+    eventually(lambda: has_received(True, 2))
+    scene.announce(LEASING, range(5, 7))
+    scene.draw(2)  # the first lease ends: the second one begins
+    eventually(lambda: has_received(True, 7))
+    scene.draw(1)
+    assert not has_received(True, 8) and len(received) <= 4  # once for each lease, and at first

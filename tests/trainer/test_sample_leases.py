@@ -1,0 +1,140 @@
+"""Sample leases: random joins, deaths, restarts and lost messages."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peralta_zmq import wire
+from peralta_zmq.generator.samples import HeldLeases
+from peralta_zmq.trainer.sample_leases import MAX_SAMPLES_AHEAD, SampleLeases
+
+LEASE = 5  # samples
+
+
+class Run:
+    """A trainer and up to three generators whose messages arrive late or never."""
+
+    def __init__(self) -> None:
+        self.leases, self.journaled = SampleLeases(), 0
+        self.held: dict[str, HeldLeases] = {}  # by sender
+        self.senders = ["", "", ""]  # the newest start of each generator; "": not running
+        self.drawn: list[int] = []
+        self.num_starts, self.num_trainers = 0, 1
+        # Messages on the way, oldest first.
+        self.statuses: deque[wire.GeneratorStatus] = deque()
+        self.announcements: dict[str, deque[range]] = {}
+
+    def start(self, number: int) -> None:
+        """Start a generator; one that runs is killed."""
+        self.num_starts += 1
+        status = wire.GeneratorStatus("run", f"g{number}", bytes([self.num_starts]) * 8)
+        self.senders[number] = status.sender
+        self.held[status.sender], self.announcements[status.sender] = HeldLeases(), deque()
+
+    def kill(self, number: int) -> None:
+        self.senders[number] = ""
+
+    def draw(self, number: int) -> None:
+        held = self.held.get(self.senders[number])
+        if held and (sample_index := held.draw()) is not None:
+            self.drawn.append(sample_index)
+
+    def send_status(self, number: int) -> None:
+        if sender := self.senders[number]:
+            name, _, incarnation = sender.partition("/")
+            held = self.held[sender]
+            self.statuses.append(
+                wire.GeneratorStatus(
+                    "run", name, bytes.fromhex(incarnation),
+                    needs_lease=held.needs_lease, next_sample_index=held.next_index,
+                )
+            )  # fmt: skip
+
+    def grant(self, _: int) -> None:
+        """Receive the oldest status; a lease is in the journal when this returns."""
+        self._receive_status()
+        self.journaled = self.leases.next_index
+
+    def die_before_the_commit(self, number: int) -> None:
+        self._receive_status()
+        self.restart_trainer(number)
+
+    def _receive_status(self) -> None:
+        if self.statuses:
+            status = self.statuses.popleft()
+            self.leases.grant(self.leases.requests({status.sender: status}), LEASE)
+
+    def restart_trainer(self, _: int) -> None:
+        self.leases = SampleLeases()
+        self.leases.next_index = self.journaled
+        self.num_trainers += 1
+
+    def lose_status(self, _: int) -> None:
+        if self.statuses:
+            self.statuses.popleft()
+
+    def announce(self, _: int) -> None:
+        for sender, lease in self.leases.unconfirmed(self.senders).items():
+            self.announcements[sender].append(lease)
+
+    def receive_announcement(self, number: int) -> None:
+        sender = self.senders[number]
+        if self.announcements.get(sender):
+            self.held[sender].add(self.announcements[sender].popleft())
+
+    def lose_announcement(self, number: int) -> None:
+        if self.announcements.get(self.senders[number]):
+            self.announcements[self.senders[number]].popleft()
+
+
+FREQUENT = ("draw", "draw", "send_status", "grant", "announce", "receive_announcement")
+RARE = ("start", "kill", "restart_trainer", "die_before_the_commit", "lose_status",
+        "lose_announcement")  # fmt: skip
+OPERATIONS = st.tuples(st.sampled_from([*FREQUENT * 3, *RARE]), st.integers(0, 2))
+
+
+@given(st.lists(OPERATIONS, max_size=300))
+def test_no_sample_is_drawn_twice_and_few_are_skipped(operations: list[tuple[str, int]]) -> None:
+    run = Run()
+    for number in range(3):
+        run.start(number)
+    for operation, number in operations:
+        getattr(run, operation)(number)
+    assert len(set(run.drawn)) == len(run.drawn)
+
+    num_drawn = len(run.drawn)
+    living = [number for number, sender in enumerate(run.senders) if sender]
+    run.statuses.clear()
+    for operation in ("send_status", "grant", "announce", "receive_announcement", "draw"):
+        for number in living:
+            for _ in range(100 if operation == "receive_announcement" else 1):
+                getattr(run, operation)(number)
+    assert len(set(run.drawn)) == len(run.drawn) == num_drawn + len(living)  # all continue
+
+    # What is neither drawn nor held is skipped: two leases for each death of a generator, and for
+    # each death of the trainer one lease of each generator, which it has not received.
+    held = sum(len(lease) for name in living for lease in run.held[run.senders[name]]._leases)
+    num_skipped = run.leases.next_index - len(run.drawn) - held
+    deaths = run.num_starts - len(living)
+    assert num_skipped <= LEASE * (2 * deaths + 3 * (run.num_trainers - 1))
+
+
+def test_samples_that_were_drawn_without_a_lease_are_not_leased() -> None:
+    leases = SampleLeases()
+    ann = wire.GeneratorStatus("run", "ann", bytes(8), next_sample_index=7)
+    bob = wire.GeneratorStatus("run", "bob", bytes(8), needs_lease=True)
+    assert leases.requests({ann.sender: ann, bob.sender: bob}) == [bob.sender]
+    leases.grant([bob.sender], 3)
+    assert leases.unconfirmed([ann.sender, bob.sender]) == {bob.sender: range(7, 10)}
+    leases.advance(10 + MAX_SAMPLES_AHEAD + 1)
+    assert leases.next_index == 10
+
+
+def test_status_of_an_older_version_gets_no_lease() -> None:
+    leases = SampleLeases()
+    old = wire.GeneratorStatus("run", "ann", bytes(8), made=3)
+    assert leases.requests({old.sender: old}) == []
+    assert leases.next_index == 0
