@@ -11,6 +11,7 @@ PeraltaError
  |    +-- RewardError   the reward of one completion
  +-- UserCodeError      a loss, advantage or filter function that the user wrote
  +-- EngineError        the sampling engine
+ |    +-- EngineProcessError   a process of the engine
  +-- TrainingError      the optimization of the model
  +-- RankError          a rank: one process of a distributed trainer
 
@@ -84,6 +85,10 @@ class UserCodeError(PeraltaError):
 
 class EngineError(PeraltaError):
     """The model computed logits that are not finite; the engine aborts all requests."""
+
+
+class EngineProcessError(EngineError):
+    """The engine's own process has failed and holds no weights; `apply` starts it again."""
 
 
 class TrainingError(PeraltaError):

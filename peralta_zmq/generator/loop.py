@@ -22,7 +22,13 @@ from peralta_zmq.engines import generate_groups
 from peralta_zmq.environments.curriculum import is_in_bitmap
 from peralta_zmq.environments.dataset import Environments, check_tokens
 from peralta_zmq.environments.held_out import examples_for
-from peralta_zmq.errors import EngineError, RewardError, RewardUnavailableError, TaskError
+from peralta_zmq.errors import (
+    EngineError,
+    EngineProcessError,
+    RewardError,
+    RewardUnavailableError,
+    TaskError,
+)
 from peralta_zmq.generator.pacing import SamplingPacer, outbox_limit
 from peralta_zmq.generator.samples import sample_problems
 from peralta_zmq.generator.scoring import SampledGroup, ScoringQueue, make_group
@@ -37,6 +43,7 @@ from peralta_zmq.rollout import Completion, Problem, Sampling
 
 IDLE_SECONDS = 0.002  # maximum wait for an announcement while the engine has no group
 MAX_REWARD_FAILURES = 16  # consecutive groups that cannot be scored before the generator stops
+MAX_ENGINE_FAILURES = 3  # of the engine's process without a group in between
 logger = logging.getLogger(__name__)
 
 
@@ -129,6 +136,7 @@ class Generator:
         self._scoring = ScoringQueue()  # groups whose completions have ended
         self._evaluated_step = -1  # step of the newest evaluation that this generator took part in
         self._num_failures = 0  # consecutive groups that could not be scored
+        self._num_engine_failures = 0  # of the engine's process since the last finished group
 
     def run(self) -> None:
         """Make training groups and announced evaluations until the run is complete."""
@@ -139,6 +147,8 @@ class Generator:
                     self._make_evaluation_groups()
             except ObsoleteGroupsError as error:
                 logger.info("dropped groups in flight: %s", error)
+            except EngineProcessError as error:
+                self._restart_engine(error)
             except EngineError as error:
                 self._reject_weights(error)
         self._connection.send_status(last=True)
@@ -182,6 +192,7 @@ class Generator:
 
         def score(problem: Problem, completions: Sequence[Completion]) -> None:
             self._num_in_flight -= 1
+            self._num_engine_failures = 0
             scores = environments.score(problem, completions)
             self._scoring.add(SampledGroup(problem, completions, scores, evaluation_step))
             self._send_scored()
@@ -323,6 +334,32 @@ class Generator:
             self._connection.exchange(timeout=0.2)
             with suppress(ObsoleteGroupsError):  # no group is in flight any more
                 self._refresh_weights()
+
+    def _restart_engine(self, error: EngineProcessError) -> None:
+        """Give up the groups in flight and apply the newest weights, which starts the engine.
+
+        Raises `error` after MAX_ENGINE_FAILURES failures without a finished group in between.
+        """
+        self._abort_groups(error)
+        self._evaluated_step = -1  # an interrupted evaluation goes on
+        while not self._connection.is_run_complete and not self._weights.are_applied:
+            self._connection.exchange(timeout=0.2)
+            try:
+                with suppress(ObsoleteGroupsError):  # no group is in flight any more
+                    self._refresh_weights()
+            except EngineProcessError as again:
+                self._abort_groups(again)
+
+    def _abort_groups(self, error: EngineProcessError) -> None:
+        """Count and drop the groups in flight, and request the weights again."""
+        self._num_engine_failures += 1
+        if self._num_engine_failures == MAX_ENGINE_FAILURES:
+            raise error
+        number = self._num_in_flight
+        logger.warning("engine failed: dropped groups in flight=%d reason=%s", number, error)
+        self._connection.num_aborted += number
+        self._num_in_flight = 0
+        self._weights.request_again()
 
     # Evaluation: the generators answer held-out problems with the weights of one policy step.
 

@@ -79,6 +79,7 @@ class TrainerConnection:
         self._outbox_limit, self._max_steps = outbox_limit, max_steps
         self.throughput = Throughput()
         self.num_unscored = 0  # groups dropped because a reward failed; counted by the caller
+        self.num_aborted = 0  # groups dropped because the engine failed; counted by the caller
         self.is_run_complete = False
         self._silence_logged = time.monotonic()  # time of the latest log line, or of the start
         self.start_run(incarnation)
@@ -156,6 +157,7 @@ class TrainerConnection:
                 lost=self.outbox.num_lost,
                 resent=self.outbox.num_resent,
                 unscored=self.num_unscored,
+                aborted=self.num_aborted,
                 step=self._weights.version.step,
                 tokens_per_s=counts.num_tokens / seconds,
                 blocked_frac=min(1.0, blocked / seconds),

@@ -65,6 +65,15 @@ class ServedWeights:
         """Poll the store for the announced version now, instead of at the next regular poll."""
         self._subscriber.notify(announcement.version, announcement.weights_id)
 
+    @property
+    def are_applied(self) -> bool:
+        """Whether the engine has weights."""
+        return self._subscriber.has_accepted
+
+    def request_again(self) -> None:
+        """Let `refresh` apply the newest version to an engine that has lost its weights."""
+        self._subscriber.offer_again()
+
     def reject(self) -> None:
         """Quarantine the version in use; `refresh` then applies the newest of the others."""
         self._subscriber.reject(self.version)

@@ -38,7 +38,15 @@ MAX_STARTS = 16  # live senders of one name: each is live for 30 s, so a restart
 MAX_IN_METRICS = 64  # generators in a row of metrics.jsonl, which is written in each step
 MAX_FINAL_STATUSES = 1 << 16  # senders whose final status is kept
 # Fields of a generator's status that become metrics.
-STATISTICS = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s", "step", "unscored")
+STATISTICS = (
+    "tokens_per_s",
+    "blocked_frac",
+    "queue_frac",
+    "reload_s",
+    "step",
+    "unscored",
+    "aborted",
+)
 
 
 class GeneratorRegistry:

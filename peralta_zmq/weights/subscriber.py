@@ -106,6 +106,18 @@ class WeightSubscriber:
             self._changed.notify_all()
         self._wake.set()  # a newer version may have waited for this
 
+    @property
+    def has_accepted(self) -> bool:
+        """Whether the engine has the weights of the accepted version."""
+        return self._accepted is not None
+
+    def offer_again(self) -> None:
+        """Offer the accepted version, or a newer one, because the engine has lost its weights."""
+        with self._changed:
+            self._accepted = None
+            self._changed.notify_all()
+        self._wake.set()
+
     def reject(self, version: Version) -> None:
         """Quarantine a version, so that the newest other version is offered.
 

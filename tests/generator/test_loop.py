@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,12 +19,18 @@ from sockets import ANYWHERE, eventually
 from peralta_zmq import models, wire
 from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.environments.dataset import Environments
-from peralta_zmq.errors import EngineError, RewardError, RewardUnavailableError
+from peralta_zmq.errors import (
+    EngineError,
+    EngineProcessError,
+    RewardError,
+    RewardUnavailableError,
+)
 from peralta_zmq.generator import pacing, trainer_connection
-from peralta_zmq.generator.loop import MAX_REWARD_FAILURES, Generator
+from peralta_zmq.generator.loop import MAX_ENGINE_FAILURES, MAX_REWARD_FAILURES, Generator
 from peralta_zmq.generator.scoring import SampledGroup
 from peralta_zmq.generator.trainer_connection import Sockets
 from peralta_zmq.generator.weight_sync import ObsoleteGroupsError
+from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.rollout import Completion, Problem, Request, RolloutGroup, Sampling, Score
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
@@ -210,6 +217,65 @@ def test_generator_continues_after_weights_with_nan_logits(
     assert len(groups) == len(loop.steps) // 2 == loop.generator._connection.outbox.next_sequence
     assert {group.policy_step for group in groups} == {1}
     assert greedy_logprobs(loop.engine) == greedy_logprobs(loop.engine_of(tiny_model(seed=1)))
+
+
+class FailingEngine:
+    """An engine in a process of its own, which fails in the middle of some decode steps."""
+
+    def __init__(self, engine: NativeEngine, failures: Sequence[int]) -> None:
+        self._engine, self._failures = engine, failures
+        self._num_steps = 0
+        self.applied: list[int] = []  # step of the weights of each start
+
+    @property
+    def step(self) -> int:
+        return self._engine.step
+
+    def apply(self, update: WeightUpdate) -> None:
+        self._engine.apply(update)
+        self.applied.append(update.step)
+
+    def cancel(self) -> None:
+        self._engine.cancel()
+
+    def generate(self, requests: Any, sampling: Sampling, between_steps: Any) -> Any:
+        def fail_sometimes() -> None:
+            self._num_steps += 1
+            if self._num_steps in self._failures:
+                raise EngineProcessError("the process has ended")
+            between_steps()
+
+        return self._engine.generate(requests, sampling, fail_sometimes)
+
+
+def test_failed_engine_gets_the_newest_weights_again_and_groups_are_counted(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(scene, 1)
+    engine = loop.engine = cast(Any, FailingEngine(loop.engine, failures=(2, 9)))
+
+    def reward(problem: Problem, text: str) -> float:
+        loop.steps.append(loop.engine.step)
+        if len(loop.steps) == 4:
+            loop.publish(2, loop.weights(2))
+        if len(loop.steps) == 24:
+            loop.end_run()
+        return 1.0
+
+    groups = loop.run(reward, sampling={"num_generations": 2, "max_completion_length": 4})
+    connection = loop.generator._connection
+    assert engine.applied[0] == 1 and engine.applied.count(2) >= 1  # newest of each time
+    assert connection.num_aborted == 4  # in 4 slots two groups of 2
+    assert [group.sequence for group in groups] == list(range(len(groups)))
+    assert caplog.text.count("engine failed: dropped groups in flight=2 reason=the process") == 2
+
+
+def test_engine_that_fails_repeatedly_without_a_group_ends_the_generator(scene: Scene) -> None:
+    loop = Loop(scene, 1)
+    loop.engine = cast(Any, FailingEngine(loop.engine, failures=range(99)))
+    with pytest.raises(EngineProcessError, match="the process has ended"):
+        loop.run(lambda problem, text: 1.0, sampling={"max_completion_length": 4})
+    assert len(cast(Any, loop.engine).applied) == MAX_ENGINE_FAILURES - 1
 
 
 def test_groups_in_flight_across_a_roll_back_are_dropped(
