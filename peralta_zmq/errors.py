@@ -11,7 +11,7 @@ PeraltaError
  |    +-- RewardError   the reward of one completion
  +-- UserCodeError      a loss, advantage or filter function that the user wrote
  +-- EngineError        the sampling engine
- |    +-- EngineProcessError   a process of the engine
+ |    +-- EngineProcessError  a process of the engine that has died or hangs
  +-- TrainingError      the optimization of the model
  +-- RankError          a rank: one process of a distributed trainer
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, overload
@@ -44,6 +44,7 @@ TABLES: dict[Kind, dict[str, str]] = {
         "native": "peralta_zmq.engines.native:NativeEngine",
         "hf": "peralta_zmq.engines.hf:HfEngine",
         "mlx": "peralta_zmq.engines.mlx:MlxEngine",
+        "vllm": "peralta_zmq.engines.vllm:VllmEngine",
     },
     "loss": dict.fromkeys(
         (
@@ -135,6 +136,9 @@ class EngineSettings:
     slots: int = 32  # completions that are sampled concurrently
     max_model_len: int = 512  # maximum of prompt and completion together, in tokens
     quantize: int | None = None  # bits per weight; None = the weights as published
+    tensor_parallel_size: int | None = None  # GPUs; None = 1
+    gpu_memory_utilization: float | None = None  # fraction of a GPU's memory; None = vLLM's default
+    vllm_args: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of vllm.EngineArgs
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +178,8 @@ class Engine(Protocol):
         `between_steps` between decode steps; this function may call `apply` or `cancel`. Each token
         is sampled with the parameters `sampling.at(self.step)`, which can change within a
         completion when the weights do. Raises ConfigError for a request longer than
-        `max_model_len`, and EngineError for logits that are not finite; both drop the completions
-        in flight.
+        `max_model_len`, EngineError for logits that are not finite, and EngineProcessError if a
+        process of the engine fails; all drop the completions in flight.
         """
         ...
 
@@ -185,7 +189,7 @@ class Engine(Protocol):
         Called between two decode steps, also with completions in flight: their next tokens are
         sampled with the new weights. (HfEngine decodes whole batches: there it is called between
         two batches.) The engine uses the tensors or the files, as it needs. Raises ValueError, and
-        changes nothing, if the tensors do not fit the model.
+        changes nothing, if the tensors do not fit the model; EngineProcessError as `generate`.
         """
         ...
 

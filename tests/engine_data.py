@@ -35,7 +35,7 @@ FAMILIES = {
 def sharp_model(seed: int = 0, **settings: Any) -> Any:
     """A random model whose context, biases, temperature and truncation make a difference."""
     settings = {
-        "head_dim": 16, "tie_word_embeddings": False, "attn_implementation": "eager", **settings,
+        "head_dim": 32, "tie_word_embeddings": False, "attn_implementation": "eager", **settings,
     }  # fmt: skip
     model = tiny_model(seed=seed, **settings)
     random = torch.Generator().manual_seed(seed)

@@ -44,6 +44,7 @@ LIBRARIES = {  # the only modules that may import a library
     "obstore": {"weights"},
     "mlx": {"engines.mlx"},
     "mlx_lm": {"engines.mlx"},
+    "vllm": {"engines.vllm"},
     "safetensors": {"weights", "trainer.checkpoint", "models"},
     "transformers": {"models", "engines"},
     "huggingface_hub": {"models"},

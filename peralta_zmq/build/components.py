@@ -317,7 +317,10 @@ def make_live_engine(
 
 def choose_engine(config: Config, folder: Path | None = None) -> tuple[str, str]:
     """The engine of this machine for the model in `folder`, if that is known, and the reason."""
-    return choice.choose_engine(config.engine.name, engine_settings(config), folder=folder)
+    samplings = [make(config, seed=config.run.seed) for make in (make_sampling, make_eval_sampling)]
+    return choice.choose_engine(
+        config.engine.name, engine_settings(config), samplings=samplings, folder=folder
+    )
 
 
 def engine_settings(config: Config) -> EngineSettings:

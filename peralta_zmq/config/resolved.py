@@ -31,6 +31,7 @@ FREE_SECTIONS = {
 FREE_SETTINGS = {
     *("run.dir", "run.num_local_generators", "model.device", "engine.name"),
     *("run.report_to", "run.project", "run.report_name", "run.report_interval"),
+    *("engine.tensor_parallel_size", "engine.gpu_memory_utilization", "engine.vllm_args"),
     *("curriculum.easy_fraction", "curriculum.hard_fraction", "curriculum.oversampling_factor"),
     *("task.reward_timeout", "task.reward_workers", "task.reward_concurrency"),
     *("train.num_workers", "train.max_mismatch_kl"),

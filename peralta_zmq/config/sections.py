@@ -153,14 +153,20 @@ class EngineSection(Section):
     """The sampling engine of the generators."""
 
     name: Text = "auto"
-    """native, hf, mlx, the import path of a custom engine (module:attribute), or auto = mlx on
-    Apple silicon if mlx-lm is installed, else native"""
+    """native, hf, mlx, vllm, the import path of a custom engine (module:attribute), or auto = mlx
+    on Apple silicon and vllm on CUDA if these libraries are installed, else native"""
     slots: PositiveInt = 32
     """completions that are sampled concurrently; a finished one is replaced at once"""
     max_model_len: PositiveInt = 512
     """tokens of prompt and completion per slot; memory grows with slots x max_model_len"""
     quantize: Bits | None = None
     """bits per weight of linear layers while sampling, with engine mlx; None = as published"""
+    tensor_parallel_size: PositiveInt | None = None
+    """number of GPUs that share the model, with engine vllm; None = 1"""
+    gpu_memory_utilization: Fraction | None = None
+    """fraction of the GPU's memory that engine vllm uses; None = vLLM's default"""
+    vllm_args: Table = Field(default={})
+    """other arguments of vLLM's EngineArgs, with engine vllm, e.g. { enforce_eager = true }"""
 
 
 class GeneratorSection(Section):

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
+import torch
+
 from peralta_zmq import registry
+from peralta_zmq.engines.vllm import refusals
 from peralta_zmq.errors import ConfigError, import_extra
 from peralta_zmq.registry import EngineSettings, LiveEngineFactory
+from peralta_zmq.rollout import Sampling
 
 AUTO = "auto"
 # Settings of [engine] that not every shipped engine has -> the engines that have them.
-ENGINES_WITH = {"quantize": ("mlx",)}
+ENGINES_WITH = {
+    "quantize": ("mlx",),
+    "tensor_parallel_size": ("vllm",),
+    "gpu_memory_utilization": ("vllm",),
+    "vllm_args": ("vllm",),
+}
 
 
 class Machine(NamedTuple):
@@ -21,43 +31,63 @@ class Machine(NamedTuple):
 
     is_apple: bool  # Apple silicon
     has_mlx: bool  # mlx-lm is installed
+    has_cuda: bool = False  # torch can use a CUDA device
+    vllm: str | None = None  # version of vLLM; None = not installed
 
 
 def this_machine() -> Machine:
     """This machine and the libraries of this Python."""
     is_apple = (platform.system(), platform.machine()) == ("Darwin", "arm64")
-    return Machine(is_apple, has_mlx=importlib.util.find_spec("mlx_lm") is not None)
+    return Machine(
+        is_apple,
+        has_mlx=importlib.util.find_spec("mlx_lm") is not None,
+        has_cuda=torch.cuda.is_available(),
+        vllm=refusals.installed_version(),
+    )
 
 
 def choose_engine(
     name: str,
     settings: EngineSettings,
     *,
+    samplings: Sequence[Sampling] = (),
     folder: Path | None = None,
     machine: Machine | None = None,  # None = this machine
 ) -> tuple[str, str]:
     """The engine for `engine.name`, and the reason.
 
-    With the `folder` of the model, the automatic choice takes the native engine for models that
-    mlx-lm lacks. Raises ConfigError if the engine lacks a setting or its library, and StoreError
-    for a folder without a readable config.json.
+    The automatic choice takes the native engine for sampling options (`samplings`) that vLLM lacks,
+    and, with the `folder` of the model, for models that mlx-lm lacks. Raises ConfigError if the
+    engine lacks a setting, a sampling option or its library, and StoreError for a folder without a
+    readable config.json.
     """
+    machine = machine or this_machine()
     chosen, reason = name, "set by engine.name"
     if name == AUTO:
-        chosen, reason = _automatic(machine or this_machine(), folder, settings)
+        chosen, reason = _automatic(machine, folder, settings, samplings)
+    elif name == "vllm":
+        _check_vllm(settings, samplings, machine)
     _check(chosen, settings, f" ({reason})" if name == AUTO else "")
     return chosen, reason
 
 
-def _automatic(machine: Machine, folder: Path | None, settings: EngineSettings) -> tuple[str, str]:
+def _automatic(
+    machine: Machine, folder: Path | None, settings: EngineSettings, samplings: Sequence[Sampling]
+) -> tuple[str, str]:
     """The engine for a machine, and the reason."""
-    if not machine.is_apple:
-        return "native", "auto: not Apple silicon"
-    if not machine.has_mlx:
-        return "native", "auto: mlx-lm is not installed; pip install 'peralta_zmq[mlx]'"
-    if folder is not None and (reason := _mlx_lacks(folder, settings.max_model_len)):
-        return "native", f"auto: {reason}"
-    return "mlx", "auto: Apple silicon with mlx-lm"
+    if machine.is_apple:
+        if not machine.has_mlx:
+            return "native", "auto: mlx-lm is not installed; pip install 'peralta_zmq[mlx]'"
+        if folder is not None and (reason := _mlx_lacks(folder, settings.max_model_len)):
+            return "native", f"auto: {reason}"
+        return "mlx", "auto: Apple silicon with mlx-lm"
+    if machine.has_cuda and settings.device.startswith(("auto", "cuda")):
+        try:
+            _check_vllm(settings, samplings, machine)
+        except ConfigError as error:
+            return "native", f"auto: {error}"
+        return "vllm", f"auto: CUDA with vLLM {machine.vllm}"
+    return "native", "auto: neither Apple silicon nor CUDA"
 
 
 def _mlx_lacks(folder: Path, max_model_len: int) -> str:
@@ -78,13 +108,21 @@ def _check(name: str, settings: EngineSettings, why: str) -> None:
     """
     for option, engines in ENGINES_WITH.items():
         value = getattr(settings, option)
-        if value is not None and registry.is_shipped("engine", name) and name not in engines:
+        if value and registry.is_shipped("engine", name) and name not in engines:
             raise ConfigError(
                 f"engine.{option} {value} is not an option of engine '{name}'{why}; "
                 f"remove it or set engine.name to {' or '.join(engines)}"
             )
     if name == "mlx":
         import_extra("mlx_lm", extra="mlx", needed_by="engine.name 'mlx'")
+
+
+def _check_vllm(settings: EngineSettings, samplings: Sequence[Sampling], machine: Machine) -> None:
+    """Raise ConfigError if engine vllm cannot run with these settings."""
+    refusals.check_version(machine.vllm, has_cuda=machine.has_cuda)
+    refusals.check_arguments(settings.vllm_args)
+    for sampling in samplings:
+        refusals.check_sampling(sampling)
 
 
 def live_engine(name: str) -> LiveEngineFactory:

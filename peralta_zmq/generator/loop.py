@@ -14,7 +14,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 
 from peralta_zmq import build, models, registry, wire
 from peralta_zmq.config import Config
@@ -147,10 +147,8 @@ class Generator:
                     self._make_evaluation_groups()
             except ObsoleteGroupsError as error:
                 logger.info("dropped groups in flight: %s", error)
-            except EngineProcessError as error:
-                self._restart_engine(error)
             except EngineError as error:
-                self._reject_weights(error)
+                self._replace_weights(error)
         self._connection.send_status(last=True)
         logger.info("run complete: groups=%d", self._connection.outbox.next_sequence)
 
@@ -324,42 +322,33 @@ class Generator:
                 self._scoring.discard()
             raise
 
-    def _reject_weights(self, error: EngineError) -> None:
-        """Quarantine weights with non-finite logits and wait for another version."""
-        number = self._weights.version.number
+    def _replace_weights(self, error: EngineError) -> None:
+        """Drop the groups in flight and wait until the engine has weights again.
+
+        Weights with non-finite logits are quarantined. An engine whose process failed gets the
+        newest weights again; if it fails MAX_ENGINE_FAILURES times without a group in between,
+        this raises `error`.
+        """
+        number, in_flight = self._weights.version.number, self._num_in_flight
         logger.warning("dropped groups in flight: version=%d reason=%s", number, error)
         self._num_in_flight = 0
-        self._weights.reject()
-        while not self._connection.is_run_complete and self._weights.version.number == number:
-            self._connection.exchange(timeout=0.2)
-            with suppress(ObsoleteGroupsError):  # no group is in flight any more
-                self._refresh_weights()
-
-    def _restart_engine(self, error: EngineProcessError) -> None:
-        """Give up the groups in flight and apply the newest weights, which starts the engine.
-
-        Raises `error` after MAX_ENGINE_FAILURES failures without a finished group in between.
-        """
-        self._abort_groups(error)
-        self._evaluated_step = -1  # an interrupted evaluation goes on
+        if isinstance(error, EngineProcessError):
+            self._num_engine_failures += 1
+            if self._num_engine_failures == MAX_ENGINE_FAILURES:
+                raise error
+            self._connection.num_aborted += in_flight
+            self._evaluated_step = -1  # an interrupted evaluation goes on
+            self._weights.request_again()
+        else:
+            self._weights.reject()
         while not self._connection.is_run_complete and not self._weights.are_applied:
             self._connection.exchange(timeout=0.2)
             try:
-                with suppress(ObsoleteGroupsError):  # no group is in flight any more
-                    self._refresh_weights()
+                self._refresh_weights()
+            except ObsoleteGroupsError:
+                pass  # no group is in flight any more
             except EngineProcessError as again:
-                self._abort_groups(again)
-
-    def _abort_groups(self, error: EngineProcessError) -> None:
-        """Count and drop the groups in flight, and request the weights again."""
-        self._num_engine_failures += 1
-        if self._num_engine_failures == MAX_ENGINE_FAILURES:
-            raise error
-        number = self._num_in_flight
-        logger.warning("engine failed: dropped groups in flight=%d reason=%s", number, error)
-        self._connection.num_aborted += number
-        self._num_in_flight = 0
-        self._weights.request_again()
+                return self._replace_weights(again)
 
     # Evaluation: the generators answer held-out problems with the weights of one policy step.
 

@@ -40,6 +40,7 @@ from peralta_zmq.models.loading import (
     load_teacher,
     load_tokenizer,
     model_folder,
+    save_weights,
     text_of,
     weights_of,
 )

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -37,6 +38,7 @@ transformers_logging.enable_propagation()
 EMBEDDED = Path(__file__).parent / "embedded"
 EMBEDDED_TURNS = Path(__file__).parent / "embedded_turns"
 COMPANION_SUFFIXES = (".json", ".txt", ".jinja", ".py")
+SHARD_BYTES = 1 << 30
 CONFIG_FILES = ("config.json", "tokenizer_config.json")  # files that may name custom code
 
 
@@ -207,6 +209,21 @@ class FolderWeights(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+def save_weights(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write model*.safetensors files in `folder`, each with about SHARD_BYTES of tensors.
+
+    Reads one shard at a time from `weights`, which may be a lazy mapping.
+    """
+    shard, num_bytes, num_shards = dict[str, torch.Tensor](), 0, 0
+    for number, (name, tensor) in enumerate(weights.items(), start=1):
+        shard[name] = tensor.detach().contiguous()
+        num_bytes += tensor.nbytes
+        if num_bytes >= SHARD_BYTES or number == len(weights):
+            num_shards += 1
+            save_file(shard, folder / f"model-{num_shards:05}.safetensors", {"format": "pt"})
+            shard, num_bytes = {}, 0
 
 
 def apply_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

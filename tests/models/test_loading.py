@@ -18,7 +18,7 @@ from sample_data import TINY, tiny_model
 
 from peralta_zmq import atomic_files, models
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.models import lora
+from peralta_zmq.models import loading, lora
 from peralta_zmq.rollout import Message, Problem
 
 CPU = torch.device("cpu")
@@ -287,3 +287,16 @@ def test_missing_peft_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"lora\.rank needs peft .*pip install .*\[lora\]"):
         lora.add_adapters(tiny_model(), rank=2, alpha=4)
+
+
+def test_saved_weights_are_divided_into_files_and_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "SHARD_BYTES", 100)
+    weights = {f"w{number}": torch.full((10,), float(number)) for number in range(7)}  # 40 bytes
+    models.save_weights(weights, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+    read = models.FolderWeights(tmp_path)
+    assert {name: read[name].tolist() for name in read} == {
+        name: tensor.tolist() for name, tensor in weights.items()
+    }

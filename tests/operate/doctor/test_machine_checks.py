@@ -72,7 +72,7 @@ def test_engine_check_reports_the_engine_and_the_reason() -> None:
     check = machine_checks.check_engine(load_config("doctor", ["--engine.name", "hf"]))
     assert check == Check(True, "hf (set by engine.name)")
     automatic = machine_checks.check_engine(load_config("doctor", []))
-    assert re.fullmatch(r"(native|mlx) \(auto: .+\)", automatic.detail)
+    assert re.fullmatch(r"(native|mlx|vllm) \(auto: .+\)", automatic.detail)
 
 
 def test_engine_check_refuses_an_option_that_the_engine_lacks() -> None:

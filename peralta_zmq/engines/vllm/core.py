@@ -1,0 +1,149 @@
+"""Process that runs vLLM for a generator: one reply to each call that arrives on a socket.
+
+A message is a pickled tuple (name of a method of Core, arguments); the reply is (None, result) or
+(name of an exception, its text). vLLM samples only during `step`, so the generator knows which
+weights sampled each token.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peralta_zmq import models
+
+SAMPLE = 1024  # elements compared per tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A completion to be started."""
+
+    index: int
+    prompt_ids: list[int]
+    max_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A sampled token of the request with this index."""
+
+    index: int
+    token_id: int
+    logprob: float
+
+
+class Core:
+    """vLLM's engine with the arguments of vllm.EngineArgs."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        from vllm import EngineArgs, LLMEngine, SamplingParams  # pyright: ignore
+        from vllm.sampling_params import RequestOutputKind  # pyright: ignore
+
+        self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._make_sampling: Any = SamplingParams
+        self._output_kind = RequestOutputKind.DELTA
+        self._sampling: dict[str, Any] = {}
+        self._ids: dict[int, str] = {}  # index of a running request -> its id in vLLM
+        self._num_reloads = 0
+
+    def begin(self, temperature: float, end_ids: Sequence[int]) -> None:
+        """Drop all requests; the next ones are sampled with these parameters."""
+        self._abort(list(self._ids))
+        self._sampling = {"temperature": temperature, "stop_token_ids": list(end_ids)}
+
+    def step(self, started: Sequence[NewRequest], dropped: Sequence[int]) -> list[Token]:
+        """Start and drop requests, then sample at most one token for each running request."""
+        self._abort(dropped)
+        for request in started:
+            # The salt keeps vLLM from using keys and values of earlier weights for a new prompt.
+            # reset_prefix_cache() would have no effect while other requests are running.
+            prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": str(self._num_reloads)}
+            sampling = self._make_sampling(
+                **self._sampling,
+                seed=request.seed,
+                max_tokens=request.max_tokens,
+                ignore_eos=True,  # the end tokens of vLLM may be others than `end_ids`
+                logprobs=0,  # of the sampled token only
+                detokenize=False,
+                output_kind=self._output_kind,
+            )
+            number = str(request.index)
+            self._ids[request.index] = self._engine.add_request(number, prompt, sampling)
+        tokens: list[Token] = []
+        for output in self._engine.step():
+            index, (sampled,) = int(output.request_id), output.outputs
+            for token_id, logprobs in zip(sampled.token_ids, sampled.logprobs, strict=True):
+                tokens.append(Token(index, token_id, logprobs[token_id].logprob))
+            if output.finished:
+                del self._ids[index]
+        return tokens
+
+    def reload(self, folder: str) -> None:
+        """Replace the weights; running requests keep their keys and values."""
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        self._num_reloads += 1
+
+    def differing_tensor(self, folder: str) -> str | None:
+        """Name of a tensor whose value in use is not the one in `folder`, if there is one."""
+        return next(filter(None, self._engine.apply_model(Comparison(folder))), None)
+
+    def _abort(self, indices: Sequence[int]) -> None:
+        ids = [self._ids.pop(index) for index in indices if index in self._ids]
+        self._engine.abort_request(ids, internal=True)
+
+
+class Comparison:
+    """Compares a sample of a model's tensors with those in a folder.
+
+    Only tensors that vLLM keeps under their names and in their shapes are compared. It fuses some
+    linear layers, on a CPU it repacks all, and with tensor parallelism it divides matrices.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder  # a worker process of vLLM opens it itself
+
+    def __call__(self, model: torch.nn.Module) -> str | None:
+        """Name of the first tensor that differs."""
+        published = models.FolderWeights(Path(self._folder))
+        for name, parameter in model.named_parameters():
+            if name not in published or published[name].shape != parameter.shape:
+                continue
+            stride = max(1, parameter.numel() // SAMPLE)
+            ours = parameter.detach().flatten()[::stride].cpu()
+            if not torch.equal(ours, published[name].flatten()[::stride].to(ours.dtype)):
+                return name
+        return None
+
+
+def main(descriptor: int) -> None:
+    """Make calls until the socket with this file descriptor, or the generator, ends."""
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    connection, core = Connection(descriptor), None
+    while True:
+        name, arguments = connection.recv()
+        try:
+            if name == "open":
+                core, result = Core(*arguments), None
+            else:
+                result = getattr(core, name)(*arguments)
+        except Exception as error:  # noqa: BLE001  (the generator reports it)
+            connection.send((type(error).__name__, str(error)))
+        else:
+            connection.send((None, result))
+
+
+def _exit_with_parent() -> None:
+    """Kill this process and vLLM's own when stdin ends, as it does when the generator ends."""
+    sys.stdin.buffer.read()
+    os.killpg(0, signal.SIGKILL)

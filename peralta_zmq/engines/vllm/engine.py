@@ -1,0 +1,287 @@
+"""vLLM engine: continuous batching in a process with vLLM (core.py), one step at a time.
+
+Each step samples a token for every running completion. Between two steps the caller may apply newer
+weights: running completions keep their keys and values. Adapters are merged into the base weights
+as in the other engines, because vLLM cannot exchange the adapter of a running completion.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+from peralta_zmq import models
+from peralta_zmq.engines.loading import AdapterMerger, loading_errors
+from peralta_zmq.engines.rows import Rows, check_cache_memory, end_token_ids, read_requests
+from peralta_zmq.engines.vllm.core import NewRequest, Token
+from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
+from peralta_zmq.engines.vllm.refusals import OTHERS, check_arguments, check_sampling
+from peralta_zmq.errors import ConfigError, EngineProcessError, StoreError
+from peralta_zmq.registry import EngineSettings, WeightUpdate
+from peralta_zmq.rollout import Completion, Request, Sampling
+
+BLOCK = 128  # tokens of a block of vLLM's cache on a CPU
+# In the text of vLLM's errors -> the memory is too small, or the model is not known.
+MEMORY_WORDS = ("memory", "KV cache")
+MODEL_WORDS = ("Model architectures", "not supported", "no vLLM implementation")
+logger = logging.getLogger(__name__)
+
+
+def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> Engine:
+    """An engine with the weights in `folder`; errors as in registry.EngineFactory."""
+    device = models.choose_device(settings.device)
+    check_device(device)
+    dtype, reason = models.choose_dtype(device, settings.dtype)
+    logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
+    trust = {"trust_remote_code": settings.trust_remote_code}
+    models.check_code(folder, **trust)
+    with loading_errors(folder):
+        tokenizer = models.load_tokenizer(folder, **trust)
+        end_ids = end_token_ids(models.generation_config(folder), tokenizer)
+        shapes = {name: tensor.shape for name, tensor in models.FolderWeights(folder).items()}
+        config = AutoConfig.from_pretrained(folder, **trust).get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or settings.max_model_len
+    max_model_len = min(settings.max_model_len, limit)
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": max_model_len,
+        "tensor_parallel_size": settings.tensor_parallel_size or 1,
+        "skip_tokenizer_init": True,
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature
+        "async_scheduling": False,  # would begin the next step before newer weights are applied
+        "enable_prefix_caching": True,
+        "generation_config": "vllm",  # not the sampling options of the model's folder
+        "disable_log_stats": True,
+        **trust,
+    }
+    if settings.gpu_memory_utilization is not None:
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    elif device.type == "cpu":
+        arguments["kv_cache_memory_bytes"] = cache_bytes(
+            config, dtype, slots=settings.slots, max_model_len=max_model_len
+        )
+    check_arguments(settings.vllm_args)
+    arguments |= settings.vllm_args
+    return Engine(folder, arguments, tokenizer, end_ids, shapes, step=step, slots=settings.slots)
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ConfigError for a device that vLLM does not use."""
+    if device.type not in ("cuda", "cpu"):
+        raise ConfigError(f"engine 'vllm' does not run on device {device}; {OTHERS}")
+    if device.index:
+        raise ConfigError(
+            f"engine 'vllm' uses the first GPUs, not model.device {device}; set model.device to "
+            f"cuda and start the generator with CUDA_VISIBLE_DEVICES={device.index}"
+        )
+
+
+def cache_bytes(config: Any, dtype: torch.dtype, *, slots: int, max_model_len: int) -> int:
+    """Bytes of vLLM's cache of keys and values on a CPU. Raises ConfigError if too large."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    token_bytes = 2 * config.num_hidden_layers * kv_heads * head_dim * dtype.itemsize
+    row_bytes = token_bytes * BLOCK * -(-max_model_len // BLOCK)
+    free_bytes = models.free_bytes(torch.device("cpu"))
+    size = {"slots": slots, "max_model_len": max_model_len, "extra_rows": 1}
+    check_cache_memory(row_bytes, free_bytes=free_bytes, **size)
+    return row_bytes * (slots + 1)
+
+
+class Engine:
+    """Samples up to `slots` completions at the same time; implements registry.Engine.
+
+    `arguments` are those of vllm.EngineArgs, `shapes` those of the tensors in `folder`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        arguments: Mapping[str, Any],
+        tokenizer: models.Tokenizer,
+        end_ids: Sequence[int],
+        shapes: Mapping[str, torch.Size],
+        *,
+        step: int,
+        slots: int,
+    ) -> None:
+        self.step = step
+        self.max_model_len: int = arguments["max_model_len"]
+        self._folder, self._arguments, self._shapes = folder, arguments, shapes
+        self._tokenizer, self._end_ids, self._slots = tokenizer, end_ids, slots
+        self._merger = AdapterMerger(lambda: models.FolderWeights(folder))
+        self._cancelled = False
+        self._core: CoreProcess | None = self._start()
+
+    def apply(self, update: WeightUpdate) -> None:
+        """Sample from the new weights from the next step on; starts the process if it has failed.
+
+        Raises ValueError, with nothing changed, if the weights belong to another model.
+        """
+        weights = self._merger.weights_of(update)
+        models.check_weights(self._shapes, weights)
+        core = self._core = self._core or self._start()
+        with tempfile.TemporaryDirectory(prefix="peralta-vllm-") as scratch:
+            folder = update.folder
+            if folder is None or update.is_adapter:
+                folder = Path(scratch)
+                models.save_weights(weights, folder)
+            self._call(core, "reload", str(folder))
+            if (name := self._call(core, "differing_tensor", str(folder))) is not None:
+                self.close()
+                raise EngineProcessError(
+                    f"vLLM still has other values in {name} after loading the weights of step "
+                    f"{update.step}"
+                )
+        self.step = update.step
+
+    def cancel(self) -> None:
+        """End `generate` after the current step; completions in flight are dropped."""
+        self._cancelled = True
+
+    def close(self) -> None:
+        """End the process; `apply` starts it again."""
+        if self._core is not None:
+            self._core.kill()
+            self._core = None
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # vLLM did not start
+            self.close()
+
+    def generate(
+        self,
+        requests: Iterable[Request | None],
+        sampling: Sampling,
+        between_steps: Callable[[], None] | None = None,
+    ) -> Iterator[Completion]:
+        """Yield each completion when it ends; see registry.Engine."""
+        check_sampling(sampling)
+        self._cancelled = False
+        core = self._running_core()
+        self._call(core, "begin", sampling.temperature, list(self._end_ids))
+        rows = Rows(self._slots, self._tokenizer, sampling, self._end_ids)
+        waiting: dict[int, Request] = {}  # by index; requests without a token yet
+        dropped: list[int] = []  # completions that ended with a stop string, which vLLM ignores
+        source, has_more = iter(requests), True
+        while not self._cancelled and (has_more or waiting or rows.count):
+            batch: list[Request] = []
+            if has_more:
+                batch, has_more = read_requests(
+                    source,
+                    sampling,
+                    limit=self._slots - rows.count - len(waiting),
+                    max_model_len=self.max_model_len,
+                )
+                waiting |= {request.index: request for request in batch}
+            core = self._running_core()  # reading a request may apply newer weights
+            if waiting or rows.count:
+                started = [new_request(request, sampling) for request in batch]
+                tokens = self._call(core, "step", started, dropped, is_step=True)
+                self._append(rows, waiting, tokens)
+                dropped = []
+                for row in rows.ended():
+                    completion = rows.completion(row)
+                    dropped.append(completion.index)
+                    rows.remove(row)
+                    yield completion
+            if between_steps is not None:
+                between_steps()
+
+    def _append(self, rows: Rows, waiting: dict[int, Request], tokens: Sequence[Token]) -> None:
+        """Add sampled tokens to the rows of their requests; a first token starts a row."""
+        for token in tokens:
+            if token.index in waiting:
+                rows.start(waiting.pop(token.index))
+        row_of = {request.index: row for row, request in enumerate(rows.requests)}
+        rows.append(
+            np.array([row_of[token.index] for token in tokens], np.int64),
+            np.array([token.token_id for token in tokens], np.int64),
+            np.array([token.logprob for token in tokens], np.float32),
+            step=self.step,
+        )
+
+    def _running_core(self) -> CoreProcess:
+        """The process. Raises EngineProcessError if it has ended."""
+        if self._core is None:
+            raise EngineProcessError("the process of vLLM has failed")
+        try:
+            self._core.check()
+        except EngineProcessError:
+            self.close()
+            raise
+        return self._core
+
+    def _start(self) -> CoreProcess:
+        """Start the process. Raises ConfigError or StoreError."""
+        arguments = {**self._arguments, "max_num_seqs": self._slots}
+        try:
+            return CoreProcess(arguments, threads=torch.get_num_threads())
+        except CoreError as error:
+            raise start_error(error, self._folder, self._slots) from None
+
+    def _call(self, core: CoreProcess, name: str, *arguments: Any, is_step: bool = False) -> Any:
+        """The result of a method of the process, which ends if it fails.
+
+        Raises EngineProcessError; after it the next start has half the slots if the memory was too
+        small.
+        """
+        try:
+            return core.call(name, *arguments, is_step=is_step)
+        except EngineProcessError:
+            self._core = None
+            raise
+        except CoreError as error:
+            self._core = None
+            if error.kind != "OutOfMemoryError":
+                raise EngineProcessError(f"vLLM raised {error.kind}: {error}") from None
+            if self._slots == 1:
+                raise memory_error(error, self._slots) from None
+            self._slots //= 2
+            raise EngineProcessError(
+                f"vLLM is out of memory, continuing with {self._slots} slots; lower engine.slots "
+                f"or engine.gpu_memory_utilization ({error})"
+            ) from None
+
+
+def new_request(request: Request, sampling: Sampling) -> NewRequest:
+    """A request for vLLM; its seed depends only on the seed of the run and its index."""
+    limit = request.max_completion_length
+    max_tokens = sampling.max_completion_length
+    return NewRequest(
+        index=request.index,
+        prompt_ids=request.prompt_ids.tolist(),
+        max_tokens=max_tokens if limit is None else min(limit, max_tokens),
+        seed=zlib.crc32(f"{sampling.seed}/{request.index}".encode()),
+    )
+
+
+def start_error(error: CoreError, folder: Path, slots: int) -> ConfigError | StoreError:
+    """The error for an exception of vLLM at its start."""
+    text = str(error)
+    if error.kind == "OutOfMemoryError" or any(word in text for word in MEMORY_WORDS):
+        return memory_error(error, slots)
+    if any(word in text for word in MODEL_WORDS):
+        return ConfigError(f"engine 'vllm' cannot serve the model in {folder}: {text}; {OTHERS}")
+    if error.kind == "TypeError" and "EngineArgs" in text:
+        return ConfigError(f"engine.vllm_args: {text}; use the names of vLLM's EngineArgs")
+    return StoreError(f"model folder {folder} cannot be loaded: {error.kind}: {text}")
+
+
+def memory_error(error: CoreError, slots: int) -> ConfigError:
+    """The error for a memory that is too small."""
+    return ConfigError(
+        f"engine 'vllm' is out of memory with engine.slots {slots}: {error}; change "
+        "engine.gpu_memory_utilization, engine.max_model_len or engine.slots"
+    )

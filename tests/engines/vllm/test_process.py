@@ -1,0 +1,121 @@
+"""The process with vLLM, with another program in its place; the comparison of weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from engine_data import save_model, sharp_model
+
+from peralta_zmq import models
+from peralta_zmq.engines.vllm import process
+from peralta_zmq.engines.vllm.core import Comparison
+from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
+from peralta_zmq.errors import EngineProcessError
+
+PROGRAM = """
+import os, subprocess, sys, time
+from multiprocessing.connection import Connection
+
+class OutOfMemoryError(RuntimeError): ...
+
+class Core:
+    def __init__(self, arguments):
+        if "code" in arguments: os._exit(arguments["code"])
+        self.child = subprocess.Popen(["sleep", "99"])
+    def pid_of_child(self): return self.child.pid
+    def fail(self): raise OutOfMemoryError("no\\nmemory")
+    def sleep(self): time.sleep(99)
+    def compute(self, seconds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end: pass
+        return seconds
+
+connection, core = Connection(int(sys.argv[1])), None
+while True:
+    name, arguments = connection.recv()
+    try:
+        if name == "open": core, result = Core(*arguments), None
+        else: result = getattr(core, name)(*arguments)
+    except Exception as error: connection.send((type(error).__name__, str(error)))
+    else: connection.send((None, result))
+"""
+
+
+@pytest.fixture(autouse=True)
+def program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "PROGRAM", PROGRAM)
+    monkeypatch.setattr(process, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(process, "CPU_SECONDS", 0.005)
+
+
+@pytest.fixture
+def core() -> Iterator[CoreProcess]:
+    started = CoreProcess({}, threads=1)
+    yield started
+    started.kill()
+
+
+def assert_all_ended(core: CoreProcess, child: int) -> None:
+    """The process and its own child have ended."""
+    for pid in (core.pid, child):
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).wait(9)
+    with pytest.raises(EngineProcessError, match="has been ended by SIGKILL"):
+        core.check()
+
+
+def test_exception_in_a_call_ends_the_process_with_its_kind(core: CoreProcess) -> None:
+    child = core.call("pid_of_child")
+    core.check()
+    with pytest.raises(CoreError, match=r"^no memory$") as caught:
+        core.call("fail")
+    assert caught.value.kind == "OutOfMemoryError"
+    assert_all_ended(core, child)
+
+
+def test_killed_process_is_noticed_during_a_call_and_between_calls(core: CoreProcess) -> None:
+    os.kill(core.pid, signal.SIGKILL)
+    message = r"has been ended by SIGKILL \(perhaps the system was out of memory\)"
+    with pytest.raises(EngineProcessError, match=message):
+        core.call("compute", 1.0)
+    with pytest.raises(EngineProcessError, match=message):
+        core.check()
+
+
+def test_process_that_ends_at_its_start_raises_its_code() -> None:
+    with pytest.raises(EngineProcessError, match="has ended with code 7"):
+        CoreProcess({"code": 7}, threads=1)
+
+
+def test_step_without_cpu_time_counts_as_hung_but_a_slow_one_does_not(core: CoreProcess) -> None:
+    child = core.call("pid_of_child")
+    slow = 1.5 * process.HANG_POLLS * process.POLL_SECONDS
+    assert core.call("compute", slow, is_step=True) == slow
+    started = time.monotonic()
+    with pytest.raises(EngineProcessError, match="did not reply for 1 s"):
+        core.call("sleep", is_step=True)
+    assert time.monotonic() - started < 5 * slow
+    assert_all_ended(core, child)
+
+
+def test_stopped_process_counts_as_hung(core: CoreProcess) -> None:
+    os.kill(core.pid, signal.SIGSTOP)
+    with pytest.raises(EngineProcessError, match="did not reply"):
+        core.call("pid_of_child", is_step=True)
+
+
+def test_comparison_names_a_tensor_that_was_not_loaded(tmp_path: Path) -> None:
+    save_model(sharp_model(), tmp_path)
+    compare, model = Comparison(str(tmp_path)), sharp_model()
+    assert compare(model) is None
+    assert compare(model.bfloat16()) is None  # vLLM samples in another dtype
+    stale = sharp_model()
+    models.weights_of(stale)["model.layers.1.mlp.down_proj.weight"].add_(0.1)
+    assert compare(stale) == "model.layers.1.mlp.down_proj.weight"

@@ -1,0 +1,206 @@
+"""What only the vLLM engine has: its process, the prefix cache, errors of vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_data import (
+    GREEDY,
+    PROMPTS,
+    plain_greedy,
+    sampled,
+    save_model,
+    scored,
+    sharp_model,
+    switched_greedy,
+    tokens,
+)
+
+from peralta_zmq import models, registry
+from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
+from peralta_zmq.engines.vllm.refusals import installed_version
+from peralta_zmq.errors import ConfigError, EngineProcessError
+from peralta_zmq.registry import EngineSettings, WeightUpdate
+from peralta_zmq.rollout import Request, Sampling
+
+BLOCK = 32  # tokens of a block of vLLM's cache
+pytestmark = [
+    pytest.mark.skipif(
+        installed_version() is None, reason="vLLM is not installed; run make test-vllm"
+    ),
+    pytest.mark.timeout(120),
+]
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+
+
+def opened(folder: Path, **settings: Any) -> Any:
+    values = {
+        "device": "cpu", "dtype": "float32", "slots": 4, "max_model_len": 64,
+        "vllm_args": {"enforce_eager": True, "block_size": BLOCK}, **settings,
+    }  # fmt: skip
+    return registry.resolve("engine", "vllm").open(folder, EngineSettings(**values), step=3)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Any]:
+    save_model(sharp_model(), tmp_path)
+    with closing(opened(tmp_path, max_model_len=128)) as engine:
+        yield engine
+
+
+def update(step: int, seed: int) -> WeightUpdate:
+    return WeightUpdate(step, models.weights_of(sharp_model(seed=seed)))
+
+
+def assert_greedy_matches(engine: Any, seed: int) -> None:
+    model = sharp_model(seed=seed)
+    expected = [plain_greedy(model, prompt, 12) for prompt in PROMPTS]
+    assert tokens(sampled(engine, GREEDY)) == expected
+
+
+# The process.
+
+
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
+def test_failed_process_is_noticed_and_restarted_with_newer_weights(
+    fault: str, engine: Any
+) -> None:
+    faults: list[float] = []
+
+    def fail_once() -> None:
+        if not faults:
+            faults.append(time.monotonic())
+            os.kill(engine._core.pid, signal.Signals[fault])
+
+    with pytest.raises(EngineProcessError, match="the process of vLLM"):
+        sampled(engine, GREEDY, between_steps=fail_once)
+    assert time.monotonic() - faults[0] < 10
+    with pytest.raises(EngineProcessError):  # no samples from weights of the start
+        sampled(engine, GREEDY)
+    engine.apply(update(7, 8))
+    assert engine.step == 7
+    assert_greedy_matches(engine, 8)
+
+
+def test_weights_that_were_not_loaded_are_noticed(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = CoreProcess.call
+
+    def without_reload(self: CoreProcess, name: str, *arguments: Any, **options: Any) -> Any:
+        return None if name == "reload" else call(self, name, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CoreProcess, "call", without_reload)
+        with pytest.raises(EngineProcessError, match=r"other values in .* weights of step 7"):
+            engine.apply(update(7, 8))
+    assert engine.step == 3
+    engine.apply(update(7, 8))
+    assert_greedy_matches(engine, 8)
+
+
+def test_memory_that_is_too_small_halves_the_slots_until_one(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = CoreProcess.call
+
+    def out_of_memory(self: CoreProcess, name: str, *arguments: Any, **options: Any) -> Any:
+        if name == "step":
+            self.kill()
+            raise CoreError("OutOfMemoryError", "CUDA out of memory")
+        return call(self, name, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CoreProcess, "call", out_of_memory)
+        for slots in (2, 1):
+            with pytest.raises(EngineProcessError, match=rf"with {slots} slots; lower engine\.s"):
+                sampled(engine, GREEDY)
+            engine.apply(update(7, 8))
+        with pytest.raises(ConfigError, match=r"engine\.slots 1: CUDA .* engine\.gpu_memory_uti"):
+            sampled(engine, GREEDY)
+    engine.apply(update(7, 8))
+    assert_greedy_matches(engine, 8)
+
+
+# The prefix cache.
+
+
+def test_new_prompt_does_not_use_the_cache_of_earlier_weights(engine: Any) -> None:
+    """The prompts share three blocks of the cache, and one completion is running at the change."""
+    prefix, calls = [5 + index % 50 for index in range(3 * BLOCK)], list[int]()
+
+    def source() -> Iterator[Request | None]:
+        yield Request(0, np.array([*prefix, 9], np.int32))
+        while len(calls) < 6:
+            yield None
+        yield Request(1, np.array([*prefix, 9], np.int32))
+        yield Request(2, np.array([*prefix, 7], np.int32))
+
+    def between_steps() -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            engine.apply(update(7, 8))
+
+    first, *later = sampled(engine, GREEDY, source(), between_steps=between_steps)
+    assert first.policy_steps.tolist() == [3] * 4 + [7] * 8
+    expected, _ = switched_greedy([*prefix, 9], [0] * 4 + [8] * 8)
+    assert first.token_ids.tolist() == expected
+    for each in later:
+        assert set(each.policy_steps.tolist()) == {7}
+        assert each.logprobs.tolist() == pytest.approx(
+            scored(sharp_model(seed=8), each, 1.0), abs=1e-4
+        )
+
+
+# Settings.
+
+
+def test_bfloat16_weights_have_float32_logprobs(tmp_path: Path) -> None:
+    """Logprobs in bfloat16 would be multiples of 2^-7 or larger, except near 0."""
+    save_model(sharp_model(), tmp_path)
+    with closing(opened(tmp_path, dtype="bfloat16")) as engine:
+        completions = sampled(engine, Sampling(max_completion_length=12))
+    logprobs = torch.from_numpy(np.concatenate([each.logprobs for each in completions]))
+    assert (logprobs != logprobs.bfloat16().float()).float().mean() > 0.9
+
+
+def test_completions_are_replaced_at_once(engine: Any) -> None:
+    """Ten completions of 3 to 12 tokens in 4 slots take 20 steps; in batches they take 30."""
+    steps: list[int] = []
+    batch = [Request(index, np.array(PROMPTS[0], np.int32), 3 + index) for index in range(10)]
+    sampled(engine, GREEDY, batch, between_steps=lambda: steps.append(1))
+    assert len(steps) <= 24
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "message"),
+    [
+        ({"architectures": ["NoSuchModel"]}, {}, r"cannot serve the model .*; set engine\.name to"),
+        ({}, {"vllm_args": {"no_such": 1}}, r"engine\.vllm_args: .*no_such.*EngineArgs"),
+        ({}, {"slots": 900_000_000}, r"engine\.slots 900000000 .* GiB .* use engine\.slots \d"),
+        ({"auto_map": {"AutoConfig": "code.Mine"}}, {}, r"model\.trust_remote_code"),
+    ],
+)  # fmt: skip
+def test_model_or_settings_that_vllm_cannot_use_are_refused(
+    changes: dict[str, Any], settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_model(sharp_model(), tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(ConfigError, match=message) as caught:
+        opened(tmp_path, **settings)
+    assert "\n" not in str(caught.value)
