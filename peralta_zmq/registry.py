@@ -160,8 +160,15 @@ class Engine(Protocol):
     A decode step is the forward pass that samples the next token of every sequence in flight.
     """
 
-    step: int  # policy step of the current weights
-    max_model_len: int  # maximum of prompt and completion together, in tokens
+    @property
+    def step(self) -> int:
+        """Policy step of the current weights."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum of prompt and completion together, in tokens."""
+        ...
 
     def generate(
         self,
@@ -177,9 +184,10 @@ class Engine(Protocol):
         ready yet, and the engine continues with the requests in flight. The engine calls
         `between_steps` between decode steps; this function may call `apply` or `cancel`. Each token
         is sampled with the parameters `sampling.at(self.step)`, which can change within a
-        completion when the weights do. Raises ConfigError for a request longer than
-        `max_model_len`, EngineError for logits that are not finite, and EngineProcessError if a
-        process of the engine fails; all drop the completions in flight.
+        completion when the weights do; `Request.sampling` replaces `sampling` for its request.
+        Raises ConfigError for a request longer than `max_model_len`, EngineError for logits that
+        are not finite, and EngineProcessError if a process of the engine fails; all drop the
+        completions in flight.
         """
         ...
 

@@ -11,7 +11,7 @@ with the shape [T] belongs to token t.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -123,6 +123,12 @@ class Request:
     # engine then needs to compute the keys and values of the inserted tokens only.
     continues: int | None = None  # index of the earlier request
     may_continue: bool = False  # whether another request may continue this one
+    sampling: Sampling | None = None
+    """Parameters of this request; None = those of the call of `generate`. With parameters of its
+    own, the random numbers of a request depend on its seed only, and not on its index."""
+    on_token: Callable[[int, float, int], bool] | None = None
+    """Called with token, logprob and policy step after each sampled token. Ends the completion if
+    it returns False. An engine that decodes whole batches does not call it."""
 
 
 @dataclass(frozen=True, slots=True)

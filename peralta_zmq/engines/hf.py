@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -107,8 +108,10 @@ class HfEngine:
             batch, has_more = read_requests(
                 source, sampling, limit=self._slots, max_model_len=self.max_model_len
             )
-            if batch:
-                yield from self._sample(batch, sampling)
+            # A request with sampling parameters of its own is a batch of its own.
+            for _, group in groupby(batch, lambda each: each.sampling and each.index):
+                part = list(group)
+                yield from self._sample(part, part[0].sampling or sampling)
             if between_steps is not None:
                 between_steps()
 
@@ -133,7 +136,8 @@ class HfEngine:
                 MinNewTokensLengthLogitsProcessor(num_prompt, sampling.min_tokens, self._end_ids)
             )
         with torch.inference_mode(), torch.random.fork_rng():
-            torch.manual_seed(zlib.crc32(f"{sampling.seed}/{requests[0].index}".encode()))
+            index = requests[0].index if requests[0].sampling is None else 0
+            torch.manual_seed(zlib.crc32(f"{sampling.seed}/{index}".encode()))
             sequences = cast(Any, self._model).generate(
                 input_ids=token_ids,
                 attention_mask=attention_mask,

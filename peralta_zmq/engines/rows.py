@@ -36,9 +36,10 @@ def read_requests(
     for request in islice(source, limit):
         if request is None:
             return batch, True
-        num_prompt, num_new = len(request.prompt_ids), sampling.max_completion_length
+        own_sampling = request.sampling or sampling
+        num_prompt, num_new = len(request.prompt_ids), own_sampling.max_completion_length
         num_new = min(num_new, request.max_completion_length or num_new)
-        if sampling.fills_context:
+        if own_sampling.fills_context:
             num_new = max(1, max_model_len - num_prompt)
             request = replace(request, max_completion_length=num_new)
         if num_prompt == 0:
@@ -123,10 +124,18 @@ def end_token_ids(config: GenerationConfig | None, tokenizer: models.Tokenizer) 
     return [cast(int, token_id) for token_id in token_ids if token_id is not None]
 
 
+def _token_options(sampling: Sampling) -> Sampling:
+    """`sampling` without the parameters that `sample` does not use for a token."""
+    return replace(
+        sampling, min_tokens=0, max_completion_length=1, fills_context=False, stop=(), seed=0
+    )
+
+
 class Rows:
     """The completions in progress as arrays with one entry per row.
 
-    The first `count` rows are running, the remaining rows are free.
+    The first `count` rows are running, the remaining rows are free. `sampling` is for requests
+    without parameters of their own.
     """
 
     def __init__(
@@ -135,8 +144,10 @@ class Rows:
         tokenizer: models.Tokenizer,
         sampling: Sampling,
         end_ids: Sequence[int],
+        *,
+        max_model_len: int,
     ) -> None:
-        shape = (num_rows, sampling.max_completion_length)
+        shape = (num_rows, max_model_len)
         self._tokenizer, self._sampling = tokenizer, sampling
         self._end_ids = np.array(end_ids, np.int64)
         self.count = 0
@@ -147,21 +158,52 @@ class Rows:
         self.num_tokens = np.zeros(num_rows, np.int64)  # number of tokens generated so far
         self.num_prompt = np.zeros(num_rows, np.int64)  # length of the prompt
         self.limits = np.zeros(num_rows, np.int64)  # maximum of num_tokens
+        self._min_tokens = np.zeros(num_rows, np.int64)
+        self._is_cancelled = np.zeros(num_rows, np.bool_)  # Request.on_token has returned False
         self._uniforms = np.zeros(shape, np.float32)  # random numbers for sampling, one per token
 
     def start(self, request: Request) -> int:
         """Put `request` into the next free row; returns the row.
 
-        The random numbers of a completion depend only on the seed and the index of its request.
+        The random numbers of a completion depend only on the seed and, if the request has no
+        parameters of its own, on its index.
         """
+        sampling = self._sampling_of(request)
         row, self.count = self.count, self.count + 1
         self.requests.append(request)
         self.num_tokens[row], self.num_prompt[row] = 0, len(request.prompt_ids)
-        limit, max_length = request.max_completion_length, self._sampling.max_completion_length
-        self.limits[row] = max_length if limit is None else min(limit, max_length)
-        generator = np.random.Generator(np.random.Philox(key=[self._sampling.seed, request.index]))
-        self._uniforms[row] = generator.random(max_length, dtype=np.float32)
+        limit, max_length = request.max_completion_length, sampling.max_completion_length
+        self.limits[row] = limit = max_length if limit is None else min(limit, max_length)
+        self._min_tokens[row], self._is_cancelled[row] = sampling.min_tokens, False
+        key = [sampling.seed, request.index if request.sampling is None else 0]
+        generator = np.random.Generator(np.random.Philox(key=key))
+        self._uniforms[row, :limit] = generator.random(limit, dtype=np.float32)
         return row
+
+    def by_sampling(
+        self, rows: np.ndarray, step: int
+    ) -> Iterator[tuple[Sampling, np.ndarray | slice]]:
+        """Divide `rows` by the parameters with which their next token is sampled.
+
+        Yields parameters for weights of policy step `step`, with the indices in `rows` of the rows
+        that have them. Rows that differ only in seeds, limits or stop strings are not divided.
+        """
+        default = list[int]()
+        divided = {_token_options(self._sampling.at(step)): default}
+        for index, row in enumerate(rows):
+            sampling = self.requests[row].sampling
+            if sampling is None:
+                default.append(index)
+            else:
+                divided.setdefault(_token_options(sampling.at(step)), []).append(index)
+        for options, indices in divided.items():
+            if len(indices) == len(rows):
+                yield options, slice(None)  # no copy of the logits
+            elif indices:
+                yield options, np.array(indices)
+
+    def _sampling_of(self, request: Request) -> Sampling:
+        return request.sampling or self._sampling
 
     def next_uniforms(self, rows: np.ndarray) -> np.ndarray:
         """A random number in [0, 1) for the next token of each of `rows`."""
@@ -185,10 +227,16 @@ class Rows:
         self.logprobs[rows, columns] = logprobs
         self.steps[rows, columns] = step
         self.num_tokens[rows] = columns + 1
+        for index, row in enumerate(rows):
+            if (on_token := self.requests[row].on_token) is not None:
+                is_wanted = on_token(int(tokens[index]), float(logprobs[index]), step)
+                self._is_cancelled[row] = not is_wanted
 
-    def seen_tokens(self, rows: np.ndarray, vocab_size: int) -> BoolArray | None:
-        """[n, V], True: the repetition penalty applies; None if the penalty is off."""
-        if self._sampling.repetition_penalty == 1:
+    def seen_tokens(
+        self, rows: np.ndarray, sampling: Sampling, vocab_size: int
+    ) -> BoolArray | None:
+        """[n, V], True: the repetition penalty applies; None if `sampling` has none."""
+        if sampling.repetition_penalty == 1:
             return None
         seen = np.zeros((len(rows), vocab_size), np.bool_)
         for index, row in enumerate(rows):
@@ -198,7 +246,7 @@ class Rows:
 
     def banned_tokens(self, rows: np.ndarray, vocab_size: int) -> BoolArray | None:
         """[n, V], True for end tokens in rows below min_tokens; None without such rows."""
-        is_short = self.num_tokens[rows] < self._sampling.min_tokens
+        is_short = self.num_tokens[rows] < self._min_tokens[rows]
         if not is_short.any():
             return None
         banned = np.zeros((len(rows), vocab_size), np.bool_)
@@ -219,17 +267,17 @@ class Rows:
         tokens, _ = self.newest()
         ended = (tokens[:, None] == self._end_ids).any(1)
         ended |= (self.num_tokens == self.limits)[: self.count]
-        if self._sampling.stop:
-            stopped = map(self._has_stopped, range(self.count))
-            ended |= np.fromiter(stopped, np.bool_)  # np.array([]) would be of another dtype
+        ended |= self._is_cancelled[: self.count]
+        stopped = map(self._has_stopped, range(self.count))
+        ended |= np.fromiter(stopped, np.bool_)  # np.array([]) would be of another dtype
         return np.flatnonzero(ended)[::-1].tolist()
 
     def _has_stopped(self, row: int) -> bool:
         """Whether a row has at least min_tokens tokens and contains a stop string."""
-        length = int(self.num_tokens[row])
-        if length < self._sampling.min_tokens:
+        stop, length = self._sampling_of(self.requests[row]).stop, int(self.num_tokens[row])
+        if not stop or length < self._min_tokens[row]:
             return False
-        return has_stop(self._tokenizer, self.tokens[row, :length].tolist(), self._sampling.stop)
+        return has_stop(self._tokenizer, self.tokens[row, :length].tolist(), stop)
 
     def completion(self, row: int) -> Completion:
         """The completion of a row that has ended."""
@@ -237,7 +285,7 @@ class Rows:
         return completion_of(
             self._tokenizer,
             self.requests[row],
-            self._sampling,
+            self._sampling_of(self.requests[row]),
             token_ids=self.tokens[row, :length],
             logprobs=self.logprobs[row, :length],
             policy_steps=self.steps[row, :length],
@@ -249,7 +297,8 @@ class Rows:
         self.count -= 1
         last = self.count
         tables = self.tokens, self.logprobs, self.steps, self._uniforms
-        for array in (*tables, self.num_tokens, self.num_prompt, self.limits):
+        numbers = self.num_tokens, self.num_prompt, self.limits, self._min_tokens
+        for array in (*tables, *numbers, self._is_cancelled):
             array[row] = array[last]
         self.requests[row] = self.requests[last]
         self.requests.pop()

@@ -237,6 +237,59 @@ def test_request_has_its_own_length_limit(opener: Opener) -> None:
     assert [len(each.token_ids) for each in completions] == [1, 2, 3, 4, 5, 6]
 
 
+def test_request_has_its_own_sampling_parameters(opener: Opener, tokenizer: Any) -> None:
+    engine, training = opener(sharp_model(), slots=6), Sampling(max_completion_length=9, seed=4)
+    alone = tokens(sampled(engine, training))
+    free = plain_greedy(sharp_model(), PROMPTS[0], 30)
+    stop = tokenizer.decode(free[3:4]).strip() or " "
+    own = {
+        -1: Sampling(temperature=0.0, max_completion_length=30),
+        -2: Sampling(temperature=0.0, max_completion_length=30, stop=(stop,)),
+        -3: Sampling(temperature=2.0, top_p=0.9, max_completion_length=20, seed=11),
+        -4: Sampling(repetition_penalty=1.5, max_completion_length=12, min_tokens=12, seed=11),
+    }
+    prompt = np.array(PROMPTS[0], np.int32)
+
+    def source(first: int) -> Iterator[Request]:
+        for index, sampling in own.items():
+            yield Request(first + index, prompt, sampling=sampling)
+        yield from requests()
+
+    mixed, again = (
+        {each.index: each for each in engine.generate(source(first), training)} for first in (0, -9)
+    )
+    assert mixed[-1].token_ids.tolist() == free
+    assert mixed[-2].text == mixed[-1].text[: mixed[-1].text.find(stop)]
+    assert 9 < len(mixed[-3].token_ids) <= 20 and len(mixed[-4].token_ids) == 12
+    for index, sampling in own.items():
+        assert_logprobs(
+            mixed[index], scored(sharp_model(), mixed[index], sampling.temperature or 1.0)
+        )
+        assert mixed[index].token_ids.tolist() == again[index - 9].token_ids.tolist()
+    if opener.name != "hf":  # whose random numbers depend on the batch
+        assert [mixed[index].token_ids.tolist() for index in range(len(alone))] == alone
+
+
+def test_on_token_gets_each_token_and_ends_the_completion(opener: Opener) -> None:
+    if opener.name == "hf":
+        pytest.skip("engine hf decodes whole batches")
+    seen: dict[int, list[tuple[int, float, int]]] = {index: [] for index in range(4)}
+
+    def request(index: int) -> Request:
+        def on_token(token: int, logprob: float, step: int) -> bool:
+            seen[index].append((token, logprob, step))
+            return index < 2 or len(seen[index]) < 3
+
+        return Request(index, np.array(PROMPTS[0], np.int32), on_token=on_token)
+
+    sampling = Sampling(max_completion_length=9, min_tokens=9)
+    completions = sampled(opener(sharp_model(), step=5), sampling, map(request, range(4)))
+    assert [len(each.token_ids) for each in completions] == [9, 9, 3, 3]
+    for each in completions:
+        arrays = each.token_ids, each.logprobs, each.policy_steps
+        assert seen[each.index] == list(zip(*(array.tolist() for array in arrays), strict=True))
+
+
 def test_none_among_requests_does_not_end_the_source(opener: Opener) -> None:
     calls: list[int] = []
 

@@ -130,8 +130,14 @@ class Engine:
     ) -> Iterator[Completion]:
         """Yield each completion when it ends; see registry.Engine."""
         self._cancelled = False
-        rows = Rows(self._slots, self._tokenizer, sampling, self._end_ids)
-        loop = DecodeLoop(self._model, rows, sampling)
+        rows = Rows(
+            self._slots,
+            self._tokenizer,
+            sampling,
+            self._end_ids,
+            max_model_len=self.max_model_len,
+        )
+        loop = DecodeLoop(self._model, rows)
         source, has_more = iter(requests), True
         while not self._cancelled and (has_more or rows.count):
             if has_more:
@@ -152,8 +158,8 @@ class Engine:
 class DecodeLoop:
     """One `generate` call: starts rows, advances all rows, removes ended rows."""
 
-    def __init__(self, model: MlxModel, rows: Rows, sampling: Sampling) -> None:
-        self._model, self._rows, self._sampling = model, rows, sampling
+    def __init__(self, model: MlxModel, rows: Rows) -> None:
+        self._model, self._rows = model, rows
         self._cache: list[Any] = []  # of each layer
 
     def start(self, requests: Sequence[Request], *, step: int) -> None:
@@ -197,15 +203,18 @@ class DecodeLoop:
 
     def _sample(self, first_row: int, logits: Any, step: int) -> None:
         """Sample the next token of all rows from `first_row` on; `logits` are [n, V]."""
-        rows = np.arange(first_row, self._rows.count)
-        tokens, logprobs = sample(
-            logits,
-            self._sampling.at(step),
-            mx.array(self._rows.next_uniforms(rows)),
-            seen=_array(self._rows.seen_tokens(rows, logits.shape[-1])),
-            banned=_array(self._rows.banned_tokens(rows, logits.shape[-1])),
-        )
-        self._rows.append(rows, np.array(tokens), np.array(logprobs), step=step)
+        rows, vocab_size = np.arange(first_row, self._rows.count), logits.shape[-1]
+        tokens, logprobs = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
+        for sampling, part in self._rows.by_sampling(rows, step):
+            sampled_tokens, sampled_logprobs = sample(
+                logits[part if isinstance(part, slice) else mx.array(part)],
+                sampling,
+                mx.array(self._rows.next_uniforms(rows[part])),
+                seen=_array(self._rows.seen_tokens(rows[part], sampling, vocab_size)),
+                banned=_array(self._rows.banned_tokens(rows[part], vocab_size)),
+            )
+            tokens[part], logprobs[part] = np.array(sampled_tokens), np.array(sampled_logprobs)
+        self._rows.append(rows, tokens, logprobs, step=step)
 
 
 def _array(mask: BoolArray | None) -> Any:

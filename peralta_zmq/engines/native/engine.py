@@ -30,7 +30,7 @@ from peralta_zmq.engines.native.turn_cache import KEPT_FRACTION, TurnCache
 from peralta_zmq.engines.rows import Rows, end_token_ids, read_requests
 from peralta_zmq.errors import EngineError
 from peralta_zmq.registry import EngineSettings, WeightUpdate
-from peralta_zmq.rollout import BoolArray, Completion, Request, Sampling
+from peralta_zmq.rollout import BoolArray, Completion, Int32Array, Request, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -119,9 +119,14 @@ class NativeEngine:
         """
         self._cancelled = False
         decoder = self._decoder or self._new_decoder()
-        self._loop = loop = DecodeLoop(
-            decoder, self._tokenizer, sampling, self._end_ids, self._slots
+        rows = Rows(
+            self._slots,
+            self._tokenizer,
+            sampling,
+            self._end_ids,
+            max_model_len=self.max_model_len,
         )
+        self._loop = loop = DecodeLoop(decoder, rows, self._slots)
         source, has_more = iter(requests), True
         try:
             while not self._cancelled and (has_more or loop.num_started):
@@ -165,16 +170,8 @@ def _engine_for(
 class DecodeLoop:
     """One `generate` call: starts rows, advances all rows, removes ended rows."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        tokenizer: models.Tokenizer,
-        sampling: Sampling,
-        end_ids: Sequence[int],
-        slots: int,
-    ) -> None:
-        self._decoder, self._sampling = decoder, sampling
-        self.rows = Rows(slots, tokenizer, sampling, end_ids)
+    def __init__(self, decoder: Decoder, rows: Rows, slots: int) -> None:
+        self._decoder, self.rows = decoder, rows
         self.prefix_cache = PrefixCache(decoder, first_row=slots)
         max_kept = int(KEPT_FRACTION * slots * decoder.cache.capacity)
         self.turn_cache = TurnCache(decoder, max_tokens=max_kept)
@@ -194,8 +191,13 @@ class DecodeLoop:
         """
         continued = [request for request in requests if request in self.turn_cache]
         others = [request for request in requests if request not in self.turn_cache]
-        started = [each for each in others if each.prompt_ids in self.prefix_cache]
-        self._waiting += [each for each in others if each.prompt_ids not in self.prefix_cache]
+        started, waiting = list[Request](), list[Request]()
+        for request in others:
+            # The prompt of a request with its own sampling parameters has another beginning than
+            # those of the others; in the prefix cache, it would shorten their common prefix.
+            may_start = request.sampling is not None or request.prompt_ids in self.prefix_cache
+            (started if may_start else waiting).append(request)
+        self._waiting += waiting
         if not (continued or started):
             return
         first_row, logits = self.rows.count, list[Tensor]()
@@ -205,8 +207,17 @@ class DecodeLoop:
             logits += self.turn_cache.restore(batch, first_row=rows[0])
         for request in started:
             row = self.rows.start(request)
+            if request.sampling is not None:
+                logits.append(self._prompt_logits(row, request.prompt_ids))
+                continue
             logits.append(self.prefix_cache.copy_to(row, request.prompt_ids))
         self._sample(first_row, torch.stack(logits), step)
+
+    def _prompt_logits(self, row: int, prompt: Int32Array) -> Tensor:
+        """Compute a prompt in a free row; returns the next token's logits [V]."""
+        tokens, positions = prompt[None].astype(np.int64), np.arange(len(prompt))[None]
+        (hidden,) = self._decoder.hidden_states([NewTokens(tokens, positions, first_row=row)])
+        return self._decoder.logits(hidden[:, -1])[0]
 
     @torch.inference_mode()
     def advance(self, *, step: int) -> None:
@@ -239,17 +250,23 @@ class DecodeLoop:
 
     def _sample(self, first_row: int, logits: Tensor, step: int) -> None:
         """Sample the next token of all rows from `first_row` on; `logits` are [n, V]."""
-        rows = np.arange(first_row, self.rows.count)
-        tokens, logprobs = sample(
-            logits,
-            self._sampling.at(step),
-            torch.from_numpy(self.rows.next_uniforms(rows)).to(logits.device),
-            seen=_on_device(self.rows.seen_tokens(rows, logits.shape[-1]), logits.device),
-            banned=_on_device(self.rows.banned_tokens(rows, logits.shape[-1]), logits.device),
-            library=self._decoder.library,
-        )
+        rows, vocab_size = np.arange(first_row, self.rows.count), logits.shape[-1]
+        tokens, logprobs = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
+        for sampling, part in self.rows.by_sampling(rows, step):
+            seen = self.rows.seen_tokens(rows[part], sampling, vocab_size)
+            banned = self.rows.banned_tokens(rows[part], vocab_size)
+            sampled_tokens, sampled_logprobs = sample(
+                logits[part],
+                sampling,
+                torch.from_numpy(self.rows.next_uniforms(rows[part])).to(logits.device),
+                seen=_on_device(seen, logits.device),
+                banned=_on_device(banned, logits.device),
+                library=self._decoder.library,
+            )
+            tokens[part] = sampled_tokens.cpu().numpy()
+            logprobs[part] = sampled_logprobs.cpu().numpy()
         try:
-            self.rows.append(rows, tokens.cpu().numpy(), logprobs.cpu().numpy(), step=step)
+            self.rows.append(rows, tokens, logprobs, step=step)
         except EngineError:
             self._decoder.cache.clear()  # of keys and values that are not finite
             raise

@@ -31,6 +31,8 @@ class NewRequest:
     index: int
     prompt_ids: list[int]
     max_tokens: int
+    temperature: float
+    top_p: float
     seed: int
 
 
@@ -53,14 +55,14 @@ class Core:
         self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._make_sampling: Any = SamplingParams
         self._output_kind = RequestOutputKind.DELTA
-        self._sampling: dict[str, Any] = {}
+        self._end_ids: list[int] = []
         self._ids: dict[int, str] = {}  # index of a running request -> its id in vLLM
         self._num_reloads = 0
 
-    def begin(self, temperature: float, end_ids: Sequence[int]) -> None:
-        """Drop all requests; the next ones are sampled with these parameters."""
+    def begin(self, end_ids: Sequence[int]) -> None:
+        """Drop all requests; one of these tokens ends the next ones."""
         self._abort(list(self._ids))
-        self._sampling = {"temperature": temperature, "stop_token_ids": list(end_ids)}
+        self._end_ids = list(end_ids)
 
     def step(self, started: Sequence[NewRequest], dropped: Sequence[int]) -> list[Token]:
         """Start and drop requests, then sample at most one token for each running request."""
@@ -70,7 +72,9 @@ class Core:
             # reset_prefix_cache() would have no effect while other requests are running.
             prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": str(self._num_reloads)}
             sampling = self._make_sampling(
-                **self._sampling,
+                temperature=request.temperature,
+                top_p=request.top_p,
+                stop_token_ids=self._end_ids,
                 seed=request.seed,
                 max_tokens=request.max_tokens,
                 ignore_eos=True,  # the end tokens of vLLM may be others than `end_ids`

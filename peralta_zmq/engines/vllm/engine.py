@@ -170,8 +170,14 @@ class Engine:
         check_sampling(sampling)
         self._cancelled = False
         core = self._running_core()
-        self._call(core, "begin", sampling.temperature, list(self._end_ids))
-        rows = Rows(self._slots, self._tokenizer, sampling, self._end_ids)
+        self._call(core, "begin", list(self._end_ids))
+        rows = Rows(
+            self._slots,
+            self._tokenizer,
+            sampling,
+            self._end_ids,
+            max_model_len=self.max_model_len,
+        )
         waiting: dict[int, Request] = {}  # by index; requests without a token yet
         dropped: list[int] = []  # completions that ended with a stop string, which vLLM ignores
         source, has_more = iter(requests), True
@@ -256,14 +262,20 @@ class Engine:
 
 
 def new_request(request: Request, sampling: Sampling) -> NewRequest:
-    """A request for vLLM; its seed depends only on the seed of the run and its index."""
-    limit = request.max_completion_length
-    max_tokens = sampling.max_completion_length
+    """A request for vLLM; its seed depends only on the seed of the run and its index.
+
+    If it has sampling parameters of its own, then only on their seed; its logprobs are after top_p.
+    """
+    own = request.sampling or sampling
+    limit, max_tokens = request.max_completion_length, own.max_completion_length
+    number = f"{own.seed}/{request.index}" if request.sampling is None else f"{own.seed}"
     return NewRequest(
         index=request.index,
         prompt_ids=request.prompt_ids.tolist(),
         max_tokens=max_tokens if limit is None else min(limit, max_tokens),
-        seed=zlib.crc32(f"{sampling.seed}/{request.index}".encode()),
+        temperature=own.temperature,
+        top_p=own.top_p,
+        seed=zlib.crc32(number.encode()),
     )
 
 
