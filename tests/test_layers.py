@@ -55,8 +55,8 @@ LIBRARIES = {  # the only modules that may import a library
     "pydantic_config": {"config"},
     "rich": {"observe"},
     "matplotlib": {"observe"},
-    "starlette": {"observe.dashboard"},
-    "uvicorn": {"observe.dashboard"},
+    "starlette": {"observe.asgi_server", "observe.dashboard", "generator.serving"},
+    "uvicorn": {"observe.asgi_server"},
 }
 WITHOUT_TORCH = TYPES | {"config", "registry", "wire", "environments", "observe", "operate"}
 

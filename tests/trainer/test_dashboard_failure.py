@@ -102,7 +102,8 @@ def test_open_dashboard_reports_a_refused_setting(
 def test_open_dashboard_without_uvicorn_names_the_package(
     printed_by: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "peralta_zmq.observe.dashboard.app", raising=False)
+    for module in ("dashboard.app", "asgi_server"):
+        monkeypatch.delitem(sys.modules, f"peralta_zmq.observe.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     (line,) = printed_by()
     assert line.startswith("no dashboard: the dashboard needs starlette and uvicorn (import of")

@@ -12,10 +12,8 @@ Static files are read into memory at the start: no request can choose a path on 
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import hmac
-import ipaddress
 import json
 import logging
 import mimetypes
@@ -35,7 +33,6 @@ from peralta_zmq.observe.dashboard.run_files import RunFiles, open_runs
 from peralta_zmq.observe.metrics import nan_to_null
 
 try:
-    import uvicorn
     from starlette.applications import Starlette
     from starlette.datastructures import MutableHeaders
     from starlette.exceptions import HTTPException
@@ -43,7 +40,8 @@ try:
     from starlette.responses import PlainTextResponse, RedirectResponse, Response
     from starlette.routing import Route
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
-    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    from peralta_zmq.observe.asgi_server import make_server, names_this_machine
 except ImportError as error:
     raise ConfigError(
         f"the dashboard needs starlette and uvicorn ({error}); pip install 'peralta_zmq[dashboard]'"
@@ -61,25 +59,7 @@ SECURITY_HEADERS = {
 COOKIE = "peralta_token"
 NUM_TRIED_PORTS = 20  # ports that are tried, starting with the requested one
 LAST_PORT = 65_535
-MAX_CONNECTIONS = 64  # each needs a file descriptor; the trainer's process has a limited number
-FIRST_REQUEST_SECONDS = 5.0  # a connection without a request is closed after this time
 logger = logging.getLogger(__name__)
-
-
-class Connection(H11Protocol):
-    """Connection that closes if too many are open or its first request is late."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        """Override: limit the number of connections and the wait for the first request."""
-        super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
-            transport.abort()
-        else:
-            self.loop.call_later(FIRST_REQUEST_SECONDS, self._close_without_request)
-
-    def _close_without_request(self) -> None:
-        if not self.cycle:  # None before the first request
-            self.transport.abort()
 
 
 class Dashboard:
@@ -109,20 +89,7 @@ class Dashboard:
         self.port = int(self._socket.getsockname()[1])
         self.banner = _banner(host, port, self.port)
         app = make_app(open_runs(folders, live=live), host=host, token=token)
-        config = uvicorn.Config(
-            app,
-            # By default, uvicorn would use other packages, if installed, for `loop` and `ws`.
-            loop="asyncio",
-            http=Connection,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="critical",  # any client could fill the log with messages of lower levels
-            # asyncio may accept this number at once, before connection_made can close any.
-            backlog=MAX_CONNECTIONS,
-            timeout_graceful_shutdown=1,
-        )
-        self._server = uvicorn.Server(config)
+        self._server = make_server(app)
         self._thread = threading.Thread(target=self._serve, name="dashboard", daemon=True)
 
     def start(self) -> None:
@@ -223,11 +190,7 @@ class Api:
 
 @dataclass(frozen=True, slots=True)
 class AccessControl:
-    """ASGI middleware: refuses writes, foreign Host headers, requests without token.
-
-    Checking the Host header prevents DNS rebinding: a malicious web page in the user's browser
-    could make its own domain name resolve to this machine, and then read the responses.
-    """
+    """ASGI middleware: refuses writes, foreign Host headers, requests without token."""
 
     app: ASGIApp
     host: str  # address that the server listens on
@@ -246,26 +209,11 @@ class AccessControl:
         """Return the response that refuses a request; None if the request is allowed."""
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("the dashboard is read-only", 405, {"Allow": "GET, HEAD"})
-        if not self._is_own_name(request.headers.get("host", "")):
+        # Dashboard requires a token unless its host is loopback; make_app alone does not.
+        header, has_token = request.headers.get("host", ""), bool(self.token)
+        if not names_this_machine(header, bound=self.host, has_token=has_token):
             return PlainTextResponse("the Host header is not a name of this machine", 400)
         return self._check_token(request) if self.token else None
-
-    def _is_own_name(self, host: str) -> bool:
-        """True if `host`, a Host header, names this machine, not a domain of a web page.
-
-        If the server is reachable from other machines, any IP address in `host` is allowed, because
-        DNS rebinding needs a domain name.
-        """
-        name = host.partition("]")[0].strip("[") if "[" in host else host.partition(":")[0]
-        name = name.lower().removesuffix(".")
-        # Dashboard requires a token unless its host is loopback; make_app alone does not.
-        if is_loopback(self.host) or not self.token:
-            return is_loopback(name)
-        try:
-            return bool(ipaddress.ip_address(name))
-        except ValueError:
-            hostname = socket.gethostname().lower()
-            return name in {"localhost", self.host.lower(), hostname, f"{hostname}.local"}
 
     def _check_token(self, request: Request) -> Response | None:
         """Return None if a cookie or header has the token, else a redirect or an error.

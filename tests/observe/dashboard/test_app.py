@@ -17,7 +17,8 @@ from real_programs import until
 from synthetic_runs import append, group, make_run, row
 
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.observe.dashboard import app, view
+from peralta_zmq.observe import asgi_server
+from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.app import Dashboard
 
 TOKEN = "0123456789abcdef" * 2
@@ -153,13 +154,13 @@ def is_closed(client: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("first_request_seconds", "num_kept"), [(300.0, app.MAX_CONNECTIONS), (0.5, 0)]
+    ("first_request_seconds", "num_kept"), [(300.0, asgi_server.MAX_CONNECTIONS), (0.5, 0)]
 )
 def test_idle_connections_are_bounded_and_closed_without_a_request(
     dashboard: Dashboard, stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
     first_request_seconds: float, num_kept: int,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(app, "FIRST_REQUEST_SECONDS", first_request_seconds)
+    monkeypatch.setattr(asgi_server, "FIRST_REQUEST_SECONDS", first_request_seconds)
     address = ("127.0.0.1", dashboard.port)
     clients = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(150)]
     for client in clients:
