@@ -181,6 +181,11 @@ class GeneratorSection(Section):
     """number of generators that divide the problems by their index meanwhile"""
     num_workers: PositiveInt = 1
     """number of trainer and generator processes on this machine, which share its CPU cores"""
+    serve_port: Port | None = None
+    """port for chats with the newest weights through OpenAI's API; generator `index` uses the port
+    plus its index; None = not served"""
+    token_file: Text | None = None
+    """file of mode 0600 with the API key for serve_port; None = only this machine can connect"""
 
     @property
     def full_name(self) -> str:

@@ -29,6 +29,7 @@ from peralta_zmq.errors import (
     RewardUnavailableError,
     TaskError,
 )
+from peralta_zmq.generator import serving
 from peralta_zmq.generator.pacing import SamplingPacer, outbox_limit
 from peralta_zmq.generator.samples import sample_problems
 from peralta_zmq.generator.scoring import SampledGroup, ScoringQueue, make_group
@@ -54,6 +55,7 @@ def run(config: Config) -> None:
     weights in time), TaskError (unusable problems) and WireError (the trainer refuses the keys).
     """
     build.choose_engine(config)  # refuses settings before it waits for weights
+    serving.check_settings(config)
     models.keep_memory()  # freed memory stays in the process, for the next step
     threads = models.use_threads(config.generator.num_workers)
     device = models.choose_device(config.model.device)
@@ -83,6 +85,7 @@ def run(config: Config) -> None:
             config, subscriber, announcements, address, request_keyframe
         )
         logger.info("generator=%s threads=%d version=%d", name, threads, version.number)
+        engine = serving.serve_chats(config, engine, tokenizer, stack)
         check_tokens(environments.problems, len(tokenizer))
         models.check_template_kwargs(tokenizer, environments.problems)
         models.check_continuations(tokenizer, environments.problems_with_turns)

@@ -1,0 +1,370 @@
+"""JSON of OpenAI's chat API: requests to completions, completions to replies, error bodies.
+
+A request with a field that the server would not honour is refused; a null is an absent field.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import jinja2
+import numpy as np
+
+from peralta_zmq import models
+from peralta_zmq.generator.serving.engine import MAX_WAITING, ChatCompletion, SampledToken
+from peralta_zmq.rollout import FinishReason, Message, Role, Sampling
+
+ROLES = get_args(Role)
+MAX_STOP = 4  # stop strings, as in OpenAI's API
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # in place of the bytes of an incomplete character
+# Fields without an effect on completions, and fields that must have the value here.
+IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "user")
+NEUTRAL: Mapping[str, object] = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "top_logprobs": 0,
+    "logit_bias": {},
+    "modalities": ["text"],
+    "response_format": {"type": "text"},
+    "service_tier": "auto",
+    "store": False,
+    "tools": [],
+    "tool_choice": "none",
+}
+
+
+class ApiError(Exception):
+    """A refused request: an HTTP status, and the fields of OpenAI's error object."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {
+            "error": {"message": message, "type": kind, "param": param, "code": code},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A checked request: `n` completions of one prompt."""
+
+    completions: Sequence[ChatCompletion]
+    stream: bool
+    include_usage: bool  # in a stream
+    logprobs: bool
+
+
+class _Fields:
+    """Fields of a JSON object; each is read once, and `finish` refuses the others."""
+
+    def __init__(self, body: Mapping[str, Any], prefix: str = "") -> None:
+        self._left = {name: value for name, value in body.items() if value is not None}
+        self._prefix = prefix
+
+    def take(self, name: str) -> Any:
+        """The value, or None."""
+        return self._left.pop(name, None)
+
+    def number(self, name: str, default: float, *, most: float, above: float = -1e-9) -> float:
+        """A number above `above` and at most `most`."""
+        value = self.take(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ApiError(f"{self._prefix}{name} must be a number", param=name)
+        if not above < value <= most:
+            least = "above 0" if above == 0 else "at least 0"
+            raise ApiError(f"{name} {value} must be {least} and at most {most:g}", param=name)
+        return float(value)
+
+    def integer(self, name: str, *, least: int | None = None) -> int | None:
+        """An integer of at least `least`."""
+        value = self.take(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ApiError(f"{name} must be an integer", param=name)
+        if least is not None and value < least:
+            raise ApiError(f"{name} {value} must be at least {least}", param=name)
+        return value
+
+    def flag(self, name: str) -> bool:
+        """A boolean; False if absent."""
+        value = self.take(name)
+        if value is not None and not isinstance(value, bool):
+            raise ApiError(f"{self._prefix}{name} must be true or false", param=name)
+        return bool(value)
+
+    def finish(self) -> None:
+        """Refuse fields that were not read, unless they ask for nothing."""
+        for name, value in self._left.items():
+            if name in IGNORED or (name in NEUTRAL and value == NEUTRAL[name]):
+                continue
+            neutral = f" or set it to {json.dumps(NEUTRAL[name])}" if name in NEUTRAL else ""
+            raise ApiError(
+                f"{self._prefix}{name} is not supported here; leave it out{neutral}",
+                param=name,
+                code="unsupported_parameter",
+            )
+
+
+def parse_request(
+    body: bytes,
+    *,
+    model: str,
+    tokenizer: models.Tokenizer,
+    template_kwargs: Mapping[str, Any],
+    max_model_len: int,
+) -> ChatRequest:
+    """Check a request body and tokenize its messages; raises ApiError."""
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is not valid JSON ({error})") from None
+    if not isinstance(parsed, dict):
+        raise ApiError("the body must be a JSON object")
+    fields = _Fields(parsed)
+    if (requested := fields.take("model")) not in (None, model):
+        raise ApiError(
+            f"the model {json.dumps(requested)} does not exist; use {json.dumps(model)}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+    messages = _messages(fields.take("messages"))
+    prompt_ids = _prompt(tokenizer, messages, template_kwargs)
+    limit = _limit(fields, len(prompt_ids), max_model_len)
+    n = fields.integer("n", least=1) or 1
+    if n > MAX_WAITING:
+        raise ApiError(f"n {n} must be at most {MAX_WAITING}", param="n")
+    seed = fields.integer("seed")
+    seed = secrets.randbits(32) if seed is None else seed
+    sampling = Sampling(
+        temperature=fields.number("temperature", 1.0, most=2.0),
+        top_p=fields.number("top_p", 1.0, above=0, most=1.0),
+        stop=_stop_strings(fields.take("stop")),
+        max_completion_length=limit,
+    )
+    stream, logprobs = fields.flag("stream"), fields.flag("logprobs")
+    include_usage = _stream_options(fields.take("stream_options"), stream=stream)
+    fields.finish()
+    completions = [
+        # Each choice has its own random numbers, which depend on the seed of the request only.
+        ChatCompletion(
+            np.array(prompt_ids, np.int32),
+            replace(sampling, seed=zlib.crc32(f"{seed}/{choice}".encode())),
+        )
+        for choice in range(n)
+    ]
+    return ChatRequest(completions, stream, include_usage, logprobs)
+
+
+def _messages(value: Any) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise ApiError("messages must be a list of at least one message", param="messages")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
+
+
+def _message(value: Any, name: str) -> Message:
+    """A message whose content is a string or a list of text parts."""
+    if not isinstance(value, dict):
+        raise ApiError(f"{name} must be an object with role and content", param=name)
+    fields = _Fields(value, f"{name}.")
+    role, content = fields.take("role"), fields.take("content")
+    if role not in ROLES:
+        raise ApiError(
+            f"{name}.role {json.dumps(role)} is unknown; choose one of {', '.join(ROLES)}",
+            param=f"{name}.role",
+        )
+    if isinstance(content, list) and all(_is_text(part) for part in content):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise ApiError(f"{name}.content must be text", param=f"{name}.content")
+    fields.finish()
+    return Message(role, content)
+
+
+def _is_text(part: Any) -> bool:
+    is_text = isinstance(part, dict) and part.get("type") == "text"
+    return is_text and isinstance(part.get("text"), str)
+
+
+def _prompt(
+    tokenizer: models.Tokenizer, messages: Sequence[Message], template_kwargs: Mapping[str, Any]
+) -> list[int]:
+    try:
+        return models.chat_prompt(tokenizer, messages, **template_kwargs)
+    except (jinja2.TemplateError, ValueError, TypeError) as error:
+        # Templates refuse orders of roles, and tokenizers refuse unpaired surrogates.
+        reason = " ".join(str(error).split())
+        raise ApiError(
+            f"the chat template of the model refuses the messages: {reason}", param="messages"
+        ) from None
+
+
+def _limit(fields: _Fields, num_prompt: int, max_model_len: int) -> int:
+    """Maximum number of sampled tokens: as requested, else what the prompt leaves."""
+    newer, older = (
+        fields.integer(name, least=1) for name in ("max_completion_tokens", "max_tokens")
+    )
+    requested = older if newer is None else newer
+    if num_prompt + (requested or 1) > max_model_len:
+        raise ApiError(
+            f"the messages are {num_prompt} tokens and the completion may have {requested or 1}, "
+            f"but the context of this generator is {max_model_len} tokens (engine.max_model_len); "
+            "shorten the messages or lower max_completion_tokens",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    return requested or max_model_len - num_prompt
+
+
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value or []
+    if not isinstance(strings, list) or not all(isinstance(each, str) for each in strings):
+        raise ApiError("stop must be a string or a list of strings", param="stop")
+    if len(strings) > MAX_STOP or "" in strings:
+        raise ApiError(f"stop must be at most {MAX_STOP} strings, none empty", param="stop")
+    return tuple(strings)
+
+
+def _stream_options(value: Any, *, stream: bool) -> bool:
+    """The option include_usage."""
+    if value is None:
+        return False
+    if not stream or not isinstance(value, dict):
+        raise ApiError("stream_options is an object, with stream only", param="stream_options")
+    fields = _Fields(value, "stream_options.")
+    include_usage = fields.flag("include_usage")
+    fields.finish()
+    return include_usage
+
+
+# Replies.
+
+
+class Replies:
+    """Makes the reply to a request, or the chunks of its stream."""
+
+    def __init__(self, request: ChatRequest, tokenizer: models.Tokenizer, model: str) -> None:
+        self._chats, self._has_logprobs = request.completions, request.logprobs
+        self._tokenizer, self._model = tokenizer, model
+        self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+
+    def whole(self) -> dict[str, Any]:
+        """The reply; all completions must have ended."""
+        choices = list[dict[str, Any]]()
+        for index, chat in enumerate(self._chats):
+            completion = chat.result.result()
+            message = {"role": "assistant", "content": completion.text, "refusal": None}
+            choices.append({
+                "index": index,
+                "message": message,
+                "logprobs": self._logprobs(chat.tokens),
+                "finish_reason": completion.finish_reason,
+            })  # fmt: skip
+        return {**self._object("chat.completion", choices), "usage": self._usage()}
+
+    def chunk(
+        self,
+        index: int,
+        delta: Mapping[str, str],
+        tokens: Sequence[SampledToken] = (),
+        finish_reason: FinishReason | None = None,
+    ) -> dict[str, Any]:
+        """A chunk of the stream: what choice `index` has more than in its chunks so far."""
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs(tokens) if tokens else None,
+            "finish_reason": finish_reason,
+        }
+        return self._object("chat.completion.chunk", [choice])
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The last chunk of a stream with include_usage; all completions must have ended."""
+        return {**self._object("chat.completion.chunk", []), "usage": self._usage()}
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": fingerprint(self._chats),
+            "choices": choices,
+        }
+
+    def _logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
+        if not self._has_logprobs:
+            return None
+        entries = list[dict[str, Any]]()
+        for token_id, logprob, _ in tokens:
+            text = str(self._tokenizer.decode([token_id]))
+            is_part = INCOMPLETE in text  # of a character of several bytes
+            content = None if is_part else list(text.encode("utf-8", "replace"))
+            entry = {"token": text, "logprob": logprob, "bytes": content, "top_logprobs": []}
+            entries.append(entry)
+        return {"content": entries, "refusal": None}
+
+    def _usage(self) -> dict[str, int]:
+        num_prompt = len(self._chats[0].prompt_ids)
+        num_sampled = sum(len(chat.tokens) for chat in self._chats)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_sampled,
+            "total_tokens": num_prompt + num_sampled,
+        }
+
+
+class TextStream:
+    """The text of a completion in pieces, as its tokens are sampled."""
+
+    def __init__(self, tokenizer: models.Tokenizer, stop: Sequence[str]) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._num_sent = 0  # characters
+
+    def next_piece(self, tokens: Sequence[SampledToken]) -> str:
+        """The text that is certain after `tokens`, all so far, without the earlier pieces.
+
+        Text that may be the start of a stop string or of a character is kept for a later piece.
+        """
+        token_ids = [token_id for token_id, _, _ in tokens]
+        text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        stop_at = [text.find(string) for string in self._stop if string in text]
+        end = len(text.rstrip(INCOMPLETE)) - max(
+            (len(string) - 1 for string in self._stop), default=0
+        )
+        return self._piece(text, min(stop_at, default=end))
+
+    def last_piece(self, text: str) -> str:
+        """The rest of the whole `text`."""
+        return self._piece(text, len(text))
+
+    def _piece(self, text: str, end: int) -> str:
+        start, self._num_sent = self._num_sent, max(self._num_sent, end)
+        return text[start : self._num_sent]
+
+
+def fingerprint(chats: Sequence[ChatCompletion]) -> str:
+    """`step-7`, or `step-7..9`: the policy steps of the weights that have sampled `chats` so far.
+
+    The steps of a completion never decrease.
+    """
+    steps = [chat.tokens[index][2] for chat in chats if chat.tokens for index in (0, -1)]
+    oldest, newest = min(steps), max(steps)
+    return f"step-{oldest}" if oldest == newest else f"step-{oldest}..{newest}"

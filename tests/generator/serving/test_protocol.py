@@ -1,0 +1,133 @@
+"""Requests and replies of OpenAI's chat API."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from peralta_zmq import models
+from peralta_zmq.generator.serving.engine import SampledToken
+from peralta_zmq.generator.serving.protocol import (
+    ApiError,
+    ChatRequest,
+    TextStream,
+    parse_request,
+)
+from peralta_zmq.rollout import Message
+
+HELLO = [{"role": "user", "content": "add 2 to 3."}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return models.load_tokenizer(models.EMBEDDED)
+
+
+def parse(tokenizer: Any, body: bytes | None = None, **fields: Any) -> ChatRequest:
+    return parse_request(
+        json.dumps({"messages": HELLO, **fields}).encode() if body is None else body,
+        model="demo", tokenizer=tokenizer, template_kwargs={}, max_model_len=64,
+    )  # fmt: skip
+
+
+def test_fields_become_sampling_parameters_and_the_prompt_of_a_problem(tokenizer: Any) -> None:
+    request = parse(
+        tokenizer, model="demo", temperature=0.5, top_p=0.9, max_tokens=7, stop=["a", "b"], n=2,
+        seed=-4, logprobs=True, top_logprobs=0, stream=True, stream_options={"include_usage": True},
+        user="me", presence_penalty=0.0, response_format={"type": "text"}, tools=None,
+    )  # fmt: skip
+    assert (request.stream, request.include_usage, request.logprobs) == (True, True, True)
+    first, second = (chat.sampling for chat in request.completions)
+    assert (first.temperature, first.top_p, first.stop) == (0.5, 0.9, ("a", "b"))
+    assert first.max_completion_length == 7 and first.seed != second.seed >= 0
+    prompt = models.chat_prompt(tokenizer, [Message("user", "add 2 to 3.")])
+    assert request.completions[0].prompt_ids.tolist() == prompt
+    again = parse(tokenizer, seed=-4, n=2)
+    assert [chat.sampling.seed for chat in again.completions] == [first.seed, second.seed]
+
+
+def test_defaults_are_those_of_the_api_and_the_rest_of_the_context(tokenizer: Any) -> None:
+    (chat,) = parse(tokenizer).completions
+    assert (chat.sampling.temperature, chat.sampling.top_p, chat.sampling.stop) == (1.0, 1.0, ())
+    assert chat.sampling.max_completion_length == 64 - len(chat.prompt_ids)
+    parts = [{"type": "text", "text": "add 2 "}, {"type": "text", "text": "to 3."}]
+    (again,) = parse(tokenizer, messages=[{"role": "user", "content": parts}]).completions
+    assert again.prompt_ids.tolist() == chat.prompt_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"body": b'{"messages": ['}, None, "the body is not valid JSON"),
+        ({"body": b"[" * 100_000}, None, "the body is not valid JSON"),
+        ({"body": b"\xff"}, None, "the body is not valid JSON"),
+        ({"body": b"[]"}, None, "the body must be a JSON object"),
+        ({"messages": []}, "messages", "at least one message"),
+        ({"messages": ["hi"]}, "messages[0]", "must be an object with role and content"),
+        (
+            {"messages": [*HELLO, {"role": "robot", "content": ""}]},
+            "messages[1].role",
+            'messages[1].role "robot" is unknown; choose one of system, user, assistant',
+        ),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "must be text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages[0].content", "must be text"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "refuses the messages"),
+        ({"messages": [{"role": "user", "content": "1 " * 99}]}, "messages",
+         "but the context of this generator is 64 tokens (engine.max_model_len); shorten"),
+        ({"max_completion_tokens": 64}, "messages", "the completion may have 64"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens 0 must be at least 1"),
+        ({"max_tokens": 1.5}, "max_tokens", "max_tokens must be an integer"),
+        ({"temperature": 2.5}, "temperature", "temperature 2.5 must be at least 0 and at most 2"),
+        ({"temperature": float("nan")}, "temperature", "must be at least 0"),
+        ({"temperature": "hot"}, "temperature", "temperature must be a number"),
+        ({"top_p": 0}, "top_p", "top_p 0 must be above 0 and at most 1"),
+        ({"n": 33}, "n", "n 33 must be at most 32"),
+        ({"seed": True}, "seed", "seed must be an integer"),
+        ({"stop": ["a"] * 5}, "stop", "at most 4 strings"),
+        ({"stop": 3}, "stop", "a string or a list of strings"),
+        ({"stream": 1}, "stream", "stream must be true or false"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "with stream only"),
+        ({"top_logprobs": 2}, "top_logprobs", "is not supported here; leave it out or set it to 0"),
+        ({"tools": [{}]}, "tools", "tools is not supported here; leave it out or set it to []"),
+        ({"temprature": 1}, "temprature", "temprature is not supported here; leave it out"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_request_is_refused_with_field_and_remedy(
+    tokenizer: Any, fields: dict[str, Any], param: str | None, message: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(tokenizer, **fields)
+    assert caught.value.status == 400
+    error = caught.value.body["error"]
+    assert message in str(error["message"])
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+def test_other_model_is_refused_as_not_found(tokenizer: Any) -> None:
+    with pytest.raises(ApiError, match='the model "gpt-4" does not exist; use "demo"') as caught:
+        parse(tokenizer, model="gpt-4")
+    assert (caught.value.status, caught.value.body["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "whole"),
+    [
+        ("five plus \u00e9\u4e16 is \U0001f600!", (), "five plus \u00e9\u4e16 is \U0001f600!"),
+        ("the answer STOP after", ("STOP",), "the answer "),
+        ("the answer STO", ("STOP",), "the answer STO"),
+    ],
+)
+def test_pieces_of_a_stream_join_to_the_text_without_stop_strings(
+    tokenizer: Any, text: str, stop: tuple[str, ...], whole: str
+) -> None:
+    tokens = [SampledToken(token, 0.0, 0) for token in tokenizer.encode(text)]
+    stream = TextStream(tokenizer, stop)
+    pieces = [stream.next_piece(tokens[: end + 1]) for end in range(len(tokens))]
+    assert whole.startswith("".join(pieces))
+    pieces.append(stream.last_piece(whole))
+    assert "".join(pieces) == whole and len(list(filter(None, pieces))) > 2
+    assert "\N{REPLACEMENT CHARACTER}" not in whole

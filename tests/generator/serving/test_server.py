@@ -1,0 +1,281 @@
+"""Chats over HTTP, with the openai package as the client, while an engine samples in a thread."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from openai import OpenAI
+from real_programs import RealRun, until
+
+from peralta_zmq import models
+from peralta_zmq.config import Config
+from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.generator import serving
+from peralta_zmq.generator.serving.engine import MAX_WAITING, ServingEngine
+from peralta_zmq.generator.serving.server import ChatServer
+from peralta_zmq.registry import EngineSettings
+from peralta_zmq.rollout import Message, Request, Sampling
+from tools.link_proxy import free_ports
+
+KEY = "0123456789abcdef" * 2
+HELLO: Any = [{"role": "user", "content": "add 2 to the product of 3 and 4."}]
+GREEDY = Sampling(temperature=0.0, max_completion_length=30)
+
+
+class Scene:
+    """A chat server, its engine and clients."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        settings = EngineSettings(device="cpu", dtype="float32", slots=8, max_model_len=128)
+        self.native = NativeEngine.open(models.EMBEDDED, settings, step=7)
+        self.tokenizer = models.load_tokenizer(models.EMBEDDED)
+        self.engine = ServingEngine(self.native, slots=16)
+        self._stack, self._is_over, self._may_run = stack, threading.Event(), threading.Event()
+        self.num_trained = 0
+        self.resume()
+
+    def serve(self, token: str | None = None) -> ChatServer:
+        """Start a server on any port and the thread that samples."""
+        server = ChatServer(
+            self.engine, self.tokenizer, host="127.0.0.1", port=0, token=token, model="demo",
+            template_kwargs={},
+        )  # fmt: skip
+        self._stack.enter_context(closing(server))
+        thread = threading.Thread(target=self._sample)
+        thread.start()
+        self._stack.callback(thread.join)
+        self._stack.callback(self._is_over.set)
+        self._stack.callback(self._may_run.set)
+        return server
+
+    def pause(self) -> None:
+        """Start no further completion."""
+        self._may_run.clear()
+
+    def resume(self) -> None:
+        self._may_run.set()
+
+    def _sample(self) -> None:
+        for _ in self.engine.generate(self._requests(), Sampling(max_completion_length=9)):
+            self.num_trained += 1
+
+    def _requests(self) -> Iterator[Request]:
+        prompt = np.array(self.prompt("add 1 to 2."), np.int32)
+        for index in count():
+            self._may_run.wait()
+            if self._is_over.is_set():
+                return
+            yield Request(index, prompt)
+
+    def prompt(self, text: str) -> list[int]:
+        return models.chat_prompt(self.tokenizer, [Message("user", text)])
+
+
+@pytest.fixture
+def scene(stack: ExitStack) -> Scene:
+    return Scene(stack)
+
+
+@pytest.fixture
+def client_of(stack: ExitStack) -> Callable[..., OpenAI]:
+    """A client that does not retry."""
+
+    def open_client(port: int, key: str = "none", **options: Any) -> OpenAI:
+        url = f"http://127.0.0.1:{port}/v1"
+        options = {"max_retries": 0, "timeout": 30, **options}
+        return stack.enter_context(OpenAI(base_url=url, api_key=key, **options))
+
+    return open_client
+
+
+ClientOf = Callable[..., OpenAI]
+
+
+def test_reply_is_what_the_engine_samples_with_logprobs_and_usage(
+    scene: Scene, client_of: ClientOf
+) -> None:
+    prompt_ids = np.array(scene.prompt(HELLO[0]["content"]), np.int32)
+    (expected,) = scene.native.generate([Request(0, prompt_ids)], GREEDY)
+    client = client_of(scene.serve().port)
+    assert [model.id for model in client.models.list()] == ["demo"]
+    options: Any = {"messages": HELLO, "model": "demo", "temperature": 0, "max_tokens": 30}
+    reply = client.chat.completions.create(**options, logprobs=True, top_logprobs=0)
+    (choice,) = reply.choices
+    assert choice.message.content == expected.text
+    assert choice.finish_reason == expected.finish_reason
+    assert reply.system_fingerprint == "step-7"
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx(
+        expected.logprobs.tolist(), abs=1e-4
+    )
+    assert reply.usage is not None
+    counts = reply.usage.prompt_tokens, reply.usage.completion_tokens
+    assert counts == (len(prompt_ids), len(expected.token_ids))
+
+    chunks = list(
+        client.chat.completions.create(
+            **options, stream=True, logprobs=True, stream_options={"include_usage": True}
+        )
+    )
+    assert chunks[-1].usage == reply.usage and chunks[-1].choices == []
+    deltas = [chunk.choices[0] for chunk in chunks[:-1]]
+    assert "".join(delta.delta.content or "" for delta in deltas) == expected.text
+    assert deltas[0].delta.role == "assistant"
+    assert deltas[-1].finish_reason == expected.finish_reason
+    streamed = [each for delta in deltas if delta.logprobs for each in delta.logprobs.content or []]
+    assert [each.token for each in streamed] == [each.token for each in choice.logprobs.content]
+    assert {chunk.system_fingerprint for chunk in chunks} == {"step-7"}
+
+
+def test_choices_stop_strings_and_seed_are_honoured(scene: Scene, client_of: ClientOf) -> None:
+    client = client_of(scene.serve().port)
+
+    def texts(**options: Any) -> list[str]:
+        reply = client.chat.completions.create(
+            messages=HELLO, model="demo", max_tokens=20, **options
+        )
+        return [str(choice.message.content) for choice in reply.choices]
+
+    first = texts(seed=5, n=3, temperature=1.5)
+    assert first == texts(seed=5, n=3, temperature=1.5) and len(set(first)) > 1
+    (whole,) = texts(temperature=0)
+    stop = whole[3:5]
+    assert texts(temperature=0, stop=stop) == [whole[: whole.find(stop)]]
+    stream = client.chat.completions.create(
+        messages=HELLO, model="demo", temperature=0, stop=[stop], stream=True, n=2
+    )
+    joined = ["", ""]
+    for chunk in stream:
+        joined[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert joined == [whole[: whole.find(stop)]] * 2
+
+
+def test_refused_requests_have_the_errors_of_the_api(scene: Scene, client_of: ClientOf) -> None:
+    port = scene.serve(token=KEY).port
+    client, options = client_of(port, KEY), {"messages": HELLO, "model": "demo"}
+    create: Any = client.chat.completions.create
+    with pytest.raises(openai.AuthenticationError, match=r"use the one in generator\.token_file"):
+        client_of(port, "wrong").models.list()
+    with pytest.raises(openai.NotFoundError, match='use "demo"'):
+        create(**{**options, "model": "gpt-4"})
+    with pytest.raises(openai.BadRequestError, match="top_logprobs is not supported") as caught:
+        create(**options, logprobs=True, top_logprobs=3)
+    assert (caught.value.param, caught.value.code) == ("top_logprobs", "unsupported_parameter")
+    with pytest.raises(openai.NotFoundError, match="unknown request: POST /v1/embeddings"):
+        client.embeddings.create(input="a", model="demo")
+    with pytest.raises(openai.APIStatusError, match="longer than 1048576 bytes"):
+        create(messages=[{"role": "user", "content": "a" * 2**20}], model="demo")
+
+    def post(body: bytes, **headers: str) -> tuple[int, str]:
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+            every = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", body, {**every, **headers})
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())["error"]["message"]
+
+    assert post(b"{")[0] == 400
+    assert post(b"{}", **{"Content-Type": "text/plain"})[0] == 415
+    assert post(b"{}", Host="evil.example")[0] == 400
+
+
+def test_full_queue_is_a_rate_limit_and_a_hang_up_makes_room(
+    scene: Scene, client_of: ClientOf
+) -> None:
+    scene.pause()
+    client = client_of(scene.serve().port, timeout=0.5)
+    options: Any = {"messages": HELLO, "model": "demo"}
+    with pytest.raises(openai.APITimeoutError):  # the client hangs up
+        client.chat.completions.create(**options, n=MAX_WAITING)
+    until(lambda: not scene.engine._waiting)
+    stream = client.chat.completions.create(**options, n=MAX_WAITING, stream=True)
+    with pytest.raises(openai.RateLimitError, match="32 completions are waiting already"):
+        client.chat.completions.create(**options)
+    stream.close()
+    until(lambda: not scene.engine._waiting)
+
+
+def test_client_that_hangs_up_frees_its_slot(scene: Scene, client_of: ClientOf) -> None:
+    client = client_of(scene.serve().port)
+    stream = client.chat.completions.create(
+        messages=HELLO, model="demo", temperature=2, stream=True, n=2
+    )
+    next(iter(stream))
+    stream.close()
+    reply = client.chat.completions.create(messages=HELLO, model="demo", max_tokens=3, n=8)
+    assert len(reply.choices) == 8 and scene.num_trained
+
+
+def test_interrupted_chats_are_errors_that_clients_retry(scene: Scene, client_of: ClientOf) -> None:
+    scene.pause()
+    server = scene.serve()
+    client, options = client_of(server.port), {"messages": HELLO, "model": "demo"}
+    create: Any = client.chat.completions.create
+    stream = create(**options, stream=True)
+    threading.Timer(0.1, server.close).start()
+    with pytest.raises(openai.InternalServerError, match="the run has ended"):
+        create(**options)
+    with pytest.raises(openai.APIError, match="the run has ended"):
+        list(stream)
+
+
+# Settings.
+
+
+def test_settings_are_checked_before_the_weights_are_there(tmp_path: Path) -> None:
+    missing = {"serve_port": 8471, "token_file": str(tmp_path / "none")}
+    with pytest.raises(ConfigError, match=r"generator\.token_file .*none cannot be read"):
+        serving.check_settings(Config.model_validate({"generator": missing}))
+    serving.check_settings(Config.model_validate({"generator": {"token_file": "none"}}))
+
+
+def test_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
+    with pytest.raises(ConfigError, match=r"generator.serve_port needs uvicorn .*\[dashboard\]"):
+        serving.check_settings(Config.model_validate({"generator": {"serve_port": 8471}}))
+
+
+def test_port_in_use_names_the_setting(scene: Scene) -> None:
+    with pytest.raises(ConfigError, match=r"generator\.serve_port: port \d+ cannot be used"):
+        port = scene.serve().port
+        ChatServer(
+            scene.engine, scene.tokenizer, host="127.0.0.1", port=port, token=None, model="demo",
+            template_kwargs={},
+        )  # fmt: skip
+
+
+# A whole run.
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_run_with_a_chatting_client_loses_nothing(
+    tmp_path: Path, client_of: ClientOf, stack: ExitStack
+) -> None:
+    run, port = stack.enter_context(closing(RealRun(tmp_path))), free_ports()
+    trainer = run.trainer("--train.max-steps", "8")
+    generator = run.generator("ann", "--generator.serve-port", str(port))
+    until(lambda: "chat server: http://127.0.0.1" in generator.printed, generator)
+    client, steps = client_of(port), set[str]()
+    while trainer.alive:
+        try:
+            reply = client.chat.completions.create(messages=HELLO, model="run", max_tokens=16)
+        except openai.APIError:
+            break  # the run has ended
+        steps.add(str(reply.system_fingerprint))
+        time.sleep(0.01)
+    assert trainer.wait() == 0, trainer.printed
+    assert generator.wait() == 0, generator.printed
+    assert len(steps) > 3
+    assert run.broken(max_steps=8) == {}
