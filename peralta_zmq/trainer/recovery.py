@@ -209,9 +209,10 @@ class Recovery:
         limits = group_limits(self.previous_config, self.policy.model)
         records: list[JournalRecord] = []
         for record in self.collector.journal.read(step):
-            group = _decode(self.collector, step, record, limits)
-            if isinstance(group, RolloutGroup):
-                record = JournalRecord(DROPPED, DroppedGroup.of(group, "abandoned").encode())
+            if record.kind != LEASED:
+                group = _decode(self.collector, step, record, limits)
+                if isinstance(group, RolloutGroup):
+                    record = JournalRecord(DROPPED, DroppedGroup.of(group, "abandoned").encode())
             records.append(record)
         self.collector.journal.replace(step, records)
 
