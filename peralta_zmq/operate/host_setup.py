@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from peralta_zmq.config import Config
-from peralta_zmq.config.hosts import Host
+from peralta_zmq.config.hosts import Host, Hosts
 from peralta_zmq.config.resolved import toml_text
 from peralta_zmq.operate import ssh
 from peralta_zmq.operate.ssh import Command, Result, on_host
@@ -204,24 +204,27 @@ def doctor(host: Host, config: Config) -> Command:
     return on_host(host, "sh -s", script, seconds=DOCTOR_SECONDS, find_problem=_doctor_problem)
 
 
-def supervisor_steps(host: Host, command: str, config: Config) -> list[Command]:
+def supervisor_steps(host: Host, command: str, hosts: Hosts, config: Config) -> list[Command]:
     """Run the supervisor's command `check` or `start` with the jobs of the host."""
-    lines = "".join(f"{job_text(job)}\n" for job in jobs_of(host, config))
+    lines = "".join(f"{job_text(job)}\n" for job in jobs_of(host, hosts, config))
     return [on_host(host, supervisor_script(host, command), lines)]
 
 
-def jobs_of(host: Host, config: Config) -> list[Job]:
+def jobs_of(host: Host, hosts: Hosts, config: Config) -> list[Job]:
     """The jobs of a host: the trainer, if the host runs it, then its generators."""
     env = {"HF_HUB_OFFLINE": "1", **host.env}
     options = settings_options(host, config)
-    num_workers = str(len(host.workers))  # they share the cores of the host
+    # The workers of the host share its cores; all generators of the run share the problems.
+    num_workers, count = str(len(host.workers)), str(len(hosts.generators))
     jobs: list[Job] = []
     if host.role == "trainer":
         words = (PYTHON, "bin/trainer", *options, "--train.num-workers", num_workers)
         jobs.append(Job(f"{host.name}-trainer", words, env, str(config.run_folder)))
     for name in host.generators:
-        identity = ("--generator.name", name, "--generator.num-workers", num_workers)
-        words = (PYTHON, "bin/generator", *options, *identity)
+        index = str(hosts.generators.index(name))
+        identity = ("--generator.name", name, "--generator.index", index)
+        sharing = ("--generator.count", count, "--generator.num-workers", num_workers)
+        words = (PYTHON, "bin/generator", *options, *identity, *sharing)
         jobs.append(Job(name, words, env))
     return jobs
 

@@ -163,7 +163,7 @@ class Fleet:
         return False
 
     def _supervisor_steps(self, command: str) -> StepsOf:
-        return lambda host: host_setup.supervisor_steps(host, command, self.config)
+        return lambda host: host_setup.supervisor_steps(host, command, self.hosts, self.config)
 
     def _phase(self, title: str, steps_of: StepsOf) -> bool:
         """Run one phase on all hosts; returns True if the next phase may follow."""

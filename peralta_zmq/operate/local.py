@@ -81,13 +81,14 @@ def local_workers(
     def entry_point(program: str) -> str:
         return f"peralta_zmq.config.programs:{program}" if can_fork else ""
 
-    num_workers = str(num_generators + 1)
+    count, num_workers = str(num_generators), str(num_generators + 1)
     share = ("--train.num-workers", num_workers)
     command = (*program_command("trainer"), *arguments, *share)
     workers = [Worker("trainer", command, main=entry_point("trainer"))]
+    share = ("--generator.count", count, "--generator.num-workers", num_workers)
     for index in range(num_generators):
-        options = ("--generator.num-workers", num_workers, "--generator.name", f"local-{index}")
-        command = (*program_command("generator"), *arguments, *options)
+        identity = ("--generator.index", str(index), "--generator.name", f"local-{index}")
+        command = (*program_command("generator"), *arguments, *share, *identity)
         log = folder / "logs" / f"generator-{index}.log"
         workers.append(Worker(f"generator-{index}", command, log, entry_point("generator")))
     return workers

@@ -38,7 +38,7 @@ def config() -> Config:
     return Config(run=RunSection(name="test"), train=TrainSection(max_steps=20))
 
 
-def test_local_workers_get_name_and_share_of_cores() -> None:
+def test_local_workers_get_index_count_and_share_of_cores() -> None:
     folder = Path("runs/demo")
     arguments = ["@", "lan.toml", "--loss.name", "grpo"]
     write_programs(trainer="", generator="")
@@ -47,8 +47,10 @@ def test_local_workers_get_name_and_share_of_cores() -> None:
     assert trainer.command[2:] == (*arguments, "--train.num-workers", "3")
     assert trainer.log is None
     assert first.command[2:6] == second.command[2:6] == tuple(arguments)
-    names = ("--generator.num-workers", "3", "--generator.name", "local-1")
-    assert second.command[6:] == names
+    assert second.command[6:] == (
+        *("--generator.count", "2", "--generator.num-workers", "3"),
+        *("--generator.index", "1", "--generator.name", "local-1"),
+    )
     assert second.log == folder / "logs" / "generator-1.log"
 
 
