@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -20,7 +20,7 @@ from peralta_zmq import models
 from peralta_zmq.generator.serving.engine import MAX_WAITING, ChatCompletion, SampledToken
 from peralta_zmq.rollout import FinishReason, Message, Role, Sampling
 
-ROLES = get_args(Role)
+ROLES: tuple[Role, ...] = ("system", "user", "assistant")
 MAX_STOP = 4  # stop strings, as in OpenAI's API
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # in place of the bytes of an incomplete character
 # Fields without an effect on completions, and fields that must have the value here.
@@ -79,16 +79,18 @@ class _Fields:
         """The value, or None."""
         return self._left.pop(name, None)
 
-    def number(self, name: str, default: float, *, most: float, above: float = -1e-9) -> float:
-        """A number above `above` and at most `most`."""
+    def number(
+        self, name: str, default: float, *, least: float, most: float, or_zero: bool = False
+    ) -> float:
+        """A number from `least` to `most`, or 0 if `or_zero`."""
         value = self.take(name)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ApiError(f"{self._prefix}{name} must be a number", param=name)
-        if not above < value <= most:
-            least = "above 0" if above == 0 else "at least 0"
-            raise ApiError(f"{name} {value} must be {least} and at most {most:g}", param=name)
+        if not (least <= value <= most or (or_zero and value == 0)):
+            zero = "0, or " if or_zero else ""
+            raise ApiError(f"{name} {value} must be {zero}from {least:g} to {most:g}", param=name)
         return float(value)
 
     def integer(self, name: str, *, least: int | None = None) -> int | None:
@@ -154,8 +156,9 @@ def parse_request(
     seed = fields.integer("seed")
     seed = secrets.randbits(32) if seed is None else seed
     sampling = Sampling(
-        temperature=fields.number("temperature", 1.0, most=2.0),
-        top_p=fields.number("top_p", 1.0, above=0, most=1.0),
+        # Smaller values would not be finite or not positive in float32.
+        temperature=fields.number("temperature", 1.0, least=0.01, most=2.0, or_zero=True),
+        top_p=fields.number("top_p", 1.0, least=1e-4, most=1.0),
         stop=_stop_strings(fields.take("stop")),
         max_completion_length=limit,
     )
