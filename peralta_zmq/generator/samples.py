@@ -27,6 +27,7 @@ from peralta_zmq.rollout import Problem
 
 # Seconds without a lease, in which the trainer waits for groups, before the static share is drawn.
 LEASE_TIMEOUT = 30.0
+MAX_PERIOD = 5.0  # seconds between two announcements of a waiting trainer, at most
 logger = logging.getLogger(__name__)
 
 
@@ -112,16 +113,18 @@ def _sample_indices(
     after LEASE_TIMEOUT without one. It starts at the next sample index that the trainer announces.
     """
     share: Iterator[int] | None = None
-    waited, polled_at = 0.0, time.monotonic()  # seconds in which the trainer waited for groups
+    # Seconds in which the trainer waited for groups, by announcements up to `last`.
+    waited, last, last_at = 0.0, announcement(), time.monotonic()
     while True:
         if (sample_index := leases.draw()) is not None:
             share, waited = None, 0.0
             yield sample_index
             continue
         newest, now = announcement(), time.monotonic()
-        if newest is not None and newest.waiting:
-            waited += min(now - polled_at, 1.0)  # this process may have been away
-        polled_at = now
+        if newest is not last:
+            if newest is not None and newest.waiting:
+                waited += min(now - last_at, MAX_PERIOD)  # the trainer may have been away
+            last, last_at = newest, now
         if newest is None or (newest.grants_leases and waited <= LEASE_TIMEOUT):
             yield None
             continue

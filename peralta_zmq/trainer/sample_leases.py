@@ -68,10 +68,11 @@ def lease_size(
 
     A generator asks for a lease when it begins its last one. The trainer reads no status during a
     step, so one lease has all samples that a generator may draw until the trainer begins the next
-    step: its share of `max_async_level` + 1 steps (generator/pacing.py). It is larger if only a
-    fraction of the problems is in use, because the others are skipped. `groups_in_step` is the
-    number of groups in the newest step, 0 if there is none.
+    step: its share of `max_async_level` + 1 weight versions (generator/pacing.py). It is larger if
+    only a fraction of the problems is in use, because the others are skipped. `groups_in_step` is
+    the number of groups in the newest step, 0 if there is none.
     """
     groups = max(config.groups_per_step, groups_in_step) * config.curriculum.oversampling_factor
-    share = math.ceil(groups / max(1, num_generators)) * (config.train.max_async_level + 1)
+    num_steps = (config.train.max_async_level + 1) * config.weights.interval
+    share = math.ceil(groups / max(1, num_generators)) * num_steps
     return min(MAX_LEASE, math.ceil(max(MIN_LEASE, share) / max(fraction_in_use, 1e-6)))
