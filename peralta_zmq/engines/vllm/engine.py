@@ -131,7 +131,7 @@ class Engine:
         """
         weights = self._merger.weights_of(update)
         models.check_weights(self._shapes, weights)
-        core = self._core = self._core or self._start()
+        core = self._core = self._core or self._restart()
         with tempfile.TemporaryDirectory(prefix="peralta-vllm-") as scratch:
             folder = update.folder
             if folder is None or update.is_adapter:
@@ -236,6 +236,13 @@ class Engine:
             return CoreProcess(arguments, threads=torch.get_num_threads())
         except CoreError as error:
             raise start_error(error, self._folder, self._slots) from None
+
+    def _restart(self) -> CoreProcess:
+        """Start the process again; a failure may pass, as when memory is still in use."""
+        try:
+            return self._start()
+        except (ConfigError, StoreError) as error:
+            raise EngineProcessError(str(error)) from None
 
     def _call(self, core: CoreProcess, name: str, *arguments: Any, is_step: bool = False) -> Any:
         """The result of a method of the process, which ends if it fails.
