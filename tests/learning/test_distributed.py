@@ -76,7 +76,10 @@ def gradients_on_rank(shards: bool) -> dict[str, tuple[Tensor, dict[str, float]]
         ranks.close()
 
 
-@pytest.mark.parametrize(("count", "shards"), [(2, False), (3, False), (3, True)])
+@pytest.mark.parametrize(
+    ("count", "shards"),
+    [(2, False), pytest.param(3, False, marks=pytest.mark.slow), (3, True)],
+)
 def test_gradient_is_equal_for_any_number_of_ranks(
     tmp_path: Path, count: int, shards: bool
 ) -> None:

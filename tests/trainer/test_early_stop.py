@@ -78,6 +78,7 @@ def session(folder: Path, *more: str) -> str:
     return ""
 
 
+@pytest.mark.slow  # starts three trainers
 def test_stopped_run_is_saved_and_the_same_command_continues(tmp_path: Path) -> None:
     limit = ("--early-stop.min-reward=0.5", "--early-stop.patience=3")
     run = tmp_path / "demo"
