@@ -50,7 +50,8 @@ class Demonstrations:
         groups = [_group(number, each) for number, each in enumerate(self.of_step(step))]
         samples, _ = pack_groups(groups, [[0.0]] * len(groups), self.packing)
         batches = make_micro_batches(samples, self.packing, device=device, ranks=ranks)
-        num_tokens = torch.tensor(sum(float(batch.mask.sum()) for batch in batches))
+        count = sum(float(batch.mask.sum()) for batch in batches)
+        num_tokens = torch.tensor(count, dtype=torch.float64)  # also on a rank without a batch
         ranks.all_reduce(num_tokens)
         return partial(
             add_gradient, batches, self.weight, self.compute_logprobs, max(1.0, float(num_tokens))

@@ -62,9 +62,11 @@ def gradients(ranks: Ranks) -> dict[str, tuple[Tensor, dict[str, float]]]:
     selected, metrics = selection(batches, ranks)
     gradient, result = step_gradient(model, selected, LOSSES["dapo"], ranks=ranks)
     found["selection"] = gradient, metrics | result.metrics
-    sft = demonstrations_of(model, max_tokens=20).term(1, ranks=ranks)
-    gradient, result = step_gradient(model, batches, LOSSES["dapo"], sft=sft, ranks=ranks)
-    found["sft"] = gradient, result.metrics
+    for batch_size in (3, 1):  # with 1, only rank 0 has a demonstration
+        demonstrations = demonstrations_of(model, max_tokens=20, batch_size=batch_size)
+        sft = demonstrations.term(1, ranks=ranks)
+        gradient, result = step_gradient(model, batches, LOSSES["dapo"], sft=sft, ranks=ranks)
+        found[f"sft {batch_size}"] = gradient, result.metrics
     return found
 
 
