@@ -7,6 +7,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError, TaskError, UserCodeError
 from peralta_zmq.learning.losses import Tokens
 from peralta_zmq.models.scoring import Scorer
-from peralta_zmq.rollout import Message
+from peralta_zmq.rollout import Message, Rollout
 
 MINE = """
 import math
@@ -172,6 +173,27 @@ def test_demonstrations_are_chats_that_end_with_the_end_token(tmp_path: Path) ->
     completion = rollout.token_ids[rollout.loss_mask]
     assert tokenizer.decode(completion[:-1].tolist()) == "2 + 3"
     assert completion[-1] == tokenizer.eos_token_id
+
+
+def one_demonstration(folder: Path, *arguments: str) -> Rollout:
+    file = folder / "demos.jsonl"
+    file.write_text('{"prompt": "What is 2 + 3?", "completion": "2 + 3"}\n')
+    model = tiny_model()
+    config = config_of(f"--loss.sft-file={file}", *arguments)
+    demonstrations = build.make_demonstrations(config, model, Scorer(model))
+    assert demonstrations is not None
+    return demonstrations.rollouts[0]
+
+
+def test_prompt_of_a_demonstration_has_the_schemas_of_tools(tmp_path: Path) -> None:
+    arguments = ("--task.name=calculator_tool", "--model.name=embedded_turns")
+    rollout = one_demonstration(tmp_path, *arguments)
+    with closing(build.open_environments(config_of(*arguments), "train", limit=1)) as environments:
+        variables = environments.problems[0].chat_template_kwargs
+    tokenizer = models.load_tokenizer(models.EMBEDDED_TURNS)
+    prompt = models.chat_prompt(tokenizer, [Message("user", "What is 2 + 3?")], **variables)
+    assert rollout.token_ids[~rollout.loss_mask].tolist() == prompt
+    assert "calculate" in tokenizer.decode(prompt)
 
 
 def test_missing_file_of_demonstrations_is_refused(tmp_path: Path) -> None:

@@ -83,15 +83,19 @@ def open_environments(
             functions = make_reward_functions(config, env, task, example=loaded[0])
             reward_sources[env.label] = LocalRewards(functions, pool)
         keys = config.curriculum.hash_keys  # a problem's id is a hash of these parts
-        variables: Mapping[str, Any] = env.chat_template_kwargs
-        if env.label in turns and (schemas := turns[env.label].schemas):
-            variables = {**variables, "tools": list(schemas)}
+        variables = _template_variables(env, turns.get(env.label))
         problems += [
             replace(labeled_problem(problem, env.label, keys), chat_template_kwargs=variables)
             for problem in loaded
         ]
         sizes[env.label] = len(loaded)
     return Environments(sizes, tuple(problems), reward_sources, pool, turns)
+
+
+def _template_variables(env: EnvSection, turns: Turns | None) -> Mapping[str, Any]:
+    """Variables of the chat template, with the schemas of the task's tools."""
+    schemas = turns.schemas if turns else ()
+    return {**env.chat_template_kwargs, **({"tools": list(schemas)} if schemas else {})}
 
 
 def _remote_environment(config: Config, env: EnvSection) -> RemoteEnvironment:
@@ -131,13 +135,13 @@ def make_demonstrations(
     )
     env = config.environments[0]
     system = [Message("system", env.system_prompt)] if env.system_prompt else []
+    turns = None if env.address else turns_of(registry.resolve("task", env.task))
+    variables = _template_variables(env, turns)
     end = end_token_ids(model.generation_config, tokenizer)[:1]
 
     def rollout_of_row(row: DataRow) -> Rollout:
         chat = [*system, Message("user", row.prompt)]
-        prompt = row.token_ids.split() or models.chat_prompt(
-            tokenizer, chat, **env.chat_template_kwargs
-        )
+        prompt = row.token_ids.split() or models.chat_prompt(tokenizer, chat, **variables)
         completion = tokenizer.encode(row.answer, add_special_tokens=False)
         return demonstration([*map(int, prompt)], [*completion, *end])
 
