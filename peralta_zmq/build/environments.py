@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from peralta_zmq import models, registry
 from peralta_zmq.config import Config
@@ -137,7 +137,7 @@ def make_demonstrations(
     system = [Message("system", env.system_prompt)] if env.system_prompt else []
     turns = None if env.address else turns_of(registry.resolve("task", env.task))
     variables = _template_variables(env, turns)
-    end = end_token_ids(model.generation_config, tokenizer)[:1]
+    end = _end_of_turn(tokenizer, end_token_ids(model.generation_config, tokenizer), variables)
 
     def rollout_of_row(row: DataRow) -> Rollout:
         chat = [*system, Message("user", row.prompt)]
@@ -158,6 +158,21 @@ def make_demonstrations(
             share_prompts=scorer.packs,
         ),
     )
+
+
+def _end_of_turn(
+    tokenizer: models.Tokenizer, end_ids: Sequence[int], variables: Mapping[str, Any]
+) -> list[int]:
+    """The end token of a demonstration: of `end_ids`, the one that the chat template writes.
+
+    The end token of the tokenizer if the template writes none of them; empty without any.
+    """
+    chat = [Message("user", "1"), Message("assistant", "1")]
+    following = models.continuation_ids(
+        tokenizer, chat, chat[:1], ended=False, chat_template_kwargs=variables
+    )
+    candidates = [*following[:1], cast(int, tokenizer.eos_token_id), *end_ids]
+    return [token for token in candidates if token in end_ids][:1]
 
 
 # Reward functions.
