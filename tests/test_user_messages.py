@@ -12,6 +12,7 @@ import pytest
 from sample_data import group_of
 
 from peralta_zmq import models
+from peralta_zmq.config.load import help_text
 from peralta_zmq.config.schema import known_fields
 from peralta_zmq.generator.weight_sync import waiting_text
 from peralta_zmq.observe.run_log import RunLog
@@ -161,6 +162,11 @@ def test_settings_page_has_every_setting_once() -> None:
         part = page.partition(f"## [{section}]\n")[2].partition("\n## ")[0]
         listed = re.findall(r"^\| `(\w+)`", part, re.MULTILINE)
         assert sorted(listed) == sorted(set(leaves) - {"env"}), section
+
+
+def test_settings_page_and_help_have_docstrings_without_indentation() -> None:
+    for text in (config_reference.config_text(), help_text("bin/trainer")):
+        assert "\n\nAfter `patience` steps in a row beyond a limit, " in text
 
 
 def test_settings_page_names_bounds_and_choices() -> None:

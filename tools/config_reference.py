@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
@@ -54,7 +55,9 @@ def _section(title: str, section: type[Section], *, note: str = "") -> str:
         if not row_model_of(field)
     ]
     head = ["| setting | default | may be | meaning |", "|---|---|---|---|"]
-    return "\n".join([f"## {title}\n", f"{section.__doc__}{note}\n", *head, *rows, ""])
+    return "\n".join(
+        [f"## {title}\n", f"{cleandoc(section.__doc__ or '')}{note}\n", *head, *rows, ""]
+    )
 
 
 def allowed(field: FieldInfo) -> str:

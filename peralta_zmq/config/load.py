@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from difflib import get_close_matches
+from inspect import cleandoc
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -147,7 +148,7 @@ def help_text(program: str, commands: Sequence[str] = ()) -> str:
     usage = f"{program} {{{','.join(commands)}}}" if commands else program
     parts = [USAGE.format(usage=usage, example=" ".join([program, *commands[:1]]))]
     for name, section in section_models().items():
-        lines = [f"[{name}] {section.__doc__}"]
+        lines = [f"[{name}] {cleandoc(section.__doc__ or '')}"]
         for leaf, field in section.model_fields.items():
             if not row_model_of(field):  # tables such as [[eval.env]] are described at the end
                 lines.append(_setting_help(f"--{name}.{leaf}".replace("_", "-"), field, width))
