@@ -24,6 +24,12 @@ from peralta_zmq.http_server import is_loopback
 # bfloat16 has a relative resolution of 1/256. With a beta above this limit, an update changes the
 # optimizer state by less than 1 %, and most of that change is rounded away.
 MAX_BETA_BF16 = 0.99
+# Section, setting, and the setting without which it has no effect.
+NEEDED_SETTINGS = (
+    ("loss", "sft_weight", "sft_file"),
+    ("loss", "sft_batch_size", "sft_file"),
+    ("generator", "token_file", "serve_port"),
+)
 
 
 class Config(Section):
@@ -101,6 +107,7 @@ class Config(Section):
         _check_temperature(self.sampling)
         _check_reference(self)
         _check_reward_shaping(self)
+        _check_unused(self)
         _check_ranges(self)
         _check_interval(self)
         _check_security(self)
@@ -202,6 +209,18 @@ def _check_reward_shaping(config: Config) -> None:
             "advantage.reward_weights needs advantage.multi_objective_aggregation "
             "normalize_then_sum; set it, or weight the terms in the reward function"
         )
+
+
+def _check_unused(config: Config) -> None:
+    """Check that a setting that changes nothing without another one has its default."""
+    for name, leaf, needed in NEEDED_SETTINGS:
+        section: Section = getattr(config, name)
+        is_default = getattr(section, leaf) == type(section).model_fields[leaf].default
+        if getattr(section, needed) is None and not is_default:
+            raise ConfigError(
+                f"{name}.{leaf} has no effect without {name}.{needed}; set it or remove "
+                f"{name}.{leaf}"
+            )
 
 
 def _check_ranges(config: Config) -> None:

@@ -68,6 +68,20 @@ def test_reward_weights_without_effect_are_refused() -> None:
 COSINE = ("--sampling.temp-scheduler", "cosine")
 
 
+@pytest.mark.parametrize(("setting", "value", "needed"), [
+    ("loss.sft_weight", "0.5", "loss.sft_file"), ("loss.sft_batch_size", "4", "loss.sft_file"),
+    ("generator.token_file", "key", "generator.serve_port"),
+])  # fmt: skip
+def test_setting_without_the_one_that_uses_it_is_refused(
+    setting: str, value: str, needed: str
+) -> None:
+    option = f"--{setting}={value}".replace("_", "-")
+    assert (
+        refusal(option) == f"{setting} has no effect without {needed}; set it or remove {setting}"
+    )
+    load(option, f"--{needed}=9".replace("_", "-"))
+
+
 def test_temperature_with_scheduler_is_refused() -> None:
     ends = ("--sampling.temp-start", "1", "--sampling.temp-end", "0.5")
     assert refusal(*COSINE, *ends, "--sampling.temperature", "1") == (
