@@ -339,7 +339,7 @@ def update_parameters(
     optimizer.zero_grad()
     skip_reason = ""
     if has_no_loss or not math.isfinite(grad_norm):
-        skip_reason = _skip_reason(loss, num_not_finite)
+        skip_reason = _skip_reason(loss, num_not_finite, metrics.get("sft_loss", 0.0))
     ess = ratio**2 / (totals[0] * square) if square else 1.0
     metrics |= {"grad_norm": grad_norm, "ess": ess, "skipped": float(bool(skip_reason))}
     return StepResult(metrics, skip_reason, {} if num_not_finite else mismatch, excluded)
@@ -408,8 +408,10 @@ def _backward(loss: TokenLoss, tokens: Tokens, groups: Sequence[str]) -> dict[st
     return {"entropy": entropy, **result.metrics, **summands}
 
 
-def _skip_reason(loss: TokenLoss, num_not_finite: float) -> str:
+def _skip_reason(loss: TokenLoss, num_not_finite: float, sft_loss: float) -> str:
     if num_not_finite:
         return f"{num_not_finite:.0f} logprobs of the policy are not finite"
+    if not math.isfinite(sft_loss):
+        return "the loss of the demonstrations in loss.sft_file is not finite"
     name = getattr(getattr(loss, "func", loss), "__name__", "loss")
     return f"loss '{name}' or its gradient is not finite"

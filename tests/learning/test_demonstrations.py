@@ -10,6 +10,7 @@ from sample_data import group_of, packed, step_gradient, tiny_learner, tiny_mode
 from peralta_zmq.learning.demonstrations import Demonstrations
 from peralta_zmq.learning.losses import preset
 from peralta_zmq.learning.packing import Packing, make_micro_batches
+from peralta_zmq.models.scoring import Scorer
 
 
 def numbers_of(demonstrations: Demonstrations, step: int) -> list[int]:
@@ -73,4 +74,15 @@ def test_demonstrations_do_not_hide_a_loss_that_is_not_finite() -> None:
         demonstrations=demonstrations_of(model),
     )  # fmt: skip
     assert learner.learn(FOUR).skip_reason
+    assert identical(weights(model), before)
+
+
+def test_demonstrations_without_a_finite_loss_are_named() -> None:
+    model = tiny_model()
+    before = weights(model)
+    demonstrations = demonstrations_of(
+        model, compute_logprobs=lambda *row, **options: Scorer(model)(*row, **options) * torch.nan
+    )
+    result = tiny_learner(model, demonstrations=demonstrations).learn(FOUR)
+    assert "loss.sft_file is not finite" in result.skip_reason
     assert identical(weights(model), before)
