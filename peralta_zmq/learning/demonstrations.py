@@ -6,12 +6,14 @@ order that depends on nothing but the seed and the step, so that a resumed run c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.packing import MicroBatch, Packing, make_micro_batches, pack_groups
@@ -56,6 +58,19 @@ class Demonstrations:
         return partial(
             add_gradient, batches, self.weight, self.compute_logprobs, max(1.0, float(num_tokens))
         )
+
+    def state(self) -> dict[str, Tensor]:
+        """For a checkpoint: the sha256 of all tokens and loss masks, uint8 [32]."""
+        sha256 = hashlib.sha256()
+        for rollout in self.rollouts:
+            sha256.update(rollout.token_ids.tobytes() + rollout.loss_mask.tobytes())
+        return {"demonstrations": torch.tensor(list(sha256.digest()), dtype=torch.uint8)}
+
+    def check_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise ValueError if `tensors` have the `state` of other demonstrations."""
+        for name, digest in self.state().items():
+            if name in tensors and not torch.equal(tensors[name], digest):
+                raise ValueError("loss.sft_file had other demonstrations; put that file back")
 
 
 def add_gradient(

@@ -244,7 +244,7 @@ class Learner:
         """Tensors of a checkpoint by path, unsharded; only rank 0 gets all tensors.
 
         Paths: model/NAME, OPTIM/KIND/NAME (`adamw.state_of`), reference/NAME (only of a reference
-        with sync_steps), rng/torch and skipped.
+        with sync_steps), rng/torch, skipped and demonstrations (`Demonstrations.state`).
         """
         gather = partial(gather_tensor, rank=self._ranks.rank)
         tensors = {path: gather(tensor) for path, tensor in self._live_tensors().items()}
@@ -252,7 +252,8 @@ class Learner:
             for kind, tensor in kinds.items():
                 tensors[f"{self._settings.optim}/{kind}/{name}"] = gather(tensor)
         skipped = torch.tensor([self._num_skipped, self._num_skipped_in_a_row])
-        return tensors | {"rng/torch": torch.get_rng_state(), "skipped": skipped}
+        sft = {} if self._demonstrations is None else self._demonstrations.state()
+        return tensors | sft | {"rng/torch": torch.get_rng_state(), "skipped": skipped}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name and unsharded tensor of each parameter, on rank 0."""
@@ -287,7 +288,9 @@ class Learner:
         }
 
     def _check_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if these are the tensors of another model or optimizer."""
+        """Raise ValueError for the tensors of another model, optimizer or demonstrations."""
+        if self._demonstrations is not None:
+            self._demonstrations.check_state(tensors)
         names = {path.removeprefix("model/") for path in tensors if path.startswith("model/")}
         if different := names ^ self._parameters.keys():
             owner = "the checkpoint" if min(different) in names else "the model"

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from learners import FOUR, demonstrations_of, identical, weights
@@ -64,6 +66,21 @@ def test_demonstrations_are_trained_in_steps_without_signal() -> None:
     assert not identical(weights(model), before)
     losses = [row["sft_loss"] for row in rows]
     assert sum(losses[-5:]) < sum(losses[:5])
+
+
+def test_restore_rejects_other_demonstrations() -> None:
+    model = tiny_model()
+    demonstrations = demonstrations_of(model)
+    learner = tiny_learner(model, demonstrations=demonstrations)
+    state = {name: tensor.clone() for name, tensor in learner.state().items()}
+    learner.restore(0, state)
+    first, *others = demonstrations.rollouts
+    shifted = replace(first, loss_mask=np.roll(first.loss_mask, 1))
+    for rollouts in (others, [shifted, *others], [*others, first]):
+        changed = replace(demonstrations, rollouts=rollouts)
+        with pytest.raises(ValueError, match=r"loss\.sft_file had other demonstrations"):
+            tiny_learner(model, demonstrations=changed).restore(0, state)
+    tiny_learner(model).restore(0, state)  # as in a replay without them
 
 
 def test_demonstrations_do_not_hide_a_loss_that_is_not_finite() -> None:
