@@ -215,6 +215,17 @@ def test_prompt_of_a_demonstration_has_the_schemas_of_tools(tmp_path: Path) -> N
     assert "calculate" in tokenizer.decode(prompt)
 
 
+def test_demonstrations_longer_than_a_micro_batch_are_counted_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for limit in (10, 100):
+        one_demonstration(tmp_path, f"--train.max-tokens-per-microbatch={limit}")
+    assert caplog.messages == [
+        "1 of 1 demonstrations in loss.sft_file are longer than "
+        "train.max_tokens_per_microbatch 10: train.oversize truncate applies to them"
+    ]
+
+
 def test_missing_file_of_demonstrations_is_refused(tmp_path: Path) -> None:
     config = config_of(f"--loss.sft-file={tmp_path}/absent.csv")
     with pytest.raises(TaskError, match=r"no data set or file .*absent\.csv"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -37,6 +38,7 @@ from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.observe.terminal import track
 from peralta_zmq.rollout import Message, Problem, Rollout
 
+logger = logging.getLogger(__name__)
 VERIFIER_QUEUE = 256  # completions that may wait for a reward worker of a verifier
 OWN_REWARD = "task"  # in reward_functions: the reward function of the task
 
@@ -146,8 +148,15 @@ def make_demonstrations(
         return demonstration([*map(int, prompt)], [*completion, *end])
 
     rows = read_rows(section.sft_file, prompt_column="prompt", answer_column="completion")
+    rollouts, limit = [*map(rollout_of_row, rows)], train.max_tokens_per_microbatch
+    if num_long := sum(len(rollout.token_ids) > limit for rollout in rollouts):
+        logger.warning(
+            "%d of %d demonstrations in loss.sft_file are longer than "
+            "train.max_tokens_per_microbatch %d: train.oversize %s applies to them",
+            num_long, len(rollouts), limit, train.oversize,
+        )  # fmt: skip
     return Demonstrations(
-        rollouts=[*map(rollout_of_row, rows)],
+        rollouts=rollouts,
         weight=section.sft_weight,
         batch_size=section.sft_batch_size,
         seed=config.run.seed,
