@@ -146,6 +146,7 @@ class Completion:
     policy_steps: Int32Array  # [T], policy step of the weights that sampled each token; -1 = none
     finish_reason: FinishReason
     text: str  # without special tokens; of the last turn
+    has_end_token: bool = False  # whether the last token is an end token
     messages: tuple[Message, ...] = ()  # after the prompt, if the problem has turns
     error: TaskError | None = None  # the reason why an episode could not be continued
 

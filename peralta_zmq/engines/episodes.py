@@ -144,7 +144,7 @@ class Episodes:
             self._tokenizer,
             (*problem.messages, *episode.messages),
             reply,
-            ended=self._has_end_token(last),
+            ended=last.has_end_token,
             chat_template_kwargs=problem.chat_template_kwargs,
         )
         prompt_ids = np.concatenate([last.prompt_ids, last.token_ids, np.array(inserted, np.int32)])
@@ -158,11 +158,6 @@ class Episodes:
             Request(index, prompt_ids, room, continues=last.index, may_continue=True)
         )
         return True
-
-    def _has_end_token(self, completion: Completion) -> bool:
-        """Whether the completion ends with an end token, and not because of a stop string."""
-        is_special = int(completion.token_ids[-1]) in self._tokenizer.all_special_ids
-        return completion.finish_reason == "stop" and is_special
 
 
 def _joined(episode: _Episode) -> Completion:

@@ -80,6 +80,7 @@ def completion_of(
         policy_steps=policy_steps.astype(np.int32),
         finish_reason="stop" if ended or stop_at is not None else "length",
         text=text[:stop_at],
+        has_end_token=ended,
     )
 
 

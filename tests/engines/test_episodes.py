@@ -63,8 +63,12 @@ def model_of(seed: int = 0) -> Any:
     return tiny_model(seed=seed, vocab_size=468)
 
 
-def native(tokenizer: Any, *, seed: int = 0, length: int = 128) -> NativeEngine:
-    return NativeEngine(model_of(seed), tokenizer, slots=4, max_model_len=length)
+def native(tokenizer: Any, model: Any = None, *, length: int = 128) -> NativeEngine:
+    return NativeEngine(model or model_of(), tokenizer, slots=4, max_model_len=length)
+
+
+def hf(tokenizer: Any, model: Any = None) -> HfEngine:
+    return HfEngine(model or model_of(), tokenizer, slots=4, max_model_len=128)
 
 
 class Recorder:
@@ -111,10 +115,7 @@ def scored(model: Any, completion: Completion) -> np.ndarray:
         return token_logprobs(model, row)[0, len(completion.prompt_ids) :].numpy()
 
 
-ENGINES = {
-    "native": native,
-    "hf": lambda tokenizer: HfEngine(model_of(), tokenizer, slots=4, max_model_len=128),
-}
+ENGINES: dict[str, Callable[..., Any]] = {"native": native, "hf": hf}
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -155,6 +156,18 @@ def test_sampled_ids_are_kept_and_only_the_reply_is_tokenized(tokenizer: Any) ->
         assert (*TURNS.messages, *completion.messages) == tuple(messages)
         assert (*TURNS.messages, *completion.messages) in game.seen
         assert completion.text == messages[-1].content
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_end_token_outside_of_the_special_ones_is_not_doubled(name: str, tokenizer: Any) -> None:
+    """As <|end|> of Phi-3 and <|eom_id|> of Llama 3.1."""
+    model = model_of()
+    model.generation_config.eos_token_id = list(range(3, 468))
+    engine = ENGINES[name](tokenizer, model)
+    for completion in play(engine, tokenizer, Game(1), [TURNS])["1"]:
+        first = int(np.flatnonzero(completion.policy_steps < 0)[0])
+        assert int(completion.token_ids[first - 1]) not in tokenizer.all_special_ids
+        assert tokenizer.decode(completion.token_ids[first:]).startswith("\n<|im_start|>user")
 
 
 def test_earlier_turns_are_not_computed_again(
