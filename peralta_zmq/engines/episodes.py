@@ -118,13 +118,12 @@ class Episodes:
             self._answered.remove(episode)
             try:
                 reply = episode.reply.result()
+                if reply is None:
+                    yield _joined(episode)
+                elif not self._continue(episode, reply):
+                    yield replace(_joined(episode), finish_reason="length")
             except TaskError as error:
                 yield replace(_joined(episode), error=error)
-                continue
-            if reply is None:
-                yield _joined(episode)
-            elif not self._continue(episode, reply):
-                yield replace(_joined(episode), finish_reason="length")
 
     def cancel(self) -> None:
         """Cancel the replies that are being computed."""
@@ -136,7 +135,10 @@ class Episodes:
         return self._replies is not None and self._replies.has_turns(episode.problem)
 
     def _continue(self, episode: _Episode, reply: Sequence[Message]) -> bool:
-        """Request the next turn; False if the episode has reached a limit."""
+        """Request the next turn; False if the episode has reached a limit.
+
+        Raises RewardError if the chat template cannot append the reply.
+        """
         problem, last = episode.problem, episode.turns[-1]
         if len(episode.turns) == self._max_turns:
             return False

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, cast
 from uuid import uuid4
 
 from jinja2 import TemplateError
 
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import ConfigError, RewardError
 from peralta_zmq.models.loading import Tokenizer
-from peralta_zmq.rollout import Message, Problem
+from peralta_zmq.rollout import Message, Problem, Role
 
-PLACEHOLDER = uuid4().hex  # random, so that no message contains it
+# For a completion and for a reply; random, so that no message contains them.
+PLACEHOLDER, REPLY = uuid4().hex, uuid4().hex
 
 
 def chat_prompt(
@@ -46,11 +48,25 @@ def continuation_ids(
 
     `messages` end with the completion; `new_messages` follow. The ids begin with the end of the
     assistant's turn (without the end token if the completion has one, `ended`) and end with the
-    prompt of the next turn. For templates that `check_continuations` accepts.
+    prompt of the next turn. For templates that `check_continuations` accepts. Raises RewardError if
+    the template refuses the new messages or does not append them.
     """
-    completion = Message("assistant", PLACEHOLDER)
-    chat = [*messages[:-1], completion, *new_messages]
-    text = _rendered(tokenizer, chat, chat_template_kwargs, prompt=True)
+    start = [*messages[:-1], Message("assistant", PLACEHOLDER)]
+    marked = [replace(message, content=REPLY) for message in new_messages]
+    try:
+        text, with_marks = (
+            _rendered(tokenizer, [*start, *following], chat_template_kwargs, prompt=True)
+            for following in (new_messages, marked)
+        )
+        if with_marks.rpartition(PLACEHOLDER)[2].count(REPLY) < len(marked):
+            raise TemplateError("it does not render all of them after the completion")
+    except TemplateError as error:
+        roles = ", ".join(message.role for message in new_messages)
+        raise RewardError(
+            f"a reply has messages with the roles {roles}, which the chat template of "
+            f"{tokenizer.name_or_path} does not append to a completion ({error}); let `reply` "
+            "return messages that it appends, such as one of the user"
+        ) from None
     ids = _tokenized(tokenizer, text.rpartition(PLACEHOLDER)[2])
     return ids[1:] if ended else ids
 
@@ -114,31 +130,37 @@ def check_continuations(tokenizer: Tokenizer, problems: Iterable[Problem]) -> No
 
     A template is accepted if messages keep their text when others follow, apart from what precedes
     a completion within its own turn (an empty reasoning block, as that of Qwen3), and if it writes
-    an end token after a completion. Checks one problem of each task.
+    an end token after a completion. Checks one problem of each task, with replies of the user and,
+    if there are tools, with their results.
     """
     for problem in {problem.task: problem for problem in problems}.values():
-        if reason := _unstable(tokenizer, problem):
-            raise ConfigError(
-                f"the chat template of {tokenizer.name_or_path} {reason}, so that task "
-                f"'{problem.task}' with several turns cannot keep the sampled tokens; choose "
-                "another model, or give it a chat template that only appends"
-            )
+        roles: tuple[Role, ...] = ("user",)
+        if "tools" in problem.chat_template_kwargs:
+            roles = ("tool", "user")
+        for role in roles:
+            if reason := _unstable(tokenizer, problem, role):
+                raise ConfigError(
+                    f"the chat template of {tokenizer.name_or_path} {reason}, so that task "
+                    f"'{problem.task}' with several turns cannot keep the sampled tokens; choose "
+                    "another model, or give it a chat template that only appends"
+                )
 
 
-def _unstable(tokenizer: Tokenizer, problem: Problem) -> str:
-    """Why the episode of a problem cannot be continued; empty if it can."""
+def _unstable(tokenizer: Tokenizer, problem: Problem, role: Role) -> str:
+    """Why a message of a role cannot continue the episode of a problem; empty if it can."""
     variables = problem.chat_template_kwargs
-    reply = Message("tool" if "tools" in variables else "user", "1")
-    turn = (Message("assistant", PLACEHOLDER), reply)
+    turn = (Message("assistant", PLACEHOLDER), Message(role, REPLY))
     try:
         start, once, twice = (
             _rendered(tokenizer, chat, variables, prompt=False) if chat else ""
             for chat in ([*problem.messages, *turn * count] for count in range(3))
         )
     except TemplateError as error:
-        return f"refuses a message with the role {reply.role} ({error})"
+        return f"refuses a message with the role {role} ({error})"
     if once.count(PLACEHOLDER) != 1 or twice.count(PLACEHOLDER) != 2:
         return "drops completions when messages follow"
+    if REPLY not in once:
+        return f"drops messages with the role {role}"
     after_once, after_twice = (text.partition(PLACEHOLDER)[2] for text in (once, twice))
     if not (once.startswith(start) and twice.startswith(start)):
         return "changes earlier messages when others follow"

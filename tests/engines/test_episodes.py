@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -25,6 +26,15 @@ from peralta_zmq.rollout import Completion, Message, Problem, Sampling, Score, r
 TURNS = Problem("1", "turns", (Message("user", "3 plus 2 plus 2 plus 2 plus 2"),), "5")
 ONE_TURN = Problem("2", "one", (Message("user", "4 plus 2"),), "6")
 SAMPLING = Sampling(max_completion_length=6, seed=3)
+MESSAGE = "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+REFUSES_SYSTEM = (
+    "{% for message in messages %}{% if message.role == 'system' %}"
+    "{{ raise_exception('no system here') }}{% endif %}" + MESSAGE + "{% endfor %}"
+)
+SYSTEM_FIRST = (
+    "{% for message in messages if message.role == 'system' %}" + MESSAGE + "{% endfor %}"
+    "{% for message in messages if message.role != 'system' %}" + MESSAGE + "{% endfor %}"
+)
 
 
 class Game:
@@ -272,6 +282,23 @@ def test_failed_reply_ends_the_episode_with_an_error(tokenizer: Any) -> None:
     game.compute = fail  # pyright: ignore[reportAttributeAccessIssue]
     for completion in play(native(tokenizer), tokenizer, game)["1"]:
         assert str(completion.error) == "reply failed"
+
+
+@pytest.mark.parametrize(("template", "reason"), [
+    (REFUSES_SYSTEM, "no system here"),
+    (SYSTEM_FIRST, "it does not render all of them after the completion"),
+])  # fmt: skip
+def test_reply_that_the_template_cannot_append_is_an_error(template: str, reason: str) -> None:
+    tokenizer = models.load_tokenizer(models.EMBEDDED)
+    tokenizer.chat_template = template
+    models.check_continuations(tokenizer, [TURNS])
+    game = Game()
+    game.compute = lambda messages: [Message("system", "no"), Message("user", "no")]
+    for completion in play(native(tokenizer), tokenizer, game, [TURNS])["1"]:
+        assert isinstance(completion.error, RewardError)
+        message = f"with the roles system, user, .*embedded .* \\({reason}\\); let `reply` return"
+        assert re.search(message, str(completion.error))
+        assert len(completion.messages) == 1
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -142,6 +142,15 @@ NO_TOOLS = (
     "{{ raise_exception('no tools here') }}{% endif %}"
     "{{ message.content }}<|im_end|>{% endfor %}"
 )
+ONE_USER = (
+    "{% for message in messages %}{% if message.role == 'user' and loop.index0 > 1 %}"
+    "{{ raise_exception('no second user') }}{% endif %}"
+    "{{ message.content }}<|im_end|>{% endfor %}"
+)
+DROPS_TOOLS = (
+    "{% for message in messages if message.role != 'tool' %}"
+    "{{ message.content }}<|im_end|>{% endfor %}"
+)
 NUMBERED = (
     "{% for message in messages %}{{ loop.revindex }} {{ message.content }}<|im_end|>{% endfor %}"
 )
@@ -153,12 +162,14 @@ NUMBERED = (
     (LAST_ONLY, "drops completions when messages follow"),
     (NO_END, "writes no end token after a completion"),
     (NO_TOOLS, r"refuses a message with the role tool \(no tools here\)"),
+    (ONE_USER, r"refuses a message with the role user \(no second user\)"),
+    (DROPS_TOOLS, "drops messages with the role tool"),
 ])  # fmt: skip
 def test_template_that_cannot_be_continued_is_refused_by_name(template: str, reason: str) -> None:
     tokenizer = tokenizer_of(template)
     with pytest.raises(ConfigError, match=f"embedded {reason}, so that task 'sums' with several"):
         models.check_continuations(
-            tokenizer, [problem(**{"tools": []} if "no" in template else {})]
+            tokenizer, [problem(**{"tools": []} if "role" in reason else {})]
         )
 
 
