@@ -41,8 +41,10 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
     """The schema of a tool, from its type hints and its docstring.
 
     The docstring describes the tool, and in a section `Args:` its arguments. Raises TaskError for a
-    tool without docstring, and for an argument without a type that JSON has.
+    coroutine function, a tool without docstring, and an argument without a type that JSON has.
     """
+    if inspect.iscoroutinefunction(tool):
+        raise TaskError(f"tool {tool.__name__} is a coroutine function; define it without async")
     description, arguments = _documented(tool)
     if not description:
         raise TaskError(f"tool {tool.__name__} has no docstring; describe the tool for the model")

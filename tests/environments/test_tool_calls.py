@@ -34,6 +34,11 @@ def untyped(word) -> str:  # type: ignore[no-untyped-def]
     return str(word)
 
 
+async def awaited(word: str) -> str:
+    """Find a word."""
+    return word
+
+
 def with_options(**options: Any) -> str:
     """Find a word."""
     return str(options)
@@ -54,6 +59,7 @@ def test_schema_has_types_and_descriptions_of_the_arguments() -> None:
 
 @pytest.mark.parametrize(("tool", "message"), [
     (undocumented, "tool undocumented has no docstring"),
+    (awaited, "tool awaited is a coroutine function; define it without async"),
     (untyped, "argument word of tool untyped has no usable type hint"),
     (with_options, "argument options of tool with_options has no usable type hint"),
 ])  # fmt: skip
