@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 from peralta_zmq.environments.reward_functions import RewardCall
+from peralta_zmq.environments.tool_process import adopt_orphans
 from peralta_zmq.environments.turns import ReplyCall
 from peralta_zmq.errors import described
 
@@ -112,6 +113,7 @@ def main(descriptor: int, timeout_seconds: float | None) -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     connection = socket.socket(fileno=descriptor)
     if timeout_seconds is None:
+        adopt_orphans()
         _serve(connection)
     else:
         asyncio.run(_serve_async(connection, timeout_seconds))

@@ -23,6 +23,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing import Pipe
 from typing import Any, NoReturn
 
 import psutil
@@ -42,7 +43,17 @@ LANDLOCK_WRITES = 0x1FFF & ~(1 << 0 | 1 << 2 | 1 << 3)
 LANDLOCK_TRUNCATE = 1 << 14
 LANDLOCK_VERSION = 1  # flag of LANDLOCK_CREATE
 LANDLOCK_PATH_BENEATH = 1  # type of a rule
-PR_SET_NO_NEW_PRIVS = 38
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose parent has ended.
+
+    They are then among those that are killed after a call. On Linux as root, where a tool can start
+    processes.
+    """
+    if sys.platform == "linux" and os.getuid() == 0:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def tool_messages(
@@ -54,7 +65,7 @@ def tool_messages(
     """Execute calls one after the other; the results are messages of the role `tool`.
 
     All calls together may take `timeout_seconds`. A call that fails results in a message that
-    begins with 'error: '.
+    begins with 'error: '. Raises OSError if there is no folder or process for a call.
     """
     deadline = time.monotonic() + timeout_seconds
     messages: list[Message] = []
@@ -84,21 +95,23 @@ def _execute(tool: Callable[..., Any], arguments: Mapping[str, Any], deadline: f
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise TimeoutError
+    earlier = _descendants()
     folder = tempfile.mkdtemp(prefix="peralta-tool-")
-    reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        # The worker's other thread only waits for the end of stdin.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process = os.fork()
-    if process == 0:
-        _run_child(tool, arguments, folder, writer, seconds)
-    os.close(writer)
+    reader, writer = Pipe(duplex=False)
     try:
-        result = _read(reader, deadline)
+        with reader, writer:
+            with warnings.catch_warnings():
+                # The worker's other thread only waits for the end of stdin.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process = os.fork()
+            if process == 0:
+                _run_child(tool, arguments, folder, writer.fileno(), seconds)
+            writer.close()
+            try:
+                result = _read(reader.fileno(), deadline)
+            finally:
+                status = _kill(process, earlier)
     finally:
-        os.close(reader)
-        _kill(process)
-        _, status = os.waitpid(process, 0)
         shutil.rmtree(folder, ignore_errors=True)
     if not result:
         reason = _exit_reason(os.waitstatus_to_exitcode(status))
@@ -106,14 +119,23 @@ def _execute(tool: Callable[..., Any], arguments: Mapping[str, Any], deadline: f
     return result
 
 
-def _kill(process: int) -> None:
-    """Kill the process of a tool and those that it started."""
-    # Others than root cannot start any: see MAX_PROCESSES.
-    started = psutil.Process(process).children(recursive=True) if os.getuid() == 0 else []
+def _descendants() -> set[psutil.Process]:
+    """The processes below this one; empty unless a tool can start some (see MAX_PROCESSES)."""
+    return set(psutil.Process().children(recursive=True)) if os.getuid() == 0 else set()
+
+
+def _kill(process: int, earlier: set[psutil.Process]) -> int:
+    """Kill the process of a tool and those that it started; returns its wait status."""
+    started = _descendants() - earlier
     os.kill(process, signal.SIGKILL)
-    for each in started:
-        with suppress(psutil.NoSuchProcess):
-            each.kill()
+    _, status = os.waitpid(process, 0)
+    while started:
+        for each in started:
+            with suppress(psutil.NoSuchProcess, ChildProcessError):
+                each.kill()
+                os.waitpid(each.pid, os.WNOHANG)  # those that this process has adopted
+        started = _descendants() - earlier
+    return status
 
 
 def _exit_reason(code: int) -> str:

@@ -95,12 +95,18 @@ class ReplyCall:
         """Whether the result tells that time is up: a tool's process ends without its worker."""
         return bool(self.tools)
 
-    def __call__(self, *functions: Callable[..., Any]) -> Reply | str:
+    def __call__(self, *functions: Callable[..., Any]) -> Reply | str | RewardError:
         """Call the functions with the names `names`; a failure of `reply` is returned as text."""
         if self.tools:
             tools = dict(zip(self.tools, functions, strict=True))
             calls = self.messages[-1].tool_calls
-            return tool_messages(calls, tools, timeout_seconds=self.tool_seconds)
+            try:
+                return tool_messages(calls, tools, timeout_seconds=self.tool_seconds)
+            except OSError as error:
+                return RewardError(
+                    f"the tools of problem {self.problem.id} cannot be executed: {error}; free "
+                    "disk space in the folder for temporary files, or memory"
+                )
         (reply,) = functions
         try:
             result = reply(self.problem, list(self.messages))
@@ -117,8 +123,10 @@ class ReplyCall:
             return f"raised {described(error)}"
         return _checked(result)
 
-    def result_of(self, result: Reply | str) -> Reply:
-        """The result of the call. Raises RewardError for the text of a failure."""
+    def result_of(self, result: Reply | str | RewardError) -> Reply:
+        """The result of the call. Raises RewardError for a failure."""
+        if isinstance(result, RewardError):
+            raise result
         if isinstance(result, str):
             raise RewardError(
                 f"function {' or '.join(self.names)} {result}, for a completion of problem "

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from peralta_zmq.environments.reward_pool import RewardPool
@@ -41,6 +42,16 @@ def add(a: int, b: int) -> int:
 def hang() -> None:
     "Wait."
     time.sleep(60)
+def orphan() -> int:
+    "Start a process whose parent ends."
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        if (process := os.fork()) == 0:
+            time.sleep(60)
+        os.write(writer, str(process).encode())
+        os._exit(0)
+    os.wait()
+    return int(os.read(reader, 20))
 tools = [add, hang]
 """
 
@@ -127,6 +138,31 @@ def test_tool_that_hangs_ends_without_its_worker(task: ModuleType, pool: RewardP
         Message("tool", "error: the tools took longer than 1 s", "hang")
     ]
     assert reply(pool, turns, "pid") == before
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.getuid() != 0, reason="the limit of processes applies"
+)
+def test_orphans_of_a_tool_end_with_the_call(task: ModuleType, pool: RewardPool) -> None:
+    turns = turns_of(SimpleNamespace(tools=[task.orphan], reply=task.reply))
+    assert turns is not None
+    before = reply(pool, turns, "pid")
+    (message,) = reply(pool, turns, call_of("orphan")) or [PROBLEM.messages[0]]
+    assert not psutil.pid_exists(int(message.content))
+    assert reply(pool, turns, "pid") == before
+
+
+def test_tools_without_a_folder_are_a_failed_reward(
+    task: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = turns_with(task, "tools")
+    messages = [*PROBLEM.messages, Message("assistant", call_of("add", a=1, b=2))]
+    call = turns.call(PROBLEM, messages, tool_seconds=5)
+    assert call is not None
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    failure = call(task.add, task.hang)
+    with pytest.raises(RewardError, match=r"problem 7 cannot be executed: .* No such file .*/miss"):
+        call.result_of(failure)
 
 
 def test_functions_that_workers_cannot_import_are_refused() -> None:
