@@ -266,6 +266,7 @@ def test_generator_behind_a_slow_link_keeps_the_staleness_bound(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_original_experiment_runs_with_a_random_model(machine: Machine, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(models.EMBEDDED, model)

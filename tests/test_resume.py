@@ -42,7 +42,7 @@ def recover(folder: Path, plan: str) -> None:
     [pytest.param(name, marks=() if name == "atomic_files.opened" else pytest.mark.chaos)
      for name in FAILPOINTS],
 )  # fmt: skip
-@pytest.mark.parametrize("first", [1, 4])  # of three writes: two tests run at the same time
+@pytest.mark.parametrize("first", [1, pytest.param(4, marks=pytest.mark.slow)])  # of three writes
 def test_first_start_killed_at_any_write_is_completed_by_the_next(
     name: str, first: int, tmp_path: Path
 ) -> None:

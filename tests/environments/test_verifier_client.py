@@ -34,6 +34,7 @@ def test_response_without_a_number_is_an_error(
         reward_of(environment, next(environment.problems("train", 0)), "1")
 
 
+@pytest.mark.slow  # waits for a verifier that starts again
 def test_client_waits_for_killed_verifier_and_gets_true_rewards(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

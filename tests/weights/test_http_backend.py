@@ -177,6 +177,7 @@ def connect(server: HttpServer) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port), timeout=20)
 
 
+@pytest.mark.slow  # waits ten seconds
 def test_server_closes_the_oldest_of_too_many_idle_connections(
     store: WeightStore, server: HttpServer, stack: ExitStack
 ) -> None:
