@@ -55,7 +55,7 @@ Other questions:
                              filters; CONTRIBUTING.md lists what a new task or loss touches
     how runs are watched     observe/: metrics, terminal, dashboard, and the verdict, a sentence
                              that names the bottleneck
-    how chats are served     generator/serving/: HTTP, and slots of the engine beside the groups
+    how chats are served     generator/serving/: HTTP server, and an engine that also samples chats
     how runs are started     bin/ and operate/, on this machine or over ssh; bin/doctor checks the
                              machines first
 

@@ -38,7 +38,7 @@ def reply(problem: Problem, messages: Sequence[Message]) -> list[Message] | None
 
 
 def feedback(guess: str, number: int) -> str:
-    """What is said about a wrong guess."""
+    """The reply to a wrong guess."""
     text = guess.strip()
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         return "That is no number."

@@ -41,7 +41,7 @@ class HeldLeases:
 
     @property
     def needs_lease(self) -> bool:
-        """Whether a lease is needed besides the one in use.
+        """Whether there is no lease to follow the one in use.
 
         The trainer takes up to a training step to grant it.
         """

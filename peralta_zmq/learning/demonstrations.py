@@ -1,4 +1,4 @@
-"""Supervised fine-tuning (SFT) on demonstrations, as a term of each update beside the loss.
+"""Supervised fine-tuning (SFT): a loss of demonstrations, added to each update.
 
 A demonstration is a prompt with a reference completion. A training step takes the next ones, in an
 order that depends on nothing but the seed and the step, so that a resumed run continues it.

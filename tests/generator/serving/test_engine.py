@@ -1,4 +1,4 @@
-"""The engine that serves chats beside the requests of its generator."""
+"""ServingEngine: samples the requests of a generator, and chats at the same time."""
 
 from __future__ import annotations
 
