@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import shutil
 import statistics
 import subprocess
 import time
@@ -52,6 +53,7 @@ from tools.base_model import new_model
 
 NUM_PROMPT, NUM_COMMON, NUM_NEW, SIBLINGS = 110, 90, 48, 4
 LENGTHS = (8, NUM_NEW)  # of the variant with varying lengths, uniform
+NUM_NEW_MLX = 8
 NUM_STEPS = 12  # tokens of a short round, the middle ones of NUM_NEW; 11 of its steps are timed
 SHAPE: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
@@ -87,6 +89,7 @@ def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
     yield from against_peers(interleaved(variants(setting), repeats=1 if quick else 3))
     if device == CPU and not quick:
         yield from against_vllm(setting)
+        yield against_mlx(setting)
     rounds = 3 if quick else 7
     yield from against_bounds(setting, rounds)
     yield from against_copy(setting, rounds)
@@ -368,29 +371,32 @@ class Bound(NamedTuple):
         return min(self)
 
 
-class Vllm:
-    """A process of vLLM with the same weights, eager or compiled; used with `closing`."""
+class PeerProcess:
+    """A process that samples with the weights in a folder; used with `closing`.
 
-    def __init__(self, folder: str, mode: str) -> None:
-        command = [str(environment.vllm_python()), "-m", "benchmarks.peers.vllm_generation"]
+    `module` of benchmarks.peers runs with the arguments and the maximum length of a sequence.
+    """
+
+    def __init__(self, interpreter: Path, module: str, *arguments: str) -> None:
+        command = [str(interpreter), "-m", f"benchmarks.peers.{module}"]
         self._process = subprocess.Popen(
-            [*command, folder, mode, str(NUM_PROMPT + NUM_NEW)],
+            [*command, *arguments, str(NUM_PROMPT + NUM_NEW)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             cwd=REPO,
         )  # fmt: skip
         self._read_line()
 
-    def rate(self, sampling: Sampling) -> float:
-        """Tokens per second of 8 prompts x 4, without a prefix cache from earlier calls."""
+    def rate(self, num_prompts: int, num_new: int = NUM_NEW, *, sampling: Sampling) -> float:
+        """Tokens per second of `num_prompts` x 4, without a prefix cache from earlier calls."""
         job = {
-            "prompts": [prompt.tolist() for prompt in prompts(8)], "completions": SIBLINGS,
-            "tokens": NUM_NEW, "temperature": sampling.temperature, "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
+            "prompts": [prompt.tolist() for prompt in prompts(num_prompts)],
+            "completions": SIBLINGS, "tokens": num_new, "temperature": sampling.temperature,
+            "top_p": sampling.top_p, "top_k": sampling.top_k,
         }  # fmt: skip
         assert self._process.stdin
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        return 8 * SIBLINGS * NUM_NEW / float(self._read_line())
+        return num_prompts * SIBLINGS * num_new / float(self._read_line())
 
     def close(self) -> None:
         """End the process."""
@@ -400,7 +406,7 @@ class Vllm:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"vLLM ended with exit code {self._process.wait()}")
+            raise RuntimeError(f"the peer ended with exit code {self._process.wait()}")
         return line
 
 
@@ -414,12 +420,13 @@ def against_vllm(setting: Setting, repeats: int = 3) -> Iterator[Claim]:
     with TemporaryDirectory() as folder:
         setting.hf.save_pretrained(folder)
         for mode in ("eager", "compiled"):
-            with closing(Vllm(folder, mode)) as vllm:
+            interpreter = environment.vllm_python()
+            with closing(PeerProcess(interpreter, "vllm_generation", folder, mode)) as vllm:
                 measures: dict[str, Callable[[], float]] = {}
                 for name, sampling in samplings.items():
-                    vllm.rate(sampling)  # warms up
+                    vllm.rate(8, sampling=sampling)  # warms up
                     measures[f"ours{name}"] = functools.partial(setting.ours, 8, sampling=sampling)
-                    measures[f"vllm{name}"] = functools.partial(vllm.rate, sampling)
+                    measures[f"vllm{name}"] = functools.partial(vllm.rate, 8, sampling=sampling)
                 rates[mode] = interleaved(measures, repeats=repeats)
     for name in samplings:
         best = max(rates, key=lambda mode: statistics.median(rates[mode][f"vllm{name}"]))
@@ -427,9 +434,27 @@ def against_vllm(setting: Setting, repeats: int = 3) -> Iterator[Claim]:
         yield compared(f"native_8x4{name}_vs_vllm", ours, peer, "tokens/s")
 
 
+def against_mlx(setting: Setting, repeats: int = 3) -> Claim:
+    """The native engine alternating with the engine mlx on the CPU, four rows and few tokens.
+
+    MLX is made for Apple's GPUs; its matrix products on a CPU take minutes for more.
+    """
+    with TemporaryDirectory() as folder:
+        setting.hf.save_pretrained(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(models.EMBEDDED / name, Path(folder, name))
+        with closing(PeerProcess(environment.mlx_python(), "mlx_generation", folder)) as mlx:
+            measures = {
+                "ours": functools.partial(setting.ours, 1, NUM_NEW_MLX),
+                "mlx": functools.partial(mlx.rate, 1, NUM_NEW_MLX, sampling=SAMPLING),
+            }
+            rates = interleaved(measures, repeats=repeats)
+    return compared("native_1x4_short_vs_mlx", rates["ours"], rates["mlx"], "tokens/s")
+
+
 def peers() -> dict[str, str]:
-    """Version of vLLM."""
-    return environment.vllm_version()
+    """Versions of vLLM and MLX."""
+    return environment.vllm_version() | environment.mlx_version()
 
 
 def against_bounds(setting: Setting, rounds: int) -> Iterator[Claim]:

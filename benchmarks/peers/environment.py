@@ -46,9 +46,23 @@ def vllm_python() -> Path:
     return interpreter
 
 
+def mlx_python() -> Path:
+    """The interpreter of `make test-mlx`, in which this package runs with MLX; made if missing.
+
+    Raises CalledProcessError if that fails.
+    """
+    subprocess.run(["make", "--silent", ".venv-mlx/ready"], cwd=REPO, check=True, stdout=sys.stderr)
+    return REPO / ".venv-mlx/bin/python"
+
+
 def vllm_version() -> dict[str, str]:
     """Version of vLLM."""
     return _versions(vllm_python(), (VLLM,))
+
+
+def mlx_version() -> dict[str, str]:
+    """Versions of MLX and mlx-lm."""
+    return _versions(mlx_python(), ("mlx", "mlx-lm"))
 
 
 def _created(
