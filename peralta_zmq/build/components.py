@@ -20,7 +20,7 @@ import torch
 from peralta_zmq import models, registry
 from peralta_zmq.build.environments import make_demonstrations
 from peralta_zmq.config import Config
-from peralta_zmq.config.training_sections import AdvantageSection, CustomFilter, LossSection
+from peralta_zmq.config.objective_sections import AdvantageSection, CustomFilter, LossSection
 from peralta_zmq.engines import choice
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.advantages import AdvantageFunction, Filter, RewardShaping

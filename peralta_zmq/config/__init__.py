@@ -3,7 +3,8 @@
 A setting is written `section.leaf`, such as train.learning_rate: the key `learning_rate` in the
 table [train] of a TOML file, or the option --train.learning-rate.
 
-    sections, training_sections   one pydantic model per TOML section
+    sections, training_sections,
+    objective_sections            one pydantic model per TOML section
     schema                        `Config`: all sections, and checks across them
     load                          command line and TOML files -> Config; --help
     foreign_names                 error messages for unknown settings, with the right name

@@ -1,8 +1,9 @@
 """`Config`: all settings of a run, and checks across several settings.
 
 A field of `Config` is a section: the table [section] of a TOML file. The bounds of each setting are
-in `sections` and `training_sections`; the checks here raise ConfigError for the first contradiction
-between several settings. A setting is written `section.leaf`, such as train.learning_rate.
+in `sections`, `training_sections` and `objective_sections`; the checks here raise ConfigError for
+the first contradiction between several settings. A setting is written `section.leaf`, such as
+train.learning_rate.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 
 from pydantic import model_validator
 
+from peralta_zmq.config import objective_sections as objective
 from peralta_zmq.config import sections
 from peralta_zmq.config import training_sections as training
 from peralta_zmq.config.sections import Section
@@ -47,9 +49,9 @@ class Config(Section):
     train: training.TrainSection = training.TrainSection()
     early_stop: training.EarlyStopSection = training.EarlyStopSection()
     lora: training.LoraSection = training.LoraSection()
-    loss: training.LossSection = training.LossSection()
-    advantage: training.AdvantageSection = training.AdvantageSection()
-    filter: training.FilterSection = training.FilterSection()
+    loss: objective.LossSection = objective.LossSection()
+    advantage: objective.AdvantageSection = objective.AdvantageSection()
+    filter: objective.FilterSection = objective.FilterSection()
     eval: training.EvalSection = training.EvalSection()
     verifier: sections.VerifierSection = sections.VerifierSection()
     wire: sections.WireSection = sections.WireSection()

@@ -6,7 +6,7 @@ what the trainer does with one batch of groups.
 
 Each field has a default, bounds and a docstring, from which `--help` and docs/config.md are
 generated. A setting that TRL also has uses the name in TRL. Settings of the training itself are in
-`training_sections`; `schema` joins all sections into `Config`.
+`training_sections` and `objective_sections`; `schema` joins all sections into `Config`.
 """
 
 from __future__ import annotations

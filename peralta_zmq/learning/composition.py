@@ -3,7 +3,7 @@
 `losses.policy_loss` computes the loss. This module imports no torch, so that `bin/trainer --help
 loss` prints its tables at once. To add a named loss, add it to PRESETS and to the table in
 `registry.py`; to add an option, a field to `Composition` and to `LossSection`
-(config/training_sections.py).
+(config/objective_sections.py).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peralta_zmq.config.training_sections import LossSection
+from peralta_zmq.config.objective_sections import LossSection
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning import objectives
 from peralta_zmq.learning.composition import OBJECTIVES, PRESETS, Composition
