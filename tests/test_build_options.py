@@ -215,10 +215,3 @@ def test_tools_of_a_task_are_rendered_and_called_for_its_problems_only(tmp_path:
         text = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
         messages = [*adding.messages, Message("assistant", text)]
         assert environments.reply(adding, messages).result() == [Message("tool", "3", "add")]
-
-
-@pytest.mark.usefixtures("tool_task")
-def test_verifier_refuses_a_task_with_several_turns(tmp_path: Path) -> None:
-    config = load(tmp_path, '[task]\nname = "own_tools:"')
-    with pytest.raises(ConfigError, match=r"'own_tools:' has several turns .* not serve; remove"):
-        build.open_environments(config, "train", local=True)

@@ -22,13 +22,19 @@ from peralta_zmq.engines.rows import end_token_ids
 from peralta_zmq.environments.data_files import DataRow, read_rows
 from peralta_zmq.environments.dataset import (
     Environments,
+    ReplySource,
     RewardSource,
     labeled_problem,
     load_problems,
 )
 from peralta_zmq.environments.reward_functions import RewardFunction, group_arguments
-from peralta_zmq.environments.reward_pool import LocalRewards, NoRewards, RewardPool
-from peralta_zmq.environments.turns import Turns, turns_of
+from peralta_zmq.environments.reward_pool import (
+    LocalReplies,
+    LocalRewards,
+    NoRewards,
+    RewardPool,
+)
+from peralta_zmq.environments.turns import turns_of
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.http_server import read_private_token
@@ -56,21 +62,16 @@ def open_environments(
     sizes: dict[str, int] = {}
     problems: list[Problem] = []
     reward_sources: dict[str, RewardSource] = {}
-    turns: dict[str, Turns] = {}
+    reply_sources: dict[str, ReplySource] = {}
     pool = make_reward_pool(config, is_verifier=local)
     for env in sections:
         task: registry.Task | None = None
+        remote: RemoteEnvironment | None = None
         if env.address is None or local:
             task = registry.resolve("task", env.task)
             load, options = task.problems, env.data_options
-            if functions := turns_of(task):
-                if local:
-                    raise ConfigError(
-                        f"env '{env.label}' has several turns (reply or tools of task "
-                        f"'{env.task}'), which a verifier does not serve; remove it from the "
-                        "verifier's config, and env.address from the generators'"
-                    )
-                turns[env.label] = functions
+            if turns := turns_of(task):
+                reply_sources[env.label] = LocalReplies(turns, pool)
         else:
             reward_sources[env.label] = remote = _remote_environment(config, env)
             load, options = remote.problems, {}  # a verifier uses the options of its own config
@@ -79,24 +80,26 @@ def open_environments(
             load, split, seed=config.run.seed, options=options, wrap=with_progress
         )
         loaded = loaded[: None if limit < 0 else limit]
+        if remote is not None and remote.has_turns:
+            reply_sources[env.label] = remote
         if split == "train" and config.task.skip_verification:
             reward_sources[env.label] = NoRewards()
         elif task is not None:
             functions = make_reward_functions(config, env, task, example=loaded[0])
             reward_sources[env.label] = LocalRewards(functions, pool)
         keys = config.curriculum.hash_keys  # a problem's id is a hash of these parts
-        variables = _template_variables(env, turns.get(env.label))
+        replies = reply_sources.get(env.label)
+        variables = _template_variables(env, replies.schemas if replies else ())
         problems += [
             replace(labeled_problem(problem, env.label, keys), chat_template_kwargs=variables)
             for problem in loaded
         ]
         sizes[env.label] = len(loaded)
-    return Environments(sizes, tuple(problems), reward_sources, pool, turns)
+    return Environments(sizes, tuple(problems), reward_sources, pool, reply_sources)
 
 
-def _template_variables(env: EnvSection, turns: Turns | None) -> Mapping[str, Any]:
+def _template_variables(env: EnvSection, schemas: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Variables of the chat template, with the schemas of the task's tools."""
-    schemas = turns.schemas if turns else ()
     return {**env.chat_template_kwargs, **({"tools": list(schemas)} if schemas else {})}
 
 
@@ -138,7 +141,7 @@ def make_demonstrations(
     env = config.environments[0]
     system = [Message("system", env.system_prompt)] if env.system_prompt else []
     turns = None if env.address else turns_of(registry.resolve("task", env.task))
-    variables = _template_variables(env, turns)
+    variables = _template_variables(env, turns.schemas if turns else ())
     end = _end_of_turn(tokenizer, end_token_ids(model.generation_config, tokenizer), variables)
 
     def rollout_of_row(row: DataRow) -> Rollout:

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from peralta_zmq.environments.data_files import TOKENS_COLUMN, DataRow, read_rows
 from peralta_zmq.environments.reward_pool import RewardPool
-from peralta_zmq.environments.turns import Reply, Turns
+from peralta_zmq.environments.turns import Reply
 from peralta_zmq.errors import ConfigError, TaskError
 from peralta_zmq.rollout import Completion, Message, Problem, Score
 
@@ -66,6 +66,33 @@ class RewardSource(Protocol):
         ...
 
 
+class ReplySource(Protocol):
+    """Computes the replies of a task with several turns, on this machine or on another one."""
+
+    @property
+    def identity(self) -> str:
+        """Text that is equal for equal functions."""
+        ...
+
+    @property
+    def has_room(self) -> bool:
+        """False while too many completions wait."""
+        ...
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """The schemas of the tools."""
+        ...
+
+    def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
+        """The messages that follow a completion; None ends the episode.
+
+        `messages` begin with those of the problem and end with the completion. Errors are as for
+        RewardSource.score.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Environments:
     """Problems and reward functions of all environments. Use with `closing`."""
@@ -74,7 +101,8 @@ class Environments:
     problems: tuple[Problem, ...]  # grouped by environment, in the order of `sizes`
     reward_sources: Mapping[str, RewardSource]  # by label, which is the `task` of its problems
     pool: RewardPool  # of the reward sources on this machine
-    turns: Mapping[str, Turns] = field(default_factory=dict[str, Turns])  # of tasks with several
+    # By label, of tasks with several turns.
+    reply_sources: Mapping[str, ReplySource] = field(default_factory=dict[str, ReplySource])
 
     @property
     def has_room(self) -> bool:
@@ -105,15 +133,11 @@ class Environments:
 
     def has_turns(self, problem: Problem) -> bool:
         """Whether a completion may be followed by further turns."""
-        return problem.task in self.turns
+        return problem.task in self.reply_sources
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
-        """The messages between a completion and the next one; None ends the episode.
-
-        `messages` begin with those of the problem and end with the completion. Only for a problem
-        with `has_turns`. Errors are as for `score`.
-        """
-        return self.pool.reply(self.turns[problem.task], problem, messages)
+        """The reply in the problem's environment: see ReplySource; only if `has_turns`."""
+        return self.reply_sources[problem.task].reply(problem, messages)
 
     def close(self) -> None:
         """End the reward workers and close all reward sources."""

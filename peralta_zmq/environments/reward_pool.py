@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
@@ -335,6 +335,32 @@ class LocalRewards:
 
     def close(self) -> None:
         """Nothing to do: the pool, which environments share, is closed by its owner."""
+
+
+class LocalReplies:
+    """Replies by functions on this machine, in a pool."""
+
+    def __init__(self, turns: Turns, pool: RewardPool) -> None:
+        self._turns, self._pool = turns, pool
+
+    @property
+    def identity(self) -> str:
+        """Names of the functions, and schemas of the tools."""
+        return repr(self._turns)
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """The schemas of the tools."""
+        return self._turns.schemas
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the pool can take another reply."""
+        return self._pool.has_room(is_async=self._turns.is_async)
+
+    def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
+        """The messages that follow a completion: see RewardPool.reply."""
+        return self._pool.reply(self._turns, problem, messages)
 
 
 class NoRewards:

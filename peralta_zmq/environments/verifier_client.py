@@ -1,9 +1,9 @@
 """Client of verifiers: an environment that other machines serve.
 
 A verifier (`bin/verifier`, see verifier_service.py) serves the problems without their answers, and
-computes rewards. Several verifiers with equal problems take turns; one that does not respond is
-left out for a while. The client retries while no verifier responds. A failure is an error, never
-a reward.
+computes rewards and replies. Several verifiers with equal problems take turns; one that does not
+respond is left out for a while. The client retries while no verifier responds. A failure is an
+error, never a reward.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from itertools import count
 from queue import SimpleQueue
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 from urllib.parse import quote
 
 from peralta_zmq.environments.reward_functions import checked_reward
+from peralta_zmq.environments.turns import REPLY_ROLES, Reply
 from peralta_zmq.errors import RewardError, RewardUnavailableError, TaskError, program_name
 from peralta_zmq.rollout import Message, Problem, Score
 
@@ -31,6 +32,7 @@ MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 2.0  # between two attempts; double
 AVOID_SECONDS = 2.0  # in which a verifier that did not respond is left out if there are others
 MAX_RESPONSE_BYTES = 64 << 20
 
+Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 
@@ -68,9 +70,11 @@ class RemoteEnvironment:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._reward_timeout, self._retry_seconds = reward_timeout, retry_seconds
         self._digest = ""  # of the environment's problems and answers, as its verifier computed it
+        self.has_turns = False  # whether the task has several turns; set by `problems`
+        self.schemas: Sequence[Mapping[str, Any]] = ()  # of its tools; set by `problems`
         self._failed_at: dict[tuple[str, int], float] = {}  # monotonic seconds
         self._turns = count()
-        self._concurrency, self._num_unscored = concurrency, 0
+        self._concurrency, self._num_unfinished = concurrency, 0
         self._lock, self._closed = threading.Lock(), threading.Event()
         # Not a ThreadPoolExecutor: at exit it would wait for requests without a response.
         self._threads: list[threading.Thread] = []
@@ -87,6 +91,7 @@ class RemoteEnvironment:
         address, response = self._request(path)
         try:
             self._digest = str(response["digest"])
+            self.has_turns, self.schemas = bool(response["has_turns"]), list(response["tools"])
             return iter([_problem_from_json(row, self._env) for row in response["problems"]])
         except (KeyError, TypeError, ValueError) as error:
             raise _unexpected(address, error) from None
@@ -98,28 +103,56 @@ class RemoteEnvironment:
 
     @property
     def has_room(self) -> bool:
-        """Whether fewer groups wait for their rewards than are requested at the same time."""
-        return self._num_unscored < 2 * self._concurrency
+        """Whether fewer groups wait for their rewards than are requested at the same time.
+
+        A reply counts as a group.
+        """
+        return self._num_unfinished < 2 * self._concurrency
 
     def score(
         self,
         problem: Problem,
         texts: Sequence[str],
         token_ids: Sequence[Sequence[int]],
-        messages: Sequence[Sequence[Message]] = (),  # unused: verifiers serve one turn
+        messages: Sequence[Sequence[Message]] = (),
     ) -> Future[list[Score]]:
         """The scores of completions, computed by a verifier, or a RewardError."""
+        body = {
+            "completions": list(texts),
+            "completion_ids": list(map(list, token_ids)),
+            "completion_messages": [
+                messages_to_json(each) for each in messages or [()] * len(texts)
+            ],
+        }
+        return self._send("/score", problem, body, _scores_from_json)
+
+    def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
+        """The messages that follow a completion, computed by a verifier, or a RewardError.
+
+        `messages` begin with those of the problem and end with the completion.
+        """
+        # The verifier has the messages of the problem.
+        body = {"messages": messages_to_json(messages[len(problem.messages) :])}
+        return self._send("/reply", problem, body, _reply_from_json)
+
+    def _send(
+        self,
+        path: str,
+        problem: Problem,
+        body: Mapping[str, Any],
+        parse: Callable[[Any, Mapping[str, Any]], Result],
+    ) -> Future[Result]:
+        """Send a request in a thread; the future has what `parse` makes of the response."""
         while len(self._threads) < self._concurrency:
             self._threads.append(threading.Thread(target=self._send_requests, daemon=True))
             self._threads[-1].start()
         with self._lock:
-            self._num_unscored += 1
-        future: Future[list[Score]] = Future()
-        future.add_done_callback(self._count_scored)
+            self._num_unfinished += 1
+        future: Future[Result] = Future()
+        future.add_done_callback(self._count_finished)
         # The `answer` of the problem is its id on the verifier: see `problems`.
-        body = {"env": self._env, "problem": problem.answer, "completions": list(texts)}
-        body |= {"completion_ids": list(map(list, token_ids)), "digest": self._digest}
-        self._unsent.put((future, body))
+        body = {"env": self._env, "problem": problem.answer, "digest": self._digest, **body}
+        self._unsent.put((future, path, body, parse))
         return future
 
     def close(self) -> None:
@@ -131,24 +164,32 @@ class RemoteEnvironment:
     def _send_requests(self) -> None:
         """Send one request after the other, in a thread."""
         while (unsent := self._unsent.get()) is not None:
-            future, body = unsent
+            future, path, body, parse = unsent
             if self._closed.is_set():
                 future.cancel()
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(self._score(body))
+                future.set_result(self._result(path, body, parse))
             except Exception as error:  # noqa: BLE001  the caller gets it from the future
                 future.set_exception(error)
 
-    def _count_scored(self, future: Future[list[Score]]) -> None:
+    def _count_finished(self, future: Future[Any]) -> None:
         with self._lock:
-            self._num_unscored -= 1
+            self._num_unfinished -= 1
 
-    def _score(self, body: Mapping[str, Any]) -> list[Score]:
-        """Request scores. Raises RewardError, or TaskError for a verifier with other problems."""
+    def _result(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        parse: Callable[[Any, Mapping[str, Any]], Result],
+    ) -> Result:
+        """Send a request until there is a response, and parse it.
+
+        Raises RewardError, or TaskError for a verifier with other problems.
+        """
         try:
-            address, response = self._request("/score", body)
+            address, response = self._request(path, body)
         except _OtherProblemsError:
             raise  # every further reward would fail, too
         except _NoResponseError as error:
@@ -156,10 +197,7 @@ class RemoteEnvironment:
         except TaskError as error:
             raise RewardError(str(error)) from None
         try:
-            scores, count = response["scores"], len(body["completions"])
-            if not isinstance(scores, list) or len(scores) != count:
-                raise TypeError(f"not {count} scores")
-            return list(map(_score_from_json, scores))
+            return parse(response, body)
         except (KeyError, TypeError, ValueError) as error:
             raise RewardError(str(_unexpected(address, error))) from None
 
@@ -215,8 +253,8 @@ class RemoteEnvironment:
         Raises TaskError if a retry would not help, and other exceptions if it may.
         """
         timeout = REQUEST_TIMEOUT_SECONDS
-        if body is not None:  # for one worker that computes all rewards
-            timeout += self._reward_timeout * len(cast("list[str]", body["completions"]))
+        if body is not None:  # for one worker that computes all rewards, or a reply
+            timeout += self._reward_timeout * len(cast("list[str]", body.get("completions", [""])))
         with closing(http.client.HTTPConnection(*address, timeout=timeout)) as connection:
             content = None if body is None else json.dumps(body).encode()
             connection.request("GET" if body is None else "POST", path, content, self._headers)
@@ -242,7 +280,7 @@ class RemoteEnvironment:
         )
 
 
-_Unsent: TypeAlias = "tuple[Future[list[Score]], dict[str, Any]]"
+_Unsent: TypeAlias = "tuple[Future[Any], str, dict[str, Any], Callable[..., Any]]"
 
 
 def _url(address: tuple[str, int]) -> str:
@@ -257,6 +295,14 @@ def _unexpected(address: tuple[str, int], reason: object) -> TaskError:
     )
 
 
+def _scores_from_json(response: Any, body: Mapping[str, Any]) -> list[Score]:
+    """The scores in a response. Raises KeyError, TypeError or ValueError."""
+    scores, count = response["scores"], len(body["completions"])
+    if not isinstance(scores, list) or len(scores) != count:
+        raise TypeError(f"not {count} scores")
+    return list(map(_score_from_json, scores))
+
+
 def _score_from_json(row: dict[str, Any]) -> Score:
     """A score in a verifier's response. Raises KeyError, TypeError or ValueError."""
     try:
@@ -266,6 +312,35 @@ def _score_from_json(row: dict[str, Any]) -> Score:
     if isinstance(reward, dict) or not isinstance(rewards, dict):
         raise TypeError("a reward that is not a number, or named rewards that are not an object")
     return Score(reward, rewards)
+
+
+def _reply_from_json(response: Any, body: Mapping[str, Any]) -> Reply:
+    """The reply in a response. Raises KeyError, TypeError or ValueError."""
+    rows = response["messages"]
+    if rows is None:
+        return None
+    messages = messages_from_json(rows)
+    if not messages or any(message.role not in REPLY_ROLES for message in messages):
+        raise ValueError(f"a reply without messages, or with other roles than {REPLY_ROLES}")
+    return messages
+
+
+def messages_to_json(messages: Sequence[Message]) -> list[list[str]]:
+    """Messages for a request or response: role, content and name of each."""
+    return [[message.role, message.content, message.name] for message in messages]
+
+
+def messages_from_json(rows: Any) -> list[Message]:
+    """The messages in a request or response. Raises TypeError or ValueError."""
+    if not isinstance(rows, list):
+        raise TypeError("messages that are not a list")
+    messages: list[Message] = []
+    for row in cast("list[Any]", rows):
+        role, content, name = row
+        if role not in ("assistant", *REPLY_ROLES) or not type(content) is type(name) is str:
+            raise ValueError(f"{row!r:.40} is no message")
+        messages.append(Message(role, content, name))
+    return messages
 
 
 def problem_to_json(problem: Problem) -> dict[str, Any]:

@@ -2,15 +2,20 @@
 
     GET  /healthz        {"environments": {NAME: number of train problems}, "waiting", "workers"}
     GET  /problems?env=NAME&split=train|eval
-                         {"problems": [{"id", "messages", "input_token_ids"}], "digest"}
-    POST /score          {"env", "problem", "completions", "completion_ids", "digest"}
+                         {"problems": [{"id", "messages", "input_token_ids"}], "digest",
+                          "has_turns", "tools": schemas}
+    POST /score          {"env", "problem", "digest", "completions", "completion_ids",
+                          "completion_messages": with several turns, those after the prompt}
                          -> {"scores": [{"reward", "rewards"}]}
+    POST /reply          {"env", "problem", "digest", "messages": those after the prompt}
+                         -> {"messages": those to insert; null ends the episode}
     POST /verify_answer  {"env", "problem", "completion"} -> {"reward", "rewards"}
 
-The answers to the problems stay on this machine. The digest identifies the problems of an
-environment with their answers and rewards, so that a client does not get rewards of other problems.
-Each connection is served by a thread of its own; reward functions are called by a pool of workers,
-bounded ones one at a time.
+A message is a list of role, content and name of the tool. The answers to the problems stay on this
+machine. The digest identifies the problems of an environment with their answers, rewards and
+replies, so that a client does not get rewards of other problems.
+Each connection is served by a thread of its own; functions are called by a pool of workers, bounded
+reward functions one at a time.
 """
 
 from __future__ import annotations
@@ -20,25 +25,32 @@ import json
 import logging
 import signal
 import threading
-from collections.abc import Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import closing, suppress
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import parse_qs, urlsplit
 
 from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config
-from peralta_zmq.environments.dataset import Environments
-from peralta_zmq.environments.verifier_client import problem_to_json
+from peralta_zmq.environments.dataset import Environments, ReplySource, RewardSource
+from peralta_zmq.environments.verifier_client import (
+    messages_from_json,
+    messages_to_json,
+    problem_to_json,
+)
 from peralta_zmq.errors import PeraltaError
 from peralta_zmq.http_server import HttpServer, RequestHandler, read_private_token
+from peralta_zmq.rollout import Message, Problem
 
 MAX_REQUEST_BYTES = 64 << 20
-# A request for scores may take this time plus task.reward_timeout for each completion. After that
-# the response is status 503, and the client, whose own timeout is longer, retries.
+# A request for scores may take this time plus task.reward_timeout for each completion, one for a
+# reply this time plus task.reward_timeout. After that the response is status 503, and the client,
+# whose own timeout is longer, retries.
 MAX_WAIT_SECONDS = 20.0
+Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 
@@ -121,9 +133,12 @@ class Verifier:
             names = ", ".join(environments.sizes)
             raise _RequestError(404, f"no environment {env!r:.40}; there are {names}")
         problems = [problem for problem in environments.problems if problem.task == env]
+        replies = environments.reply_sources.get(env)
         return {
             "problems": list(map(problem_to_json, problems)),
             "digest": self._digests[env, split],
+            "has_turns": replies is not None,
+            "tools": list(replies.schemas) if replies else [],
         }
 
     def score(
@@ -132,12 +147,38 @@ class Verifier:
         problem_id: str,
         completions: Sequence[str],
         completion_ids: Sequence[Sequence[int]],
+        messages: Sequence[Sequence[Message]] = (),
         digest: str | None = None,
     ) -> list[dict[str, Any]]:
         """The scores of completions, each as an object. Raises _RequestError on failure.
 
         `digest` is that of the client's problems; None = do not compare.
         """
+        environments, problem = self._find(env, problem_id, digest)
+        source = environments.reward_sources[env]
+        scores = self._result(
+            source,
+            lambda: source.score(problem, completions, completion_ids, messages),
+            num_calls=len(completions),
+        )
+        return [score._asdict() for score in scores]
+
+    def reply(
+        self, env: str, problem_id: str, messages: Sequence[Message], digest: str
+    ) -> dict[str, Any]:
+        """The response with the messages that follow a completion, the last of `messages`.
+
+        Raises _RequestError on failure.
+        """
+        environments, problem = self._find(env, problem_id, digest)
+        source = environments.reply_sources.get(env)
+        if source is None:
+            raise _RequestError(404, f"{env!r:.40} has only one turn")
+        reply = self._result(source, lambda: source.reply(problem, [*problem.messages, *messages]))
+        return {"messages": None if reply is None else messages_to_json(reply)}
+
+    def _find(self, env: str, problem_id: str, digest: str | None) -> tuple[Environments, Problem]:
+        """The problem of a request, and the environments of its split. Raises _RequestError."""
         splits = [split for split in self._splits if (env, split) in self._digests]
         chosen = [each for each in splits if digest in (None, self._digests[env, each])]
         if splits and not chosen:
@@ -149,20 +190,26 @@ class Verifier:
         chosen = [each for each in chosen if (each, env, problem_id) in self._problems]
         if not chosen:
             raise _RequestError(404, f"no problem {problem_id!r:.40} in {env!r:.40}")
-        problem = self._problems[chosen[0], env, problem_id]
-        environments = self._splits[chosen[0]]
+        return self._splits[chosen[0]], self._problems[chosen[0], env, problem_id]
+
+    def _result(
+        self,
+        source: RewardSource | ReplySource,
+        start: Callable[[], Future[Result]],
+        *,
+        num_calls: int = 1,
+    ) -> Result:
+        """The result of the future of `start`, a call of `source`. Raises _RequestError."""
         with self._reward_lock:
             if self._closed:
                 raise _RequestError(503, "stopped")
-            source = environments.reward_sources[env]
             if not source.has_room:
                 raise _RequestError(503, "busy")
-            scores = source.score(problem, completions, completion_ids)
+            future = start()
         try:
-            seconds = self._reward_timeout * len(completions) + MAX_WAIT_SECONDS
-            return [score._asdict() for score in scores.result(timeout=seconds)]
+            return future.result(timeout=self._reward_timeout * num_calls + MAX_WAIT_SECONDS)
         except FutureTimeout:
-            scores.cancel()
+            future.cancel()
             raise _RequestError(503, "busy") from None
         except CancelledError:
             raise _RequestError(503, "stopped") from None
@@ -173,7 +220,10 @@ class Verifier:
         """Identifies the problems of an environment, with their answers and reward function."""
         environments = self._splits[split]
         problems = [problem for problem in environments.problems if problem.task == env]
-        identity = repr((problems, environments.reward_sources[env].identity))
+        sources: list[RewardSource | ReplySource] = [environments.reward_sources[env]]
+        if env in environments.reply_sources:
+            sources.append(environments.reply_sources[env])
+        identity = repr((problems, [source.identity for source in sources]))
         return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
@@ -209,10 +259,18 @@ class _Handler(RequestHandler):
                 env, problem, completion = self._body("completion")
                 return self.verifier.score(env, problem, [completion], [()])[0]
             case "POST", "/score":
-                env, problem, *values = self._body("completions", "completion_ids", "digest")
-                return {"scores": self.verifier.score(env, problem, *values)}
+                env, problem, texts, ids, messages, digest = self._body(
+                    "completions", "completion_ids", "completion_messages", "digest"
+                )
+                episodes = [*map(messages_from_json, messages)] if any(messages) else ()
+                return {"scores": self.verifier.score(env, problem, texts, ids, episodes, digest)}
+            case "POST", "/reply":
+                env, problem, messages, digest = self._body("messages", "digest")
+                return self.verifier.reply(env, problem, messages_from_json(messages), digest)
             case _:
-                choices = "GET /healthz, GET /problems, POST /score or POST /verify_answer"
+                choices = (
+                    "GET /healthz, GET /problems, POST /score, POST /reply or POST /verify_answer"
+                )
                 raise _RequestError(404, f"no such path; use {choices}")
 
     def _body(self, *fields: str) -> list[Any]:
@@ -236,12 +294,24 @@ class _Handler(RequestHandler):
 
 def _is_valid(field: str, value: object) -> bool:
     """Whether a field of a request has the right type: a list for completions, else text."""
+    if field == "messages":
+        return _are_messages(value)
+    if field == "completion_messages":
+        return isinstance(value, list) and all(map(_are_messages, cast("list[Any]", value)))
     if field == "completions":
         return isinstance(value, list) and all(isinstance(each, str) for each in value)
     if field == "completion_ids":
         rows = cast("list[Any]", value) if isinstance(value, list) else [None]
         return all(isinstance(row, list) and all(type(each) is int for each in row) for row in rows)
     return isinstance(value, str)
+
+
+def _are_messages(value: object) -> bool:
+    try:
+        messages_from_json(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _equal_lengths(values: Sequence[object]) -> bool:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[Verifier]:
     """Shared by the tests that only send requests."""
-    from verifiers import serving
+    from verifier_servers import serving
 
     from peralta_zmq.config import load_config
 

@@ -12,12 +12,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from verifiers import PROBLEM, remote, remote_at, reward_of, serving
+from verifier_servers import PROBLEM, remote, remote_at, reward_of, serving
 
 from peralta_zmq.config import load_config
 from peralta_zmq.environments import calculator, verifier_client
 from peralta_zmq.environments.verifier_service import Verifier
 from peralta_zmq.errors import RewardError, RewardUnavailableError, TaskError
+from peralta_zmq.rollout import Message
 from tools.link_proxy import free_ports
 
 REPO = Path(__file__).parents[2]
@@ -32,6 +33,17 @@ def test_response_without_a_number_is_an_error(
     environment = remote(verifier)
     with pytest.raises(RewardError, match=r"unexpected response \(a reward "):
         reward_of(environment, next(environment.problems("train", 0)), "1")
+
+
+@pytest.mark.parametrize("reply", ["[]", '"x"', '[["user", "x"]]', '[["assistant", "x", ""]]'])
+def test_response_without_messages_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, verifier: Verifier, reply: str
+) -> None:
+    monkeypatch.setattr(verifier, "reply", lambda *_: {"messages": json.loads(reply)})
+    environment = remote(verifier)
+    problem = next(environment.problems("train", 0))
+    with pytest.raises(RewardError, match=r"unexpected response \("):
+        environment.reply(problem, [*problem.messages, Message("assistant", "x")]).result()
 
 
 @pytest.mark.slow  # waits for a verifier that starts again

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from verifiers import PROBLEM, remote, reward_of, serving
+from verifier_servers import PROBLEM, remote, reward_of, serving
 
 from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config, load_config
@@ -23,10 +23,11 @@ from peralta_zmq.environments import calculator
 from peralta_zmq.environments.dataset import check_tokens, load_problems
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.environments.verifier_service import MAX_REQUEST_BYTES, Verifier
-from peralta_zmq.errors import ConfigError, PeraltaError, TaskError
-from peralta_zmq.rollout import Problem, Score
+from peralta_zmq.errors import ConfigError, PeraltaError, RewardError, TaskError
+from peralta_zmq.rollout import Message, Problem, Score
 
 TOKEN = "0123456789abcdef"
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
 
 def config_of(folder: Path, text: str) -> Config:
@@ -121,6 +122,63 @@ def test_unknown_environment_is_refused_with_the_choices(verifier: Verifier) -> 
         remote(verifier, env="chess").problems("train", 0)
 
 
+# Several turns.
+
+TURNS_TASK = """
+from peralta_zmq.rollout import Message, Problem
+def problems(split, seed):
+    yield Problem("1", "turns", (Message("system", "s"), Message("user", "1 plus 2?")), "3")
+def reward(problem, text): return float(text == problem.answer)
+def contents(completions):
+    return [float(sum(len(message["content"]) for message in each)) for each in completions]
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
+tools = [add]
+def reply(problem, messages):
+    text = messages[-1].content
+    if text == "raise": raise ValueError("no such move")
+    return None if text == problem.answer else [Message("user", f"{len(messages)} messages")]
+"""
+TURNS = """
+[[env]]
+name = "game"
+task = "turns_task:"
+reward_functions = ["task", "turns_task:contents"]
+"""
+
+
+def test_remote_task_with_turns_has_equal_replies_tools_and_rewards(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "turns_task.py").write_text(TURNS_TASK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    near_config = config_of(tmp_path, TURNS)
+    with serving(near_config) as verifier:
+        address = f'address = "http://127.0.0.1:{verifier.port}"\n'
+        with (
+            closing(open_environments(near_config, "train")) as near,
+            closing(open_environments(config_of(tmp_path, TURNS + address), "train")) as far,
+        ):
+            (problem,) = far.problems_with_turns
+            assert problem.chat_template_kwargs == near.problems[0].chat_template_kwargs
+            assert problem.chat_template_kwargs["tools"]
+            for text, expected in (
+                ("4", [Message("user", "3 messages")]),
+                ("3", None),
+                (CALL, [Message("tool", "3", "add")]),
+            ):
+                messages = [*problem.messages, Message("assistant", text)]
+                assert far.reply(problem, messages).result() == expected
+            with pytest.raises(RewardError, match=r"/reply with 422: .*ValueError: no such move"):
+                far.reply(problem, [*problem.messages, Message("assistant", "raise")]).result()
+            episode = (Message("assistant", "44"), Message("tool", "1", "add"))
+            arguments = ["3"], [(5,)], [(*episode, Message("assistant", "3"))]
+            (score,) = far.reward_sources["game"].score(problem, *arguments).result()
+            assert score == Score(5.0, {"task": 1.0, "contents": 4.0})
+    sys.modules.pop("turns_task")
+
+
 # Requests of other clients.
 
 
@@ -133,7 +191,7 @@ def request(port: int, method: str, path: str, body: bytes = b"") -> tuple[int, 
 
 def score_body(**changes: Any) -> bytes:
     body = {"env": "calculator", "problem": "x", "completions": ["x"], "completion_ids": [[5]],
-            "digest": "another"}  # fmt: skip
+            "completion_messages": [[]], "digest": "another"}  # fmt: skip
     return json.dumps({**body, **changes}).encode()
 
 
@@ -148,7 +206,14 @@ def score_body(**changes: Any) -> bytes:
     ("/score", score_body(completions=[], completion_ids=[]), 400),
     ("/score", score_body(completion_ids=[[5], [6]]), 400),
     ("/score", score_body(completion_ids=[["a"]]), 400),
+    ("/score", score_body(completion_messages=[[], []]), 400),
+    ("/score", score_body(completion_messages=[[["user", "x"]]]), 400),
     ("/score", score_body(), 409),
+    ("/reply", score_body(), 400),
+    ("/reply", score_body(messages=[]), 400),
+    ("/reply", score_body(messages=[["model", "x", ""]]), 400),
+    ("/reply", score_body(messages=[["assistant", 1, ""]]), 400),
+    ("/reply", score_body(messages=[["assistant", "x", ""]]), 409),
     ("/elsewhere", b"{}", 404),
 ])  # fmt: skip
 def test_invalid_request_is_refused(

@@ -24,7 +24,7 @@ from peralta_zmq import models, wire
 from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.reward_functions import RewardFunction
-from peralta_zmq.environments.reward_pool import LocalRewards, RewardPool
+from peralta_zmq.environments.reward_pool import LocalReplies, LocalRewards, RewardPool
 from peralta_zmq.environments.turns import turns_of
 from peralta_zmq.errors import RewardError
 from peralta_zmq.generator.trainer_connection import Sockets
@@ -89,7 +89,11 @@ class Game:
         turns = turns_of(self._module)
         assert turns is not None
         environments = Environments(
-            {"mine": 1}, (PROBLEM,), {"mine": LocalRewards([function], pool)}, pool, {"mine": turns}
+            {"mine": 1},
+            (PROBLEM,),
+            {"mine": LocalRewards([function], pool)},
+            pool,
+            {"mine": LocalReplies(turns, pool)},
         )
         self.generator = self._start(environments)
         with closing(environments):
