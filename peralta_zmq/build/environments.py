@@ -70,8 +70,6 @@ def open_environments(
         if env.address is None or local:
             task = registry.resolve("task", env.task)
             load, options = task.problems, env.data_options
-            if turns := turns_of(task):
-                reply_sources[env.label] = LocalReplies(turns, pool)
         else:
             reward_sources[env.label] = remote = _remote_environment(config, env)
             load, options = remote.problems, {}  # a verifier uses the options of its own config
@@ -82,6 +80,8 @@ def open_environments(
         loaded = loaded[: None if limit < 0 else limit]
         if remote is not None and remote.has_turns:
             reply_sources[env.label] = remote
+        if task is not None and (turns := turns_of(task)):  # some tasks have them after loading
+            reply_sources[env.label] = LocalReplies(turns, pool)
         if split == "train" and config.task.skip_verification:
             reward_sources[env.label] = NoRewards()
         elif task is not None:

@@ -4,7 +4,8 @@ The reward function of a task scores one completion:
 
     reward(problem, completion_text, **options) -> number, or dict of named terms to be summed
 
-With several turns, `completion_text` is the text of the last one.
+With several turns, `completion_text` is the text of the last one, and a parameter `messages` gets
+those after the prompt. A function may also return a Score.
 A function of `task.reward_functions` scores all completions of a problem (a group) in one call. It
 has TRL's signature; None means that it does not apply to a completion:
 
@@ -27,7 +28,7 @@ from peralta_zmq.rollout import MAX_REWARD, Message, Problem, Score
 
 # What a function returns for one completion: a dict holds named terms, whose sum is the reward;
 # None = the function does not apply.
-Reward: TypeAlias = "float | dict[str, float] | None"
+Reward: TypeAlias = "float | dict[str, float] | Score | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,11 @@ class RewardFunction:
         common = self.name, self.is_async, self.takes_group, self.options, problem
         if self.takes_group:
             return [RewardCall(*common, tuple(texts), tuple(token_ids), tuple(messages))]
-        return [RewardCall(*common, (text,)) for text in texts]
+        episodes = [(each,) for each in messages] or [()] * len(texts)
+        return [
+            RewardCall(*common, (text,), messages=episode)
+            for text, episode in zip(texts, episodes, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,9 @@ class RewardCall:
 
     def _call(self, function: Callable[..., Any]) -> Any:
         if not self.takes_group:
-            return function(self.problem, self.texts[0], **self.options)
+            accepts_messages = self.messages and "messages" in (_accepted_names(function) or ())
+            arguments = {"messages": list(self.messages[0])} if accepts_messages else {}
+            return function(self.problem, self.texts[0], **arguments, **self.options)
         available = group_arguments(self.problem, self.texts, self.token_ids, self.messages)
         accepted = _accepted_names(function)
         arguments = {
@@ -215,19 +222,28 @@ def score_of(
     (reward,) = rewards
     if isinstance(reward, dict):
         return Score(total, reward)
+    if isinstance(reward, Score):
+        return Score(total, reward.rewards)
     return Score(total, {label: unweighted for label, (_, unweighted) in totals.items() if label})
 
 
-def _total(reward: float | dict[str, float]) -> float:
+def _total(reward: float | dict[str, float] | Score) -> float:
+    if isinstance(reward, Score):
+        return reward.reward
     return math.fsum(reward.values()) if isinstance(reward, dict) else reward
 
 
-def checked_reward(result: object) -> float | dict[str, float]:
+def checked_reward(result: object) -> float | dict[str, float] | Score:
     """Convert the result of a reward function for one completion to a reward.
 
     A mapping holds the named terms of a reward. Raises ValueError unless the result, or each term,
     is a number and their sum is within MAX_REWARD.
     """
+    if isinstance(result, Score):
+        total, rewards = checked_reward(result.reward), checked_reward(result.rewards)
+        if isinstance(total, float) and isinstance(rewards, dict):
+            return Score(total, rewards)
+        raise ValueError(f"{_short_repr(result)}, which is not a Score of numbers")
     is_mapping = isinstance(result, Mapping)
     values = cast("Mapping[object, object]", result if is_mapping else {"": result})
     try:
@@ -252,7 +268,7 @@ def _checked_rewards(result: object, count: int) -> list[Reward]:
     if len(values) != count:
         raise ValueError(f"{len(values)} rewards for {count} completions")
     for value in values:
-        if isinstance(value, Mapping):
+        if isinstance(value, (Mapping, Score)):
             raise ValueError(f"{_short_repr(value)} for a completion, which is not a number")
     return [None if value is None else checked_reward(value) for value in values]
 

@@ -3,7 +3,8 @@
 A task may define `reply(problem, messages)`, which returns the messages that follow a completion,
 or None to end the episode. `messages` begin with the problem's and end with the completion, which
 is an assistant's message. A task may also have `tools`, a list of functions. A completion that
-calls tools is followed by their results, without a call of `reply`.
+calls tools is followed by their results, without a call of `reply`. A task with `tool_schemas`
+instead of `tools` executes the calls itself, in `reply(problem, messages, tool_seconds=...)`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Turns:
             functions, tools = tuple(self.tools.values()), tuple(self.tools)
             return ReplyCall(functions, problem, continued, tools=tools, tool_seconds=tool_seconds)
         if self.reply:
-            return ReplyCall((self.reply,), problem, continued, self.is_async)
+            seconds = tool_seconds if self.schemas and not self.tools else 0.0
+            return ReplyCall((self.reply,), problem, continued, self.is_async, tool_seconds=seconds)
         return None
 
 
@@ -63,7 +65,7 @@ def turns_of(task: object) -> Turns | None:
         reply=_import_name(reply) if reply else "",
         is_async=inspect.iscoroutinefunction(reply),
         tools={tool.__name__: _import_name(tool) for tool in tools},
-        schemas=tuple(map(schema_of, tools)),
+        schemas=(*map(schema_of, tools), *getattr(task, "tool_schemas", ())),
     )
 
 
@@ -87,13 +89,13 @@ class ReplyCall:
     messages: tuple[Message, ...]
     is_async: bool = False
     tools: tuple[str, ...] = ()  # names of the tools; empty for a call of `reply`
-    tool_seconds: float = 0.0
+    tool_seconds: float = 0.0  # limit for all tools; 0 if the call executes none
     num_completions: int = 1  # that wait for the result
 
     @property
     def reports_timeout(self) -> bool:
         """Whether the result tells that time is up: a tool's process ends without its worker."""
-        return bool(self.tools)
+        return self.tool_seconds > 0
 
     def __call__(self, *functions: Callable[..., Any]) -> Reply | str | RewardError:
         """Call the functions with the names `names`; a failure of `reply` is returned as text."""
@@ -108,8 +110,9 @@ class ReplyCall:
                     "disk space in the folder for temporary files, or memory"
                 )
         (reply,) = functions
+        options = {"tool_seconds": self.tool_seconds} if self.tool_seconds else {}
         try:
-            result = reply(self.problem, list(self.messages))
+            result = reply(self.problem, list(self.messages), **options)
         except Exception as error:  # noqa: BLE001  a user's function may raise anything
             return f"raised {described(error)}"
         return _checked(result)

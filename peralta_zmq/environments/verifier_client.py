@@ -309,7 +309,7 @@ def _score_from_json(row: dict[str, Any]) -> Score:
         reward, rewards = checked_reward(row["reward"]), checked_reward(row["rewards"])
     except ValueError as error:
         raise ValueError(f"a reward of {error}") from None
-    if isinstance(reward, dict) or not isinstance(rewards, dict):
+    if not isinstance(reward, float) or not isinstance(rewards, dict):
         raise TypeError("a reward that is not a number, or named rewards that are not an object")
     return Score(reward, rewards)
 

@@ -68,6 +68,27 @@ def functions(*weights: float) -> list[RewardFunction]:
     ]
 
 
+def test_reward_of_a_task_gets_the_messages_of_an_episode_if_it_has_the_parameter() -> None:
+    def with_messages(problem: Problem, text: str, messages: Any = (), *, bonus: int = 0) -> int:
+        return len(messages) + bonus
+
+    def without(problem: Problem, text: str, **options: Any) -> int:
+        return len(options)
+
+    episode = (Message("assistant", "a"), Message("user", "b"), Message("assistant", "c"))
+    for function, options, expected in (
+        (with_messages, {}, [3.0, 1.0]),
+        (with_messages, {"bonus": 1}, [4.0, 2.0]),
+        (without, {}, [0.0, 0.0]),
+    ):
+        calls = RewardFunction(function, options).calls(
+            PROBLEM, ["c", "c"], [(), ()], [episode, episode[:1]]
+        )
+        assert [reward for call in calls for reward in call(function)] == expected
+    (call,) = RewardFunction(with_messages).calls(PROBLEM, ["c"], [()])  # one turn
+    assert call(with_messages) == [0.0]
+
+
 def test_score_is_the_weighted_sum_with_unweighted_parts() -> None:
     assert score_of(PROBLEM, functions(2, -0.5), [1.0, 3.0]) == Score(0.5, {"f0": 1.0, "f1": 3.0})
     terms = {"right": 1.0, "short": 0.5}
@@ -79,6 +100,25 @@ def test_single_function_without_label_keeps_its_terms() -> None:
     assert score_of(PROBLEM, single, [1.0]) == Score(1.0)
     terms = {"right": 1.0, "short": 0.5}
     assert score_of(PROBLEM, single, [terms]) == Score(1.5, terms)
+
+
+def test_task_may_return_a_score_whose_parts_are_not_its_sum() -> None:
+    def function(problem: Problem, text: str) -> Any:
+        return {
+            "good": Score(1.5, {"right": np.float32(3)}),
+            "bad": Score(1.0, {"right": math.nan}),
+        }[text]
+
+    good, bad = RewardFunction(function).calls(PROBLEM, ["good", "bad"], [(), ()])
+    (score,) = good(function)
+    assert score_of(PROBLEM, [RewardFunction(function)], [score]) == Score(1.5, {"right": 3.0})
+    named = RewardFunction(function, label="task", weight=2.0)
+    other = RewardFunction(of_group, label="other")
+    assert score_of(PROBLEM, [named, other], [score, 1.0]) == Score(
+        4.0, {"task": 1.5, "other": 1.0}
+    )
+    assert "returned nan, which is not a number from" in bad(function)
+    assert "which is not a number" in of_group([Score(1.0), 1.0])
 
 
 def test_completion_without_any_reward_is_an_error() -> None:

@@ -36,6 +36,8 @@ def reply(problem, messages):
     return results.get(text, [Message("user", f"{len(messages)} messages")])
 async def answer(problem, messages):
     return [Message("user", "awaited")]
+def own_tools(problem, messages, tool_seconds):
+    return [Message("tool", f"{tool_seconds} s", "own")]
 def add(a: int, b: int) -> int:
     "Add two numbers."
     return a + b
@@ -129,6 +131,15 @@ def test_tools_are_called_before_reply(task: ModuleType, pool: RewardPool) -> No
     (message,) = reply(pool, turns, "<tool_call>add(1, 2)</tool_call>") or [PROBLEM.messages[0]]
     assert message.role == "tool" and "the tool call is not valid JSON" in message.content
     assert reply(pool, turns_with(task, "tools"), "3") is None
+
+
+def test_task_with_schemas_instead_of_tools_executes_the_calls_itself(
+    task: ModuleType, pool: RewardPool
+) -> None:
+    schema = {"type": "function", "function": {"name": "own"}}
+    turns = turns_of(SimpleNamespace(reply=task.own_tools, tool_schemas=[schema]))
+    assert turns is not None and turns.schemas == (schema,)
+    assert reply(pool, turns, call_of("own")) == [Message("tool", "1 s", "own")]
 
 
 def test_tool_that_hangs_ends_without_its_worker(task: ModuleType, pool: RewardPool) -> None:
