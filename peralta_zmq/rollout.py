@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
+from itertools import accumulate, zip_longest
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -163,6 +164,8 @@ class Score(NamedTuple):
     rewards: Mapping[str, float] = {}
     """By name: the unweighted rewards of several functions, or the terms of a single function that
     returns several; empty if it returns one number."""
+    turn_rewards: tuple[float, ...] = ()
+    """Of each turn, besides `reward`; empty if the task gives none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +185,8 @@ class Rollout:
     finish_reason: FinishReason
     rewards: dict[str, float] = field(default_factory=dict[str, float])
     """Score.rewards."""
+    turn_rewards: tuple[float, ...] = ()
+    """Score.turn_rewards."""
 
     def __post_init__(self) -> None:
         assert len(self.token_ids) == len(self.loss_mask) == len(self.logprobs)
@@ -197,12 +202,35 @@ class Rollout:
         """Number of completions: spans of generated tokens."""
         return int((self.loss_mask[1:] > self.loss_mask[:-1]).sum())
 
+    @property
+    def turn_indices(self) -> Int64Array:
+        """[T], number of the turn of each generated token: 0, 1, ...; other tokens: any number."""
+        return np.cumsum(np.diff(self.loss_mask.astype(np.int8), prepend=0) > 0) - 1
+
 
 def equal_within_rounding(rewards: Sequence[float]) -> bool:
     """True if the rewards differ by at most ROUNDING times the largest absolute value."""
     if not rewards:
         return True
     return max(rewards) - min(rewards) <= ROUNDING * max(map(abs, rewards))
+
+
+def returns_of(reward: float, turn_rewards: Sequence[float]) -> list[float]:
+    """The return of each turn: the reward, and the sum of the rewards of this and later turns.
+
+    Without rewards of turns, the reward alone.
+    """
+    if not turn_rewards:
+        return [reward]
+    return [reward + total for total in accumulate(reversed(turn_rewards))][::-1]
+
+
+class GroupSummary(NamedTuple):
+    """Fields of RolloutGroup with the same names."""
+
+    rewards: tuple[float, ...]
+    turn_rewards: tuple[tuple[float, ...], ...]
+    newest_step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,13 +255,14 @@ class RolloutGroup:
     """Position of the problem in the run's shuffled sequence of problems, which all generators
     share and which continues over epochs: 0, 1, 2, ...; -1 = unknown."""
     evaluation_step: int = -1  # policy step of the weights to evaluate; -1 = a group for training
-    summary: InitVar[tuple[tuple[float, ...], int] | None] = None
-    """Values of the two fields below, `rewards` and `newest_step`; None = compute them."""
+    summary: InitVar[GroupSummary | None] = None
+    """Values of the three fields below; None = compute them."""
     rewards: tuple[float, ...] = field(init=False, repr=False)  # Rollout.reward of each rollout
+    turn_rewards: tuple[tuple[float, ...], ...] = field(init=False, repr=False)  # and turn_rewards
     newest_step: int = field(init=False, repr=False)  # policy step of the newest weights used
 
-    def __post_init__(self, summary: tuple[tuple[float, ...], int] | None) -> None:
-        """Set `rewards` and `newest_step` from `summary`, or from the rollouts.
+    def __post_init__(self, summary: GroupSummary | None) -> None:
+        """Set the fields of `summary` from it, or from the rollouts.
 
         With a summary, the rollouts are not accessed, because the first access to the rollouts of a
         received group decodes them.
@@ -241,9 +270,11 @@ class RolloutGroup:
         if summary is None:
             newest = [int(rollout.policy_steps.max()) for rollout in self.rollouts]
             rewards = tuple(rollout.reward for rollout in self.rollouts)
-            summary = rewards, max(newest, default=self.policy_step)
-        object.__setattr__(self, "rewards", summary[0])
-        object.__setattr__(self, "newest_step", summary[1])
+            turn_rewards = tuple(rollout.turn_rewards for rollout in self.rollouts)
+            newest_step = max(newest, default=self.policy_step)
+            summary = GroupSummary(rewards, turn_rewards, newest_step)
+        for name, value in summary._asdict().items():
+            object.__setattr__(self, name, value)
 
     @property
     def sender(self) -> str:
@@ -265,8 +296,11 @@ class RolloutGroup:
 
     @property
     def has_signal(self) -> bool:
-        """True unless all rewards are equal within rounding."""
-        return not equal_within_rounding(self.rewards)
+        """True unless all rewards, or all returns of each turn, are equal within rounding."""
+        by_turn = zip_longest(*map(returns_of, self.rewards, self.turn_rewards))
+        return not all(
+            equal_within_rounding([each for each in turn if each is not None]) for turn in by_turn
+        )
 
 
 class TreeSpan(NamedTuple):
@@ -307,7 +341,10 @@ def sender_of(generator_id: str, incarnation: bytes) -> str:
 
 
 def rollout_of(
-    completion: Completion, reward: float, rewards: Mapping[str, float] | None = None
+    completion: Completion,
+    reward: float,
+    rewards: Mapping[str, float] | None = None,
+    turn_rewards: tuple[float, ...] = (),
 ) -> Rollout:
     """Join prompt and completion to a rollout with the values of a Score."""
     num_prompt = len(completion.prompt_ids)
@@ -322,4 +359,5 @@ def rollout_of(
         reward=reward,
         finish_reason=completion.finish_reason,
         rewards=dict(rewards or {}),
+        turn_rewards=turn_rewards,
     )

@@ -42,7 +42,8 @@ def equal(first: RolloutGroup, second: RolloutGroup) -> bool:
     """Equal in every field, every array bit and every dtype."""
     envelopes = dataclasses.replace(first, rollouts=()) == dataclasses.replace(second, rollouts=())
     return envelopes and all(
-        (a.reward, a.rewards, a.finish_reason) == (b.reward, b.rewards, b.finish_reason)
+        (a.reward, a.rewards, a.turn_rewards, a.finish_reason)
+        == (b.reward, b.rewards, b.turn_rewards, b.finish_reason)
         and all(
             x.dtype == y.dtype and x.tobytes() == y.tobytes()
             for x, y in ((a.token_ids, b.token_ids), (a.loss_mask, b.loss_mask),
@@ -52,7 +53,9 @@ def equal(first: RolloutGroup, second: RolloutGroup) -> bool:
     )  # fmt: skip
 
 
-def rollout_of_turns(mask: list[int], steps: list[int]) -> Rollout:
+def rollout_of_turns(
+    mask: list[int], steps: list[int], turn_rewards: tuple[float, ...] = ()
+) -> Rollout:
     """A rollout of two prompt tokens with this loss mask, sampled by weights of these steps."""
     is_generated = np.array(mask, bool)
     return dataclasses.replace(
@@ -60,6 +63,7 @@ def rollout_of_turns(mask: list[int], steps: list[int]) -> Rollout:
         loss_mask=is_generated,
         logprobs=np.where(is_generated, -1.5, 0).astype(np.float32),
         policy_steps=np.array(steps, np.int32),
+        turn_rewards=turn_rewards,
     )
 
 
@@ -69,6 +73,11 @@ NAMED = (
     rollout_with(0.0, policy_step=3),
 )
 TURNS = rollout_of_turns([0, 0, 1, 1, 0, 0, 0, 1, 0], [-1, -1, 3, 3, -1, -1, -1, 3, -1])
+
+REWARDED = (  # three turns and one
+    rollout_of_turns([0, 0, 1, 1, 0, 1, 0, 1], [-1, -1, 3, 3, -1, 3, -1, 3], (0.5, -0.25, 1e6)),
+    rollout_of_turns([0, 0, 1, 0], [-1, -1, 3, -1], (0.1,)),
+)
 
 
 def shorts(*numbers: int) -> bytes:

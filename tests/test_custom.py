@@ -152,6 +152,9 @@ def test_task_with_turns_calls_tools_and_replies(tmp_path: Path) -> None:
             for text in (call, "eleven", "11")
         ]
         assert environments.reward(problem, "11") == 1.0
+        messages = [Message("assistant", text) for text in (call, "11")]
+        scores = environments.reward_sources[problem.task].score(problem, ["11"], [()], [messages])
+        assert scores.result() == [Score(1.0, {}, (0.1, 0.0))]
     numbers = [Message("user", "Answer with a number.")]
     assert replies == [[Message("tool", "3", "price")], numbers, None]
 

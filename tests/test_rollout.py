@@ -39,6 +39,35 @@ def test_rollout_keeps_named_rewards() -> None:
     assert (rollout.reward, rollout.rewards) == (1.25, {"right": 1.0, "short": 0.25})
 
 
+@pytest.mark.parametrize(
+    ("rewards", "turn_rewards", "signal"),
+    [
+        ([1, 1], [(0, 0), (0, 0)], False),
+        ([1, 1], [(0, 1), (1, 0)], True),  # returns 2, 2 and 2, 1
+        ([1, 2], [(0, 1), (0, 0)], False),  # returns 2, 2 and 2, 2
+        ([1, 1], [(0.1, 0.2), (0.3, 0)], True),
+        ([1, 1], [(0.1 + 0.2,), (0.3,)], False),
+        ([1, 1], [(0,), (0, 5)], True),
+        ([1, 1], [(5,), (0, 5)], False),  # one rollout has a second turn
+    ],
+)
+def test_group_has_signal_when_returns_of_a_turn_differ(
+    rewards: list[float], turn_rewards: list[tuple[float, ...]], signal: bool
+) -> None:
+    rollouts = [
+        dataclasses.replace(rollout_with(reward), turn_rewards=values)
+        for reward, values in zip(rewards, turn_rewards, strict=True)
+    ]
+    assert dataclasses.replace(group_of([0]), rollouts=tuple(rollouts)).has_signal is signal
+
+
+def test_turn_index_counts_spans_of_generated_tokens() -> None:
+    mask = np.array([0, 1, 1, 0, 0, 1, 0], bool)
+    rollout = dataclasses.replace(rollout_with(0.0), loss_mask=mask)
+    assert rollout.turn_indices[mask].tolist() == [0, 0, 1]
+    assert rollout.num_turns == 2
+
+
 def test_rollout_refuses_arrays_of_unequal_length() -> None:
     rollout = rollout_with(1.0)
     with pytest.raises(AssertionError):

@@ -5,7 +5,7 @@ The reward function of a task scores one completion:
     reward(problem, completion_text, **options) -> number, or dict of named terms to be summed
 
 With several turns, `completion_text` is the text of the last one, and a parameter `messages` gets
-those after the prompt. A function may also return a Score.
+those after the prompt. A function may also return a Score, which may have a reward for each turn.
 A function of `task.reward_functions` scores all completions of a problem (a group) in one call. It
 has TRL's signature; None means that it does not apply to a completion:
 
@@ -144,10 +144,16 @@ class RewardCall:
     def _checked(self, result: object) -> list[Reward] | str:
         try:
             if not self.takes_group:
-                return [checked_reward(result)]
+                num_turns = num_completions(self.messages[0]) if self.messages else 1
+                return [checked_reward(result, num_turns=num_turns)]
             return _checked_rewards(result, len(self.texts))
         except ValueError as error:
             return f"returned {error}"
+
+
+def num_completions(messages: Sequence[Message]) -> int:
+    """Number of completions of an episode, whose messages after the prompt are given."""
+    return sum(message.role == "assistant" for message in messages)
 
 
 def group_arguments(
@@ -197,8 +203,8 @@ def score_of(
     """The score of a completion from the rewards that the functions gave it.
 
     The weighted sum of the functions is the reward, and the unweighted rewards are its parts. The
-    terms of a single function keep their names. Raises
-    RewardError if no function applies to the completion, or if the sum is too large.
+    terms of a single function keep their names. The rewards of turns are weighted, too. Raises
+    RewardError if no function applies to the completion, or if a sum is too large.
     """
     totals = {
         function.label: (function.weight, _total(reward))
@@ -212,19 +218,26 @@ def score_of(
             "task.reward_functions return a number for each completion"
         )
     total = math.fsum(weight * reward for weight, reward in totals.values())
-    if abs(total) > MAX_REWARD:
-        raise RewardError(
-            f"the weighted sum of rewards {total:g} of a completion of problem {problem.id} is "
-            f"beyond {MAX_REWARD:g}; lower task.reward_weights"
-        )
-    if len(functions) > 1:
-        return Score(total, {label: reward for label, (_, reward) in totals.items()})
-    (reward,) = rewards
-    if isinstance(reward, dict):
-        return Score(total, reward)
-    if isinstance(reward, Score):
-        return Score(total, reward.rewards)
-    return Score(total, {label: unweighted for label, (_, unweighted) in totals.items() if label})
+    turn_rewards = tuple(
+        function.weight * value
+        for function, reward in zip(functions, rewards, strict=True)
+        if isinstance(reward, Score)  # one of them at most: the reward of the task
+        for value in reward.turn_rewards
+    )
+    for value in (total, *turn_rewards):
+        if abs(value) > MAX_REWARD:
+            raise RewardError(
+                f"the weighted sum of rewards {value:g} of a completion of problem {problem.id} is "
+                f"beyond {MAX_REWARD:g}; lower task.reward_weights"
+            )
+    parts: Mapping[str, float] = {label: each for label, (_, each) in totals.items() if label}
+    if len(functions) == 1:
+        (reward,) = rewards
+        if isinstance(reward, dict):
+            parts = reward
+        elif isinstance(reward, Score):
+            parts = reward.rewards
+    return Score(total, parts, turn_rewards)
 
 
 def _total(reward: float | dict[str, float] | Score) -> float:
@@ -233,17 +246,18 @@ def _total(reward: float | dict[str, float] | Score) -> float:
     return math.fsum(reward.values()) if isinstance(reward, dict) else reward
 
 
-def checked_reward(result: object) -> float | dict[str, float] | Score:
+def checked_reward(result: object, *, num_turns: int = 0) -> float | dict[str, float] | Score:
     """Convert the result of a reward function for one completion to a reward.
 
     A mapping holds the named terms of a reward. Raises ValueError unless the result, or each term,
-    is a number and their sum is within MAX_REWARD.
+    is a number and their sum is within MAX_REWARD. The rewards of turns in a Score must be
+    `num_turns` numbers, or none.
     """
     if isinstance(result, Score):
         total, rewards = checked_reward(result.reward), checked_reward(result.rewards)
-        if isinstance(total, float) and isinstance(rewards, dict):
-            return Score(total, rewards)
-        raise ValueError(f"{_short_repr(result)}, which is not a Score of numbers")
+        if not (isinstance(total, float) and isinstance(rewards, dict)):
+            raise ValueError(f"{_short_repr(result)}, which is not a Score of numbers")
+        return Score(total, rewards, _checked_turn_rewards(result.turn_rewards, num_turns))
     is_mapping = isinstance(result, Mapping)
     values = cast("Mapping[object, object]", result if is_mapping else {"": result})
     try:
@@ -257,20 +271,33 @@ def checked_reward(result: object) -> float | dict[str, float] | Score:
     return terms if is_mapping else total
 
 
+def _checked_turn_rewards(result: object, num_turns: int) -> tuple[float, ...]:
+    values = _checked_list(result)
+    if len(values) not in (0, num_turns):
+        raise ValueError(f"{len(values)} turn_rewards for {num_turns} completions of an episode")
+    return tuple(cast(float, checked_reward(value)) for value in values)
+
+
 def _checked_rewards(result: object, count: int) -> list[Reward]:
     """The rewards of a group, numbers or None; ValueError unless there are `count`."""
+    values = _checked_list(result)
+    if len(values) != count:
+        raise ValueError(f"{len(values)} rewards for {count} completions")
+    return [None if value is None else checked_reward(value) for value in values]
+
+
+def _checked_list(result: object) -> list[object]:
+    """The values of a list; ValueError if it is none, or if one cannot be a number."""
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
         raise ValueError(f"{_short_repr(result)}, which is not a list of numbers")
     try:
         values = list(cast("Iterable[object]", result))
     except Exception:  # noqa: BLE001  a user's object may raise anything
         raise ValueError(f"{_short_repr(result)}, which is not a list of numbers") from None
-    if len(values) != count:
-        raise ValueError(f"{len(values)} rewards for {count} completions")
     for value in values:
         if isinstance(value, (Mapping, Score)):
             raise ValueError(f"{_short_repr(value)} for a completion, which is not a number")
-    return [None if value is None else checked_reward(value) for value in values]
+    return values
 
 
 def _to_float(value: object) -> float:

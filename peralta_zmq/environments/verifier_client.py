@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar, cast
 from urllib.parse import quote
 
-from peralta_zmq.environments.reward_functions import checked_reward
+from peralta_zmq.environments.reward_functions import checked_reward, num_completions
 from peralta_zmq.environments.turns import REPLY_ROLES, Reply
 from peralta_zmq.errors import RewardError, RewardUnavailableError, TaskError, program_name
 from peralta_zmq.rollout import Message, Problem, Score
@@ -300,18 +300,17 @@ def _scores_from_json(response: Any, body: Mapping[str, Any]) -> list[Score]:
     scores, count = response["scores"], len(body["completions"])
     if not isinstance(scores, list) or len(scores) != count:
         raise TypeError(f"not {count} scores")
-    return list(map(_score_from_json, scores))
+    episodes = map(messages_from_json, body["completion_messages"])
+    return list(map(_score_from_json, scores, map(num_completions, episodes)))
 
 
-def _score_from_json(row: dict[str, Any]) -> Score:
+def _score_from_json(row: dict[str, Any], num_turns: int) -> Score:
     """A score in a verifier's response. Raises KeyError, TypeError or ValueError."""
+    score = Score(row["reward"], row["rewards"], row.get("turn_rewards", ()))
     try:
-        reward, rewards = checked_reward(row["reward"]), checked_reward(row["rewards"])
+        return cast(Score, checked_reward(score, num_turns=num_turns or 1))
     except ValueError as error:
         raise ValueError(f"a reward of {error}") from None
-    if not isinstance(reward, float) or not isinstance(rewards, dict):
-        raise TypeError("a reward that is not a number, or named rewards that are not an object")
-    return Score(reward, rewards)
 
 
 def _reply_from_json(response: Any, body: Mapping[str, Any]) -> Reply:

@@ -6,10 +6,10 @@
                           "has_turns", "tools": schemas}
     POST /score          {"env", "problem", "digest", "completions", "completion_ids",
                           "completion_messages": with several turns, those after the prompt}
-                         -> {"scores": [{"reward", "rewards"}]}
+                         -> {"scores": [{"reward", "rewards", "turn_rewards"}]}
     POST /reply          {"env", "problem", "digest", "messages": those after the prompt}
                          -> {"messages": those to insert; null ends the episode}
-    POST /verify_answer  {"env", "problem", "completion"} -> {"reward", "rewards"}
+    POST /verify_answer  {"env", "problem", "completion"} -> {"reward", "rewards", "turn_rewards"}
 
 A message is a list of role, content and name of the tool. The answers to the problems stay on this
 machine. The digest identifies the problems of an environment with their answers, rewards and

@@ -12,7 +12,8 @@ The K rollouts are one group, or all rollouts of the step if the function has a 
 the step.
 
 `RewardShaping` computes the rewards that such a function gets from the rollouts of a group:
-normalized terms, and penalties of the length.
+normalized terms, and penalties of the length. If the task gives rewards of turns, the function gets
+the returns of the same turn of several rollouts instead (`turn_advantages`).
 
     def filter(rollout, *, option=...) -> bool
 
@@ -34,10 +35,14 @@ from statistics import fmean
 from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
-from peralta_zmq.rollout import Rollout, RolloutGroup, equal_within_rounding
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.rollout import Rollout, RolloutGroup, equal_within_rounding, returns_of
 
 AdvantageFunction = Callable[[Sequence[float], Sequence[int]], list[float]]
+# Advantage of all generated tokens of a rollout, or of those of each of its turns.
+Advantage: TypeAlias = "float | tuple[float, ...]"
 ScaleRewards: TypeAlias = Literal["group", "batch", "none"]
 TERM_EPS = 1e-4  # added to the standard deviation of a term, as in TRL
 
@@ -93,14 +98,36 @@ def advantages_of(
     groups: Sequence[RolloutGroup],
     advantage: AdvantageFunction,
     *,
-    shaping: Callable[[RolloutGroup], list[float]] = RewardShaping(),
+    shaping: RewardShaping = RewardShaping(),
     keep_zero_std: bool = False,
-) -> list[list[float]]:
+) -> list[list[Advantage]]:
     """Compute the advantages of each group's rollouts from the rewards of `shaping`.
 
     If these are equal within rounding, the group's list of advantages is empty, and its rewards do
-    not count in a mean over the whole step. `keep_zero_std` turns off this exception.
+    not count in a mean over the whole step. `keep_zero_std` turns off this exception. Groups with
+    rewards of turns have those of `turn_advantages`. Raises ConfigError as `check_turn_rewards`.
     """
+    with_turns = [any(group.turn_rewards) for group in groups]
+    if any(with_turns):
+        check_turn_rewards(advantage, shaping)
+    others = [group for group, has_turns in zip(groups, with_turns, strict=True) if not has_turns]
+    by_group = iter(_rollout_advantages(others, advantage, shaping, keep_zero_std=keep_zero_std))
+    return [
+        [*turn_advantages(group, advantage, keep_zero_std=keep_zero_std)]
+        if has_turns
+        else [*next(by_group)]
+        for group, has_turns in zip(groups, with_turns, strict=True)
+    ]
+
+
+def _rollout_advantages(
+    groups: Sequence[RolloutGroup],
+    advantage: AdvantageFunction,
+    shaping: RewardShaping,
+    *,
+    keep_zero_std: bool,
+) -> list[list[float]]:
+    """The advantages of groups without rewards of turns; see `advantages_of`."""
     shaped = [shaping(group) for group in groups]
     is_trained = [keep_zero_std or not equal_within_rounding(rewards) for rewards in shaped]
     rewards = [each for each, trained in zip(shaped, is_trained, strict=True) if trained]
@@ -121,6 +148,73 @@ def advantages_of(
         values = iter(advantage([*chain(*rewards)], [*chain(*lengths)]) if rewards else ())
         by_group = (list(islice(values, len(group))) for group in rewards)
     return [next(by_group) if trained else [] for trained in is_trained]
+
+
+def turn_advantages(
+    group: RolloutGroup, advantage: AdvantageFunction, *, keep_zero_std: bool = False
+) -> list[tuple[float, ...]]:
+    """The advantages of the turns of each rollout, from the rewards of turns.
+
+    `advantage` compares the returns (`returns_of`) of the first turns of all rollouts, then of the
+    second turns of all rollouts that have two, and so on, with the lengths of these turns. A turn
+    with equal returns, or of one rollout only, has the advantage 0. If all turns have, the list is
+    empty, unless `keep_zero_std` is set. Returns as advantages: GTPO (arXiv 2511.14846), here with
+    discount 1; a comparison of equal turns: MT-GRPO (arXiv 2505.11821).
+    """
+    if not (group.has_signal or keep_zero_std):
+        return []
+    lengths = [np.bincount(r.turn_indices[r.loss_mask]).tolist() for r in group.rollouts]
+    returns = [*map(returns_of, group.rewards, group.turn_rewards)]
+    advantages: list[list[float]] = [[] for _ in returns]
+    for turn in range(max(map(len, returns))):
+        members = [index for index, values in enumerate(returns) if len(values) > turn]
+        compared = [returns[index][turn] for index in members]
+        values = [0.0] * len(members)
+        if not equal_within_rounding(compared):
+            values = advantage(compared, [lengths[index][turn] for index in members])
+        for index, value in zip(members, values, strict=True):
+            advantages[index].append(value)
+    return [*map(tuple, advantages)]
+
+
+def check_turn_rewards(advantage: AdvantageFunction, shaping: RewardShaping) -> None:
+    """Raise ConfigError for settings that have no meaning with rewards of turns.
+
+    Those are estimators that compare different turns or groups, and changes of the reward.
+    """
+    options = {name: each.default for name, each in inspect.signature(advantage).parameters.items()}
+    uses_step_rewards = "step_rewards" in options and "scale_rewards" not in options
+    is_normalized = shaping.multi_objective_aggregation == "normalize_then_sum"
+    refused = {
+        "advantage.group_adv_norm false": options.get("group_adv_norm") is False,
+        "advantage.scale_rewards batch": options.get("scale_rewards") == "batch",
+        "an advantage function with step_rewards": uses_step_rewards,
+        "advantage.multi_objective_aggregation normalize_then_sum": is_normalized,
+        f"advantage.length_penalty {shaping.length_penalty}": shaping.length_penalty is not None,
+    }
+    for setting, is_set in refused.items():
+        if is_set:
+            raise ConfigError(
+                f"{setting} cannot be combined with the rewards of turns that a task gives, which "
+                "are compared between equal turns of a group; change it, or let the task give none"
+            )
+
+
+def token_advantages(rollout: Rollout, advantage: Advantage) -> NDArray[np.float64]:
+    """The advantage of each generated token; those of the other tokens have no meaning. [T]"""
+    if isinstance(advantage, tuple):
+        return np.array(advantage)[rollout.turn_indices]
+    return np.full(len(rollout.token_ids), advantage)
+
+
+def mean_advantages(group: RolloutGroup, advantages: Sequence[Advantage]) -> list[float]:
+    """The mean over the generated tokens of each rollout; `advantages` may be empty."""
+    return [
+        float(token_advantages(rollout, value)[rollout.loss_mask].mean())
+        if isinstance(value, tuple)
+        else value
+        for rollout, value in zip(group.rollouts, advantages, strict=False)
+    ]
 
 
 def group_mean(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:

@@ -34,6 +34,7 @@ from peralta_zmq.learning.advantages import (
     RewardShaping,
     advantages_of,
     apply_filters,
+    mean_advantages,
 )
 from peralta_zmq.learning.demonstrations import Demonstrations
 from peralta_zmq.learning.distributed import SINGLE, Ranks, gather_tensor, shard_tensor
@@ -88,7 +89,8 @@ class StepResult:
     excluded: dict[str, str] = field(default_factory=dict[str, str])
     """Name of each excluded group -> the reason."""
     advantages: Sequence[Sequence[float]] = ()
-    """One list per group; empty for a group without signal. Not set for an update."""
+    """One list per group, of the mean over the tokens of each rollout; empty for a group without
+    signal. Not set for an update."""
 
 
 class Learner:
@@ -190,7 +192,8 @@ class Learner:
             "time/forward_backward": time.monotonic() - started,
             **step_metrics.mismatch_metrics(mismatch),
         }
-        return StepResult(metrics, skip_reason, mismatch, excluded, advantages)
+        means = [*map(mean_advantages, groups, advantages)]
+        return StepResult(metrics, skip_reason, mismatch, excluded, means)
 
     def _mini_batches(
         self, samples: Sequence[PackedSample]

@@ -51,7 +51,7 @@ class Tokens:
 
     logprobs: Tensor  # float32, by the policy, with gradient
     old_logprobs: Tensor  # float32, by the weights that sampled the token
-    advantages: Tensor  # float32, advantage of the token's rollout
+    advantages: Tensor  # float32, advantage of the token's rollout or turn
     mask: Tensor  # float32, 1, or 0 for a token that counts in no loss and no metric
     sequence: Tensor  # int64, index of the token's rollout in this micro-batch
     num_sequences: int  # rollouts in this micro-batch

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from peralta_zmq.learning.advantages import Advantage, token_advantages
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.rollout import Int32Array, Int64Array, PrefixTree, Rollout, RolloutGroup, TreeSpan
 
@@ -47,7 +48,7 @@ class PackedSample:
     tree: PrefixTree  # for each span of tokens, which token it continues
     positions: tuple[Int64Array, ...]  # per rollout, indices of its tokens in token_ids
     rollouts: tuple[Rollout, ...]
-    advantages: tuple[float, ...]  # per rollout
+    advantages: tuple[Advantage, ...]  # per rollout
     name: str  # of the group: SENDER/SEQUENCE; a sender is one start of a generator
     group: int  # index of the group among the groups of the step that have samples
 
@@ -60,7 +61,7 @@ class MicroBatch:
     trees: tuple[PrefixTree, ...]  # in the order of the row
     scored: Tensor  # int64 [N], indices in the row of the generated tokens; repeated if shared
     old_logprobs: Tensor  # float32 [N]
-    advantages: Tensor  # float32 [N], advantage of the token's rollout
+    advantages: Tensor  # float32 [N], advantage of the token's rollout or turn
     mask: Tensor  # float32 [N], 1; 0 in a filler (see make_micro_batches)
     sequence: Tensor  # int64 [N], index of the token's rollout in this micro-batch
     num_sequences: int  # rollouts in this micro-batch
@@ -105,7 +106,7 @@ class TreeBuilder:
 
 def pack_groups(
     groups: Sequence[RolloutGroup],
-    advantages: Sequence[Sequence[float]],
+    advantages: Sequence[Sequence[Advantage]],
     packing: Packing,
     *,
     included: Sequence[Sequence[bool]] | None = None,
@@ -123,7 +124,7 @@ def pack_groups(
     max_kept = packing.max_tokens if packing.oversize == "truncate" else 0
     max_shared = packing.max_tokens if packing.share_prompts else 0
     for index, (group, values) in enumerate(zip(groups, advantages, strict=True)):
-        packable = deque[tuple[Rollout, float]]()
+        packable = deque[tuple[Rollout, Advantage]]()
         flags = included[index] if included is not None else [True] * len(values)
         for rollout, value, include in zip(group.rollouts, values, flags, strict=False):
             if not include:
@@ -146,7 +147,7 @@ def pack_groups(
         "num_no_signal_tokens": sum(
             rollout.num_generated
             for group, values in zip(groups, advantages, strict=True)
-            if not any(values)
+            if not any(map(np.any, values))
             for rollout in group.rollouts
         ),
     }
@@ -211,13 +212,13 @@ def _truncated(rollout: Rollout, length: int) -> Rollout:
 
 
 def _next_sample(
-    packable: deque[tuple[Rollout, float]], max_tokens: int, *, name: str, group: int
+    packable: deque[tuple[Rollout, Advantage]], max_tokens: int, *, name: str, group: int
 ) -> PackedSample:
     """Pack as many rollouts as fit; removes them from the front of `packable`.
 
     A sample has at least one rollout, so `max_tokens` 0 packs each rollout on its own.
     """
-    builder, members = TreeBuilder(), list[tuple[Rollout, float]]()
+    builder, members = TreeBuilder(), list[tuple[Rollout, Advantage]]()
     while packable and builder.add(packable[0][0].token_ids.tolist(), max_tokens=max_tokens):
         members.append(packable.popleft())
     rollouts, advantages = zip(*members, strict=True)
@@ -260,7 +261,13 @@ def _to_micro_batch(
         trees=tuple(sample.tree for sample in samples),
         scored=tensor((p[at] for p, at in zip(positions, targets, strict=True)), np.int64),
         old_logprobs=old_logprobs,
-        advantages=tensor([np.repeat(advantages, counts)], np.float32),
+        advantages=tensor(
+            (
+                token_advantages(rollout, value)[at]
+                for rollout, value, at in zip(rollouts, advantages, targets, strict=True)
+            ),
+            np.float32,
+        ),
         mask=torch.ones_like(old_logprobs),
         sequence=tensor([np.repeat(np.arange(len(rollouts)), counts)], np.int64),
         num_sequences=len(rollouts),

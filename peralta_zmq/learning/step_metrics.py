@@ -56,6 +56,7 @@ def describe_groups(groups: Sequence[RolloutGroup], *, step: int) -> dict[str, f
         "staleness/mean": fmean(ages),
         "staleness/max": max(ages),
         **_mean_rewards(term for rollout in rollouts for term in rollout.rewards.items()),
+        **_mean_rewards(("turn_rewards", sum(r.turn_rewards)) for r in rollouts if r.turn_rewards),
         **_by_generator(groups),
     }
 

@@ -348,6 +348,7 @@ def _sample(
         "generator": group.generator_id,
         "policy_step": group.policy_step,
         "rewards": group.rewards,
+        **({"turn_rewards": group.turn_rewards} if any(group.turn_rewards) else {}),
         "advantages": list(advantages),
         "prompt": models.text_of(tokenizer, prompt_ids),
         "texts": [models.text_of(tokenizer, r.token_ids) for r in group.rollouts],

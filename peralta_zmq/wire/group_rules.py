@@ -55,8 +55,10 @@ class GroupLimits:
         num_turns = min(self.max_rollouts * self.max_turns, MAX_COUNT)
         # All names of rewards together have at most MAX_TEXT bytes; a name takes 2 bytes or more.
         num_values = min(self.max_rollouts * message_fields.MAX_TEXT // 2, MAX_VALUES)
-        # 8 bytes each: token with logprob, span, segment, named reward; 11: the rest of a rollout.
-        columns = 8 * (num_tokens + num_turns + MAX_COUNT + num_values) + 11 * self.max_rollouts
+        # 8 bytes each: token with logprob, span, reward of a turn, segment, named reward; 11: the
+        # rest of a rollout.
+        num_numbers = num_tokens + 2 * num_turns + MAX_COUNT + num_values
+        columns = 8 * num_numbers + 11 * self.max_rollouts
         size = columns + message_fields.MAX_TEXT + MAX_OTHER_BYTES
         return min(size, message_fields.MAX_MESSAGE)
 
@@ -77,6 +79,7 @@ class Columns(NamedTuple):
     reward_names: str  # N names, each ended by NUL
     reward_values: bytes  # f8 [K, N], NaN = the rollout has no reward of this name
     finish_reasons: bytes  # u1 [K], index into FINISH_REASONS
+    turn_rewards: bytes  # f8, of each turn with generated tokens; empty if the task gives none
 
 
 def check_envelope(envelope: tuple[Any, ...]) -> None:

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import attrgetter, itemgetter
 from struct import Struct, pack
 from struct import error as StructError
@@ -30,7 +30,7 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from peralta_zmq.errors import WireError
-from peralta_zmq.rollout import FinishReason, Rollout, RolloutGroup
+from peralta_zmq.rollout import FinishReason, GroupSummary, Rollout, RolloutGroup
 from peralta_zmq.wire import message_fields
 from peralta_zmq.wire.group_rules import (
     FLOAT,
@@ -61,7 +61,7 @@ ENVELOPE = {
 }  # fmt: skip
 # Defaults of fields that may be missing. sample_index -1: the problem's position in the run's
 # shuffled sequence of problems is unknown. evaluation_step -1: a group for training.
-OPTIONAL = {"sample_index": -1, "evaluation_step": -1}
+OPTIONAL = {"sample_index": -1, "evaluation_step": -1, "turn_rewards": b""}
 FIELDS = {**ENVELOPE, **get_type_hints(Columns), "format": int}  # name -> type, of all fields
 FIELD_TYPES = list[type](FIELDS.values())
 FORMAT_LIMITS = GroupLimits(vocab_size=2**31)  # of the format; a trainer's own can be lower
@@ -106,6 +106,7 @@ def _encode(group: RolloutGroup, max_bytes: int) -> bytes:
         reward_names=reward_names,
         reward_values=reward_values,
         finish_reasons=bytes(finish_reasons),
+        turn_rewards=_encode_turn_rewards(group.turn_rewards, turns, spans[1::2]),
     )
     check_counts(columns, FORMAT_LIMITS)
     message = dict(zip(FIELDS, (*envelope, *columns, FORMAT), strict=True))
@@ -167,6 +168,29 @@ def _encode_named_rewards(rollouts: Sequence[Rollout]) -> tuple[str, bytes]:
     return "".join([f"{name}\0" for name in names]), pack(f"<{len(values)}d", *values)
 
 
+def _encode_turn_rewards(
+    turn_rewards: Sequence[Sequence[float]], turns: Sequence[int], completions: Sequence[int]
+) -> bytes:
+    """The column `turn_rewards`; the other arguments are as for `_turn_counts`."""
+    if not any(turn_rewards):
+        return b""
+    if [*map(len, turn_rewards)] != (counts := _turn_counts(turns, completions)):
+        raise ValueError(f"{[*map(len, turn_rewards)]} rewards of turns for {counts} turns")
+    values = [value for values in turn_rewards for value in values]
+    check_rewards(values)
+    return pack(f"<{len(values)}d", *values)
+
+
+def _turn_counts(turns: Sequence[int], completions: Sequence[int]) -> list[int]:
+    """Number of turns with generated tokens of each rollout.
+
+    `turns` has the number of turns of each rollout, `completions` the lengths of their generated
+    spans; the last span of a rollout may be empty.
+    """
+    lengths = iter(completions)
+    return [sum(length > 0 for length in islice(lengths, count)) for count in turns]
+
+
 def _check_size(
     message: dict[str, Any], max_bytes: int, *, num_bytes: int, num_tokens: int
 ) -> None:
@@ -221,7 +245,7 @@ def decode_group(frame: bytes, limits: GroupLimits) -> RolloutGroup:
         min_sequence=min_sequence,
         sample_index=sample_index,
         evaluation_step=evaluation_step,
-        summary=rollouts.summary,  # rewards and newest policy step
+        summary=rollouts.summary,
     )
 
 
@@ -266,7 +290,9 @@ def _decode_rollouts(columns: Columns, policy_step: int, limits: GroupLimits) ->
     check_rewards(rewards)
     if len(columns.finish_reasons) != len(turns) or columns.finish_reasons.strip(FINISH_CODES):
         raise ValueError("unknown finish reasons, or not one for each rollout")
-    named_rewards, summary = _decode_named_rewards(columns, len(turns)), (rewards, newest_step)
+    turn_rewards = _decode_turn_rewards(columns, turns, spans[1::2])
+    summary = GroupSummary(rewards, turn_rewards, newest_step)
+    named_rewards = _decode_named_rewards(columns, len(turns))
     return LazyRollouts(columns, turns, spans, segments, policy_step, named_rewards, summary)
 
 
@@ -286,6 +312,19 @@ def _decode_named_rewards(columns: Columns, count: int) -> list[dict[str, float]
     ]
 
 
+def _decode_turn_rewards(
+    columns: Columns, turns: Sequence[int], completions: Sequence[int]
+) -> tuple[tuple[float, ...], ...]:
+    """The rewards of the turns of each rollout; the arguments are as for `_turn_counts`."""
+    if not columns.turn_rewards:
+        return ((),) * len(turns)
+    counts = _turn_counts(turns, completions)
+    values = _unpacker(sum(counts), "d")(columns.turn_rewards)
+    check_rewards(values)
+    remaining = iter(values)
+    return tuple(tuple(islice(remaining, count)) for count in counts)
+
+
 @dataclass(slots=True, eq=False)
 class LazyRollouts(Sequence[Rollout]):
     """The rollouts of a received group, built from validated columns on first access.
@@ -299,7 +338,7 @@ class LazyRollouts(Sequence[Rollout]):
     segments: tuple[int, ...]  # values of the column `policy_steps`
     policy_step: int  # of the group
     named_rewards: list[dict[str, float]]  # of each rollout
-    summary: tuple[tuple[float, ...], int]  # rewards of the rollouts, newest policy step
+    summary: GroupSummary
     _rollouts: tuple[Rollout, ...] | None = None
 
     def __len__(self) -> int:
@@ -340,9 +379,10 @@ def _build_rollouts(lazy: LazyRollouts) -> tuple[Rollout, ...]:
                 loss_mask=mask[part],
                 logprobs=logprobs[part],
                 policy_steps=steps[part],
-                reward=lazy.summary[0][index],
+                reward=lazy.summary.rewards[index],
                 finish_reason=FINISH_REASONS[lazy.columns.finish_reasons[index]],
                 rewards=lazy.named_rewards[index],
+                turn_rewards=lazy.summary.turn_rewards[index],
             )
         )
         start, start_byte = end, end_byte

@@ -121,6 +121,55 @@ def test_task_may_return_a_score_whose_parts_are_not_its_sum() -> None:
     assert "which is not a number" in of_group([Score(1.0), 1.0])
 
 
+EPISODE = [
+    Message("assistant", "a"), Message("user", "again"), Message("assistant", "b"),
+]  # fmt: skip
+
+
+def with_turn_rewards(result: Any, messages: Any = (EPISODE,)) -> Any:
+    """What a reward with these rewards of turns becomes, after checks, for two completions."""
+
+    def function(problem: Problem, text: str) -> Score:
+        return Score(1.0, {}, result)
+
+    (call,) = RewardFunction(function).calls(PROBLEM, ["b"], [()], messages)
+    return call(function)
+
+
+def test_score_has_a_reward_for_each_completion_of_an_episode() -> None:
+    assert with_turn_rewards([1, np.float32(0.5)]) == [Score(1.0, {}, (1.0, 0.5))]
+    assert with_turn_rewards(()) == [Score(1.0)]
+    assert with_turn_rewards([0.5], ()) == [Score(1.0, {}, (0.5,))]  # a task with one turn
+
+
+@pytest.mark.parametrize(("result", "message"), [
+    ([1.0], "returned 1 turn_rewards for 2 completions of an episode"),
+    ([1.0] * 4, "returned 4 turn_rewards for 2 completions of an episode"),
+    ([1.0, math.nan], "returned nan, which is not a number from"),
+    ([1.0, 1e7], "returned 10000000.0, which is not a number from"),
+    ([1.0, "1"], "returned '1', which is not a number"),
+    ([1.0, None], "returned None, which is not a number"),
+    ([1.0, {"a": 1}], "returned {'a': 1} for a completion, which is not a number"),
+    ("10", "returned '10', which is not a list of numbers"),
+    (None, "returned None, which is not a list of numbers"),
+    (0.5, "returned 0.5, which is not a list of numbers"),
+])  # fmt: skip
+def test_other_rewards_of_turns_are_a_failure(result: Any, message: str) -> None:
+    assert message in with_turn_rewards(result)
+
+
+def test_rewards_of_turns_have_the_weight_of_the_reward() -> None:
+    functions = [
+        RewardFunction(of_group, label="task", weight=2), RewardFunction(of_group, label="other")
+    ]  # fmt: skip
+    score = Score(1.0, {"right": 1.0}, (0.5, 0.0))
+    parts = {"task": 1.0, "other": 3.0}
+    assert score_of(PROBLEM, functions, [score, 3.0]) == Score(5.0, parts, (1.0, 0.0))
+    assert score_of(PROBLEM, functions[:1], [score]) == Score(2.0, {"right": 1.0}, (1.0, 0.0))
+    with pytest.raises(RewardError, match=r"weighted sum of rewards -2e\+06 of"):
+        score_of(PROBLEM, functions, [Score(1.0, {}, (0.5, -1e6)), 0.0])
+
+
 def test_completion_without_any_reward_is_an_error() -> None:
     with pytest.raises(RewardError, match=r"returned None for a completion of problem 7; let one"):
         score_of(PROBLEM, functions(1, 1), [None, None])

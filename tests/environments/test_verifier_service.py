@@ -235,7 +235,7 @@ def test_single_completion_is_scored_without_a_digest(verifier: Verifier) -> Non
     problem = next(remote(verifier).problems("eval", 0))
     body = {"env": "calculator", "problem": problem.answer, "completion": "no sum"}
     response = request(verifier.port, "POST", "/verify_answer", json.dumps(body).encode())
-    assert response == (200, {"reward": 0.0, "rewards": {}})
+    assert response == (200, {"reward": 0.0, "rewards": {}, "turn_rewards": []})
 
 
 def test_health_lists_environments_and_queue(verifier: Verifier) -> None:

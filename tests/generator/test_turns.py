@@ -35,11 +35,17 @@ from peralta_zmq.weights.subscriber import WeightSubscriber
 PROBLEM = Problem("7", "mine", (Message("user", "3 plus 4"),), "7")
 TASK = """
 import os, pathlib, time
-from peralta_zmq.rollout import Message
+from peralta_zmq.rollout import Message, Score
 HERE = pathlib.Path(__file__).parent
 
 def again(problem, messages):
     return [Message("user", "again")] if len(messages) < 4 else None
+
+def reward(problem, text, messages):
+    return Score(3.0, {}, [number + len(messages) for number in range(len(messages) - 1)])
+
+def with_too_few(problem, text, messages):
+    return Score(3.0, {}, [1.0])
 
 def no_list(problem, messages):
     return "again"
@@ -73,7 +79,7 @@ class Game:
     def model(seed: int = 1) -> Any:
         return tiny_model(seed=seed, vocab_size=468)
 
-    def run(self, reply: str, *, num_groups: int = 3) -> list[RolloutGroup]:
+    def run(self, reply: str, *, num_groups: int = 3, own_reward: str = "") -> list[RolloutGroup]:
         self._module.reply = getattr(self._module, reply)
         num_scored = 0
 
@@ -82,16 +88,18 @@ class Game:
             num_scored += 1
             if num_scored == num_groups:
                 self._sockets.announcements.latest = wire.Announcement("run", done=True)
-            return [float(len(each)) for each in completions]
+            return [0.0 if own_reward else float(len(each)) for each in completions]
 
         pool = RewardPool(num_workers=1, concurrency=4, timeout_seconds=50, queue_limit=9)
-        function = RewardFunction(reward, is_bounded=True, takes_group=True)
+        functions = [RewardFunction(reward, is_bounded=True, takes_group=True, label="count")]
+        if own_reward:
+            functions.append(RewardFunction(getattr(self._module, own_reward), label="task"))
         turns = turns_of(self._module)
         assert turns is not None
         environments = Environments(
             {"mine": 1},
             (PROBLEM,),
-            {"mine": LocalRewards([function], pool)},
+            {"mine": LocalRewards(functions, pool)},
             pool,
             {"mine": LocalReplies(turns, pool)},
         )
@@ -130,6 +138,22 @@ def test_groups_have_two_turns_with_exact_logprobs_and_whole_rewards(game: Game)
             expected = token_logprobs(game.model(), ids)[0].numpy()
         assert np.abs(expected - rollout.logprobs)[mask].max() < 1e-5
         assert (rollout.policy_steps == np.where(mask, 1, -1)).all()
+
+
+def test_groups_have_the_rewards_of_their_turns(game: Game) -> None:
+    groups = game.run("again", own_reward="reward")
+    assert len(groups) >= 3
+    assert all(group.turn_rewards == ((3.0, 4.0), (3.0, 4.0)) for group in groups)
+    assert groups[0].rollouts[0].turn_rewards == (3.0, 4.0)
+    assert groups[0].rewards == (3.0, 3.0)
+
+
+def test_wrong_number_of_rewards_of_turns_drops_the_groups(game: Game) -> None:
+    message = "turn_task:with_too_few returned 1 turn_rewards for 2 completions of an episode"
+    with pytest.raises(RewardError, match=message):
+        game.run("again", num_groups=99, own_reward="with_too_few")
+    assert len(game.generator._connection.outbox) == 0
+    assert game.generator._connection.num_unscored == 15  # before the failure that ends it
 
 
 def test_reply_that_is_no_list_of_messages_drops_the_groups(game: Game) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from sample_data import group_of, rollout_with
 
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.advantages import (
     Filter,
     RewardShaping,
@@ -20,11 +21,13 @@ from peralta_zmq.learning.advantages import (
     leave_one_out,
     length_weighted,
     max_rl,
+    mean_advantages,
     overlong,
     repetition,
+    token_advantages,
     token_whitening,
 )
-from peralta_zmq.rollout import Rollout
+from peralta_zmq.rollout import Rollout, RolloutGroup
 
 REWARDS = [1, 0, 0, 1]
 LENGTHS = [4, 4, 4, 4]
@@ -237,6 +240,102 @@ def test_shaping_gives_signal_to_equal_rewards() -> None:
 
 
 # Filters
+
+
+# Rewards of turns.
+
+
+def group_with_turns(*rollouts: tuple[float, list[int], tuple[float, ...]]) -> RolloutGroup:
+    """A group of rollouts with reward, loss mask and rewards of turns."""
+    return dataclasses.replace(
+        group_of([0]),
+        rollouts=tuple(
+            dataclasses.replace(
+                rollout_with(reward, num_prompt=0, num_generated=len(mask)),
+                loss_mask=np.array(mask, bool),
+                turn_rewards=turn_rewards,
+            )
+            for reward, mask, turn_rewards in rollouts
+        ),
+    )
+
+
+# Two turns with 2 and 1 tokens, three with 1, 3 and 1. Returns: 2 + 1 + 1 = 4 and 1 + 1 = 2;
+# 0 + 2 + 2 + 1 = 5, 2 + 2 + 1 = 5 and 2 + 1 = 3.
+TURNS = group_with_turns(
+    (1, [0, 1, 1, 0, 0, 1], (2, 1)), (1, [0, 1, 0, 1, 1, 1, 0, 0, 1], (0, 2, 2))
+)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        # first turns 4 and 5: mean 4.5; second turns 2 and 5: 3.5; only one rollout has a third
+        (group_mean, [(-0.5, -1.5), (0.5, 1.5, 0)]),
+        (functools.partial(group_zscore, eps=0), [(-1, -1), (1, 1, 0)]),
+        (leave_one_out, [(-1, -3), (1, 3, 0)]),
+        (max_rl, [(-0.5 / 4.5, -1.5 / 3.5), (0.5 / 4.5, 1.5 / 3.5, 0)]),
+        # (2 * 4 + 5) / 3 = 13 / 3; (2 + 3 * 5) / 4 = 17 / 4
+        (length_weighted, [(-1 / 3, -9 / 4), (2 / 3, 3 / 4, 0)]),
+        # variances (2 / 9 + 4 / 9) / 3 = 2 / 9 and (81 / 16 + 3 * 9 / 16) / 4 = 27 / 16
+        (
+            functools.partial(token_whitening, eps=0, group_adv_norm=True),
+            [(-(0.5**0.5), -(3**0.5)), (2**0.5, 1 / 3**0.5, 0)],
+        ),
+    ],
+)
+def test_advantages_of_turns_by_hand(advantage: Any, expected: list[tuple[float, ...]]) -> None:
+    ((first, second),) = advantages_of([TURNS], advantage)
+    assert first == pytest.approx(expected[0]) and second == pytest.approx(expected[1])
+
+
+def test_tokens_have_the_advantage_of_their_turn() -> None:
+    rollout = TURNS.rollouts[1]
+    values = token_advantages(rollout, (0.5, 1.5, 0.25))[rollout.loss_mask]
+    assert values.tolist() == [0.5, 1.5, 1.5, 1.5, 0.25]
+    assert mean_advantages(TURNS, [0.5, (0.5, 1.5, 0.25)]) == [0.5, 1.05]
+    assert mean_advantages(TURNS, []) == []
+
+
+def test_groups_with_and_without_rewards_of_turns_are_mixed() -> None:
+    equal = group_with_turns((1, [0, 1, 0, 1], (0, 1)), (2, [0, 1, 0, 1], (0, 0)))
+    groups = [GROUPS[0], equal, TURNS, GROUPS[1]]
+    found = advantages_of(groups, group_mean)
+    assert found == [[0.5, -0.5], [], [(-0.5, -1.5), (0.5, 1.5, 0)], [1, -1, 0]]
+    kept = advantages_of(groups, group_mean, keep_zero_std=True)
+    assert kept[1] == [(0, 0), (0, 0)]
+
+
+def test_single_rollout_of_a_turn_is_not_compared() -> None:
+    def others(rewards: Any, lengths: Any) -> list[float]:
+        assert len(rewards) > 1
+        return [*rewards]
+
+    assert advantages_of([TURNS], others) == [[(4, 2), (5, 5, 0)]]
+
+
+def scaled_by_step(rewards: Any, lengths: Any, *, step_rewards: Any) -> list[float]:
+    return [*rewards]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "shaping", "setting"),
+    [
+        (token_whitening, {}, "advantage.group_adv_norm false"),
+        (functools.partial(group_zscore, scale_rewards="batch"), {}, "scale_rewards batch"),
+        (scaled_by_step, {}, "an advantage function with step_rewards"),
+        (group_mean, {"length_penalty": "tokens"}, "advantage.length_penalty tokens"),
+        (group_mean, {"multi_objective_aggregation": "normalize_then_sum"}, "normalize_then_sum"),
+    ],
+)
+def test_settings_without_meaning_for_turns_are_refused(
+    advantage: Any, shaping: dict[str, str], setting: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{setting} cannot be combined with the rewards of t"):
+        advantages_of([TURNS], advantage, shaping=RewardShaping(**shaping))
+
+
+# Filters.
 
 
 def rollout_of(

@@ -189,6 +189,21 @@ def test_each_token_has_the_advantage_of_its_rollout() -> None:
     assert batch.num_sequences == 2
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "expected"),
+    [(100, [2, 2, -1, -1, -1, 0.5, 0.5]), (5, [2, 2, 0.5, 0.5])],  # truncated in the first turn
+)
+def test_each_token_has_the_advantage_of_its_turn(max_tokens: int, expected: list[float]) -> None:
+    group = siblings([1, 0], lengths=[7, 2])
+    turns = np.array([0, 0, 0, 1, 1, 0, 1, 1, 1, 0], np.bool_)
+    first = replace(group.rollouts[0], loss_mask=turns)
+    packing = Packing(max_tokens=max_tokens)
+    group = replace(group, rollouts=(first, group.rollouts[1]))
+    samples, _ = pack_groups([group], [[(2.0, -1.0), 0.5]], packing)
+    batches = make_micro_batches(samples, packing)
+    assert [x for each in batches for x in each.advantages.tolist()] == expected
+
+
 def test_advantage_function_gets_generated_lengths() -> None:
     # baseline (1 * 1 + 0 * 3) / 4 = .25
     (batch,) = batches_of([siblings([1, 0], lengths=[1, 3])], advantage=length_weighted)

@@ -8,14 +8,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from damage import flip_bit, remove
+from sample_data import group_of
 from trainer_sessions import Continued, groups_for
 from weight_sets import COMPANIONS, names_in, publish_chain, same, weights_at
 
 from peralta_zmq.config import load_config, write_resolved
-from peralta_zmq.errors import StoreError
-from peralta_zmq.observe.metrics import METRICS
+from peralta_zmq.errors import ConfigError, StoreError
+from peralta_zmq.observe.metrics import METRICS, read_rows
+from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensor_set import MappedTensors
@@ -40,6 +43,41 @@ def test_replay_of_a_continued_run_uses_each_steps_learning_rate(
     assert replay.main([str(continued.folder)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.endswith("  not compared: metrics.jsonl lacks the learning rate of step 2")
+
+
+def with_turn_rewards(group: RolloutGroup) -> RolloutGroup:
+    """Equal rewards, and two turns in each rollout, of which the first has a reward."""
+    names = ("sequence", "sample_index", "problem_id", "run_id")
+    fields = {name: getattr(group, name) for name in names}
+    equal = group_of([1.0] * 4, lengths=[4, 5, 6, 7], seed=group.sequence, **fields)
+    rollouts = [
+        replace(
+            rollout,
+            loss_mask=rollout.loss_mask & (np.arange(len(rollout.token_ids)) != 5),
+            turn_rewards=(float((group.sequence + index) % 3), 0.0),
+        )
+        for index, rollout in enumerate(equal.rollouts)
+    ]
+    return replace(equal, rollouts=tuple(rollouts))
+
+
+def test_replay_trains_rewards_of_turns_again(
+    continued: Continued, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ExitStack() as stack:
+        trainer = continued.open(stack, max_steps=2)
+        trainer.recover()
+        continued.feed(trainer, [*map(with_turn_rewards, groups_for(trainer))], until=2)
+        row = read_rows(continued.folder / METRICS)[0]
+        assert row["rewards/turn_rewards/mean"] > 0 and row["frac_reward_zero_std"] == 0
+    capsys.readouterr()
+    assert replay.main([str(continued.folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith("  as published") for line in lines] == [True] * 2
+    message = "advantage.scale_rewards batch cannot be combined with the rewards of turns"
+    with pytest.raises(ConfigError, match=message):
+        changed = ("--advantage.name=group_zscore", "--advantage.scale-rewards=batch")
+        replay.main([str(continued.folder), *changed])
 
 
 @pytest.mark.timeout(180)

@@ -78,6 +78,8 @@ def doubles(*numbers: float) -> bytes:
         ({"reward_names": "x", "reward_values": b""}, "does not end with NUL"),
         ({"reward_names": "x\0", "reward_values": doubles(1, 0, np.inf)}, "not finite"),
         ({"reward_values": doubles(1, 0, 1)}, "malformed"),
+        ({"turn_rewards": doubles(1, 0)}, "malformed"),
+        ({"turn_rewards": doubles(1, 0, np.nan)}, "reward nan is not finite"),
         ({"finish_reasons": b"\0\0\2"}, "finish"),
         ({"finish_reasons": b"\0\2\1"}, "finish"),
         ({"finish_reasons": b"\0\0"}, "finish"),
@@ -190,7 +192,8 @@ def test_training_group_with_another_number_of_rollouts_is_refused(num_rollouts:
 
 def test_largest_group_within_the_limits_has_at_most_max_bytes() -> None:
     names = [chr(letter) for letter in range(1, 384)]  # 1,022 bytes, each with NUL after it
-    turns = rollout_of_turns([0, 0, *[1, 0] * 63, 1], [-1, -1, *range(3, 130)])
+    mask, steps = [0, 0, *[1, 0] * 63, 1], [-1, -1, *range(3, 130)]
+    turns = rollout_of_turns(mask, steps, (0.5,) * 64)
     rollout = dataclasses.replace(turns, rewards=dict.fromkeys(names, 1.0))
     texts = dict.fromkeys(("run_id", "problem_id", "task", "weights_id"), "x" * 1024)
     group = dataclasses.replace(GROUP, rollouts=(rollout,) * 64, **texts)

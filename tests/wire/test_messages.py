@@ -17,6 +17,7 @@ from damage import ANY_VALUE
 from group_frames import (
     FRAME,
     NAMED,
+    REWARDED,
     TURNS,
     allocated_below,
     changed,
@@ -41,7 +42,7 @@ from peralta_zmq.wire import message_fields, messages
 
 FIELDS = list(msgpack.unpackb(FRAME))
 BUFFERS = [name for name, value in msgpack.unpackb(FRAME).items() if isinstance(value, bytes)]
-OPTIONAL = ("sample_index", "evaluation_step")  # may be missing
+OPTIONAL = ("sample_index", "evaluation_step", "turn_rewards")  # may be missing
 
 
 # The message.
@@ -59,8 +60,18 @@ MIXED = rollout_of_turns([0, 0, 1, 1, 1, 1, 1], [-1, -1, 3, 3, 4, 70_003, 70_003
         {"rollouts": NAMED},
         {"rollouts": (TURNS, NAMED[2])},
         {"rollouts": (MIXED, NAMED[1])},
+        {"rollouts": REWARDED},
     ],
-    ids=["plain", "sequence", "unicode", "evaluation", "named rewards", "turns", "mixed steps"],
+    ids=[
+        "plain",
+        "sequence",
+        "unicode",
+        "evaluation",
+        "named rewards",
+        "turns",
+        "mixed steps",
+        "rewards of turns",
+    ],
 )
 def test_round_trip_keeps_every_field(fields: dict[str, Any]) -> None:
     group = dataclasses.replace(GROUP, **fields)
@@ -72,6 +83,9 @@ def test_admission_builds_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "_build_rollouts", lambda _: pytest.fail("a rollout was built"))
     assert admission.Admission(8).admit(group, step=1) == "trained"
     assert (group.rewards, group.mean_reward) == ((0.0, 0.25, 1.0), 1.25 / 3)
+    group = decoded(wire.encode_group(dataclasses.replace(GROUP, rollouts=REWARDED)))
+    assert group.turn_rewards == ((0.5, -0.25, 1e6), (0.1,))
+    assert group.has_signal  # by the returns of the first turn; the rewards are equal
 
 
 def test_frame_is_little_endian_for_any_input() -> None:
@@ -143,6 +157,8 @@ def test_encode_limits_names_to_1024_bytes(field: str, letter: str) -> None:
         ({"rewards": {"x": float("inf")}}, "reward inf"),
         ({"rewards": {"x\0y": 1.0}}, "NUL"),
         ({"rewards": {"x" * 1024: 1.0}}, "reward_names is longer"),
+        ({"turn_rewards": (1.0, 2.0)}, r"\[2\] rewards of turns for \[1\] turns"),
+        ({"turn_rewards": (float("nan"),)}, "reward nan"),
         ({"loss_mask": np.zeros(7, bool)}, "without prompt or completion"),
         ({"loss_mask": np.ones(7, bool)}, "without prompt or completion"),
         ({"policy_steps": np.full(7, 2, np.int32)}, "cannot be sent"),  # older than the group's
@@ -187,13 +203,15 @@ def test_optional_fields_may_be_missing() -> None:
     message = {n: v for n, v in msgpack.unpackb(FRAME).items() if n not in OPTIONAL}
     group = decoded(sealed(message))
     assert (group.sample_index, group.evaluation_step) == (-1, -1)
+    assert group.turn_rewards == ((),) * len(group.rollouts)
 
 
 @pytest.mark.parametrize("value", [None, True, -1, 1.5, "x", b"x", [], {}, [None], {"x": 1}])
 @pytest.mark.parametrize("name", FIELDS)
 def test_decode_refuses_a_field_of_another_type(name: str, value: Any) -> None:
     names = ("run_id", "generator_id", "weights_id", "problem_id", "task")
-    if not ((name in names and value == "x") or (name in OPTIONAL and value == -1)):
+    numbers = ("sample_index", "evaluation_step")
+    if not ((name in names and value == "x") or (name in numbers and value == -1)):
         with pytest.raises(WireError):
             decoded(changed(**{name: value}))
 
