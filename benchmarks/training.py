@@ -25,10 +25,10 @@ from benchmarks.harness import Claim, bounded, compared, interleaved, progress, 
 from benchmarks.limits import flops
 from peralta_zmq import models
 from peralta_zmq.learning.advantages import advantages_of, group_mean
-from peralta_zmq.learning.learner import update_parameters
 from peralta_zmq.learning.losses import preset
 from peralta_zmq.learning.optimizer import make_optimizer
 from peralta_zmq.learning.packing import PackedSample, Packing, make_micro_batches, pack_groups
+from peralta_zmq.learning.update import update_parameters
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Rollout, RolloutGroup
 from tools.base_model import new_model

@@ -32,8 +32,9 @@ parts. Paths are relative to this package.
                              the write-ahead log (trainer/journal.py)
     learning/admission.py    decides the outcome of a group, e.g. trained, stale or duplicate
     trainer/loop.py          per step: collect a batch, learn, publish weights, record, checkpoint
-    learning/learner.py      per step: advantages, packing, loss, backward, optimizer update
+    learning/learner.py      per step: advantages, packing, updates of the parameters
                              (learning/advantages.py: advantages, and filters of rollouts)
+                             (learning/update.py: loss, backward, optimizer step)
                              (models/scoring.py: forward pass, a logprob per generated token)
                              (learning/exclusion.py: groups that would corrupt the update)
     learning/packing.py      groups -> prefix trees, which share the prompt -> micro-batches

@@ -174,7 +174,7 @@ def step_gradient(model: Any, batches: Sequence[Any], loss: Any, **options: Any)
     import torch
 
     from peralta_zmq.learning.distributed import full_tensor
-    from peralta_zmq.learning.learner import update_parameters
+    from peralta_zmq.learning.update import update_parameters
     from peralta_zmq.models.scoring import Scorer
 
     class Recorder(torch.optim.SGD):

@@ -14,10 +14,10 @@ from weight_sets import COMPANIONS, reports_of, same
 
 from peralta_zmq import models
 from peralta_zmq.engines.native import NativeEngine, decoder
-from peralta_zmq.learning.learner import StepResult, update_parameters
 from peralta_zmq.learning.losses import preset
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
 from peralta_zmq.learning.packing import Packing, make_micro_batches
+from peralta_zmq.learning.update import UpdateResult, update_parameters
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Sampling
 from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
@@ -81,7 +81,7 @@ def test_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(replays) > 150
 
 
-def trained(device: str, dtype: torch.dtype) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
+def trained(device: str, dtype: torch.dtype) -> tuple[list[UpdateResult], dict[str, torch.Tensor]]:
     """Three steps over two groups, and the weights after them."""
     model = tiny_model().to(device)
     optimizer = make_optimizer(dict(model.named_parameters()), betas=(0.9, 0.95), weight_decay=0.0)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from peralta_zmq.learning import losses
 from peralta_zmq.learning.exclusion import MISMATCH, NOT_FINITE, mismatched_groups
-from peralta_zmq.learning.learner import StepResult
 from peralta_zmq.learning.losses import TokenLoss, Tokens
 from peralta_zmq.learning.packing import Packing, make_micro_batches
+from peralta_zmq.learning.update import UpdateResult
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.wire.group_rules import MAX_TOKENS
 
@@ -47,7 +47,7 @@ def groups_of(logprob: float | None = None) -> list[RolloutGroup]:
 
 def update(
     model: Any, groups: list[RolloutGroup], loss: TokenLoss, *, max_tokens: int = 1000
-) -> tuple[Tensor | None, StepResult]:
+) -> tuple[Tensor | None, UpdateResult]:
     """The gradient of an update, flat, and its result; None without an optimizer step."""
     samples, _ = packed(groups, max_tokens=max_tokens)
     batches = make_micro_batches(samples, Packing(max_tokens=max_tokens))
@@ -62,7 +62,7 @@ def infinite(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
 
 def update_without_bad_group(
     model: Any, logprob: float, loss: TokenLoss, *, max_tokens: int, reason: str, kept: float
-) -> StepResult:
+) -> UpdateResult:
     """Compare the gradient with that of the other groups, of which `kept` is their share."""
     gradient, result = update(model, groups_of(logprob), loss, max_tokens=max_tokens)
     assert result.excluded == {groups_of()[BAD].name: reason} and not result.skip_reason

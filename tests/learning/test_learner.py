@@ -18,9 +18,9 @@ from torch import Tensor
 
 from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning.advantages import group_mean
-from peralta_zmq.learning.learner import StepResult, update_parameters
 from peralta_zmq.learning.losses import TokenLoss, Tokens, preset
 from peralta_zmq.learning.packing import MicroBatch, Packing, Temperature, make_micro_batches
+from peralta_zmq.learning.update import UpdateResult, update_parameters
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import PrefixTree, TreeSpan
 
@@ -310,7 +310,7 @@ def masked_out(batch: MicroBatch) -> MicroBatch:
 
 def step_by_hand(
     parameter: torch.nn.Parameter, batches: list[MicroBatch], *, factor: float = 1.0, **options: Any
-) -> StepResult:
+) -> UpdateResult:
     chosen: dict[str, Any] = {
         "compute_logprobs": lambda ids, trees, scored, temperature: parameter.expand(1) * factor,
         "loss": reinforce,
