@@ -90,6 +90,9 @@ fuzz: setup  ## Fuzz all decoders for SECONDS=60, if atheris can be installed
 compare-losses: setup  ## Train 40 steps with each loss and advantage, table into docs/losses.md
 	@$(BIN)/python -m benchmarks.losses --document docs/losses.md $(ARGS)
 
+time-losses: setup  ## Time a training step with each part of a loss, table into docs/losses.md
+	@$(BIN)/python -m benchmarks.loss_steps --document docs/losses.md $(ARGS)
+
 lint: setup  ## ruff and pyright
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
@@ -159,4 +162,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-mlx test-vllm test-gpu test-trl test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model turns-base-model clean fresh torch package docs pacing picture structure
+.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-mlx test-vllm test-gpu test-trl test-lab test-lan test-skew lab-soak fuzz compare-losses time-losses lint data base-model turns-base-model clean fresh torch package docs pacing picture structure

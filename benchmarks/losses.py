@@ -1,19 +1,21 @@
 """Reward of every loss and advantage after 40 steps of the embedded model.
 
-`python -m benchmarks.losses [--rows NAME ...] [--document FILE]`. One process alternates between
-sampling and training. The rollouts of a step are sampled from the weights before the previous
-step, as with `train.max_async_level` 1. The table is deterministic on a machine.
+`python -m benchmarks.losses [--rows NAME ...] [--keep FILE] [--document FILE]`. One process
+alternates between sampling and training. The rollouts of a step are sampled from the weights before
+the previous step, as with `train.max_async_level` 1. The table is deterministic on a machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean
@@ -36,6 +38,8 @@ from peralta_zmq.rollout import Completion, Problem, RolloutGroup, rollout_of
 
 NUM_STEPS, LAST = 40, 5
 NUM_TOKENS, NUM_ROLLOUTS, REPEATS = 16_384, 128, 30
+NUM_DEMONSTRATIONS = 64
+SFT_FILE = "SFT_FILE"  # replaced by the path of the demonstrations
 BEGIN, END = "<!-- table: make compare-losses -->", "<!-- end of table -->"
 LOSSES: dict[str, list[str]] = {
     "reinforce": [],
@@ -46,10 +50,27 @@ LOSSES: dict[str, list[str]] = {
         if name not in ("reinforce", "bnpo", "ref_kl")  # bnpo is dapo; ref_kl needs a teacher
     },
     "dapo, epsilon 0.05, c_clip 3": ["--loss.name=dapo", "--loss.epsilon=0.05", "--loss.c-clip=3"],
-    "dapo, token_truncate": ["--loss.name=dapo", "--loss.importance-sampling-mode=token_truncate"],
+    **{
+        f"dapo, {mode}": ["--loss.name=dapo", f"--loss.importance-sampling-mode={mode}"]
+        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+    },
     "dapo, top_entropy_quantile 0.2": ["--loss.name=dapo", "--loss.top-entropy-quantile=0.2"],
     "dapo, kl_mask_high 0.01": ["--loss.name=dapo", "--loss.kl-mask-high=0.01"],
-    "dapo, beta 0.001": ["--loss.name=dapo", "--loss.beta=0.001"],
+    "dapo, off_policy_mask_threshold 0.5": [
+        "--loss.name=dapo",
+        "--loss.off-policy-mask-threshold=0.5",
+    ],
+    **{
+        f"dapo, beta 0.001, {name}": [
+            "--loss.name=dapo",
+            "--loss.beta=0.001",
+            f"--loss.kl-estimator={name}",
+        ]
+        for name in ("k1", "k2", "k3")
+    },
+    "grpo_kl, kl_clamp estimate": ["--loss.name=grpo_kl", "--loss.kl-clamp=estimate"],
+    "dapo, sft_file": ["--loss.name=dapo", f"--loss.sft-file={SFT_FILE}"],
+    "dapo, num_iterations 2": ["--loss.name=dapo", "--train.num-iterations=2"],
     "decoupled_ppo, num_minibatches 4": ["--loss.name=decoupled_ppo", "--train.num-minibatches=4"],
     "reinforce, entropy_coef 0.01": ["--loss.entropy-coef=0.01"],
 }
@@ -97,17 +118,42 @@ def main() -> None:
         "--document", type=Path, help="Markdown file with the begin and end markers of the table"
     )
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
+    parser.add_argument(
+        "--keep", type=Path, help="JSONL file of finished rows; the next start does not repeat them"
+    )
     arguments = parser.parse_args()
     models.use_threads()
-    outcomes: list[Outcome] = []
-    report = progress_of(len(arguments.rows))
-    for name in arguments.rows:
-        outcomes.append(train(name, ROWS[name], arguments.steps))
-        report(row_of(outcomes[-1]))
-    text = table(outcomes)
+    finished = _read_outcomes(arguments.keep)
+    remaining = [name for name in arguments.rows if name not in finished]
+    report = progress_of(len(remaining))
+    with tempfile.TemporaryDirectory() as folder:
+        file = write_demonstrations(Path(folder))
+        for name in remaining:
+            flags = [flag.replace(SFT_FILE, str(file)) for flag in ROWS[name]]
+            finished[name] = outcome = train(name, flags, arguments.steps)
+            if arguments.keep:
+                with arguments.keep.open("a", encoding="utf-8") as kept:
+                    kept.write(json.dumps(asdict(outcome)) + "\n")
+            report(row_of(outcome))
+    text = table([finished[name] for name in arguments.rows])
     sys.stdout.write(text)
     if arguments.document:
         write_between(arguments.document, BEGIN, END, text)
+
+
+def _read_outcomes(file: Path | None) -> dict[str, Outcome]:
+    """The rows in a file that an earlier start wrote, by name."""
+    lines = file.read_text("utf-8").splitlines() if file and file.exists() else []
+    return {outcome.name: outcome for outcome in (Outcome(**json.loads(line)) for line in lines)}
+
+
+def write_demonstrations(folder: Path) -> Path:
+    """Write some training problems of the calculator with their answers for loss.sft_file."""
+    rows = islice(calculator.problems("train", 0), NUM_DEMONSTRATIONS)
+    texts = [{"prompt": row.question, "completion": row.answer} for row in rows]
+    file = folder / "demonstrations.jsonl"
+    file.write_text("".join(f"{json.dumps(text)}\n" for text in texts), "utf-8")
+    return file
 
 
 def train(name: str, flags: Sequence[str], num_steps: int) -> Outcome:
