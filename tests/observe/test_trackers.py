@@ -75,7 +75,14 @@ SAMPLE = {
     "problem": "p", "prompt": "1 + 1 =", "texts": ["1 + 1 = 2", "1 + 1 =\n| 3"],
     "rewards": [1.0, 0.0], "advantages": [0.5, -0.5],
 }  # fmt: skip
+SAMPLE_ROWS = [  # at step 2
+    {"step": 2, "problem": "p", "reward": 1.0, "advantage": 0.5, "prompt": "1 + 1 =",
+     "completion": " 2"},
+    {"step": 2, "problem": "p", "reward": 0.0, "advantage": -0.5, "prompt": "1 + 1 =",
+     "completion": "\n| 3"},
+]  # fmt: skip
 VALUES = {"distributions/reward": [1.0, 0.0], "distributions/advantage": [0.5, math.nan]}
+NUM_FINITE = {"distributions/reward": 2, "distributions/advantage": 1}  # of VALUES
 
 
 def test_samples_and_histograms_are_logged_every_nth_step() -> None:
@@ -85,10 +92,7 @@ def test_samples_and_histograms_are_logged_every_nth_step() -> None:
             tracker.log(step, ROW, sample=SAMPLE, values=VALUES)
         tracker.log(4, ROW, sample={**SAMPLE, "advantages": []}, values={"none": [math.inf]})
     assert [bool(row.samples) for row in recording.logged] == [False, True, False, True]
-    assert recording.logged[1].samples == [
-        (2, "p", 1.0, 0.5, "1 + 1 =", " 2"),
-        (2, "p", 0.0, -0.5, "1 + 1 =", "\n| 3"),
-    ]
+    assert recording.logged[1].samples == [tuple(row.values()) for row in SAMPLE_ROWS]
     assert recording.logged[1].histograms == {**VALUES, "distributions/advantage": [0.5]}
     assert recording.logged[0].histograms == recording.logged[3].histograms == {}
     assert [row[3] for row in recording.logged[3].samples] == [0.0, 0.0]
@@ -211,6 +215,10 @@ def test_trackio_stores_the_curves_locally(
     curve = [(row["step"], row["reward"]) for row in rows if "reward" in row]
     assert curve == [(1, 3.25), (2, 3.5), (3, 3.75), (2, 1.5)]
     assert [row["eval/accuracy"] for row in rows if "eval/accuracy" in row] == [0.25, 0.25]
+    sampled = [row for row in rows if "samples" in row]
+    assert [row["step"] for row in sampled] == [2, 2]  # of each session
+    assert sampled[1]["samples"]["_value"] == SAMPLE_ROWS
+    assert {name: sum(sampled[1][name]["values"]) for name in VALUES} == NUM_FINITE
     assert "rackio" not in capsys.readouterr().out
     assert not has_connection(proxy)
 
@@ -220,9 +228,10 @@ def test_wandb_is_offline_and_has_the_curves(
 ) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
-    pytest.importorskip("wandb", reason="pip install 'peralta_zmq[wandb]'")
+    wandb = pytest.importorskip("wandb", reason="pip install 'peralta_zmq[wandb]'")
     records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     log_two_sessions("wandb", tmp_path)
+    wandb.teardown()  # its process writes the end of the file, as at the exit of a program
     logged: list[dict[str, Any]] = []
     for file in sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb")):
         for content in leveldb_records(file.read_bytes()):
@@ -238,6 +247,13 @@ def test_wandb_is_offline_and_has_the_curves(
         [(2, 1.5)],  # both sessions in one second have one folder
     )
     assert {row["eval/accuracy"] for row in logged if "eval/accuracy" in row} == {0.25}
+    sampled = [row for row in logged if "samples/path" in row][-1]
+    assert sampled["step"] == 2
+    assert {name: sum(sampled[f"{name}/values"]) for name in VALUES} == NUM_FINITE
+    folders = (tmp_path / "wandb").glob("offline-run-*/files")
+    files = [folder / sampled["samples/path"] for folder in sorted(folders)]
+    table = json.loads(next(file for file in files if file.exists()).read_text())
+    assert [dict(zip(table["columns"], row, strict=True)) for row in table["data"]] == SAMPLE_ROWS
     assert os.environ["WANDB_MODE"] == "offline"
     assert not has_connection(proxy)
 
