@@ -91,7 +91,10 @@ TABLES: dict[Kind, dict[str, str]] = {
     },
 }
 # Prefix of a task's name -> class that makes the task from the rest of the name, after a colon.
-ADAPTERS = {"reasoning_gym": "peralta_zmq.environments.reasoning_gym_task:ReasoningGymTask"}
+ADAPTERS = {
+    "reasoning_gym": "peralta_zmq.environments.reasoning_gym_task:ReasoningGymTask",
+    "verifiers": "peralta_zmq.environments.verifiers_task:VerifiersTask",
+}
 # Number of positional parameters, as in the protocols below; all further parameters are options.
 NUM_ARGUMENTS: dict[Kind, int] = {"loss": 1, "advantage": 2, "filter": 1}
 # Attributes that the module of a task, or the class of an engine, must have.

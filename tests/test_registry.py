@@ -32,6 +32,21 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(("prefix", "library", "extra"), [
+    ("reasoning_gym", "reasoning_gym", "reasoning-gym"),
+    ("verifiers", "verifiers.v1", "verifiers"),
+])  # fmt: skip
+def test_adapter_without_its_library_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, prefix: str, library: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    for module in (f"{prefix}_task", f"{prefix}_replay"):
+        monkeypatch.delitem(sys.modules, f"peralta_zmq.environments.{module}", raising=False)
+    message = rf"task {prefix}:NAME needs {library} \(.*\); pip install 'peralta_zmq\[{extra}\]'"
+    with pytest.raises(ConfigError, match=message):
+        resolve("task", f"{prefix}:x")
+
+
 @pytest.mark.parametrize("kind", ["task", "loss", "advantage", "filter", "engine"])
 def test_shipped_names_resolve(kind: Kind) -> None:
     for name in TABLES[kind]:

@@ -19,5 +19,7 @@ shipped_rewards   reward functions for any task
 calculator, countdown, math_answers, reverse_text  shipped tasks with one turn
 guess_number, calculator_tool  shipped tasks with several turns, or with a tool
 reasoning_gym_task  tasks of the library reasoning-gym
+verifiers_task    tasks of the library verifiers
+verifiers_replay  episodes of its environments with several turns, replayed for each reply
 arithmetic        safe evaluation of arithmetic, for calculator and countdown
 """
