@@ -188,9 +188,12 @@ class Engine(Protocol):
         `between_steps` between decode steps; this function may call `apply` or `cancel`. Each token
         is sampled with the parameters `sampling.at(self.step)`, which can change within a
         completion when the weights do; `Request.sampling` replaces `sampling` for its request.
+        Completions in flight that end with `cancel` or EngineProcessError are yielded as they are,
+        with `is_partial`, so that a request of a later call can resume them (Request.resumes). An
+        engine may leave them out; the caller then requests them again from the start.
         Raises ConfigError for a request longer than `max_model_len`, EngineError for logits that
-        are not finite, and EngineProcessError if a process of the engine fails; all drop the
-        completions in flight.
+        are not finite, and EngineProcessError if a process of the engine fails; the first two drop
+        the completions in flight.
         """
         ...
 
@@ -205,7 +208,7 @@ class Engine(Protocol):
         ...
 
     def cancel(self) -> None:
-        """End the running `generate` without completions for the requests in flight."""
+        """End the running `generate`, which yields the completions in flight as they are."""
         ...
 
 

@@ -127,9 +127,19 @@ class Request:
     sampling: Sampling | None = None
     """Parameters of this request; None = those of the call of `generate`. With parameters of its
     own, the random numbers of a request depend on its seed only, and not on its index."""
+    resumes: Completion | None = None
+    """The partial completion to resume: its tokens are kept, with their logprobs and policy steps,
+    and count towards all limits."""
     on_token: Callable[[int, float, int], bool] | None = None
     """Called with token, logprob and policy step after each sampled token. Ends the completion if
     it returns False. An engine that decodes whole batches does not call it."""
+
+    @property
+    def prefix_ids(self) -> Int32Array:
+        """The tokens before the first one to be sampled: prompt, and tokens of `resumes`."""
+        if self.resumes is None:
+            return self.prompt_ids
+        return np.concatenate([self.prompt_ids, self.resumes.token_ids])
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +158,7 @@ class Completion:
     finish_reason: FinishReason
     text: str  # without special tokens; of the last turn
     has_end_token: bool = False  # whether the last token is an end token
+    is_partial: bool = False  # cancelled before its end; another request can resume it
     messages: tuple[Message, ...] = ()  # after the prompt, if the problem has turns
     error: TaskError | None = None  # the reason why an episode could not be continued
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,24 @@ def sampled(engine: Any, sampling: Sampling, *source: Any, **options: Any) -> li
     """The completions, in the order of the requests."""
     completions = engine.generate(*source or (requests(),), sampling, **options)
     return sorted(completions, key=lambda completion: completion.index)
+
+
+class TokenCounter:
+    """An engine that counts the tokens that another engine samples."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self.num_tokens = engine, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, requests: Any, *arguments: Any) -> Iterator[Completion]:
+        def count(*token: Any) -> bool:
+            self.num_tokens += 1
+            return True
+
+        counted = (request and replace(request, on_token=count) for request in requests)
+        return self._engine.generate(counted, *arguments)
 
 
 def tokens(completions: list[Completion]) -> list[list[int]]:

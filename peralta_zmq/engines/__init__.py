@@ -10,6 +10,6 @@ hf            transformers' `generate`
 mlx           decode loop with mlx-lm's models, for Macs
 """
 
-from peralta_zmq.engines.requests import evaluate, generate_groups
+from peralta_zmq.engines.requests import GroupSampler, evaluate, generate_groups
 
-__all__ = ["evaluate", "generate_groups"]
+__all__ = ["GroupSampler", "evaluate", "generate_groups"]

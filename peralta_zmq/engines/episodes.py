@@ -5,12 +5,15 @@ background while the engine samples on. The reply is inserted as tokens, in the 
 template, after the sampled tokens; together they are the prompt of the next turn. Sampled tokens
 are never tokenized again. An episode ends when the task has no reply, after `max_turns` turns, or
 when the context of the engine is full.
+
+A call of `Engine.generate` that is cancelled leaves turns unfinished. `resume` requests them again
+in the next call, with the tokens sampled so far.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -48,13 +51,15 @@ class _Episode:
     """An episode in flight."""
 
     problem: Problem
+    index: int  # Request.index of the first turn
+    request: Request  # of the last turn
     turns: list[Completion] = field(default_factory=list[Completion])
     messages: list[Message] = field(default_factory=list[Message])  # after the prompt
     reply: Future[list[Message] | None] | None = None  # to the last turn
 
 
 class Episodes:
-    """The episodes in flight in one call of `Engine.generate`.
+    """The episodes in flight, over several calls of `Engine.generate`.
 
     `replies` None means that every episode has one turn.
     """
@@ -69,21 +74,36 @@ class Episodes:
     ) -> None:
         self._engine, self._tokenizer = engine, tokenizer
         self._replies, self._max_turns = replies, max_turns
-        self._sampled: dict[int, _Episode] = {}  # in the engine, by index of the request
+        self._sampled: dict[int, _Episode] = {}  # whose turn is sampled, by index of its request
         self._answered: list[_Episode] = []  # whose reply is being computed
-        self._requests: deque[Request] = deque()  # of next turns, not read by the engine yet
+        self._requests: deque[Request] = deque()  # of turns, not read by the engine yet
 
-    def start(self, problem: Problem, request: Request) -> Request:
-        """The request of the first turn of an episode."""
-        self._sampled[request.index] = episode = _Episode(problem)
-        return replace(request, may_continue=self._has_turns(episode))
+    def start(self, problem: Problem, request: Request) -> None:
+        """Start an episode; `request` is that of its first turn."""
+        episode = _Episode(problem, request.index, request)
+        episode.request = replace(request, may_continue=self._has_turns(episode))
+        self._request(episode)
 
-    def next_turns(self) -> Iterator[Request]:
-        """The requests of next turns.
+    def interrupt_turn(self, completion: Completion) -> None:
+        """Keep the partial completion of a turn, which `resume` requests again."""
+        episode = self._sampled[completion.index]
+        episode.request = replace(episode.request, resumes=completion)
+
+    @property
+    def num_partial(self) -> int:
+        """Number of partial completions to be resumed."""
+        return sum(each.request.resumes is not None for each in self._sampled.values())
+
+    def resume(self) -> None:
+        """Request all unfinished turns from an engine that has none of them."""
+        self._requests = deque(episode.request for episode in self._sampled.values())
+
+    def requests(self) -> Iterator[Request]:
+        """The requests of turns that can be started.
 
         If the engine has no request, waits up to WAIT_SECONDS for a reply.
         """
-        if not (self._sampled or self._requests) and self._answered:
+        if not self._sampled and self._answered:
             replies = [episode.reply for episode in self._answered if episode.reply is not None]
             wait(replies, timeout=WAIT_SECONDS, return_when=FIRST_COMPLETED)
         while self._requests:
@@ -125,14 +145,29 @@ class Episodes:
             except TaskError as error:
                 yield replace(_joined(episode), error=error)
 
-    def cancel(self) -> None:
-        """Cancel the replies that are being computed."""
+    def completions(self) -> Iterator[Completion]:
+        """The completions of all turns, also the partial ones."""
+        for episode in (*self._sampled.values(), *self._answered):
+            yield from episode.turns
+            if episode.request.resumes is not None:
+                yield episode.request.resumes
+
+    def drop(self, indices: Container[int]) -> None:
+        """Drop the episodes whose first turns have these indices; cancels their replies."""
         for episode in self._answered:
-            if episode.reply is not None:
+            if episode.reply is not None and episode.index in indices:
                 episode.reply.cancel()
+        self._answered = [each for each in self._answered if each.index not in indices]
+        self._sampled = {
+            index: each for index, each in self._sampled.items() if each.index not in indices
+        }
 
     def _has_turns(self, episode: _Episode) -> bool:
         return self._replies is not None and self._replies.has_turns(episode.problem)
+
+    def _request(self, episode: _Episode) -> None:
+        self._sampled[episode.request.index] = episode
+        self._requests.append(episode.request)
 
     def _continue(self, episode: _Episode, reply: Sequence[Message]) -> bool:
         """Request the next turn; False if the episode has reached a limit.
@@ -155,10 +190,8 @@ class Episodes:
             return False
         episode.messages += reply
         index = last.index + TURN_STRIDE
-        self._sampled[index] = episode
-        self._requests.append(
-            Request(index, prompt_ids, room, continues=last.index, may_continue=True)
-        )
+        episode.request = Request(index, prompt_ids, room, continues=last.index, may_continue=True)
+        self._request(episode)
         return True
 
 
@@ -175,7 +208,7 @@ def _joined(episode: _Episode) -> Completion:
         policy_steps[start : start + len(turn.token_ids)] = turn.policy_steps
     return replace(
         last,
-        index=first.index,
+        index=episode.index,
         prompt_ids=first.prompt_ids,
         token_ids=token_ids,
         logprobs=logprobs,

@@ -10,24 +10,147 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from itertools import chain, count
+from typing import TypeAlias
 
 import numpy as np
 
 from peralta_zmq import models
-from peralta_zmq.engines.episodes import Episodes, Replies
+from peralta_zmq.engines.episodes import TURN_STRIDE, Episodes, Replies
 from peralta_zmq.errors import TaskError
 from peralta_zmq.registry import Engine
 from peralta_zmq.rollout import Answer, Completion, Problem, Request, Sampling, Score
 
 CANCEL_SECONDS = 0.2  # between two calls of `is_cancelled` while rewards are computed
+OnGroup: TypeAlias = Callable[[Problem, list[Completion]], None]
 logger = logging.getLogger(__name__)
+
+
+class GroupSampler:
+    """Samples groups with an engine, over several calls of `sample`.
+
+    A call that is cancelled leaves groups in flight; the next call resumes them. With `replies`,
+    completions have up to `max_turns` turns (see episodes.py).
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: models.Tokenizer,
+        *,
+        num_generations: int,
+        replies: Replies | None = None,
+        max_turns: int = 1,
+    ) -> None:
+        self._engine, self._tokenizer, self._size = engine, tokenizer, num_generations
+        self._episodes = Episodes(engine, tokenizer, replies, max_turns=max_turns)
+        self._numbers = count()
+        # By number: the problem, and the completions that have ended.
+        self._in_flight: dict[int, tuple[Problem, list[Completion]]] = {}
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of groups whose completions have not all ended."""
+        return len(self._in_flight)
+
+    @property
+    def num_partial(self) -> int:
+        """Number of completions that the next call of `sample` resumes after some tokens."""
+        return self._episodes.num_partial
+
+    def sample(
+        self,
+        problems: Iterable[Problem | None],
+        on_group: OnGroup,
+        *,
+        sampling: Sampling,
+        between_steps: Callable[[], None] | None = None,
+    ) -> None:
+        """Call `on_group` for each problem with its completions when all of them have ended.
+
+        The next problem is read when the engine can start another completion. `problems` may yield
+        None for "no problem is available now"; the engine then continues and reads again later. The
+        engine calls `between_steps` between decode steps (one new token for every completion in
+        flight); `between_steps` may apply newer weights or cancel the engine. After an exception
+        of the engine, the completions in flight are resumed as well, unless `drop` is called.
+        """
+        self._episodes.resume()
+
+        def requests() -> Iterator[Request | None]:
+            yield from self._episodes.requests()
+            for problem in chain(problems, self._episodes.unfinished()):
+                if problem is None:
+                    yield None
+                else:
+                    self._start(problem)
+                yield from self._episodes.requests()
+
+        def receive_replies() -> None:
+            for completion in self._episodes.receive_replies():
+                self._add(completion, on_group)
+            if between_steps is not None:
+                between_steps()
+
+        for turn in self._engine.generate(requests(), sampling, receive_replies):
+            if turn.is_partial:
+                self._episodes.interrupt_turn(turn)
+            elif (completion := self._episodes.end_turn(turn)) is not None:
+                self._add(completion, on_group)
+
+    def drop(self, *, older_than: int | None = None) -> int:
+        """Drop the groups in flight that have a token of weights before policy step `older_than`.
+
+        None drops all groups. Returns the number of dropped groups. Not during a call of `sample`.
+        """
+        numbers = set(self._in_flight)
+        if older_than is not None:
+            ended = (each for _, completions in self._in_flight.values() for each in completions)
+            numbers = {
+                self._number_of(completion)
+                for completion in chain(ended, self._episodes.completions())
+                if _has_older_token(completion, older_than)
+            }
+        for number in numbers:
+            del self._in_flight[number]
+        self._episodes.drop({index for number in numbers for index in self._indices(number)})
+        return len(numbers)
+
+    def _start(self, problem: Problem) -> None:
+        tokens = problem.input_token_ids or models.chat_prompt(
+            self._tokenizer, problem.messages, **problem.chat_template_kwargs
+        )
+        prompt_ids, number = np.array(tokens, np.int32), next(self._numbers)
+        self._in_flight[number] = problem, []
+        for index in self._indices(number):
+            self._episodes.start(problem, Request(index, prompt_ids))
+
+    def _add(self, completion: Completion, on_group: OnGroup) -> None:
+        """Add a completion to its group, and report the group if it is the last one."""
+        number = self._number_of(completion)
+        problem, siblings = self._in_flight[number]
+        siblings.append(completion)
+        if len(siblings) == self._size:
+            del self._in_flight[number]
+            on_group(problem, sorted(siblings, key=lambda sibling: sibling.index))
+
+    def _indices(self, number: int) -> range:
+        """Indices of the first turns of a group."""
+        return range(number * self._size, (number + 1) * self._size)
+
+    def _number_of(self, completion: Completion) -> int:
+        return completion.index % TURN_STRIDE // self._size
+
+
+def _has_older_token(completion: Completion, step: int) -> bool:
+    """Whether weights before policy step `step` sampled a token."""
+    steps = completion.policy_steps  # -1 on tokens that are not sampled
+    return bool(((steps >= 0) & (steps < step)).any())
 
 
 def generate_groups(
     engine: Engine,
     tokenizer: models.Tokenizer,
     problems: Iterable[Problem | None],
-    on_group: Callable[[Problem, list[Completion]], None],
+    on_group: OnGroup,
     *,
     num_generations: int,
     sampling: Sampling,
@@ -35,66 +158,14 @@ def generate_groups(
     max_turns: int = 1,
     between_steps: Callable[[], None] | None = None,
 ) -> None:
-    """Call `on_group` for each problem with its completions when all of them have ended.
-
-    The next problem is read when the engine can start another completion. `problems` may yield None
-    for "no problem is available now"; the engine then continues and reads again later. The engine
-    calls `between_steps` between decode steps (one new token for every completion in flight);
-    `between_steps` may apply newer weights or cancel the engine. With `replies`, completions have
-    up to `max_turns` turns (see episodes.py).
-    """
-    groups = _Groups(num_generations, on_group)
-    episodes = Episodes(engine, tokenizer, replies, max_turns=max_turns)
-
-    def requests() -> Iterator[Request | None]:
-        for problem in chain(problems, episodes.unfinished()):
-            if problem is None:
-                yield None
-            else:
-                tokens = problem.input_token_ids or models.chat_prompt(
-                    tokenizer, problem.messages, **problem.chat_template_kwargs
-                )
-                prompt_ids = np.array(tokens, np.int32)
-                for index in groups.start(problem):
-                    yield episodes.start(problem, Request(index, prompt_ids))
-            yield from episodes.next_turns()
-
-    def receive_replies() -> None:
-        for completion in episodes.receive_replies():
-            groups.add(completion)
-        if between_steps is not None:
-            between_steps()
-
+    """Sample groups with one call of a GroupSampler; drops those in flight when it ends."""
+    sampler = GroupSampler(
+        engine, tokenizer, num_generations=num_generations, replies=replies, max_turns=max_turns
+    )
     try:
-        for turn in engine.generate(requests(), sampling, receive_replies):
-            if (completion := episodes.end_turn(turn)) is not None:
-                groups.add(completion)
+        sampler.sample(problems, on_group, sampling=sampling, between_steps=between_steps)
     finally:
-        episodes.cancel()
-
-
-class _Groups:
-    """The groups in flight, of `size` completions each."""
-
-    def __init__(self, size: int, on_group: Callable[[Problem, list[Completion]], None]) -> None:
-        self._size, self._on_group = size, on_group
-        self._numbers = count()
-        self._in_flight: dict[int, tuple[Problem, list[Completion]]] = {}  # by number
-
-    def start(self, problem: Problem) -> range:
-        """Start a group; returns the indices of its completions."""
-        number = next(self._numbers)
-        self._in_flight[number] = problem, []
-        return range(number * self._size, (number + 1) * self._size)
-
-    def add(self, completion: Completion) -> None:
-        """Add a completion to its group, and report the group if it is the last one."""
-        number = completion.index // self._size
-        problem, siblings = self._in_flight[number]
-        siblings.append(completion)
-        if len(siblings) == self._size:
-            del self._in_flight[number]
-            self._on_group(problem, sorted(siblings, key=lambda sibling: sibling.index))
+        sampler.drop()
 
 
 def evaluate(

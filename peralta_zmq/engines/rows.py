@@ -166,8 +166,8 @@ class Rows:
     def start(self, request: Request) -> int:
         """Put `request` into the next free row; returns the row.
 
-        The random numbers of a completion depend only on the seed and, if the request has no
-        parameters of its own, on its index.
+        The random number of a token depends only on its position, the seed and, if the request has
+        no parameters of its own, its index.
         """
         sampling = self._sampling_of(request)
         row, self.count = self.count, self.count + 1
@@ -179,6 +179,11 @@ class Rows:
         key = [sampling.seed, request.index if request.sampling is None else 0]
         generator = np.random.Generator(np.random.Philox(key=key))
         self._uniforms[row, :limit] = generator.random(limit, dtype=np.float32)
+        if (resumed := request.resumes) is not None:
+            self.num_tokens[row] = length = len(resumed.token_ids)
+            self.tokens[row, :length] = resumed.token_ids
+            self.logprobs[row, :length] = resumed.logprobs
+            self.steps[row, :length] = resumed.policy_steps
         return row
 
     def by_sampling(
@@ -281,7 +286,7 @@ class Rows:
         return has_stop(self._tokenizer, self.tokens[row, :length].tolist(), stop)
 
     def completion(self, row: int) -> Completion:
-        """The completion of a row that has ended."""
+        """The completion of a row."""
         length = self.num_tokens[row]
         return completion_of(
             self._tokenizer,
@@ -292,6 +297,11 @@ class Rows:
             policy_steps=self.steps[row, :length],
             ended=bool((self.tokens[row, length - 1] == self._end_ids).any()),
         )
+
+    def partial_completions(self) -> Iterator[Completion]:
+        """The completions of the running rows as they are."""
+        for row in range(self.count):
+            yield replace(self.completion(row), is_partial=True)
 
     def remove(self, row: int) -> int:
         """Remove `row`, move the last running row there, return that row's old index."""

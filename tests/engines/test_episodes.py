@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_data import TokenCounter
 from sample_data import tiny_model, token_logprobs
 
 from peralta_zmq import models
-from peralta_zmq.engines import evaluate, generate_groups
+from peralta_zmq.engines import GroupSampler, evaluate, generate_groups
 from peralta_zmq.engines.episodes import TURN_STRIDE
 from peralta_zmq.engines.hf import HfEngine
 from peralta_zmq.engines.native import NativeEngine
@@ -86,7 +87,9 @@ class Recorder:
 
     def __init__(self, engine: Any) -> None:
         self._engine, self.turns = engine, list[Completion]()
-        self.max_model_len = engine.max_model_len
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
     def generate(self, *arguments: Any) -> Iterator[Completion]:
         for completion in self._engine.generate(*arguments):
@@ -314,6 +317,82 @@ def test_cancelled_or_failed_engine_cancels_the_replies(fails: bool, tokenizer: 
     with pytest.raises(ValueError, match="another run") if fails else nullcontext():
         assert play(engine, tokenizer, game, [TURNS], between_steps=between_steps) == {}
     assert game.future.cancelled()
+
+
+# Interruptions.
+
+
+def play_in_parts(
+    engine: Any, tokenizer: Any, replies: Any, *, num_steps: int, sampling: Sampling = SAMPLING
+) -> dict[str, list[Completion]]:
+    """As `play`, but the engine is cancelled after every `num_steps` calls between its steps."""
+    groups: dict[str, list[Completion]] = {}
+    sampler = GroupSampler(engine, tokenizer, num_generations=3, replies=replies, max_turns=8)
+    problems, calls = iter([TURNS, ONE_TURN]), list[int]()
+
+    def between_steps() -> None:
+        calls.append(1)
+        if len(calls) % num_steps == 0:
+            engine.cancel()
+
+    def add(problem: Problem, completions: list[Completion]) -> None:
+        groups[problem.id] = completions
+
+    while len(groups) < 2:
+        sampler.sample(problems, add, sampling=sampling, between_steps=between_steps)
+    assert (sampler.num_in_flight, sampler.num_partial) == (0, 0)
+    return groups
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 5])
+def test_interrupted_groups_end_as_without_interruption(num_steps: int, tokenizer: Any) -> None:
+    whole = play(native(tokenizer), tokenizer, Game())
+    counter = TokenCounter(native(tokenizer))
+    parts = play_in_parts(counter, tokenizer, Game(), num_steps=num_steps)
+    for problem_id, completions in whole.items():
+        for each, complete in zip(parts[problem_id], completions, strict=True):
+            assert each.token_ids.tolist() == complete.token_ids.tolist()
+            assert each.policy_steps.tolist() == complete.policy_steps.tolist()
+            assert each.messages == complete.messages
+            assert each.logprobs == pytest.approx(complete.logprobs, abs=1e-5)
+    sampled = [each.policy_steps >= 0 for group in parts.values() for each in group]
+    assert counter.num_tokens == np.concatenate(sampled).sum()  # none of them twice
+
+
+def test_interrupted_groups_of_an_engine_of_whole_batches_lose_no_turn(tokenizer: Any) -> None:
+    greedy = Sampling(temperature=0.0, max_completion_length=6)
+    whole = play(hf(tokenizer), tokenizer, Game(), sampling=greedy)
+    engine = Recorder(hf(tokenizer))
+    parts = play_in_parts(engine, tokenizer, Game(), num_steps=1, sampling=greedy)
+    for problem_id, completions in whole.items():
+        for each, complete in zip(parts[problem_id], completions, strict=True):
+            assert each.token_ids.tolist() == complete.token_ids.tolist()
+    assert len(engine.turns) == 3 * 3 + 3  # none of them twice
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_interrupted_episode_keeps_its_reply_unless_dropped(
+    is_dropped: bool, tokenizer: Any
+) -> None:
+    engine, game, ended = native(tokenizer), Held(), list[Problem]()
+    sampler = GroupSampler(engine, tokenizer, num_generations=3, replies=game, max_turns=8)
+
+    def sample(problems: Sequence[Problem]) -> None:
+        sampler.sample(
+            problems, lambda problem, _: ended.append(problem), sampling=SAMPLING,
+            between_steps=lambda: engine.cancel() if len(game.seen) == 3 else None,
+        )  # fmt: skip
+
+    sample([TURNS])
+    assert (sampler.num_in_flight, sampler.num_partial) == (1, 0)
+    if is_dropped:
+        assert sampler.drop(older_than=1) == 1  # the turns are of step 0
+        assert game.future.cancelled()
+    else:
+        assert sampler.drop(older_than=0) == 0
+        game.future.set_result(None)
+    sample([])
+    assert (len(ended), len(game.seen)) == (0 if is_dropped else 1, 3)
 
 
 def test_evaluation_plays_episodes(tokenizer: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -338,12 +338,94 @@ def test_stop_string_ends_a_completion_and_is_removed(opener: Opener, tokenizer:
     assert free[: len(stopped.token_ids)] == stopped.token_ids.tolist()
 
 
-def test_cancel_drops_completions_in_flight(opener: Opener) -> None:
-    engine = opener(sharp_model())  # whose greedy completions have no end token
-    cancelled = sampled(engine, GREEDY, between_steps=engine.cancel)
-    assert len(cancelled) < len(PROMPTS)
-    assert opener.name == "hf" or cancelled == []
-    assert len(sampled(engine, GREEDY)) == len(PROMPTS)
+# Cancelled completions.
+
+
+def cancelled(engine: Engine, sampling: Sampling = GREEDY, num_steps: int = 5) -> list[Completion]:
+    """What the engine yields if it is cancelled after some decode steps."""
+    calls: list[int] = []
+
+    def cancel() -> None:
+        calls.append(1)
+        if len(calls) == num_steps:
+            engine.cancel()
+
+    return sampled(engine, sampling, between_steps=cancel)
+
+
+def resumed(
+    engine: Engine, partial: Iterable[Completion], sampling: Sampling = GREEDY
+) -> list[Completion]:
+    cut = {each.index: each for each in partial if each.is_partial}
+    batch = [replace(request, resumes=cut.get(request.index)) for request in requests()]
+    return sampled(engine, sampling, batch)
+
+
+def test_cancel_yields_completions_in_flight_with_their_tokens(opener: Opener) -> None:
+    engine = opener(sharp_model(), step=3)
+    whole = sampled(engine, GREEDY)  # none of them has an end token
+    if opener.name == "hf":  # which decodes whole batches
+        assert tokens(cancelled(engine, num_steps=1)) == tokens(whole[:4])
+        return
+    partial = cancelled(engine)
+    assert [each.index for each in partial if each.is_partial] == [0, 1, 2, 3]
+    for each, complete in zip(partial, whole, strict=False):
+        length = len(each.token_ids)
+        assert 4 < length < 8 and each.token_ids.tolist() == complete.token_ids[:length].tolist()
+        assert each.policy_steps.tolist() == [3] * length
+        assert_logprobs(each, scored(sharp_model(), each, 1.0))
+
+
+@pytest.mark.parametrize("options", ["plain", "repetition_penalty", "min_tokens", "stop"])
+def test_resumed_completion_equals_the_uninterrupted_one(
+    options: str, opener: Opener, tokenizer: Any
+) -> None:
+    """Also if a limit or a penalty depends on tokens before the interruption."""
+    free = plain_greedy(sharp_model(), PROMPTS[0], 12)
+    settings = {**OPTIONS, "stop": {"stop": (tokenizer.decode(free[1:9]),)}}[options]
+    sampling = replace(GREEDY, **settings)
+    if is_refused(opener, options, sampling):
+        return
+    model = sharp_model()
+    if options == "min_tokens":
+        model.generation_config.eos_token_id = [END, *range(40, 64)]
+    engine = opener(model)
+    whole = sampled(engine, sampling)
+    partial = cancelled(engine, sampling, num_steps=2)
+    assert opener.name == "hf" or partial[0].is_partial
+    again = resumed(engine, partial, sampling)
+    assert tokens(again) == tokens(whole)
+    assert [each.text for each in again] == [each.text for each in whole]
+    assert [each.finish_reason for each in again] == [each.finish_reason for each in whole]
+    assert not any(each.is_partial for each in again)
+    for each in again:
+        assert_logprobs(each, scored(sharp_model(), each, 1.0))
+
+
+def test_resumed_completion_has_exact_logprobs_of_both_versions(opener: Opener) -> None:
+    """Its keys and values are computed again with the newer weights."""
+    if opener.name == "hf":
+        pytest.skip("engine hf decodes whole batches")
+    engine, sampling = opener(sharp_model(), step=6), Sampling(max_completion_length=12, seed=4)
+    partial = cancelled(engine, sampling)
+    engine.apply(update(7, sharp_model(seed=8)))
+    again = resumed(engine, partial, sampling)
+    for before, each in zip(partial[:4], again, strict=False):
+        length = len(before.token_ids)
+        assert each.token_ids[:length].tolist() == before.token_ids.tolist()
+        assert each.policy_steps.tolist() == [6] * length + [7] * (len(each.token_ids) - length)
+    assert {7} == {*again[-1].policy_steps.tolist()}
+    for each in again:
+        ratios = [np.array(scored(sharp_model(seed=seed), each, 1.0)) for seed in (0, 8)]
+        assert_logprobs(each, np.where(each.policy_steps == 6, *ratios).tolist())
+
+
+def test_resumed_samples_use_the_random_numbers_of_their_positions(opener: Opener) -> None:
+    if opener.name in ("hf", "vllm"):
+        pytest.skip("their random numbers depend on the batch, or begin again")
+    engine, sampling = opener(sharp_model()), Sampling(max_completion_length=12, seed=4)
+    again = resumed(engine, cancelled(engine, sampling), sampling)
+    assert tokens(again) == tokens(sampled(engine, sampling))
 
 
 def test_prompt_longer_than_the_context_raises_with_both_lengths(opener: Opener) -> None:

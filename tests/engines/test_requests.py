@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from peralta_zmq import models
-from peralta_zmq.engines import evaluate, generate_groups
+from peralta_zmq.engines import GroupSampler, evaluate, generate_groups
 from peralta_zmq.errors import TaskError
 from peralta_zmq.rollout import Completion, Message, Problem, Request, Sampling, Score
 
@@ -108,6 +109,60 @@ def test_tokenized_prompt_is_used_unchanged(tokenizer: Any) -> None:
     groups: list[list[Completion]] = []
     run_groups(ScriptedEngine(), tokenizer, [tokens], 1, lambda _, group: groups.append(group))
     assert groups[0][0].prompt_ids.tolist() == [7, 0, 9]
+
+
+# Interruptions.
+
+
+class InterruptedEngine:
+    """An engine that ends before most completions; records the requests that it reads."""
+
+    def __init__(self) -> None:
+        self.read: list[Request] = []
+        self.yielded: Mapping[int, tuple[int, bool]] = {}  # index -> policy step, is_partial
+
+    def generate(self, requests: Iterable[Request], *arguments: Any) -> Iterator[Completion]:
+        self.read = list(requests)
+        for request in self.read:
+            if request.index in self.yielded:
+                step, is_partial = self.yielded[request.index]
+                steps = np.array([step, step], np.int32)
+                yield replace(completion_of(request), policy_steps=steps, is_partial=is_partial)
+
+
+def test_unfinished_completions_are_requested_again(tokenizer: Any) -> None:
+    engine = InterruptedEngine()
+    sampler = GroupSampler(cast(Any, engine), tokenizer, num_generations=2)
+    groups: list[tuple[str, list[int]]] = []
+
+    def sample(problems: Sequence[Problem]) -> None:
+        sampler.sample(problems, add, sampling=Sampling())
+
+    def add(problem: Problem, completions: list[Completion]) -> None:
+        groups.append((problem.id, [each.index for each in completions]))
+
+    engine.yielded = {0: (3, False), 2: (4, True)}
+    sample(PROBLEMS[:2])
+    assert (groups, sampler.num_in_flight, sampler.num_partial) == ([], 2, 1)
+    engine.yielded = dict.fromkeys(range(6), (4, False))
+    sample(PROBLEMS[2:])
+    assert [request.index for request in engine.read] == [1, 2, 3, 4, 5]
+    partial = engine.read[1].resumes
+    assert partial is not None and (partial.index, partial.token_ids.tolist()) == (2, [5, 2])
+    assert [request.resumes for request in engine.read if request.index != 2] == [None] * 4
+    assert groups == [("1", [0, 1]), ("2", [2, 3]), ("3", [4, 5])]
+    assert (sampler.num_in_flight, sampler.num_partial) == (0, 0)
+
+
+def test_groups_with_tokens_of_older_weights_are_dropped(tokenizer: Any) -> None:
+    engine = InterruptedEngine()
+    sampler = GroupSampler(cast(Any, engine), tokenizer, num_generations=2)
+    engine.yielded = {0: (3, False), 2: (4, True)}
+    sampler.sample(PROBLEMS, lambda *group: None, sampling=Sampling())
+    assert [sampler.drop(older_than=step) for step in (3, 4, 4, 5)] == [0, 1, 0, 1]
+    sampler.sample([], lambda *group: None, sampling=Sampling())
+    assert [request.index for request in engine.read] == [4, 5]
+    assert (sampler.drop(), sampler.drop()) == (1, 0)
 
 
 # Evaluation.

@@ -119,7 +119,7 @@ class Engine:
         self.step = update.step
 
     def cancel(self) -> None:
-        """End `generate` after the current decode step; completions in flight are dropped."""
+        """End `generate` after the current decode step; it yields what is in flight."""
         self._cancelled = True
 
     def generate(
@@ -153,6 +153,7 @@ class Engine:
             yield from loop.pop_ended()
             if between_steps is not None:
                 between_steps()
+        yield from rows.partial_completions()
 
 
 class DecodeLoop:
@@ -166,10 +167,10 @@ class DecodeLoop:
         """Give each request a row and sample its first token; computes equal prompts once."""
         if not requests:
             return
-        prompts = {request.prompt_ids.tobytes(): request.prompt_ids for request in requests}
+        prompts = {request.prefix_ids.tobytes(): request.prefix_ids for request in requests}
         numbers = {key: number for number, key in enumerate(prompts)}
         logits, cache = self._model.prefill(list(prompts.values()))
-        prompt_of_row = mx.array([numbers[request.prompt_ids.tobytes()] for request in requests])
+        prompt_of_row = mx.array([numbers[request.prefix_ids.tobytes()] for request in requests])
         for layer in cache:
             layer.filter(prompt_of_row)
         for running, started in zip(self._cache, cache, strict=bool(self._cache)):

@@ -101,7 +101,7 @@ class NativeEngine:
         self.step = update.step
 
     def cancel(self) -> None:
-        """End `generate` after the current decode step; completions in flight are dropped."""
+        """End `generate` after the current decode step; it yields what is in flight."""
         self._cancelled = True
 
     def generate(
@@ -141,6 +141,7 @@ class NativeEngine:
                 yield from loop.pop_ended()
                 if between_steps is not None:
                     between_steps()
+            yield from rows.partial_completions()
         finally:
             if self._loop is loop:  # otherwise a later call of `generate` has set its own loop
                 self._loop = None  # frees the KV cache of a live engine
@@ -195,7 +196,7 @@ class DecodeLoop:
         for request in others:
             # The prompt of a request with its own sampling parameters has another beginning than
             # those of the others; in the prefix cache, it would shorten their common prefix.
-            may_start = request.sampling is not None or request.prompt_ids in self.prefix_cache
+            may_start = request.sampling is not None or request.prefix_ids in self.prefix_cache
             (started if may_start else waiting).append(request)
         self._waiting += waiting
         if not (continued or started):
@@ -208,9 +209,9 @@ class DecodeLoop:
         for request in started:
             row = self.rows.start(request)
             if request.sampling is not None:
-                logits.append(self._prompt_logits(row, request.prompt_ids))
+                logits.append(self._prompt_logits(row, request.prefix_ids))
                 continue
-            logits.append(self.prefix_cache.copy_to(row, request.prompt_ids))
+            logits.append(self.prefix_cache.copy_to(row, request.prefix_ids))
         self._sample(first_row, torch.stack(logits), step)
 
     def _prompt_logits(self, row: int, prompt: Int32Array) -> Tensor:
@@ -226,7 +227,7 @@ class DecodeLoop:
         tokens, positions = (column[:, None] for column in self.rows.newest())
         running = [NewTokens(tokens, positions, first_row=0)] if self.rows.count else []
         if waiting:
-            logits = self.prefix_cache.compute([each.prompt_ids for each in waiting], running)
+            logits = self.prefix_cache.compute([each.prefix_ids for each in waiting], running)
         elif running:
             (hidden,) = self._decoder.hidden_states(running)
             logits = self._decoder.logits(hidden[:, -1])

@@ -147,7 +147,7 @@ class Engine:
         self.step = update.step
 
     def cancel(self) -> None:
-        """End `generate` after the current step; completions in flight are dropped."""
+        """End `generate` after the current step; it yields what is in flight."""
         self._cancelled = True
 
     def close(self) -> None:
@@ -178,6 +178,21 @@ class Engine:
             self._end_ids,
             max_model_len=self.max_model_len,
         )
+        try:
+            yield from self._sample(rows, requests, sampling, between_steps)
+        except EngineProcessError:
+            yield from rows.partial_completions()  # this process has their tokens
+            raise
+        yield from rows.partial_completions()
+
+    def _sample(
+        self,
+        rows: Rows,
+        requests: Iterable[Request | None],
+        sampling: Sampling,
+        between_steps: Callable[[], None] | None,
+    ) -> Iterator[Completion]:
+        """Yield each completion when it ends, until all have ended or `cancel` is called."""
         waiting: dict[int, Request] = {}  # by index; requests without a token yet
         dropped: list[int] = []  # completions that ended with a stop string, which vLLM ignores
         source, has_more = iter(requests), True
@@ -269,17 +284,20 @@ class Engine:
 
 
 def new_request(request: Request, sampling: Sampling) -> NewRequest:
-    """A request for vLLM; its seed depends only on the seed of the run and its index.
+    """A request for vLLM; its seed depends on the seed of the run, its index and what it resumes.
 
-    If it has sampling parameters of its own, then only on their seed; its logprobs are after top_p.
+    If it has sampling parameters of its own, not on its index; its logprobs are after top_p.
     """
     own = request.sampling or sampling
     limit, max_tokens = request.max_completion_length, own.max_completion_length
     number = f"{own.seed}/{request.index}" if request.sampling is None else f"{own.seed}"
+    num_resumed = 0 if request.resumes is None else len(request.resumes.token_ids)
+    if num_resumed:  # vLLM would draw the random numbers of the first tokens again
+        number += f"/{num_resumed}"
     return NewRequest(
         index=request.index,
-        prompt_ids=request.prompt_ids.tolist(),
-        max_tokens=max_tokens if limit is None else min(limit, max_tokens),
+        prompt_ids=request.prefix_ids.tolist(),
+        max_tokens=(max_tokens if limit is None else min(limit, max_tokens)) - num_resumed,
         temperature=own.temperature,
         top_p=own.top_p,
         seed=zlib.crc32(number.encode()),

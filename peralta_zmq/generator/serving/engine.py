@@ -46,6 +46,7 @@ class ChatCompletion:
 
     def __init__(self, prompt_ids: Int32Array, sampling: Sampling) -> None:
         self.prompt_ids, self.sampling = prompt_ids, sampling
+        self.partial: Completion | None = None  # to be resumed
         self.tokens: list[SampledToken] = []  # so far; written by the engine's thread only
         self.is_cancelled = False
         self.result: Future[Completion] = Future()
@@ -93,7 +94,7 @@ class ServingEngine:
         self._engine.apply(update)
 
     def cancel(self) -> None:
-        """End the running `generate`; chats in flight are interrupted."""
+        """End the running `generate`; the next one resumes the chats in flight."""
         self._engine.cancel()
 
     def generate(
@@ -105,7 +106,7 @@ class ServingEngine:
         """Yield one completion per request, and complete chats meanwhile; see registry.Engine.
 
         The `index` of a request must not be negative. Chats in flight are interrupted if the call
-        ends before they do.
+        raises.
         """
         in_flight: dict[int, ChatCompletion] = {}
         merged = self._with_chats(requests, in_flight)
@@ -113,8 +114,14 @@ class ServingEngine:
             for completion in self._engine.generate(merged, sampling, between_steps):
                 if completion.index >= 0:
                     yield completion
+                elif completion.is_partial:
+                    in_flight[completion.index].partial = completion
                 else:
                     in_flight.pop(completion.index).complete(completion)
+            with self._lock:  # after `cancel`
+                if not self._is_closed:
+                    self._waiting.extendleft(reversed(in_flight.values()))
+                    in_flight.clear()
         finally:
             for chat in in_flight.values():
                 chat.result.set_exception(InterruptedChatError(DROPPED))
@@ -129,7 +136,11 @@ class ServingEngine:
                 index = next(indices)
                 in_flight[index] = chat
                 yield Request(
-                    index, chat.prompt_ids, sampling=chat.sampling, on_token=chat.add_token
+                    index,
+                    chat.prompt_ids,
+                    sampling=chat.sampling,
+                    resumes=chat.partial,
+                    on_token=chat.add_token,
                 )
             yield request
 

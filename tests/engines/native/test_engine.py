@@ -269,13 +269,12 @@ def test_requests_are_read_only_when_rows_are_free(engine: NativeEngine) -> None
 # Prefix cache.
 
 
-def tokens_computed(engine: NativeEngine, batch: list[Request]) -> int:
+def tokens_computed(engine: NativeEngine, batch: list[Request], *, length: int = 1) -> int:
     """Tokens that went through the model before the first decode step."""
     computed: list[int] = []
     embed = engine._model.model.embed_tokens
     hook = embed.register_forward_pre_hook(lambda module, ids: computed.append(ids[0].numel()))
-    one = Sampling(temperature=0.0, max_completion_length=1)
-    list(engine.generate(batch, one))
+    list(engine.generate(batch, Sampling(temperature=0.0, max_completion_length=length)))
     hook.remove()
     return sum(computed)
 
@@ -286,6 +285,15 @@ def test_prompts_and_their_common_prefix_are_computed_once(tokenizer: Any) -> No
     engine = engine_of(sharp_model(), tokenizer, slots=4)
     prompts = [[*range(10, 30), last, last + 1] for last in range(40, 52)]
     assert tokens_computed(engine, requests(prompts)) == 20 + 12 * 2
+
+
+def test_resumed_completions_share_the_common_prefix(tokenizer: Any) -> None:
+    engine = engine_of(sharp_model(), tokenizer, slots=4)
+    batch = requests([[*range(10, 30), last] for last in range(40, 44)])
+    cut = sampled(engine, GREEDY, batch, between_steps=engine.cancel)
+    batch = [replace(each, resumes=cut[each.index]) for each in batch]
+    num_cut = len(cut[0].token_ids)
+    assert tokens_computed(engine, batch, length=num_cut + 1) == 20 + 4 * (1 + num_cut)
 
 
 @pytest.mark.skipif(not USES_KERNELS, reason="torch computes prompts in passes of their own")

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from engine_data import (
     GREEDY,
     PROMPTS,
     plain_greedy,
+    requests,
     sampled,
     save_model,
     scored,
@@ -31,7 +33,7 @@ from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
 from peralta_zmq.engines.vllm.refusals import installed_version
 from peralta_zmq.errors import ConfigError, EngineProcessError
 from peralta_zmq.registry import EngineSettings, WeightUpdate
-from peralta_zmq.rollout import Request, Sampling
+from peralta_zmq.rollout import Completion, Request, Sampling
 
 BLOCK = 32  # tokens of a block of vLLM's cache
 pytestmark = [
@@ -79,7 +81,7 @@ def assert_greedy_matches(engine: Any, seed: int) -> None:
 def test_failed_process_is_noticed_and_restarted_with_newer_weights(
     fault: str, engine: Any
 ) -> None:
-    faults: list[float] = []
+    faults, partial = list[float](), dict[int, Completion]()
 
     def fail_once() -> None:
         if not faults:
@@ -87,13 +89,23 @@ def test_failed_process_is_noticed_and_restarted_with_newer_weights(
             os.kill(engine._core.pid, signal.Signals[fault])
 
     with pytest.raises(EngineProcessError, match="the process of vLLM"):
-        sampled(engine, GREEDY, between_steps=fail_once)
+        for each in engine.generate(requests(), GREEDY, fail_once):
+            partial[each.index] = each
     assert time.monotonic() - faults[0] < 10
     with pytest.raises(EngineProcessError):  # no samples from weights of the start
         sampled(engine, GREEDY)
     engine.apply(update(7, 8))
     assert engine.step == 7
     assert_greedy_matches(engine, 8)
+    assert [*partial] == [0, 1, 2, 3] and all(each.is_partial for each in partial.values())
+    batch = [replace(request, resumes=partial.get(request.index)) for request in requests()]
+    for each, before in zip(sampled(engine, GREEDY, batch), partial.values(), strict=False):
+        assert each.policy_steps.tolist() == [3] + [7] * (len(each.token_ids) - 1)
+        assert (
+            each.token_ids[0]
+            == before.token_ids[0]
+            == plain_greedy(sharp_model(), each.prompt_ids.tolist(), 1)[0]
+        )
 
 
 def test_weights_that_were_not_loaded_are_noticed(

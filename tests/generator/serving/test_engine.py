@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -109,7 +108,38 @@ def test_cancelled_chat_leaves_its_slot_after_the_next_token(engine: ServingEngi
     assert len(served.tokens) == 6  # two of them in the first step
 
 
-@pytest.mark.parametrize("reason", ["cancel", "weights", "abandoned"])
+def test_chats_in_flight_are_resumed_after_a_cancelled_call(engine: ServingEngine) -> None:
+    options: dict[str, Any] = {"temperature": 0.7, "seed": 6, "max_completion_length": 20}
+    chats = [chat(**options), chat(**options)]
+    engine.submit(chats[:1])
+    sampled(engine, Sampling(), training(1))
+    engine.submit(chats[1:])
+
+    def cancel() -> None:
+        if len(chats[1].tokens) % 4 == 0:
+            engine.cancel()
+
+    while not chats[1].result.done():
+        sampled(engine, Sampling(), training(1), between_steps=cancel)
+    whole, parts = (each.result.result(0) for each in chats)
+    assert tokens([whole]) == tokens([parts])
+    assert [each.token_id for each in chats[1].tokens] == parts.token_ids.tolist()
+
+
+def test_chat_in_flight_is_interrupted_if_the_call_ends_after_close(engine: ServingEngine) -> None:
+    served = chat(max_completion_length=50, min_tokens=50)
+    engine.submit([served])
+
+    def close() -> None:
+        engine.close()
+        engine.cancel()
+
+    sampled(engine, Sampling(), training(1), between_steps=close)
+    with pytest.raises(InterruptedChatError):
+        served.result.result(0)
+
+
+@pytest.mark.parametrize("reason", ["weights", "abandoned"])
 def test_chat_in_flight_is_interrupted_with_the_call(reason: str, engine: ServingEngine) -> None:
     served, waiting = chat(max_completion_length=50, min_tokens=50), chat()
     engine.submit([served])
@@ -117,15 +147,12 @@ def test_chat_in_flight_is_interrupted_with_the_call(reason: str, engine: Servin
     bad = {**good, "model.norm.weight": good["model.norm.weight"] * float("nan")}
 
     def interrupt() -> None:
-        if reason == "cancel":
-            engine.cancel()
-        elif reason == "weights":
+        if reason == "weights":
             engine.apply(WeightUpdate(4, bad))
         else:
             raise KeyError
 
-    failing = pytest.raises((EngineError, KeyError)) if reason != "cancel" else nullcontext()
-    with failing:
+    with pytest.raises((EngineError, KeyError)):
         sampled(engine, Sampling(), training(1), between_steps=interrupt)
     with pytest.raises(InterruptedChatError, match="dropped its completions"):
         served.result.result(0)
