@@ -235,6 +235,11 @@ class TrainSection(Section):
     num_workers: PositiveInt = 1
     """number of trainer and generator processes on this machine, which share its CPU cores"""
 
+    @property
+    def staleness_limit(self) -> int:
+        """Largest staleness of a group that is trained, in training steps."""
+        return 0 if self.max_async_level == 0 else self.max_off_policy_steps
+
 
 class EarlyStopSection(Section):
     """Limits of metrics that end the run; None = no limit.
@@ -290,6 +295,7 @@ class EvalSection(Section):
     skip_eval_on_resume: bool = True
     """do not evaluate again at the step from which a run is resumed"""
     cancel_inflight_rollouts_on_eval: bool = False
-    """cancel the groups in flight when an evaluation starts, instead of finishing them"""
+    """interrupt the groups in flight when an evaluation starts and resume them after it, instead of
+    finishing them before"""
     env: tuple[EnvSection, ...] = ()
     """environments to evaluate, one table [[eval.env]] each; empty = the training environments"""

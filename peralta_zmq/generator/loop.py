@@ -18,7 +18,7 @@ from contextlib import ExitStack, closing
 
 from peralta_zmq import build, models, registry, wire
 from peralta_zmq.config import Config
-from peralta_zmq.engines import generate_groups
+from peralta_zmq.engines import GroupSampler
 from peralta_zmq.environments.curriculum import is_in_bitmap
 from peralta_zmq.environments.dataset import Environments, check_tokens
 from peralta_zmq.environments.held_out import examples_for
@@ -135,7 +135,10 @@ class Generator:
             follow_step_size=config.train.token_batch_size is not None,
         )
         self._samples = self._sample_problems()
-        self._num_in_flight = 0  # groups in the engine
+        # Samples the training groups; an evaluation or a failed engine interrupts them.
+        self._training = self._sampler(environments, config.sampling.num_generations)
+        # Samples the groups of an evaluation; replaced in each.
+        self._evaluation = self._sampler(environments, config.eval.rollouts_per_example)
         self._scoring = ScoringQueue()  # groups whose completions have ended
         self._evaluated_step = -1  # step of the newest evaluation that this generator took part in
         self._num_failures = 0  # consecutive groups that could not be scored
@@ -145,10 +148,12 @@ class Generator:
         """Make training groups and announced evaluations until the run is complete."""
         while not self._connection.is_run_complete:
             try:
-                self._make_training_groups()
-                if self._must_evaluate() and not self._connection.is_run_complete:
+                if self._must_evaluate():
                     self._make_evaluation_groups()
+                else:
+                    self._make_training_groups()
             except ObsoleteGroupsError as error:
+                self._training.drop()
                 logger.info("dropped groups in flight: %s", error)
             except EngineError as error:
                 self._replace_weights(error)
@@ -156,24 +161,39 @@ class Generator:
         logger.info("run complete: groups=%d", self._connection.outbox.next_sequence)
 
     def _make_training_groups(self) -> None:
-        """Make groups until the run is complete or an evaluation must begin."""
+        """Make groups until the run is complete or an evaluation must begin.
+
+        Groups that the previous call left in flight are resumed, with the newest weights.
+        """
         config, outbox = self._config, self._connection.outbox
+        self._refresh_weights()
+        self._drop_stale()
+        self._connection.num_resumed += self._training.num_partial
         purpose = f"{self._engine.step}/{outbox.next_sequence}"
         seed = sampling_seed(config.run.seed, outbox.sender, purpose)
         self._make_groups(
+            self._training,
             self._training_problems(),
             self._environments,
-            num_generations=config.sampling.num_generations,
             sampling=build.make_sampling(config, seed=seed),
             between_steps=self._between_steps,
         )
 
+    def _sampler(self, environments: Environments, num_generations: int) -> GroupSampler:
+        return GroupSampler(
+            self._engine,
+            self._tokenizer,
+            num_generations=num_generations,
+            replies=environments,
+            max_turns=self._config.task.max_turns,
+        )
+
     def _make_groups(
         self,
+        sampler: GroupSampler,
         problems: Iterator[Problem | None],
         environments: Environments,
         *,
-        num_generations: int,
         sampling: Sampling,
         between_steps: Callable[[], None],
         evaluation_step: int = -1,
@@ -192,24 +212,12 @@ class Generator:
                 self._engine.cancel()
 
         def score(problem: Problem, completions: Sequence[Completion]) -> None:
-            self._num_in_flight -= 1
             self._num_engine_failures = 0
             scores = environments.score(problem, completions)
             self._scoring.add(SampledGroup(problem, completions, scores, evaluation_step))
             self._send_scored()
 
-        self._num_in_flight = 0  # no group of an earlier call is in flight any more
-        generate_groups(
-            self._engine,
-            self._tokenizer,
-            problems,
-            score,
-            num_generations=num_generations,
-            sampling=sampling,
-            replies=environments,
-            max_turns=self._config.task.max_turns,
-            between_steps=send_between_steps,
-        )
+        sampler.sample(problems, score, sampling=sampling, between_steps=send_between_steps)
         while self._scoring and not self._connection.is_run_complete:
             self._connection.exchange(timeout=IDLE_SECONDS)
             self._send_scored()
@@ -242,7 +250,6 @@ class Generator:
         """Yield a problem, or None while no group may start; ends for an evaluation."""
         while not self._connection.is_run_complete:
             if self._may_start_group() and (problem := next(self._samples)):
-                self._num_in_flight += 1
                 self._pacer.record_start()
                 yield problem
             elif self._must_evaluate():
@@ -250,7 +257,7 @@ class Generator:
                     self._engine.cancel()
                 return
             else:
-                self._wait()
+                self._wait(self._training)
                 yield None
 
     def _sample_problems(self) -> Iterator[Problem | None]:
@@ -283,20 +290,31 @@ class Generator:
 
     @property
     def _num_unsent(self) -> int:
-        """Number of groups that are being sampled or scored."""
-        return self._num_in_flight + len(self._scoring)
+        """Number of groups that are being sampled or scored, or are interrupted."""
+        num_sampled = self._training.num_in_flight + self._evaluation.num_in_flight
+        return num_sampled + len(self._scoring)
+
+    def _drop_stale(self) -> None:
+        """Drop the interrupted groups that the trainer would drop as stale."""
+        announcement = self._connection.announcement or wire.Announcement("")
+        newest_step = max(announcement.started_step, self._engine.step)
+        oldest_step = newest_step - self._config.train.staleness_limit
+        if num_dropped := self._training.drop(older_than=oldest_step):
+            self._connection.num_aborted += num_dropped
+            logger.info("dropped interrupted groups: count=%d reason=stale", num_dropped)
 
     def _between_steps(self) -> None:
         """Apply newer weights and send due statuses while the engine samples."""
         self._refresh_weights()
         self._connection.send_status_when_due()
 
-    def _wait(self) -> None:
+    def _wait(self, sampler: GroupSampler) -> None:
         """Wait for IDLE_SECONDS or a new announcement, but not while a group is in flight.
 
-        Time in which groups are scored is not idle: the trainer waits for their rewards.
+        `sampler` is the one in use. Time in which groups are scored is not idle: the trainer waits
+        for their rewards.
         """
-        if not self._num_in_flight:
+        if not sampler.num_in_flight:
             started = time.monotonic()
             self._connection.exchange(timeout=IDLE_SECONDS)
             if not self._scoring:
@@ -312,7 +330,7 @@ class Generator:
         """
         previous = self._weights.version
         try:
-            self._weights.refresh(self._engine, num_in_flight=self._num_in_flight)
+            self._weights.refresh(self._engine, num_in_flight=self._training.num_in_flight)
         except ObsoleteGroupsError:
             version = self._weights.version
             if version.run_id != previous.run_id:
@@ -326,30 +344,36 @@ class Generator:
             raise
 
     def _replace_weights(self, error: EngineError) -> None:
-        """Drop the groups in flight and wait until the engine has weights again.
+        """Wait until the engine has weights again.
 
-        Weights with non-finite logits are quarantined. An engine whose process failed gets the
-        newest weights again; if it fails MAX_ENGINE_FAILURES times without a group in between,
-        this raises `error`.
+        Weights with non-finite logits are quarantined, and the groups in flight dropped. An engine
+        whose process failed gets the newest weights again, and then resumes the training groups. If
+        it fails again without a group in between, they are dropped, because they may be the cause;
+        the next time, as the MAX_ENGINE_FAILURES-th, this raises `error`.
         """
-        number, in_flight = self._weights.version.number, self._num_in_flight
-        logger.warning("dropped groups in flight: version=%d reason=%s", number, error)
-        self._num_in_flight = 0
+        number = self._weights.version.number
+        num_dropped = self._evaluation.drop()
         if isinstance(error, EngineProcessError):
             self._num_engine_failures += 1
             if self._num_engine_failures == MAX_ENGINE_FAILURES:
                 raise error
-            self._connection.num_aborted += in_flight
+            # The newest weights may be newer than those of the groups.
+            between_groups = self._config.weights.update == "between_groups"
+            if self._num_engine_failures > 1 or between_groups:
+                num_dropped += self._training.drop()
+            self._connection.num_aborted += num_dropped
             self._evaluated_step = -1  # an interrupted evaluation goes on
             self._weights.request_again()
         else:
+            num_dropped += self._training.drop()
             self._weights.reject()
+        logger.warning("engine failed: version=%d dropped=%d reason=%s", number, num_dropped, error)
         while not self._connection.is_run_complete and not self._weights.are_applied:
             self._connection.exchange(timeout=0.2)
             try:
                 self._refresh_weights()
             except ObsoleteGroupsError:
-                pass  # no group is in flight any more
+                self._training.drop()
             except EngineProcessError as again:
                 return self._replace_weights(again)
 
@@ -375,11 +399,12 @@ class Generator:
         except TaskError as error:
             logger.warning("evaluation of step %d skipped: %s", step, error)
             return
+        self._evaluation = self._sampler(held_out, config.eval.rollouts_per_example)
         with closing(held_out):
             self._make_groups(
+                self._evaluation,
                 self._held_out_problems(step, held_out),
                 held_out,
-                num_generations=config.eval.rollouts_per_example,
                 sampling=build.make_eval_sampling(config, seed=seed),
                 between_steps=self._connection.send_status_when_due,
                 evaluation_step=step,
@@ -413,10 +438,9 @@ class Generator:
             while not is_over() and not (
                 connection.outbox.has_room(self._num_unsent) and held_out.has_room
             ):
-                self._wait()
+                self._wait(self._evaluation)
                 self._send_scored()
                 yield None
             if is_over():
                 return
-            self._num_in_flight += 1
             yield problems[position]

@@ -79,7 +79,8 @@ class TrainerConnection:
         self._outbox_limit, self._max_steps = outbox_limit, max_steps
         self.throughput = Throughput()
         self.num_unscored = 0  # groups dropped because a reward failed; counted by the caller
-        self.num_aborted = 0  # groups dropped because the engine failed; counted by the caller
+        # Both counted by the caller; see GeneratorStatus.
+        self.num_aborted = self.num_resumed = 0
         self.is_run_complete = False
         self._silence_logged = time.monotonic()  # time of the latest log line, or of the start
         self.start_run(incarnation)
@@ -158,6 +159,7 @@ class TrainerConnection:
                 resent=self.outbox.num_resent,
                 unscored=self.num_unscored,
                 aborted=self.num_aborted,
+                resumed=self.num_resumed,
                 step=self._weights.version.step,
                 tokens_per_s=counts.num_tokens / seconds,
                 blocked_frac=min(1.0, blocked / seconds),

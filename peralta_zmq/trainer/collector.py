@@ -76,7 +76,7 @@ class BatchCollector:
         self.journal_seconds = 0.0
         self.journal = journal
         self.admission = Admission(
-            0 if train.max_async_level == 0 else train.max_off_policy_steps,
+            train.staleness_limit,
             online_difficulty_filtering=curriculum.online_difficulty_filtering,
         )
         self.curriculum = Curriculum(pools, session.run_log)

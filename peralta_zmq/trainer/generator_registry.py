@@ -46,6 +46,7 @@ STATISTICS = (
     "step",
     "unscored",
     "aborted",
+    "resumed",
 )
 
 

@@ -49,7 +49,8 @@ class GeneratorStatus:
     lost: int = 0  # groups dropped: the outbox was full, or they could not be encoded
     resent: int = 0  # groups sent again
     unscored: int = 0  # groups dropped because a reward could not be computed
-    aborted: int = 0  # groups dropped in flight because the engine's process failed
+    aborted: int = 0  # groups dropped in flight: the engine's process failed, or they became stale
+    resumed: int = 0  # interrupted rollouts whose sampling was resumed
     step: int = 0  # policy step of the weights in use
     tokens_per_s: float = 0.0  # generated tokens
     blocked_frac: float = 0.0  # fraction of the time spent waiting to start or to send a group

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from engine_data import TokenCounter
 from generators import PROBLEM, FakeEngine, apply_until, environments_of, generator_of, publish
 from sample_data import group_of, tiny_model
 from sockets import ANYWHERE, eventually
@@ -80,11 +82,11 @@ def test_newer_version_is_applied_in_flight_or_between_groups(
     update: str, during: int, scene: Scene
 ) -> None:
     generator = scene.start(1, weights={"update": update})
-    generator._num_in_flight = 1
+    generator._training._start(PROBLEM)
     scene.publish(2, 2.0)
     generator._refresh_weights()
     assert scene.engine.step == during
-    generator._num_in_flight = 0
+    generator._training.drop()
     generator._refresh_weights()
     assert scene.engine.step == 2
 
@@ -136,12 +138,12 @@ def test_rejected_weights_are_replaced_by_the_version_before(scene: Scene) -> No
     publish(scene.store, 2, 2.0)
     version = apply_until(scene.engine, scene.subscriber, first, 2)
     generator = generator_of(scene.engine, scene.subscriber, scene.sockets, version)
-    generator._num_in_flight = 3
+    generator._training._start(PROBLEM)
     generator._evaluated_step = 2
     generator._replace_weights(EngineError("not finite"))
     assert generator._evaluated_step == 2  # not a roll-back
     assert (scene.engine.step, scene.engine.weights["w"].tolist()) == (1, [1.0] * 4)
-    assert generator._num_in_flight == 0
+    assert generator._training.num_in_flight == 0
     assert scene.subscriber.poll(timeout=0.3) is None  # it is not offered again
 
 
@@ -211,7 +213,7 @@ def test_generator_continues_after_weights_with_nan_logits(
         return 1.0
 
     groups = loop.run(reward, sampling={"num_generations": 2, "max_completion_length": 4})
-    assert "dropped groups in flight: version=2 reason=the weights of step 2" in caplog.text
+    assert "engine failed: version=2 dropped=2 reason=the weights of step 2" in caplog.text
     assert len(loop.steps) >= 12 and set(loop.steps) == {1}
     assert scene.store.find(2) is None
     assert len(groups) == len(loop.steps) // 2 == loop.generator._connection.outbox.next_sequence
@@ -220,39 +222,47 @@ def test_generator_continues_after_weights_with_nan_logits(
 
 
 class FailingEngine:
-    """An engine in a process of its own, which fails in the middle of some decode steps."""
+    """An engine in a process of its own, which fails after some decode steps."""
 
     def __init__(self, engine: NativeEngine, failures: Sequence[int]) -> None:
         self._engine, self._failures = engine, failures
         self._num_steps = 0
         self.applied: list[int] = []  # step of the weights of each start
 
-    @property
-    def step(self) -> int:
-        return self._engine.step
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
     def apply(self, update: WeightUpdate) -> None:
         self._engine.apply(update)
         self.applied.append(update.step)
 
-    def cancel(self) -> None:
-        self._engine.cancel()
-
     def generate(self, requests: Any, sampling: Sampling, between_steps: Any) -> Any:
         def fail_sometimes() -> None:
             self._num_steps += 1
             if self._num_steps in self._failures:
-                raise EngineProcessError("the process has ended")
-            between_steps()
+                self._engine.cancel()  # which yields the completions in flight
+            else:
+                between_steps()
 
-        return self._engine.generate(requests, sampling, fail_sometimes)
+        yield from self._engine.generate(requests, sampling, fail_sometimes)
+        if self._num_steps in self._failures:
+            raise EngineProcessError("the process has ended")
 
 
-def test_failed_engine_gets_the_newest_weights_again_and_groups_are_counted(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    ("failures", "update", "num_aborted"),
+    [
+        ((2, 9), "in_flight", 0),
+        ((2, 3), "in_flight", 2),  # in 4 slots two groups of 2, which may be the cause
+        ((2, 9), "between_groups", 4),  # the newest weights may not sample their other tokens
+    ],
+)
+def test_failed_engine_gets_the_newest_weights_again_and_resumes_groups(
+    failures: Sequence[int], update: str, num_aborted: int,
+    scene: Scene, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     loop = Loop(scene, 1)
-    engine = loop.engine = cast(Any, FailingEngine(loop.engine, failures=(2, 9)))
+    engine = loop.engine = cast(Any, FailingEngine(loop.engine, failures))
 
     def reward(problem: Problem, text: str) -> float:
         loop.steps.append(loop.engine.step)
@@ -262,10 +272,14 @@ def test_failed_engine_gets_the_newest_weights_again_and_groups_are_counted(
             loop.end_run()
         return 1.0
 
-    groups = loop.run(reward, sampling={"num_generations": 2, "max_completion_length": 4})
+    groups = loop.run(
+        reward, sampling={"num_generations": 2, "max_completion_length": 4},
+        weights={"update": update},
+    )  # fmt: skip
     connection = loop.generator._connection
     assert engine.applied[0] == 1 and engine.applied.count(2) >= 1  # newest of each time
-    assert connection.num_aborted == 4  # in 4 slots two groups of 2
+    assert connection.num_aborted == num_aborted
+    assert (connection.num_resumed > 0) == (update == "in_flight")
     assert [group.sequence for group in groups] == list(range(len(groups)))
     assert caplog.text.count("reason=the process has ended") == 2
 
@@ -323,6 +337,87 @@ def test_evaluation_begins_after_groups_in_flight_or_cancels_them(
     generator._make_training_groups()
     assert [group.sequence for group in loop.unacknowledged()] == [*range(num_sent)]
     assert generator._must_evaluate()
+
+
+class InterruptedLoop(Loop):
+    """A loop whose second group is interrupted by an evaluation: two of three completions."""
+
+    def __init__(self, scene: Scene, step: int) -> None:
+        super().__init__(scene, step)
+        self.engine = self.counter = cast(Any, TokenCounter(self.engine))
+
+    def interrupt(self, **sections: Any) -> None:
+        """Sample until the evaluation begins."""
+
+        def reward(problem: Problem, text: str) -> float:
+            if len(self.unacknowledged()) == 0:
+                self.scene.announce(wire.Announcement("run", evaluation_step=1))
+            else:
+                self.end_run()
+            return 1.0
+
+        self.start(
+            reward, sampling={"num_generations": 3, "max_completion_length": 9, "min_tokens": 9},
+            eval={"cancel_inflight_rollouts_on_eval": True}, **sections,
+        )  # fmt: skip
+        self.generator._make_training_groups()
+        assert self.generator._must_evaluate()
+        assert self.generator._num_unsent == self.generator._training.num_in_flight == 1
+
+    def resume(self, **announcement: Any) -> list[RolloutGroup]:
+        """The groups at the end of the run, which is that of the second group."""
+        self.scene.announce(wire.Announcement("run", **announcement))
+        self.generator.run()
+        return self.unacknowledged()
+
+
+@pytest.mark.parametrize(("update", "newest_step"), [("in_flight", 2), ("between_groups", 1)])
+def test_group_interrupted_by_an_evaluation_is_resumed_after_it(
+    update: str, newest_step: int, scene: Scene
+) -> None:
+    loop = InterruptedLoop(scene, 1)
+    loop.interrupt(train={"batch_size": 126}, weights={"update": update})
+    num_before = loop.counter.num_tokens
+    assert 9 * 4 < num_before < 9 * 6
+    loop.publish(2, loop.weights(3))
+    groups, connection = loop.resume(), loop.generator._connection
+    assert [(group.sequence, group.policy_step, group.newest_step) for group in groups] == [
+        (0, 1, 1), (1, 1, newest_step),
+    ]  # fmt: skip
+    steps = [rollout.policy_steps for group in groups for rollout in group.rollouts]
+    num_of_step = np.bincount(np.concatenate([each[each >= 0] for each in steps]))
+    # Tokens sampled before the evaluation are not sampled again.
+    assert num_of_step[1] == (num_before if update == "in_flight" else 9 * 6)
+    assert num_of_step.sum() == 9 * 6
+    assert (connection.num_resumed, connection.num_aborted) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("train", "started_step", "is_dropped"),
+    [
+        ({"max_off_policy_steps": 4}, 5, False),
+        ({"max_off_policy_steps": 3}, 5, True),
+        ({"max_off_policy_steps": 3}, 0, False),  # the newest weights are of step 4
+        ({"max_async_level": 0}, 4, True),
+    ],
+)
+def test_interrupted_group_is_dropped_if_the_trainer_would(
+    train: dict[str, Any], started_step: int, is_dropped: bool, scene: Scene
+) -> None:
+    loop = InterruptedLoop(scene, 1)
+    loop.interrupt(train={"batch_size": 126, **train})
+    loop.publish(4, loop.weights(3))
+    groups, connection = loop.resume(started_step=started_step), loop.generator._connection
+    assert (connection.num_aborted, connection.num_resumed) == ((1, 0) if is_dropped else (0, 2))
+    assert [group.policy_step for group in groups] == [1, 4 if is_dropped else 1]
+
+
+def test_interrupted_group_is_dropped_by_a_roll_back(scene: Scene) -> None:
+    loop = InterruptedLoop(scene, 8)
+    loop.interrupt(train={"batch_size": 126})
+    loop.publish(4, loop.weights(3))
+    groups = loop.resume()
+    assert [(group.policy_step, group.newest_step) for group in groups] == [(8, 8), (4, 4)]
 
 
 # Groups.
@@ -400,17 +495,21 @@ def test_evaluation_waits_for_a_full_outbox_and_ends_with_the_trainers(
     announcement = wire.Announcement("run", evaluation_step=8)
     scene.announce(announcement)
     held_out = replace(environments_of(fail_if_wrong), problems=(PROBLEM,) * 100)
+    generator._training._start(PROBLEM)  # interrupted by the evaluation
+    generator._evaluation = evaluation = generator._sampler(held_out, 1)
     problems = generator._held_out_problems(8, held_out)
     for problem in problems:
         if problem is None:
             break
-        generator._num_in_flight -= 1
         scene.add_group()
     outbox = generator._connection.outbox
-    assert (len(outbox), outbox.num_lost) == (64, 0)
+    assert (len(outbox), outbox.num_lost) == (63, 0)
     durable = {outbox.sender: 9}
     scene.announce(replace(announcement, received=durable, durable=durable))  # room for ten more
-    assert [next(problems) for _ in range(10)] == [PROBLEM] * 10 and next(problems) is None
+    for problem in islice(problems, 10):
+        assert problem is PROBLEM
+        evaluation._start(problem)
+    assert next(problems) is None
     scene.announce(replace(announcement, **change))
     assert list(problems) == []
 

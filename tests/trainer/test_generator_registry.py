@@ -232,6 +232,7 @@ def test_metrics_have_the_statistics_and_the_newest_step(
     assert registry.metrics(of_groups) == {
         "gen/ann/tokens_per_s": 100.0, "gen/ann/blocked_frac": 0.5, "gen/ann/queue_frac": 0.25,
         "gen/ann/reload_s": 1.0, "gen/ann/step": step, "gen/ann/unscored": 0, "gen/ann/aborted": 0,
+        "gen/ann/resumed": 0,
     }  # fmt: skip
 
 
