@@ -118,6 +118,8 @@ def make_scorer(config: Config, model: models.Model) -> Scorer:
     logger.info("training dtype=%s (%s)", str(dtype).removeprefix("torch."), reason)
     if scorer.padding_reason:
         logger.warning("%s", scorer.padding_reason)
+    if scorer.whole_logits_reason:
+        logger.info("%s", scorer.whole_logits_reason)
     return scorer
 
 

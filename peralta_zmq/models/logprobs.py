@@ -15,6 +15,7 @@ from torch import Tensor
 # of fp32), so that malloc reuses memory instead of requesting new pages.
 CHUNK_LOGITS = {"cpu": 1 << 21}
 DEFAULT_CHUNK_LOGITS = 1 << 26
+LOWEST = -1e4  # limit of log p in p log p: p is 0 there, but 0 * -inf is not a number
 
 
 def selected_logprobs(
@@ -27,61 +28,74 @@ def selected_logprobs(
 
     The result is fp32, or float64 for float64 logits.
     """
-    return cast(Tensor, _SelectedLogprobs.apply(logits, token_ids, temperature))
+    return cast(
+        "tuple[Tensor, None]", _TokenStatistics.apply(logits, token_ids, temperature, False)
+    )[0]
 
 
-def entropies(
+def logprobs_and_entropies(
     logits: Tensor,  # [..., V]
+    token_ids: Tensor,  # [...]
     *,
     temperature: Tensor | float = 1.0,  # a scalar, or [...]
-) -> Tensor:
-    """Return the entropy -sum(p log p) of p = softmax(logits / temperature).
-
-    The result is in nats and has the shape [...].
-    """
-    if isinstance(temperature, Tensor):
-        temperature = temperature.unsqueeze(-1)
-    logprobs = (logits.to(_compute_dtype(logits)) / temperature).log_softmax(-1)
-    return -(logprobs.exp() * logprobs).sum(-1)
+) -> tuple[Tensor, Tensor]:
+    """Return `selected_logprobs`, and the entropies of the softmax in nats, shaped alike."""
+    return cast(
+        "tuple[Tensor, Tensor]", _TokenStatistics.apply(logits, token_ids, temperature, True)
+    )
 
 
-class _SelectedLogprobs(torch.autograd.Function):
-    """Forward and backward pass of `selected_logprobs`.
+class _TokenStatistics(torch.autograd.Function):
+    """Forward and backward pass of `logprobs_and_entropies`; the entropies are optional.
 
     To save memory, both convert only a few rows to fp32 at a time.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, token_ids: Tensor, temperature: Tensor | float) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, token_ids: Tensor, temperature: Tensor | float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         rows = logits.reshape(-1, logits.shape[-1])
         temperatures = torch.as_tensor(
-            temperature, dtype=_compute_dtype(logits), device=logits.device
+            temperature, dtype=compute_dtype(logits), device=logits.device
         )
         temperatures = temperatures.expand(token_ids.shape).reshape(-1, 1)
         ids = token_ids.reshape(-1, 1)
         logprobs = torch.empty_like(temperatures)
+        entropies = torch.empty_like(temperatures) if with_entropy else None
         for chunk in _chunks(rows):
             scaled = rows[chunk].to(temperatures.dtype) / temperatures[chunk]
-            logprobs[chunk] = scaled.gather(1, ids[chunk]) - scaled.logsumexp(1, keepdim=True)
-        ctx.save_for_backward(rows, ids, temperatures)
+            total = scaled.logsumexp(1, keepdim=True)
+            logprobs[chunk] = scaled.gather(1, ids[chunk]) - total
+            if entropies is not None:
+                every = scaled.sub_(total).clamp_(min=LOWEST)
+                entropies[chunk, 0] = -torch.linalg.vecdot(every.exp(), every)
+        ctx.save_for_backward(rows, ids, temperatures, entropies)
         ctx.shape = logits.shape
-        return logprobs.view(token_ids.shape)
+        shape = token_ids.shape
+        return logprobs.view(shape), None if entropies is None else entropies.view(shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        rows, ids, temperatures = ctx.saved_tensors
-        upstream = grads[0].reshape(-1, 1) / temperatures
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
+        rows, ids, temperatures, entropies = ctx.saved_tensors
+        upstream, *of_entropy = (
+            each.reshape(-1, 1) / temperatures for each in grads if each is not None
+        )
         gradient = torch.empty_like(rows)
         for chunk in _chunks(rows):
-            part = (rows[chunk].to(temperatures.dtype) / temperatures[chunk]).softmax(1)
-            # in place: upstream * (one_hot - softmax)
-            part.mul_(-upstream[chunk]).scatter_add_(1, ids[chunk], upstream[chunk])
-            gradient[chunk] = part
-        return gradient.view(ctx.shape), None, None
+            scaled = rows[chunk].to(temperatures.dtype) / temperatures[chunk]
+            part, factor = scaled.softmax(1), upstream[chunk]
+            if of_entropy:
+                every = scaled.log_softmax(1).clamp_(min=LOWEST)
+                factor = every.add_(entropies[chunk]).mul_(of_entropy[0][chunk]).add_(factor)
+            # upstream * (one_hot - p) - of_entropy * p * (log p + entropy)
+            gradient[chunk] = part.mul_(-factor).scatter_add_(1, ids[chunk], upstream[chunk])
+        return gradient.view(ctx.shape), None, None, None
 
 
-def _compute_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+def compute_dtype(values: Tensor) -> torch.dtype:
+    """float64 for float64 values, else float32."""
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
 def _chunks(rows: Tensor) -> list[slice]:

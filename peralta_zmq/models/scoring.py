@@ -7,16 +7,17 @@ Attention runs per tree, with a mask that lets a token attend only to itself and
 the tree. If a model cannot compute packed rows correctly, each sequence becomes a row of its own,
 padded to the longest sequence.
 
-The logits at a token predict the next token of the sequence. Only this module accounts for this
-shift: it takes the logits at the predecessor of each token.
+The hidden state at a token predicts the next token of the sequence. Only this module accounts for
+this shift: it takes the hidden state at the predecessor of each token. The output head of the model
+is replaced by `head_logprobs` (head.py) during a forward pass, so that it returns logprobs instead
+of logits. A model for which this is not correct computes whole logits.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Generator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -25,17 +26,18 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from peralta_zmq.models.head import head_logprobs, sparse_embedding_gradient
 from peralta_zmq.models.loading import Model
-from peralta_zmq.models.logprobs import entropies, selected_logprobs
+from peralta_zmq.models.logprobs import logprobs_and_entropies, selected_logprobs
 from peralta_zmq.models.norms import replace_norms
 from peralta_zmq.rollout import Int64Array, PrefixTree, TreeSpan
 
 TREE_ATTENTION = "peralta_zmq_trees"  # name under which transformers finds `_attention`
 BASE_ATTENTION = "sdpa"  # the attention of transformers that `_attention` replaces
-TOLERANCE = 1e-3  # largest difference between packed and padded logprobs in fp32
+TOLERANCE = 1e-3  # largest difference of logprobs in fp32 between two ways to compute them
 MATMUL_LENGTHS = range(128, 513)  # sizes of a tree, in tokens, for which matmuls beat SDPA on a CPU
-# A row for the comparison of packed with padded logprobs; its first tree branches inside a
-# completion. TRIAL_SCORED has the indices of the tokens to compare.
+# A row for these comparisons; its first tree branches inside a completion. TRIAL_SCORED has the
+# indices of the tokens to compare.
 TRIAL_TREES = (
     PrefixTree((TreeSpan(-1, 5), TreeSpan(4, 3), TreeSpan(5, 4))),
     PrefixTree((TreeSpan(-1, 2), TreeSpan(1, 6))),
@@ -48,7 +50,8 @@ class Scorer:
 
     With `dtype` float32 the model computes in fp32; any other dtype is used by autocast, with fp32
     weights. `padding_reason` is empty if the model computes packed rows correctly; otherwise the
-    text says why sequences are padded instead.
+    text says why sequences are padded instead. `whole_logits_reason` is empty if the head is
+    computed in chunks; otherwise the text says why whole logits are.
     """
 
     def __init__(
@@ -63,7 +66,9 @@ class Scorer:
         if gradient_checkpointing:
             _checkpoint_layers(model)
         replace_norms(model)
+        self.whole_logits_reason = "whole logits: not compared yet"
         self.padding_reason = self._find_padding_reason()
+        self.whole_logits_reason = self._find_whole_logits_reason()
 
     @property
     def packs(self) -> bool:
@@ -79,13 +84,7 @@ class Scorer:
         temperature: Tensor | float = 1.0,  # a scalar, or one per scored token [N]
     ) -> Tensor:
         """Logprobs [N] of the tokens at `scored`, given the tokens before them."""
-        if isinstance(temperature, Tensor):
-            logits = self._logits(token_ids, trees, scored)
-            return selected_logprobs(logits, token_ids[scored], temperature=temperature)
-        # `scored` repeats the index of a token that completions share; compute its logits once.
-        unique, inverse = scored.unique(return_inverse=True)
-        logits = self._logits(token_ids, trees, unique)
-        return selected_logprobs(logits, token_ids[unique], temperature=temperature)[inverse]
+        return self._compute(token_ids, trees, scored, temperature=temperature)[0]
 
     def with_entropy(
         self,
@@ -99,53 +98,101 @@ class Scorer:
 
         An entropy is that of the predicted distribution.
         """
-        logits = self._logits(token_ids, trees, scored)
-        logprobs = selected_logprobs(logits, token_ids[scored], temperature=temperature)
-        return logprobs, entropies(logits, temperature=temperature)
+        logprobs, entropies = self._compute(
+            token_ids, trees, scored, temperature=temperature, with_entropy=True
+        )
+        return logprobs, entropies
 
-    def _logits(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> Tensor:
-        """Logits [N, V] that predict the scored tokens."""
-        forward = self._packed if self.packs else self._padded
-        return forward(token_ids, trees, scored)
+    def _compute(
+        self,
+        token_ids: Tensor,
+        trees: Sequence[PrefixTree],
+        scored: Tensor,
+        *,
+        temperature: Tensor | float,
+        with_entropy: bool = False,
+    ) -> Sequence[Tensor]:
+        """Logprobs [N] of the scored tokens, and with `with_entropy` entropies [N]."""
+        inverse: Tensor | slice = slice(None)
+        if not isinstance(temperature, Tensor):
+            # `scored` repeats the index of a token that completions share; compute it once.
+            scored, inverse = scored.unique(return_inverse=True)
+        inputs = (self._packed if self.packs else self._padded)(token_ids, trees, scored)
+        compute = self._from_whole_logits if self.whole_logits_reason else self._from_chunks
+        results = compute(inputs, token_ids[scored], temperature, with_entropy=with_entropy)
+        return [each[inverse] for each in results]
 
-    def _packed(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> Tensor:
-        """Logits [N, V] that predict the scored tokens, computed on the packed row."""
+    def _from_chunks(
+        self, inputs: _Inputs, targets: Tensor, temperature: Tensor | float, *, with_entropy: bool
+    ) -> Sequence[Tensor]:
+        """Results of `_compute`, computed in place of the logits by the model's output head."""
+        head = self._model.get_output_embeddings()
+
+        def compute(hidden: Tensor) -> Tensor:
+            return head_logprobs(
+                inputs.select(hidden),
+                head.weight,  # within the model's forward pass, in which FSDP has gathered it
+                targets,
+                temperature=temperature,
+                with_entropy=with_entropy,
+            )
+
+        head.forward = compute
+        try:
+            return self._forward(inputs).unbind()
+        finally:
+            del head.forward
+
+    def _from_whole_logits(
+        self, inputs: _Inputs, targets: Tensor, temperature: Tensor | float, *, with_entropy: bool
+    ) -> Sequence[Tensor]:
+        """Results of `_compute`, computed from the logits of all scored tokens."""
+        logits = inputs.select(self._forward(inputs))
+        if with_entropy:
+            return logprobs_and_entropies(logits, targets, temperature=temperature)
+        return (selected_logprobs(logits, targets, temperature=temperature),)
+
+    def _packed(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> _Inputs:
+        """Inputs of the forward pass on the packed row."""
         layout = _PackedLayout.of(trees, token_ids.device)
-        logits = self._forward(
+        return _Inputs(
             token_ids[None],
             # transformers builds its own mask unless it gets a mask of 4 dimensions
             torch.ones(1, 1, 1, 1, dtype=torch.bool, device=token_ids.device),
-            position_ids=layout.positions[None],
-            logits_to_keep=layout.previous[scored],
-            packed_layout=layout,  # transformers passes this option to `_attention`
+            options={
+                "position_ids": layout.positions[None],
+                "logits_to_keep": layout.previous[scored],
+                "packed_layout": layout,  # transformers passes this option to `_attention`
+            },
+            select=itemgetter(0),
         )
-        return logits[0]
 
-    def _padded(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> Tensor:
-        """Logits [N, V] that predict the scored tokens, computed on padded rows."""
+    def _padded(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> _Inputs:
+        """Inputs of the forward pass on padded rows."""
         indices, attention, cells = _padded_layout(trees, token_ids.device)
         row, column = cells[scored].unbind(1)
         width = indices.shape[1]
         options = dict[str, Any]()
         if self._has_logits_to_keep:
             options["logits_to_keep"] = width - int(column.min()) + 1
-        logits = self._forward(token_ids[indices] * attention, attention, **options)
-        first_column = width - logits.shape[1]  # of `logits`, if the model kept only the last ones
-        return logits[row, column - 1 - first_column]
 
-    def _forward(self, token_ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
-        """Logits [B, T, V] of the model for token ids [B, T]."""
+        def select(kept: Tensor) -> Tensor:
+            first_column = width - kept.shape[1]  # of `kept`, if the model keeps only the last ones
+            return kept[row, column - 1 - first_column]
+
+        return _Inputs(token_ids[indices] * attention, attention, options, select)
+
+    def _forward(self, inputs: _Inputs) -> Tensor:
+        """Output of the model's head: logits [B, K, V] of the kept tokens, unless replaced."""
         is_narrow = self._dtype != torch.float32
-        autocast = torch.autocast(token_ids.device.type, self._dtype, enabled=is_narrow)
-        with autocast, _sparse_embedding_gradient(self._model):
-            return self._model(token_ids, attention_mask=mask, use_cache=False, **options).logits
+        autocast = torch.autocast(inputs.token_ids.device.type, self._dtype, enabled=is_narrow)
+        with autocast, sparse_embedding_gradient(self._model):
+            return self._model(
+                inputs.token_ids, attention_mask=inputs.mask, use_cache=False, **inputs.options
+            ).logits
 
-    @torch.no_grad()
     def _find_padding_reason(self) -> str:
-        """Return why rows must be padded, or '' if packed and padded logprobs agree.
-
-        The logprobs are those of random tokens.
-        """
+        """Return why rows must be padded, or '' if packed rows give the same logprobs."""
         if not self._has_logits_to_keep:
             return "padded rows: the model has no logits_to_keep"
         layer_types = set(getattr(self._model.config, "layer_types", None) or ["full_attention"])
@@ -154,23 +201,49 @@ class Scorer:
         attention = self._model.config._attn_implementation
         if attention not in (BASE_ATTENTION, TREE_ATTENTION):
             return f"padded rows: the model's attention is {attention}"
+        self._model.config._attn_implementation = TREE_ATTENTION
+        difference = self._trial_difference("padding_reason")
+        return difference and f"padded rows: {difference}"
+
+    def _find_whole_logits_reason(self) -> str:
+        """Return why whole logits are needed, or '' if `head_logprobs` gives the same logprobs."""
+        head = self._model.get_output_embeddings()
+        if type(head) is not torch.nn.Linear or getattr(head, "bias", None) is not None:
+            return "whole logits: the head of the model is not a matrix"
+        difference = self._trial_difference("whole_logits_reason")
+        return difference and f"whole logits: {difference}"
+
+    @torch.no_grad()
+    def _trial_difference(self, attribute: str) -> str:
+        """Compare logprobs of random tokens in fp32, with a text in `attribute` and without.
+
+        Returns '' if they agree, else by how much they differ, or the error without the text.
+        """
         scored = torch.tensor(TRIAL_SCORED, device=self._model.device)
         random, vocab_size = torch.Generator().manual_seed(0), int(self._model.config.vocab_size)
         length = sum(tree.num_tokens for tree in TRIAL_TREES)
         tokens = torch.randint(vocab_size, (length,), generator=random).to(self._model.device)
+        found = list[Tensor]()
         dtype, self._dtype = self._dtype, torch.float32
-        self._model.config._attn_implementation = TREE_ATTENTION
         try:
-            packed, padded = (
-                selected_logprobs(forward(tokens, TRIAL_TREES, scored), tokens[scored])
-                for forward in (self._packed, self._padded)
-            )
+            for text in ("", "tried"):
+                setattr(self, attribute, text)
+                found.append(self._compute(tokens, TRIAL_TREES, scored, temperature=1.0)[0])
+            gap = float((found[0] - found[1]).abs().max())
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-            return f"padded rows: {str(error).splitlines()[0]}"
+            return str(error).splitlines()[0]
         finally:
             self._dtype = dtype
-        gap = float((packed - padded).abs().max())
-        return "" if gap < TOLERANCE else f"padded rows: packed logprobs differ by {gap:.2g}"
+        return "" if gap < TOLERANCE else f"logprobs of random tokens differ by {gap:.2g}"
+
+
+class _Inputs(NamedTuple):
+    """Inputs of a forward pass."""
+
+    token_ids: Tensor  # int64 [B, T]
+    mask: Tensor  # attention mask
+    options: dict[str, Any]  # other options of the model
+    select: Callable[[Tensor], Tensor]  # [B, K, W] of the tokens that the model keeps -> [N, W]
 
 
 class _TreeLayout:
@@ -312,48 +385,6 @@ def _matmul_attention(
     )
     probs = (scores + bias).softmax(-1).view(len(stacked), -1, length)
     return torch.bmm(probs, value[0]).view(1, heads, length, width)
-
-
-@contextlib.contextmanager
-def _sparse_embedding_gradient(model: Any) -> Generator[None, None, None]:
-    """Save memory in the gradient of an input embedding that is tied to the head.
-
-    On a CPU only, for forward passes in the block. autograd would allocate two gradients [V, H] of
-    the tied weight and add them: 0.6 GiB more for Qwen3-0.6B. Instead a hook adds the gradients of
-    the batch's tokens to the head's gradient. The gradient must be computed with `backward()`,
-    because `torch.autograd.grad` would return an incomplete one.
-    """
-    embedding = model.get_input_embeddings()
-    weight: Any = getattr(embedding, "weight", None)
-    tied = getattr(model.get_output_embeddings(), "weight", None) is weight
-    plain = type(embedding) is torch.nn.Embedding and not embedding.scale_grad_by_freq
-    if not (tied and plain and weight.requires_grad and weight.device.type == "cpu"):
-        yield
-        return
-
-    def detach_rows(_: Any, inputs: tuple[Tensor], rows: Tensor) -> Tensor:
-        if not rows.requires_grad:
-            return rows
-        rows = rows.detach().requires_grad_()
-        rows.register_hook(partial(_add_row_gradient, embedding, inputs[0].flatten()))
-        return rows
-
-    handle = embedding.register_forward_hook(detach_rows)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _add_row_gradient(embedding: torch.nn.Embedding, token_ids: Tensor, gradient: Tensor) -> None:
-    """Add the gradient [..., H] for `token_ids` [M] to `weight.grad` [V, H]."""
-    weight = embedding.weight
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
-    gradient = gradient.reshape(len(token_ids), -1).to(weight.dtype)
-    if embedding.padding_idx is not None:  # autograd gives the padding row no gradient either
-        gradient = gradient.masked_fill((token_ids == embedding.padding_idx)[:, None], 0)
-    weight.grad.index_add_(0, token_ids, gradient)
 
 
 def _checkpoint_layers(model: Model) -> None:

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from peak_memory import PeakMemory
 
 from peralta_zmq.models import selected_logprobs
-from peralta_zmq.models.logprobs import CHUNK_LOGITS
+from peralta_zmq.models.logprobs import CHUNK_LOGITS, logprobs_and_entropies
 
 
 @pytest.mark.parametrize("temperature", [0.7, torch.tensor([[0.5, 1.0, 2.0], [1.5, 0.7, 1.0]])])
@@ -43,3 +44,49 @@ def test_selected_logprobs_by_hand() -> None:
 def test_selected_logprobs_are_computed_in_fp32() -> None:
     logits = torch.tensor([20.0, 0.0], dtype=torch.bfloat16)
     assert selected_logprobs(logits, torch.tensor(1)).dtype == torch.float32
+
+
+def test_entropies_by_hand() -> None:
+    # four equal ones: ln 4; .5, .25, .25: 1.5 ln 2; at temperature 2 ln p is halved
+    logits = torch.tensor([[0.0, 0, 0, 0], [0.0, 0, 0, -math.inf]]).double()
+    logits[1, :3] = torch.tensor([0.5, 0.25, 0.25]).log()
+    ids = torch.tensor([1, 1])
+    logprobs, entropies = logprobs_and_entropies(logits, ids)
+    assert logprobs.exp().tolist() == pytest.approx([0.25, 0.25])
+    assert entropies.tolist() == pytest.approx([1.3862944, 1.0397208])
+    _, doubled = logprobs_and_entropies(2 * logits, ids, temperature=torch.tensor([2.0, 2.0]))
+    assert doubled.tolist() == pytest.approx(entropies.tolist())
+
+
+@pytest.mark.parametrize("temperature", [0.7, torch.tensor([0.5, 1.0, 2.0, 1.5, 0.7])])
+def test_entropies_match_log_softmax_with_gradient(
+    temperature: torch.Tensor | float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 2 * 9)  # three chunks
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 9, generator=random, dtype=torch.float64)
+    logits[:, 8] = -math.inf
+    logits.requires_grad_()
+    ids, weights = torch.randint(8, (5,), generator=random), torch.randn(2, 5, generator=random)
+    divisor = temperature if isinstance(temperature, float) else temperature[:, None]
+    exact = (logits[:, :8] / divisor).log_softmax(-1)
+    expected = exact.gather(-1, ids[:, None])[:, 0], -(exact.exp() * exact).sum(-1)
+    found = logprobs_and_entropies(logits, ids, temperature=temperature)
+    sums = list[torch.Tensor]()
+    for ours, other in zip(found, expected, strict=True):
+        assert torch.allclose(ours, other)
+    for one, entropy in (found, expected):
+        (gradient,) = torch.autograd.grad((torch.stack([one, entropy]) * weights).sum(), logits)
+        sums.append(gradient)
+    assert torch.allclose(sums[0], sums[1])
+
+
+def test_entropies_allocate_a_few_rows_and_one_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 2 * 1024)
+    logits, rows = torch.randn(64, 1024, requires_grad=True), 4 * 2 * 1024
+    with PeakMemory() as memory:
+        logprobs, entropies = logprobs_and_entropies(logits, torch.arange(64))
+    assert memory.peak < 5 * rows
+    with PeakMemory() as memory:
+        (logprobs + entropies).sum().backward()
+    assert memory.peak < logits.nbytes + 5 * rows

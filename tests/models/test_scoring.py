@@ -8,7 +8,6 @@ from sample_data import VOCAB_SIZE, tiny_model, token_logprobs
 from torch import Tensor
 
 from peralta_zmq import models
-from peralta_zmq.models.logprobs import entropies
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import PrefixTree, TreeSpan
 
@@ -24,6 +23,11 @@ SEQUENCES = [  # indices in the row, and the first index that no earlier sequenc
     ([9, 10, 11, 12, 13, 14, 15, 16], 5),
     ([17, 18], 1), ([17, 19, 20], 1),
 ]  # fmt: skip
+REPLACED_LOGITS = {  # models that change their logits, or have a bias
+    "gemma2": {"final_logit_softcapping": 30.0},
+    "granite": {"logits_scaling": 2.0},
+    "phi": {},
+}
 OTHERS = {  # need padded rows: a sliding window and a cap on scores; another attention
     "gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 8},
     "bloom": {"n_layer": 2, "n_head": 2},
@@ -190,16 +194,6 @@ def test_named_training_dtype_is_used() -> None:
     assert chosen == (torch.bfloat16, "set by train.dtype")
 
 
-def test_entropies_by_hand() -> None:
-    # four equal ones: ln 4; .5, .25, .25: 1.5 ln 2; at temperature 2 ln p is halved
-    logits = torch.tensor([[0.0, 0, 0, 0], [2.0**0.5, 0, 0, -1e9]]).double()
-    logits[1, :3] = torch.tensor([0.5, 0.25, 0.25]).log()
-    found = entropies(logits)
-    assert found.tolist() == pytest.approx([1.3862944, 1.0397208])
-    doubled = entropies(2 * logits, temperature=torch.tensor([2.0, 2.0]))
-    assert doubled.tolist() == pytest.approx(found.tolist())
-
-
 @pytest.mark.parametrize("way", ["packed", "padded"])
 @torch.no_grad()
 def test_with_entropy_returns_the_same_logprobs(way: str) -> None:
@@ -212,3 +206,34 @@ def test_with_entropy_returns_the_same_logprobs(way: str) -> None:
     )
     assert entropy.shape == logprobs.shape
     assert (entropy > 3).all() and (entropy < 4.16).all()  # a random model is near ln 64
+
+
+@pytest.mark.parametrize("way", ["packed", "padded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_head_in_chunks_gives_the_results_of_whole_logits(way: str, dtype: torch.dtype) -> None:
+    """Equal but for rounding, which differs more in bfloat16: its sums of chunks are in fp32."""
+    tokens, scored = row()
+    results = list[list[Tensor]]()
+    for reason in ("", "forced by the test"):
+        model = tiny_model(tie_word_embeddings=True)
+        scorer = Scorer(model, dtype=dtype)
+        assert scorer.whole_logits_reason == ""
+        scorer.padding_reason = "" if way == "packed" else "forced by the test"
+        scorer.whole_logits_reason = reason
+        logprobs, entropies = scorer.with_entropy(tokens, TREES, scored, temperature=0.7)
+        (logprobs.sum() + 2 * entropies.sum()).backward()
+        gradient = torch.cat([each.grad.flatten() for each in model.parameters()])
+        results.append([logprobs, entropies, gradient])
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for found, expected in zip(*results, strict=True):
+        assert (found - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("kind", list(REPLACED_LOGITS))
+@torch.no_grad()
+def test_model_that_changes_its_logits_computes_whole_logits(kind: str) -> None:
+    model, (tokens, scored) = tiny_model(model_type=kind, **REPLACED_LOGITS[kind]), row()
+    scorer = Scorer(model)
+    assert scorer.whole_logits_reason.startswith("whole logits: ")
+    assert "\n" not in scorer.whole_logits_reason
+    assert scorer(tokens, TREES, scored).tolist() == pytest.approx(plainly(model, tokens), abs=1e-5)

@@ -1,0 +1,209 @@
+"""Logprobs and entropies of tokens from hidden states, without the logits of all tokens.
+
+The head of a language model multiplies the hidden states [N, H] of N tokens by its weight [V, H];
+the products are the logits [N, V]. `head_logprobs` computes them for one chunk of the vocabulary at
+a time, and in the backward pass again. With chunks of the vocabulary each row of the weight is read
+once per pass, and its gradient is complete after one product; with chunks of tokens the whole
+gradient would be added to once per chunk.
+
+If the weight is trained, the second computation is a fourth product after one in the forward and
+two in the backward pass. Up to KEPT_BYTES of logits are therefore kept for the backward pass. With
+a frozen weight nothing is computed twice: the gradient of a logprob with respect to the hidden
+state, weight[token] - sum(p weight), is computed in the forward pass.
+
+Letters in shapes: N tokens, V vocabulary, H hidden size, v tokens of a chunk of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from peralta_zmq.models.logprobs import CHUNK_LOGITS, DEFAULT_CHUNK_LOGITS, compute_dtype
+
+MIN_CHUNK = 512  # tokens of a chunk of the vocabulary; smaller matrix products are slower
+KEPT_BYTES = 256 << 20  # of logits, between the forward and the backward pass
+NO_GRADIENTS = (None,) * 6  # of the inputs after the hidden states
+LOWEST = -1e30  # logsumexp of no logits; finite, because inf - inf is not a number
+
+
+def head_logprobs(
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V, H]
+    token_ids: Tensor,  # [N]
+    *,
+    temperature: Tensor | float = 1.0,  # a scalar, or [N]
+    with_entropy: bool = False,
+) -> Tensor:
+    """Return log softmax(hidden @ weight.T / temperature) at `token_ids`, [1, N].
+
+    With `with_entropy` the result is [2, N]; the second row has the entropies of the softmax in
+    nats. The dtype of the products is that of autocast if enabled, else that of `hidden`. All sums
+    and the result are fp32, or float64 for a float64 `hidden`.
+
+    The backward pass adds the gradient of a trained `weight` to `weight.grad`, so it must be
+    computed with `backward()`: `torch.autograd.grad` would return none.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    temperatures = torch.as_tensor(temperature, dtype=compute_dtype(hidden), device=hidden.device)
+    temperatures = temperatures.expand(len(hidden))[:, None]
+    has_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    options = (dtype, with_entropy, has_gradient)
+    return cast(Tensor, _HeadLogprobs.apply(hidden, weight, token_ids, temperatures, *options))
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """Forward and backward pass of `head_logprobs`; `temperature` is [N, 1].
+
+    With logits z / temperature, their softmax p and entropy S, the gradient with respect to z is
+    (one_hot - p) / temperature for a logprob and -p (log p + S) / temperature for an entropy.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        token_ids: Tensor,
+        temperature: Tensor,
+        dtype: torch.dtype,
+        with_entropy: bool,
+        has_gradient: bool,
+    ) -> Tensor:
+        narrow = hidden.to(dtype)
+        ctx.is_direct = has_gradient and not (weight.requires_grad or with_entropy)
+        ctx.kept = list[Tensor]()  # logits [N, v] of the first chunks, for the backward pass
+        max_kept = KEPT_BYTES if has_gradient and not ctx.is_direct else 0
+        selected, entropy = torch.zeros_like(temperature), torch.zeros_like(temperature)
+        total = torch.full_like(temperature, LOWEST)  # logsumexp of the chunks up to here
+        mean = torch.zeros_like(hidden, dtype=temperature.dtype) if ctx.is_direct else None
+        for number, (start, rows) in enumerate(_chunks(weight, narrow)):
+            logits = narrow @ rows.t()  # [N, v]
+            if number == len(ctx.kept) and (number + 1) * logits.nbytes <= max_kept:
+                ctx.kept.append(logits)
+            scaled = logits.to(temperature.dtype) / temperature
+            index, is_inside = _index(token_ids, start, len(rows))
+            selected = torch.where(is_inside, scaled.gather(1, index), selected)
+            largest = scaled.amax(1, keepdim=True)
+            powers = scaled.sub_(largest).exp()
+            sums = powers.sum(1, keepdim=True)
+            chunk = largest + sums.log()
+            before, total = total, torch.logaddexp(total, chunk)
+            # logarithms of the probabilities of the earlier chunks, and of this one
+            before, share = before - total, chunk - total
+            if with_entropy:
+                of_chunk = sums.log() - torch.linalg.vecdot(powers, scaled)[:, None] / sums
+                entropy = before.exp() * (entropy - before) + share.exp() * (of_chunk - share)
+            if mean is not None:
+                mean *= before.exp()
+                mean += (powers.to(dtype) @ rows) * (share.exp() / sums)
+        ctx.hidden_dtype, ctx.weight, ctx.with_entropy = hidden.dtype, weight, with_entropy
+        if mean is not None:
+            ctx.save_for_backward((weight[token_ids] - mean) / temperature)
+        elif has_gradient:
+            ctx.save_for_backward(narrow, weight, token_ids, temperature, total, entropy)
+        results = [selected - total, entropy] if with_entropy else [selected - total]
+        return torch.cat(results, 1).t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        upstream = grads[0][..., None]  # [1 or 2, N, 1]
+        if ctx.is_direct:
+            (direction,) = ctx.saved_tensors
+            return (upstream[0] * direction).to(ctx.hidden_dtype), *NO_GRADIENTS
+        narrow, weight, token_ids, temperature, total, entropy = ctx.saved_tensors
+        upstream = upstream / temperature
+        gradient = torch.zeros_like(narrow, dtype=temperature.dtype)
+        weight_grad, is_first = _gradient_of(ctx.weight)
+        for start, rows in _chunks(weight, narrow):
+            logits = ctx.kept.pop(0) if ctx.kept else narrow @ rows.t()
+            logprobs = (logits.to(temperature.dtype) / temperature).sub_(total)
+            part = logprobs.exp()
+            if ctx.with_entropy:
+                part *= logprobs.add_(entropy).mul_(upstream[1]).add_(upstream[0]).neg_()
+            else:
+                part *= -upstream[0]
+            index, is_inside = _index(token_ids, start, len(rows))
+            part.scatter_add_(1, index, upstream[0] * is_inside)
+            part = part.to(narrow.dtype)  # gradient of the logits
+            gradient += part @ rows
+            if weight_grad is not None:
+                chunk, added = weight_grad[start : start + len(rows)], part.t() @ narrow
+                chunk.copy_(added) if is_first else chunk.add_(added)
+        return gradient.to(ctx.hidden_dtype), *NO_GRADIENTS
+
+
+@contextlib.contextmanager
+def sparse_embedding_gradient(model: Any) -> Generator[None, None, None]:
+    """Save memory in the gradient of an input embedding that is tied to the head.
+
+    On a CPU only, for forward passes in the block. autograd would allocate two gradients [V, H] of
+    the tied weight and add them: 0.6 GiB more for Qwen3-0.6B. Instead a hook adds the gradients of
+    the batch's tokens to the head's gradient. The gradient must be computed with `backward()`,
+    because `torch.autograd.grad` would return an incomplete one.
+    """
+    embedding = model.get_input_embeddings()
+    weight: Any = getattr(embedding, "weight", None)
+    tied = getattr(model.get_output_embeddings(), "weight", None) is weight
+    plain = type(embedding) is torch.nn.Embedding and not embedding.scale_grad_by_freq
+    if not (tied and plain and weight.requires_grad and weight.device.type == "cpu"):
+        yield
+        return
+
+    def detach_rows(_: Any, inputs: tuple[Tensor], rows: Tensor) -> Tensor:
+        if not rows.requires_grad:
+            return rows
+        rows = rows.detach().requires_grad_()
+        rows.register_hook(partial(_add_row_gradient, embedding, inputs[0].flatten()))
+        return rows
+
+    handle = embedding.register_forward_hook(detach_rows)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _add_row_gradient(embedding: torch.nn.Embedding, token_ids: Tensor, gradient: Tensor) -> None:
+    """Add the gradient [..., H] for `token_ids` [M] to `weight.grad` [V, H]."""
+    weight = embedding.weight
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    gradient = gradient.reshape(len(token_ids), -1).to(weight.dtype)
+    if embedding.padding_idx is not None:  # autograd gives the padding row no gradient either
+        gradient = gradient.masked_fill((token_ids == embedding.padding_idx)[:, None], 0)
+    weight.grad.index_add_(0, token_ids, gradient)
+
+
+def _chunks(weight: Tensor, narrow: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """First token and rows [v, H] of each chunk of the vocabulary, in the dtype of `narrow`."""
+    limit = CHUNK_LOGITS.get(weight.device.type, DEFAULT_CHUNK_LOGITS)
+    size = max(MIN_CHUNK, limit // max(1, len(narrow)) // MIN_CHUNK * MIN_CHUNK)
+    for start in range(0, len(weight), size):
+        yield start, weight[start : start + size].to(narrow.dtype)
+
+
+def _index(token_ids: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
+    """Index of each token in a chunk of the vocabulary, and whether it is in it, [N, 1] each."""
+    index = token_ids[:, None] - start
+    return index.clamp(0, size - 1), (index >= 0) & (index < size)
+
+
+def _gradient_of(weight: Tensor) -> tuple[Tensor | None, bool]:
+    """The gradient of a trained weight, and whether it is new, with undefined values."""
+    if not weight.requires_grad:
+        return None, False
+    is_new = weight.grad is None
+    if is_new:
+        weight.grad = torch.empty_like(weight)
+    return weight.grad, is_new

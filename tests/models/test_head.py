@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peak_memory import PeakMemory
+from torch import Tensor
+
+from peralta_zmq.models import head
+from peralta_zmq.models.head import head_logprobs
+from peralta_zmq.models.logprobs import CHUNK_LOGITS
+
+NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE, CHUNK = 7, 16, 100, 32  # three chunks, and one of 4 tokens
+CHUNK_BYTES = 4 * NUM_TOKENS * CHUNK
+TEMPERATURES = torch.linspace(0.5, 1.5, NUM_TOKENS)
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "MIN_CHUNK", CHUNK)
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 1)
+
+
+def inputs(*, scale: float = 1.0, trained: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, weight and token ids; the weight gives logits of up to 40 with scale 3."""
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=random).requires_grad_()
+    weight = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=random) * scale
+    token_ids = torch.tensor([0, 31, 32, 95, 96, 99, 50])  # first and last of chunks
+    return hidden, weight.requires_grad_(trained), token_ids
+
+
+def exact(
+    hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: Tensor | float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Result of `head_logprobs` [2, N] by the whole softmax in float64, and its two inputs."""
+    hidden, weight = (each.detach().double().requires_grad_() for each in (hidden, weight))
+    temperature = temperature[:, None] if isinstance(temperature, Tensor) else temperature
+    logprobs = (hidden @ weight.T / temperature).log_softmax(1)
+    selected = logprobs.gather(1, token_ids[:, None])[:, 0]
+    return torch.stack([selected, -(logprobs.exp() * logprobs).sum(1)]), hidden, weight
+
+
+def assert_near(found: Tensor, expected: Tensor, *, within: float) -> None:
+    assert (found - expected).norm() <= within * expected.norm()
+
+
+@pytest.mark.parametrize("temperature", [0.7, TEMPERATURES])
+@pytest.mark.parametrize("scale", [0.1, 3.0])
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize(
+    ("trained", "kept_bytes"), [(True, 0), (True, 2 * CHUNK_BYTES), (True, 1 << 20), (False, 0)]
+)
+def test_head_logprobs_match_float64_softmax_with_gradient(
+    monkeypatch: pytest.MonkeyPatch, trained: bool, kept_bytes: int, *,
+    with_entropy: bool, scale: float, temperature: Tensor | float,
+) -> None:  # fmt: skip
+    """The limits are those of fp32 sums of 16 products and 100 probabilities."""
+    monkeypatch.setattr(head, "KEPT_BYTES", kept_bytes)
+    hidden, weight, token_ids = inputs(scale=scale, trained=trained)
+    result, *exact_inputs = exact(hidden, weight, token_ids, temperature)
+    result = result[: 1 + with_entropy]
+    options = {"temperature": temperature, "with_entropy": with_entropy}
+    found = head_logprobs(hidden, weight, token_ids, **options)
+    assert found.dtype == torch.float32 and found.shape == result.shape
+    assert_near(found, result, within=1e-6)
+    upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    of_hidden, of_weight = torch.autograd.grad((result * upstream).sum(), exact_inputs)
+    (found * upstream).sum().backward()
+    assert hidden.grad is not None
+    assert_near(hidden.grad, of_hidden, within=1e-5)
+    assert (weight.grad is not None) == trained
+    if weight.grad is not None:
+        assert_near(weight.grad, of_weight, within=1e-5)
+
+
+def test_head_adds_to_the_gradient_of_its_weight() -> None:
+    hidden, weight, token_ids = inputs()
+    gradients = list[Tensor]()
+    for _ in range(2):
+        head_logprobs(hidden, weight, token_ids).sum().backward()
+        assert weight.grad is not None
+        gradients.append(weight.grad.clone())
+    assert torch.allclose(gradients[1], 2 * gradients[0])
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_head_gives_equal_bits_without_gradient(*, with_entropy: bool) -> None:
+    """Otherwise the ratio of a policy to itself before its first update would not be 1."""
+    for trained in (True, False):
+        hidden, weight, token_ids = inputs(trained=trained)
+        found = head_logprobs(hidden, weight, token_ids, with_entropy=with_entropy)
+        with torch.no_grad():
+            again = head_logprobs(hidden, weight, token_ids, with_entropy=with_entropy)
+        assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_head_under_autocast_is_near_fp32(*, trained: bool) -> None:
+    """Products of bfloat16 numbers, which have a relative resolution of 1/256; sums in fp32."""
+    results = list[list[Tensor]]()
+    for enabled in (True, False):
+        hidden, weight, token_ids = inputs(trained=trained)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            logprobs = head_logprobs(hidden, weight, token_ids)
+        logprobs.sum().backward()
+        tensors = [logprobs, hidden.grad, weight.grad if trained else hidden.grad]
+        results.append([each for each in tensors if each is not None])
+    for narrow, wide in zip(*results, strict=True):
+        assert narrow.dtype == torch.float32 and not torch.equal(narrow, wide)
+        assert_near(narrow, wide, within=0.02)
+
+
+def peak_bytes(*, trained: bool, with_entropy: bool, **sizes: Any) -> int:
+    """Peak of a forward and backward pass for 64 tokens and a vocabulary of 4096."""
+    hidden = torch.randn(64, 4, requires_grad=True)
+    weight = torch.randn(4096, 4, requires_grad=trained)
+    with PeakMemory() as memory:
+        result = head_logprobs(
+            hidden, weight, torch.arange(64) * 64, with_entropy=with_entropy, **sizes
+        )
+        result.sum().backward()
+    return memory.peak
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("trained", [True, False])
+def test_head_memory_is_a_few_chunks(
+    monkeypatch: pytest.MonkeyPatch, *, trained: bool, with_entropy: bool
+) -> None:
+    monkeypatch.setattr(head, "MIN_CHUNK", 128)
+    monkeypatch.setattr(head, "KEPT_BYTES", 0)
+    chunk, gradients = 4 * 64 * 128, 4 * 4 * 4096  # of the weight; the logits are 32 chunks
+    assert peak_bytes(trained=trained, with_entropy=with_entropy) < 6 * chunk + gradients
+    monkeypatch.setattr(head, "KEPT_BYTES", 8 * chunk)
+    kept = 8 * chunk if trained or with_entropy else 0
+    assert peak_bytes(trained=trained, with_entropy=with_entropy) < 6 * chunk + gradients + kept
