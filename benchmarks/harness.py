@@ -28,8 +28,10 @@ __all__ = [
     "REPO", "Claim", "bounded", "compared", "interleaved", "main", "progress", "progress_of",
     "seconds", "spread",
 ]  # fmt: skip
-BENCHES = ("generation", "training", "weights", "wire", "endtoend", "original_size", "scale")
-ON_DEVICE = ("generation", "training", "weights")
+BENCHES = (
+    "generation", "training", "head", "weights", "wire", "endtoend", "original_size", "scale",
+)  # fmt: skip
+ON_DEVICE = ("generation", "training", "head", "weights")
 
 
 class Bench(Protocol):

@@ -29,6 +29,7 @@ from peralta_zmq.learning.losses import preset
 from peralta_zmq.learning.optimizer import make_optimizer
 from peralta_zmq.learning.packing import PackedSample, Packing, make_micro_batches, pack_groups
 from peralta_zmq.learning.update import update_parameters
+from peralta_zmq.models import head
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Rollout, RolloutGroup
 from tools.base_model import new_model
@@ -100,6 +101,17 @@ class Setting:
     def narrow(self, num_groups: int) -> None:
         """Our step in bf16 over fp32 weights."""
         self._ours(num_groups, torch.bfloat16)
+
+    def narrow_recomputed(self, num_groups: int) -> None:
+        """The same, but the head keeps no logits for the backward pass."""
+        kept_bytes, head.KEPT_BYTES = head.KEPT_BYTES, 0
+        self.narrow(num_groups)
+        head.KEPT_BYTES = kept_bytes
+
+    def narrow_whole(self, num_groups: int) -> None:
+        """The same with the whole logits of all generated tokens."""
+        self._scorers[torch.bfloat16].whole_logits_reason = "for comparison"
+        self.narrow(num_groups)
 
     def _ours(self, num_groups: int, dtype: torch.dtype) -> None:
         batches = make_micro_batches(self.samples(num_groups), PACKING, device=self._device)

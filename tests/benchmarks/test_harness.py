@@ -81,7 +81,7 @@ def test_device_is_refused_where_unsupported_or_missing(
     monkeypatch.setattr(sys, "argv", ["bin/bench", "wire", "--device", "cuda"])
     with pytest.raises(SystemExit):
         harness.main()
-    assert "choose one of generation, training, weights" in capsys.readouterr().err
+    assert "choose one of generation, training, head, weights, or all" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "benchmarks.made_up", SimpleNamespace())
     with pytest.raises(SystemExit, match="bin/bench: device 'abacus' cannot be used here"):
         harness.measured("made_up", quick=True, device="abacus")
