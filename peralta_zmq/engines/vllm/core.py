@@ -1,8 +1,8 @@
 """Process that runs vLLM for a generator: one reply to each call that arrives on a socket.
 
 A message is a pickled tuple (name of a method of Core, arguments); the reply is (None, result) or
-(name of an exception, its text). vLLM samples only during `step`, so the generator knows which
-weights sampled each token.
+(name of an exception, its text), after (COMPILING, None) for each function that torch compiles.
+vLLM samples only during `step`, so the generator knows which weights sampled each token.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from peralta_zmq import models
 
 SAMPLE = 1024  # elements compared per tensor
+COMPILING = "compiling"  # torch begins to compile a function, which takes longer than a usual step
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,9 @@ def main(descriptor: int) -> None:
     """Make calls until the socket with this file descriptor, or the generator, ends."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     connection, core = Connection(descriptor), None
+    from torch._dynamo.callback import callback_handler  # slow to import
+
+    callback_handler.register_start_callback(lambda _: connection.send((COMPILING, None)))
     while True:
         name, arguments = connection.recv()
         try:

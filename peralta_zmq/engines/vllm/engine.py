@@ -170,7 +170,7 @@ class Engine:
         check_sampling(sampling)
         self._cancelled = False
         core = self._running_core()
-        self._call(core, "begin", list(self._end_ids))
+        self._call(core, "begin", list(self._end_ids), prompt_tokens=0)
         rows = Rows(
             self._slots,
             self._tokenizer,
@@ -209,7 +209,9 @@ class Engine:
             core = self._running_core()  # reading a request may apply newer weights
             if waiting or rows.count:
                 started = [new_request(request, sampling) for request in batch]
-                tokens = self._call(core, "step", started, dropped, is_step=True)
+                prompts = {each.prompt_ids.tobytes(): each.prompt_ids for each in waiting.values()}
+                num_new = sum(map(len, prompts.values()))
+                tokens = self._call(core, "step", started, dropped, prompt_tokens=num_new)
                 self._append(rows, waiting, tokens)
                 dropped = []
                 for row in rows.ended():
@@ -259,14 +261,16 @@ class Engine:
         except (ConfigError, StoreError) as error:
             raise EngineProcessError(str(error)) from None
 
-    def _call(self, core: CoreProcess, name: str, *arguments: Any, is_step: bool = False) -> Any:
+    def _call(
+        self, core: CoreProcess, name: str, *arguments: Any, prompt_tokens: int | None = None
+    ) -> Any:
         """The result of a method of the process, which ends if it fails.
 
         Raises EngineProcessError; after it the next start has half the slots if the memory was too
         small.
         """
         try:
-            return core.call(name, *arguments, is_step=is_step)
+            return core.call(name, *arguments, prompt_tokens=prompt_tokens)
         except EngineProcessError:
             self._core = None
             raise

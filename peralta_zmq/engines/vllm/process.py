@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -14,15 +18,20 @@ from typing import Any
 
 import psutil
 
+from peralta_zmq.engines.vllm.core import COMPILING
 from peralta_zmq.errors import EngineProcessError
 
 # Not `-m`: with tensor parallelism vLLM starts copies of the main module.
 PROGRAM = "import sys; from peralta_zmq.engines.vllm.core import main; main(int(sys.argv[1]))"
 POLL_SECONDS = 1.0
 EXIT_SECONDS = 2.0
-HANG_POLLS = 8  # without a reply and without CPU time until a step counts as hung
-STEP_POLLS = 300  # until a step counts as hung although it uses CPU time, as a GPU's driver may
 CPU_SECONDS = 0.05  # in one poll; less is idle
+# A step counts as hung after HANG_POLLS idle polls, or if it takes longer than a slow step would: a
+# loop, or a GPU's driver that waits, uses CPU time.
+HANG_POLLS = 7
+SLOWDOWN = 20  # a slow step takes this many times the median; 1 / 20 of a core is idle
+MIN_STEPS, NUM_STEPS = 10, 50  # of which the median is computed
+LONGEST_POLLS = 300  # of a step without a median, and of a compilation
 MAX_TEXT = 300  # characters of an exception; vLLM lists all models that it has
 # Variables that vLLM reads. It samples in this one process, unless there is tensor parallelism.
 ENVIRONMENT = {
@@ -63,6 +72,7 @@ class CoreProcess:
                 start_new_session=True,
             )
         self._observed = psutil.Process(self._process.pid)
+        self._step_seconds = deque[float](maxlen=NUM_STEPS)  # of steps without new prompts
         self.call("open", dict(arguments))
 
     @property
@@ -75,16 +85,21 @@ class CoreProcess:
         if (code := self._process.poll()) is not None:
             raise EngineProcessError(f"the process of vLLM has {_ended(code)}")
 
-    def call(self, name: str, *arguments: Any, is_step: bool = False) -> Any:
+    def call(self, name: str, *arguments: Any, prompt_tokens: int | None = None) -> Any:
         """The result of a method of core.Core.
 
-        Raises CoreError for an exception, and EngineProcessError if the process ends; of a step
-        also if it hangs. In all three cases the process is killed.
+        `prompt_tokens` is the number of tokens of new prompts that a step computes; None for a
+        method that may take any time. Raises CoreError for an exception, and EngineProcessError if
+        the process ends or, unless `prompt_tokens` is None, hangs; in all cases it is killed.
         """
+        started = time.monotonic()
+        max_polls = None if prompt_tokens is None else self._max_polls(prompt_tokens)
         try:
             self._connection.send((name, arguments))
-            self._wait(is_step)
-            kind, result = self._connection.recv()
+            kind, result = self._receive(max_polls)
+            is_usual = (name, prompt_tokens) == ("step", 0) and kind != COMPILING
+            while kind == COMPILING:
+                kind, result = self._receive(max_polls and LONGEST_POLLS)
         except (OSError, EOFError):
             with suppress(subprocess.TimeoutExpired):  # the socket ends before the process
                 self._process.wait(EXIT_SECONDS)
@@ -92,6 +107,8 @@ class CoreProcess:
         if kind is not None:
             self.kill()
             raise CoreError(kind, result)
+        if is_usual:
+            self._step_seconds.append(time.monotonic() - started)
         return result
 
     def kill(self) -> int:
@@ -103,20 +120,35 @@ class CoreProcess:
         self._connection.close()
         return self._process.wait()
 
-    def _wait(self, is_step: bool) -> None:
-        """Wait for a reply, or the end of the process.
+    def _max_polls(self, prompt_tokens: int) -> int:
+        """Polls with CPU time after which a step counts as hung.
 
-        Polls are counted instead of seconds, because both processes may have been stopped.
+        A token of a prompt takes less time than a step without prompts, which reads all weights.
         """
-        num_polls, num_idle, before = 0, 0, 0.0
+        if len(self._step_seconds) < MIN_STEPS:
+            return LONGEST_POLLS
+        slow = statistics.median(self._step_seconds) * max(SLOWDOWN, prompt_tokens)
+        return max(HANG_POLLS, min(LONGEST_POLLS, math.ceil(slow / POLL_SECONDS)))
+
+    def _receive(self, max_polls: int | None) -> tuple[str | None, Any]:
+        """The next message.
+
+        Raises EngineProcessError for a process that hangs, unless `max_polls` is None. Polls are
+        counted instead of seconds, because both processes may have been stopped.
+        """
+        num_polls, num_busy, num_idle, before = 0, 0, 0, 0.0
         while not self._connection.poll(POLL_SECONDS):
             after = self._cpu_seconds()
-            num_polls, num_idle = num_polls + 1, 0 if after - before > CPU_SECONDS else num_idle + 1
-            before = after
-            if is_step and (num_idle >= HANG_POLLS or num_polls >= STEP_POLLS):
+            is_busy, before = after - before > CPU_SECONDS, after
+            num_polls, num_busy = num_polls + 1, num_busy + is_busy
+            num_idle = 0 if is_busy else num_idle + 1
+            if max_polls is None:
+                continue
+            if num_idle >= HANG_POLLS or num_busy >= max_polls or num_polls >= LONGEST_POLLS:
                 self.kill()
                 seconds = num_polls * POLL_SECONDS
                 raise EngineProcessError(f"the process of vLLM did not reply for {seconds:.0f} s")
+        return self._connection.recv()
 
     def _cpu_seconds(self) -> float:
         """CPU time of the process and those of vLLM."""

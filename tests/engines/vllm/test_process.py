@@ -32,7 +32,7 @@ class Core:
     def pid_of_child(self): return self.child.pid
     def fail(self): raise OutOfMemoryError("no\\nmemory")
     def sleep(self): time.sleep(99)
-    def compute(self, seconds):
+    def step(self, seconds):
         end = time.monotonic() + seconds
         while time.monotonic() < end: pass
         return seconds
@@ -47,12 +47,34 @@ while True:
     else: connection.send((None, result))
 """
 
+COMPILES = """
+import sys, time, torch
+from peralta_zmq.engines.vllm import core
+
+class Core:
+    def __init__(self, arguments): pass
+    def step(self, seconds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end: pass
+    def compile(self, seconds):
+        def backend(graph, inputs):
+            self.step(seconds)
+            return graph.forward
+        return torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(1)).tolist()
+
+core.Core = Core
+core.main(int(sys.argv[1]))
+"""
+POLL_SECONDS = 0.1
+SLOW = 1.5 * process.HANG_POLLS * POLL_SECONDS  # seconds of a step
+
 
 @pytest.fixture(autouse=True)
 def program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "PROGRAM", PROGRAM)
-    monkeypatch.setattr(process, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(process, "POLL_SECONDS", POLL_SECONDS)
     monkeypatch.setattr(process, "CPU_SECONDS", 0.005)
+    monkeypatch.setattr(process, "MIN_STEPS", 3)
 
 
 @pytest.fixture
@@ -84,7 +106,7 @@ def test_killed_process_is_noticed_during_a_call_and_between_calls(core: CorePro
     os.kill(core.pid, signal.SIGKILL)
     message = r"has been ended by SIGKILL \(perhaps the system was out of memory\)"
     with pytest.raises(EngineProcessError, match=message):
-        core.call("compute", 1.0)
+        core.call("step", 1.0)
     with pytest.raises(EngineProcessError, match=message):
         core.check()
 
@@ -96,19 +118,47 @@ def test_process_that_ends_at_its_start_raises_its_code() -> None:
 
 def test_step_without_cpu_time_counts_as_hung_but_a_slow_one_does_not(core: CoreProcess) -> None:
     child = core.call("pid_of_child")
-    slow = 1.5 * process.HANG_POLLS * process.POLL_SECONDS
-    assert core.call("compute", slow, is_step=True) == slow
+    assert core.call("step", SLOW, prompt_tokens=0) == SLOW
     started = time.monotonic()
     with pytest.raises(EngineProcessError, match="did not reply for 1 s"):
-        core.call("sleep", is_step=True)
-    assert time.monotonic() - started < 5 * slow
+        core.call("sleep", prompt_tokens=0)
+    assert time.monotonic() - started < 5 * SLOW
     assert_all_ended(core, child)
+
+
+def test_step_counts_as_hung_after_more_cpu_time_than_a_slow_one(core: CoreProcess) -> None:
+    usual = 0.02
+    for _ in range(process.MIN_STEPS):
+        core.call("step", usual, prompt_tokens=0)
+    num_tokens = round(1.5 * SLOW / usual)
+    assert core.call("step", SLOW, prompt_tokens=num_tokens) == SLOW
+    started = time.monotonic()
+    with pytest.raises(EngineProcessError, match="did not reply for 1 s"):
+        core.call("step", 99, prompt_tokens=9)
+    assert time.monotonic() - started < 5 * SLOW
+
+
+def test_slow_steps_raise_the_limit_of_the_next_ones(core: CoreProcess) -> None:
+    usual = 1.5 * SLOW / process.SLOWDOWN
+    for _ in range(process.MIN_STEPS):
+        core.call("step", usual, prompt_tokens=0)
+    assert core.call("step", SLOW, prompt_tokens=0) == SLOW
+
+
+@pytest.mark.slow
+def test_compilation_in_a_step_does_not_count_as_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "PROGRAM", COMPILES)
+    core = CoreProcess({}, threads=1)
+    for _ in range(process.MIN_STEPS):
+        core.call("step", 0.0, prompt_tokens=0)
+    assert core.call("compile", SLOW, prompt_tokens=0) == [1.0]
+    core.kill()
 
 
 def test_stopped_process_counts_as_hung(core: CoreProcess) -> None:
     os.kill(core.pid, signal.SIGSTOP)
     with pytest.raises(EngineProcessError, match="did not reply"):
-        core.call("pid_of_child", is_step=True)
+        core.call("pid_of_child", prompt_tokens=0)
 
 
 def test_comparison_names_a_tensor_that_was_not_loaded(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from engine_data import (
 )
 
 from peralta_zmq import models, registry
+from peralta_zmq.engines.vllm import process
 from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
 from peralta_zmq.engines.vllm.refusals import installed_version
 from peralta_zmq.errors import ConfigError, EngineProcessError
@@ -36,6 +37,14 @@ from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Completion, Request, Sampling
 
 BLOCK = 32  # tokens of a block of vLLM's cache
+LOOP = """
+import signal
+
+def loop(*_):
+    while True: pass
+
+signal.signal(signal.SIGUSR1, loop)
+"""
 pytestmark = [
     pytest.mark.skipif(
         installed_version() is None, reason="vLLM is not installed; run make test-vllm"
@@ -106,6 +115,21 @@ def test_failed_process_is_noticed_and_restarted_with_newer_weights(
             == before.token_ids[0]
             == plain_greedy(sharp_model(), each.prompt_ids.tolist(), 1)[0]
         )
+
+
+def test_endless_loop_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "PROGRAM", f"{LOOP}{process.PROGRAM}")
+    save_model(sharp_model(), tmp_path)
+    engine, steps = opened(tmp_path), list[float]()
+
+    def fail_once() -> None:
+        steps.append(time.monotonic())
+        if len(steps) == 2 * process.MIN_STEPS:
+            os.kill(engine._core.pid, signal.SIGUSR1)
+
+    with pytest.raises(EngineProcessError, match="the process of vLLM did not reply"):
+        sampled(engine, GREEDY, between_steps=fail_once)
+    assert time.monotonic() - steps[-1] < 10
 
 
 def test_weights_that_were_not_loaded_are_noticed(
