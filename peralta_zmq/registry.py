@@ -203,7 +203,8 @@ class Engine(Protocol):
         Called between two decode steps, also with completions in flight: their next tokens are
         sampled with the new weights. (HfEngine decodes whole batches: there it is called between
         two batches.) The engine uses the tensors or the files, as it needs. Raises ValueError, and
-        changes nothing, if the tensors do not fit the model; EngineProcessError as `generate`.
+        changes nothing, if the tensors do not fit the model; OutageError, with unchanged weights,
+        if a later call may succeed; EngineProcessError as `generate`.
         """
         ...
 

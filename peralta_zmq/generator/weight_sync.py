@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from peralta_zmq import build, models, registry, wire
 from peralta_zmq.config import Config, files_given
-from peralta_zmq.errors import StoreError, program_name
+from peralta_zmq.errors import OutageError, StoreError, program_name
 from peralta_zmq.http_server import read_private_token
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import PendingWeights, WeightSubscriber
@@ -47,6 +47,7 @@ class ServedWeights:
         self.version = version
         self.is_draining = False
         self.reload_seconds = 0.0  # duration of the latest replacement
+        self._retry_at = 0.0  # monotonic seconds; the engine could not take the newest version
         self._weights_ids = {version.step: version.weights_id}  # policy step -> id, of this run
 
     @property
@@ -81,16 +82,22 @@ class ServedWeights:
     def refresh(self, engine: registry.Engine, *, num_in_flight: int) -> None:
         """Apply the newest verified version in place, if it may be applied now.
 
+        If that fails for another reason than the weights, it is tried again every LOG_SECONDS.
         Raises ObsoleteGroupsError, after applying the version, if it belongs to another run or
         follows a roll-back: it has another lineage, or no higher policy step. Not if it only
         publishes equal weights again.
         """
         must_wait = num_in_flight > 0 and self._between_groups
         self.is_draining = must_wait and self._subscriber.poll() is not None
-        if must_wait:
-            return
         previous, started = self.version, time.monotonic()
-        self.version = version = apply_newest(engine, self._subscriber, previous)
+        if must_wait or started < self._retry_at:
+            return
+        try:
+            self.version = version = apply_newest(engine, self._subscriber, previous)
+        except OutageError as error:
+            self._retry_at = time.monotonic() + LOG_SECONDS
+            logger.warning("weights not applied, trying again: reason=%s", error)
+            return
         if version is previous:
             return
         self.reload_seconds = time.monotonic() - started

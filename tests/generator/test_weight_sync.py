@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -15,8 +16,14 @@ from sample_data import tiny_model
 
 from peralta_zmq import atomic_files, models, wire
 from peralta_zmq.config import load_config
-from peralta_zmq.errors import StoreError
-from peralta_zmq.generator.weight_sync import apply_newest, open_engine, open_subscriber
+from peralta_zmq.errors import OutageError, StoreError
+from peralta_zmq.generator import weight_sync
+from peralta_zmq.generator.weight_sync import (
+    ServedWeights,
+    apply_newest,
+    open_engine,
+    open_subscriber,
+)
 from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
@@ -60,6 +67,43 @@ def test_rejected_version_changes_nothing_and_a_later_one_is_applied(
     assert engine.weights["w"].tolist() == [1.0] * 4
     publish(store, 14, 14.0)
     assert apply_until(engine, subscriber, first, 14).step == 14
+
+
+class FullDisk(FakeEngine):
+    """Has no room for new weights until `is_full` is False."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_full, self.num_tries = True, 0
+
+    def apply(self, update: WeightUpdate) -> None:
+        self.num_tries += 1
+        if self.is_full:
+            raise OutageError("disk full")
+        super().apply(update)
+
+
+def test_weights_that_cannot_be_written_are_applied_after_the_outage(
+    store: WeightStore,
+    subscriber: WeightSubscriber,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    weights, engine = ServedWeights(subscriber, publish(store, 1, 1.0)), FullDisk()
+    newest = publish(store, 2, 2.0)
+    subscriber.notify(newest.number)
+    while engine.num_tries == 0:  # the test's deadline ends a hang
+        subscriber.poll(timeout=0.2)
+        weights.refresh(engine, num_in_flight=1)
+    for _ in range(9):  # between two tokens
+        weights.refresh(engine, num_in_flight=1)
+    assert (engine.num_tries, weights.version.step) == (1, 1)
+    assert caplog.messages == ["weights not applied, trying again: reason=disk full"]
+    engine.is_full = False
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + weight_sync.LOG_SECONDS)
+    weights.refresh(engine, num_in_flight=1)
+    assert (engine.weights["w"].tolist(), weights.version) == ([2.0] * 4, newest)
 
 
 def test_model_serves_published_weights_bit_for_bit(

@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig
 
 from peralta_zmq import models
@@ -25,7 +26,7 @@ from peralta_zmq.engines.rows import Rows, check_cache_memory, end_token_ids, re
 from peralta_zmq.engines.vllm.core import NewRequest, Token
 from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
 from peralta_zmq.engines.vllm.refusals import OTHERS, check_arguments, check_sampling
-from peralta_zmq.errors import ConfigError, EngineProcessError, StoreError
+from peralta_zmq.errors import ConfigError, EngineProcessError, OutageError, StoreError
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Completion, Request, Sampling
 
@@ -127,16 +128,14 @@ class Engine:
     def apply(self, update: WeightUpdate) -> None:
         """Sample from the new weights from the next step on; starts the process if it has failed.
 
-        Raises ValueError, with nothing changed, if the weights belong to another model.
+        Raises ValueError, with nothing changed, if the weights belong to another model, and
+        OutageError, with unchanged weights, if merged ones cannot be written.
         """
         weights = self._merger.weights_of(update)
         models.check_weights(self._shapes, weights)
         core = self._core = self._core or self._restart()
-        with tempfile.TemporaryDirectory(prefix="peralta-vllm-") as scratch:
-            folder = update.folder
-            if folder is None or update.is_adapter:
-                folder = Path(scratch)
-                models.save_weights(weights, folder)
+        has_files = update.folder is not None and not update.is_adapter
+        with nullcontext(update.folder) if has_files else saved(weights) as folder:
             self._call(core, "reload", str(folder))
             if (name := self._call(core, "differing_tensor", str(folder))) is not None:
                 self.close()
@@ -285,6 +284,22 @@ class Engine:
                 f"vLLM is out of memory, continuing with {self._slots} slots; lower engine.slots "
                 f"or engine.gpu_memory_utilization ({error})"
             ) from None
+
+
+@contextmanager
+def saved(weights: Mapping[str, torch.Tensor]) -> Generator[Path]:
+    """A temporary folder with `weights`. Raises OutageError if it cannot be written."""
+    with ExitStack() as stack:
+        try:
+            scratch = tempfile.TemporaryDirectory(prefix="peralta-vllm-")
+            folder = Path(stack.enter_context(scratch))
+            models.save_weights(weights, folder)
+        except (OSError, SafetensorError) as error:
+            raise OutageError(
+                f"temporary files of weights for vLLM cannot be written: {error}; make room for "
+                "them or set TMPDIR"
+            ) from None
+        yield folder
 
 
 def new_request(request: Request, sampling: Sampling) -> NewRequest:

@@ -1,9 +1,11 @@
-"""The process with vLLM, with another program in its place; the comparison of weights."""
+"""The process with vLLM, with another program in its place; files and comparison of weights."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,8 +18,9 @@ from engine_data import save_model, sharp_model
 from peralta_zmq import models
 from peralta_zmq.engines.vllm import process
 from peralta_zmq.engines.vllm.core import Comparison
+from peralta_zmq.engines.vllm.engine import saved
 from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
-from peralta_zmq.errors import EngineProcessError
+from peralta_zmq.errors import EngineProcessError, OutageError
 
 PROGRAM = """
 import os, subprocess, sys, time
@@ -159,6 +162,23 @@ def test_stopped_process_counts_as_hung(core: CoreProcess) -> None:
     os.kill(core.pid, signal.SIGSTOP)
     with pytest.raises(EngineProcessError, match="did not reply"):
         core.call("pid_of_child", prompt_tokens=0)
+
+
+@pytest.mark.parametrize("reason", ["No such file", "File too large"])
+def test_files_of_weights_that_cannot_be_written_are_an_outage(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, limits = models.weights_of(sharp_model()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    folder = tmp_path / "missing" if reason == "No such file" else tmp_path
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    if folder == tmp_path:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OutageError, match=rf"for vLLM .* {reason}.* or set TMPDIR"):
+            saved(weights).__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not any(tmp_path.iterdir())
 
 
 def test_comparison_names_a_tensor_that_was_not_loaded(tmp_path: Path) -> None:

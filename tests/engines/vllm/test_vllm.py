@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -32,7 +33,7 @@ from peralta_zmq import models, registry
 from peralta_zmq.engines.vllm import process
 from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
 from peralta_zmq.engines.vllm.refusals import installed_version
-from peralta_zmq.errors import ConfigError, EngineProcessError
+from peralta_zmq.errors import ConfigError, EngineProcessError, OutageError
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Completion, Request, Sampling
 
@@ -145,6 +146,19 @@ def test_weights_that_were_not_loaded_are_noticed(
         with pytest.raises(EngineProcessError, match=r"other values in .* weights of step 7"):
             engine.apply(update(7, 8))
     assert engine.step == 3
+    engine.apply(update(7, 8))
+    assert_greedy_matches(engine, 8)
+
+
+def test_engine_keeps_its_weights_while_newer_ones_cannot_be_written(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+        with pytest.raises(OutageError):
+            engine.apply(update(7, 8))
+    assert engine.step == 3
+    assert_greedy_matches(engine, 0)
     engine.apply(update(7, 8))
     assert_greedy_matches(engine, 8)
 
