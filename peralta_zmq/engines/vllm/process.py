@@ -138,10 +138,10 @@ class CoreProcess:
         """
         num_polls, num_busy, num_idle, before = 0, 0, 0, 0.0
         while not self._connection.poll(POLL_SECONDS):
-            after = self._cpu_seconds()
+            after, may_run = self._cpu_seconds()
             is_busy, before = after - before > CPU_SECONDS, after
             num_polls, num_busy = num_polls + 1, num_busy + is_busy
-            num_idle = 0 if is_busy else num_idle + 1
+            num_idle = 0 if is_busy or may_run else num_idle + 1
             if max_polls is None:
                 continue
             if num_idle >= HANG_POLLS or num_busy >= max_polls or num_polls >= LONGEST_POLLS:
@@ -150,15 +150,16 @@ class CoreProcess:
                 raise EngineProcessError(f"the process of vLLM did not reply for {seconds:.0f} s")
         return self._connection.recv()
 
-    def _cpu_seconds(self) -> float:
-        """CPU time of the process and those of vLLM."""
-        total = 0.0
+    def _cpu_seconds(self) -> tuple[float, bool]:
+        """CPU time of the process and those of vLLM, and whether one of them waits for a CPU."""
+        total, may_run = 0.0, False
         try:
             for each in (self._observed, *self._observed.children(recursive=True)):
                 total += sum(each.cpu_times()[:2])  # user and system
+                may_run |= each.status() == psutil.STATUS_RUNNING
         except psutil.Error:  # one of them has ended
             pass
-        return total
+        return total, may_run
 
 
 def _ended(code: int) -> str:

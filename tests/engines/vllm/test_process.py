@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -156,6 +158,22 @@ def test_compilation_in_a_step_does_not_count_as_hung(monkeypatch: pytest.Monkey
         core.call("step", 0.0, prompt_tokens=0)
     assert core.call("compile", SLOW, prompt_tokens=0) == [1.0]
     core.kill()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_step_that_waits_for_a_cpu_does_not_count_as_hung(core: CoreProcess) -> None:
+    cpu = {min(os.sched_getaffinity(0))}
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        for pid in (other.pid, core.pid):
+            os.sched_setaffinity(pid, cpu)
+        os.sched_setscheduler(core.pid, os.SCHED_IDLE, os.sched_param(0))
+        if (group := Path(f"/proc/{core.pid}/autogroup")).exists():
+            group.write_text("19")
+        assert core.call("step", SLOW, prompt_tokens=0) == SLOW
+    finally:
+        other.kill()
+        other.wait()
 
 
 def test_stopped_process_counts_as_hung(core: CoreProcess) -> None:
