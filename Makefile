@@ -49,13 +49,17 @@ test-chaos: setup  ## The tests that kill processes (about half an hour)
 test-browser: setup  ## Tests of the dashboard in Debian's chromium-headless-shell
 	@$(BIN)/python -m pytest tests/browser -m browser -rs --timeout 240 $(ARGS)
 
+ENGINE_TESTS := tests/engines/test_every_engine.py tests/engines/test_episodes.py \
+  tests/engines/test_choice.py tests/generator/serving/test_server.py \
+  tests/operate/doctor/test_machine_checks.py
+
 test-mlx: .venv-mlx/ready  ## The engines' tests with MLX, in an environment of its own
-	@.venv-mlx/bin/python -m pytest tests/engines/test_every_engine.py tests/engines/test_choice.py \
-	  tests/engines/mlx -k 'mlx or test_choice' -m 'slow or not slow' -rs --timeout 300 $(ARGS)
+	@.venv-mlx/bin/python -m pytest $(ENGINE_TESTS) tests/engines/mlx -k 'mlx or test_choice' \
+	  -m 'slow or not slow' -rs --timeout 300 $(ARGS)
 
 test-vllm: .venv-vllm/ready  ## The engines' tests with vLLM, in an environment of its own
-	@.venv-vllm/bin/python -m pytest tests/engines/test_every_engine.py tests/engines/vllm \
-	  -k vllm -m 'slow or not slow' -rs --timeout 300 --numprocesses 2 $(ARGS)
+	@.venv-vllm/bin/python -m pytest $(ENGINE_TESTS) tests/engines/vllm -k vllm \
+	  -m 'slow or not slow' -rs --timeout 300 --numprocesses 2 $(ARGS)
 
 test-gpu: setup  ## Generation, training and publishing on a CUDA card
 	@$(BIN)/python -m pytest tests/test_gpu.py -m gpu -rs $(ARGS)
@@ -134,7 +138,7 @@ fresh:
 
 .venv-mlx/ready: pyproject.toml .ci/constraints.txt
 	@test -x .venv-mlx/bin/python || $(PYTHON) -m venv .venv-mlx
-	@$(MAKE) --no-print-directory BIN=.venv-mlx/bin EXTRAS=mlx,dev torch package
+	@$(MAKE) --no-print-directory BIN=.venv-mlx/bin EXTRAS=mlx,dashboard,dev torch package
 	@touch $@
 
 # vLLM pins other versions than ours. On a CPU three of its dependencies do not fit the CPU build of

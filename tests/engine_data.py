@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from sample_data import tiny_model, token_logprobs
 
-from peralta_zmq import models
-from peralta_zmq.registry import WeightUpdate
+from peralta_zmq import models, registry
+from peralta_zmq.engines.vllm.refusals import installed_version
+from peralta_zmq.registry import Engine, EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Completion, Request, Sampling
 
+ENGINES = ("native", "hf", "mlx", "vllm")
 END = 2
 PROMPTS = [
     [5, 9, 33], [5, 9, 7], [5, 40, 41, 42, 43, 44, 45, 46], [5, 9, 33, 8],
@@ -54,6 +57,39 @@ def save_model(model: Any, folder: Path) -> None:
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(models.EMBEDDED / name, folder / name)
+
+
+class Opener:
+    """Opens engines of one kind on folders with the weights of torch models."""
+
+    def __init__(self, name: str, folder: Path, patched: pytest.MonkeyPatch) -> None:
+        """Skips the test if the engine's library is not installed."""
+        if name == "mlx":
+            pytest.importorskip("mlx_lm", reason="mlx-lm is not installed; run make test-mlx")
+        if name == "vllm":
+            if installed_version() is None:
+                pytest.skip("vLLM is not installed; run make test-vllm")
+            patched.setenv("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles a function when it samples
+        self.name, self._folder, self._number = name, folder, 0
+
+    def folder(self, model: Any) -> Path:
+        """A folder with the weights, config and tokenizer."""
+        self._number += 1
+        folder = self._folder / str(self._number)
+        save_model(model, folder)
+        return folder
+
+    def __call__(self, model: Any, *, step: int = 0, **settings: Any) -> Engine:
+        return self.open(self.folder(model), step=step, **settings)
+
+    def open(self, folder: Path, *, step: int = 0, **settings: Any) -> Engine:
+        sizes: dict[str, Any] = {
+            "device": "cpu", "dtype": "float32", "slots": 4, "max_model_len": 64
+        }  # fmt: skip
+        if self.name == "vllm":
+            sizes["vllm_args"] = {"enforce_eager": True}
+        factory = registry.resolve("engine", self.name)
+        return factory.open(folder, EngineSettings(**{**sizes, **settings}), step=step)
 
 
 def requests(prompts: Sequence[Sequence[int]] = PROMPTS, siblings: int = 1) -> list[Request]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_data import TokenCounter
+from engine_data import Opener, TokenCounter
 from sample_data import tiny_model, token_logprobs
 
 from peralta_zmq import models
@@ -71,15 +71,15 @@ class Held(Game):
 
 
 def model_of(seed: int = 0) -> Any:
-    return tiny_model(seed=seed, vocab_size=468)
+    return tiny_model(seed=seed, vocab_size=468, head_dim=32)
 
 
 def native(tokenizer: Any, model: Any = None, *, length: int = 128) -> NativeEngine:
     return NativeEngine(model or model_of(), tokenizer, slots=4, max_model_len=length)
 
 
-def hf(tokenizer: Any, model: Any = None) -> HfEngine:
-    return HfEngine(model or model_of(), tokenizer, slots=4, max_model_len=128)
+def hf(tokenizer: Any) -> HfEngine:
+    return HfEngine(model_of(), tokenizer, slots=4, max_model_len=128)
 
 
 class Recorder:
@@ -128,14 +128,11 @@ def scored(model: Any, completion: Completion) -> np.ndarray:
         return token_logprobs(model, row)[0, len(completion.prompt_ids) :].numpy()
 
 
-ENGINES: dict[str, Callable[..., Any]] = {"native": native, "hf": hf}
-
-
-@pytest.mark.parametrize("name", ENGINES)
 def test_every_sampled_token_has_ratio_one_and_inserted_ones_none(
-    name: str, tokenizer: Any
+    opener: Opener, tokenizer: Any
 ) -> None:
-    groups = play(ENGINES[name](tokenizer), tokenizer, Game())
+    engine = opener(model_of(), max_model_len=128)
+    groups = play(engine, tokenizer, Game())
     for completion in groups["1"]:
         rollout = rollout_of(completion, 0.5)
         sampled = completion.policy_steps >= 0
@@ -143,7 +140,7 @@ def test_every_sampled_token_has_ratio_one_and_inserted_ones_none(
         assert (np.diff(sampled.astype(int), prepend=0) == 1).sum() == 3  # turns
         assert (completion.logprobs[~sampled] == 0).all()
         difference = (completion.logprobs - scored(model_of(), completion))[sampled]
-        assert np.abs(difference).max() < 1e-5  # rounding; logprobs of other tokens differ by 1
+        assert np.abs(difference).max() < 1e-4  # rounding; logprobs of other tokens differ by 1
     (one_turn, *_) = groups["2"]
     assert (one_turn.policy_steps == 0).all() and one_turn.messages == ()
 
@@ -171,12 +168,13 @@ def test_sampled_ids_are_kept_and_only_the_reply_is_tokenized(tokenizer: Any) ->
         assert completion.text == messages[-1].content
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_end_token_outside_of_the_special_ones_is_not_doubled(name: str, tokenizer: Any) -> None:
+def test_end_token_outside_of_the_special_ones_is_not_doubled(
+    opener: Opener, tokenizer: Any
+) -> None:
     """As <|end|> of Phi-3 and <|eom_id|> of Llama 3.1."""
     model = model_of()
     model.generation_config.eos_token_id = list(range(3, 468))
-    engine = ENGINES[name](tokenizer, model)
+    engine = opener(model, max_model_len=128)
     for completion in play(engine, tokenizer, Game(1), [TURNS])["1"]:
         first = int(np.flatnonzero(completion.policy_steps < 0)[0])
         assert int(completion.token_ids[first - 1]) not in tokenizer.all_special_ids
@@ -207,8 +205,10 @@ def test_earlier_turns_are_not_computed_again(
     assert longest_kept == len(reply) + 1 < longest_computed
 
 
-def test_weights_that_change_between_turns_compute_the_context_again(tokenizer: Any) -> None:
-    engine, game = native(tokenizer), Held()
+def test_weights_that_change_between_turns_compute_the_context_again(
+    opener: Opener, tokenizer: Any
+) -> None:
+    engine, game = opener(model_of(), max_model_len=128), Held()
 
     def between_steps() -> None:
         if len(game.seen) == 3 and engine.step == 0:
@@ -222,7 +222,7 @@ def test_weights_that_change_between_turns_compute_the_context_again(tokenizer: 
         for step, seed in ((0, 0), (7, 1)):
             of_step = completion.policy_steps == step
             difference = completion.logprobs - scored(model_of(seed), completion)
-            assert np.abs(difference[of_step]).max() < 1e-5
+            assert np.abs(difference[of_step]).max() < 1e-4
 
 
 def test_other_completions_are_sampled_while_a_reply_is_computed(tokenizer: Any) -> None:

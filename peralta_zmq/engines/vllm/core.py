@@ -97,6 +97,7 @@ class Core:
     def reload(self, folder: str) -> None:
         """Replace the weights; running requests keep their keys and values."""
         self._engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        self._engine.apply_model(pack_shared_head)
         self._num_reloads += 1
 
     def differing_tensor(self, folder: str) -> str | None:
@@ -106,6 +107,21 @@ class Core:
     def _abort(self, indices: Sequence[int]) -> None:
         ids = [self._ids.pop(index) for index in indices if index in self._ids]
         self._engine.abort_request(ids, internal=True)
+
+
+def pack_shared_head(model: torch.nn.Module) -> None:
+    """Repack an output layer with the weight of the embeddings, which vLLM's reload does not.
+
+    vLLM keeps a packed copy of the weight on a CPU.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import (  # pyright: ignore
+        UnquantizedEmbeddingMethod,
+    )
+
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedEmbeddingMethod):
+            method.process_weights_after_loading(module)
 
 
 class Comparison:

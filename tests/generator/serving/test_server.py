@@ -15,17 +15,16 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from engine_data import Opener
 from openai import OpenAI
 from real_programs import RealRun, until
 
 from peralta_zmq import models
 from peralta_zmq.config import Config
-from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.generator import serving
 from peralta_zmq.generator.serving.engine import MAX_WAITING, ServingEngine
 from peralta_zmq.generator.serving.server import ChatServer
-from peralta_zmq.registry import EngineSettings
 from peralta_zmq.rollout import Message, Request, Sampling
 from tools.link_proxy import free_ports
 
@@ -37,11 +36,10 @@ GREEDY = Sampling(temperature=0.0, max_completion_length=30)
 class Scene:
     """A chat server, its engine and clients."""
 
-    def __init__(self, stack: ExitStack) -> None:
-        settings = EngineSettings(device="cpu", dtype="float32", slots=8, max_model_len=128)
-        self.native = NativeEngine.open(models.EMBEDDED, settings, step=7)
+    def __init__(self, stack: ExitStack, opener: Opener) -> None:
+        self.sampler = opener.open(models.EMBEDDED, slots=8, max_model_len=128, step=7)
         self.tokenizer = models.load_tokenizer(models.EMBEDDED)
-        self.engine = ServingEngine(self.native, slots=16)
+        self.engine = ServingEngine(self.sampler, slots=16)
         self._stack, self._is_over, self._may_run = stack, threading.Event(), threading.Event()
         self.num_trained = 0
         self.resume()
@@ -84,8 +82,14 @@ class Scene:
 
 
 @pytest.fixture
-def scene(stack: ExitStack) -> Scene:
-    return Scene(stack)
+def scene(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stack: ExitStack,
+) -> Scene:
+    """With the engine that EVERY_ENGINE names, else the native one."""
+    return Scene(stack, Opener(getattr(request, "param", "native"), tmp_path, monkeypatch))
 
 
 @pytest.fixture
@@ -101,13 +105,15 @@ def client_of(stack: ExitStack) -> Callable[..., OpenAI]:
 
 
 ClientOf = Callable[..., OpenAI]
+EVERY_ENGINE = pytest.mark.parametrize("scene", ["native", "mlx", "vllm"], indirect=True)
 
 
+@EVERY_ENGINE
 def test_reply_is_what_the_engine_samples_with_logprobs_and_usage(
     scene: Scene, client_of: ClientOf
 ) -> None:
     prompt_ids = np.array(scene.prompt(HELLO[0]["content"]), np.int32)
-    (expected,) = scene.native.generate([Request(0, prompt_ids)], GREEDY)
+    (expected,) = scene.sampler.generate([Request(0, prompt_ids)], GREEDY)
     client = client_of(scene.serve().port)
     assert [model.id for model in client.models.list()] == ["demo"]
     options: Any = {"messages": HELLO, "model": "demo", "temperature": 0, "max_tokens": 30}
@@ -139,6 +145,7 @@ def test_reply_is_what_the_engine_samples_with_logprobs_and_usage(
     assert {chunk.system_fingerprint for chunk in chunks} == {"step-7"}
 
 
+@EVERY_ENGINE
 def test_choices_stop_strings_and_seed_are_honoured(scene: Scene, client_of: ClientOf) -> None:
     client = client_of(scene.serve().port)
 
