@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig
 
 from peralta_zmq import models
@@ -26,7 +25,13 @@ from peralta_zmq.engines.rows import Rows, check_cache_memory, end_token_ids, re
 from peralta_zmq.engines.vllm.core import NewRequest, Token
 from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
 from peralta_zmq.engines.vllm.refusals import OTHERS, check_arguments, check_sampling
-from peralta_zmq.errors import ConfigError, EngineProcessError, OutageError, StoreError
+from peralta_zmq.errors import (
+    ConfigError,
+    EngineError,
+    EngineProcessError,
+    OutageError,
+    StoreError,
+)
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Completion, Request, Sampling
 
@@ -72,7 +77,9 @@ def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> Engine:
             config, dtype, slots=settings.slots, max_model_len=max_model_len
         )
     check_arguments(settings.vllm_args)
-    arguments |= settings.vllm_args
+    # The trainer computes logits in float32, too.
+    overrides = {"head_dtype": "float32", **settings.vllm_args.get("hf_overrides", {})}
+    arguments |= {**settings.vllm_args, "hf_overrides": overrides}
     return Engine(folder, arguments, tokenizer, end_ids, shapes, step=step, slots=settings.slots)
 
 
@@ -211,7 +218,11 @@ class Engine:
                 prompts = {each.prompt_ids.tobytes(): each.prompt_ids for each in waiting.values()}
                 num_new = sum(map(len, prompts.values()))
                 tokens = self._call(core, "step", started, dropped, prompt_tokens=num_new)
-                self._append(rows, waiting, tokens)
+                try:
+                    self._append(rows, waiting, tokens)
+                except EngineError:
+                    self.close()  # keys and values that are not finite would stay in its cache
+                    raise
                 dropped = []
                 for row in rows.ended():
                     completion = rows.completion(row)
@@ -294,7 +305,7 @@ def saved(weights: Mapping[str, torch.Tensor]) -> Generator[Path]:
             scratch = tempfile.TemporaryDirectory(prefix="peralta-vllm-")
             folder = Path(stack.enter_context(scratch))
             models.save_weights(weights, folder)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise OutageError(
                 f"temporary files of weights for vLLM cannot be written: {error}; make room for "
                 "them or set TMPDIR"

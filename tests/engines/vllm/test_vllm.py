@@ -35,7 +35,7 @@ from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
 from peralta_zmq.engines.vllm.refusals import installed_version
 from peralta_zmq.errors import ConfigError, EngineProcessError, OutageError
 from peralta_zmq.registry import EngineSettings, WeightUpdate
-from peralta_zmq.rollout import Completion, Request, Sampling
+from peralta_zmq.rollout import Completion, Message, Request, Sampling
 
 BLOCK = 32  # tokens of a block of vLLM's cache
 LOOP = """
@@ -219,13 +219,21 @@ def test_new_prompt_does_not_use_the_cache_of_earlier_weights(engine: Any) -> No
 # Settings.
 
 
-def test_bfloat16_weights_have_float32_logprobs(tmp_path: Path) -> None:
-    """Logprobs in bfloat16 would be multiples of 2^-7 or larger, except near 0."""
-    save_model(sharp_model(), tmp_path)
-    with closing(opened(tmp_path, dtype="bfloat16")) as engine:
-        completions = sampled(engine, Sampling(max_completion_length=12))
-    logprobs = torch.from_numpy(np.concatenate([each.logprobs for each in completions]))
-    assert (logprobs != logprobs.bfloat16().float()).float().mean() > 0.9
+def test_bfloat16_model_has_logits_and_logprobs_in_float32(tokenizer: Any) -> None:
+    """Logprobs are closer to those of the trainer than with logits in bfloat16."""
+    cpu, errors = torch.device("cpu"), list[float]()
+    model = models.load_model(models.EMBEDDED, device=cpu, dtype=torch.float32)
+    texts = [f"add {n} to the product of {n + 1} and 3." for n in range(2, 8)]
+    prompts = [models.chat_prompt(tokenizer, [Message("user", text)]) for text in texts]
+    for overrides in ({}, {"head_dtype": "model"}):
+        arguments = {"enforce_eager": True, "hf_overrides": overrides}
+        engine = opened(models.EMBEDDED, dtype="bfloat16", vllm_args=arguments)
+        sampling = Sampling(max_completion_length=12)
+        with closing(engine):
+            completions = sampled(engine, sampling, requests(prompts, siblings=4))
+        differences = [each.logprobs - scored(model, each, 1.0) for each in completions]
+        errors.append(float(np.abs(np.concatenate(differences)).mean()))
+    assert errors[0] < errors[1] / 2
 
 
 def test_completions_are_replaced_at_once(engine: Any) -> None:
