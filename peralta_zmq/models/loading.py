@@ -214,7 +214,7 @@ class FolderWeights(Mapping[str, torch.Tensor]):
 def save_weights(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write model*.safetensors files in `folder`, each with about SHARD_BYTES of tensors.
 
-    Reads one shard at a time from `weights`, which may be a lazy mapping.
+    Reads one shard at a time from `weights`, which may be a lazy mapping. Raises OSError.
     """
     shard, num_bytes, num_shards = dict[str, torch.Tensor](), 0, 0
     for number, (name, tensor) in enumerate(weights.items(), start=1):
@@ -222,7 +222,11 @@ def save_weights(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
         num_bytes += tensor.nbytes
         if num_bytes >= SHARD_BYTES or number == len(weights):
             num_shards += 1
-            save_file(shard, folder / f"model-{num_shards:05}.safetensors", {"format": "pt"})
+            file = folder / f"model-{num_shards:05}.safetensors"
+            try:
+                save_file(shard, file, {"format": "pt"})
+            except SafetensorError as error:
+                raise OSError(str(error)) from None
             shard, num_bytes = {}, 0
 
 

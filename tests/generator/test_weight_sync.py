@@ -70,15 +70,15 @@ def test_rejected_version_changes_nothing_and_a_later_one_is_applied(
 
 
 class FullDisk(FakeEngine):
-    """Has no room for new weights until `is_full` is False."""
+    """Has no room for new weights while `is_full`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_full, self.num_tries = True, 0
+        self.is_full, self.num_failures = False, 0
 
     def apply(self, update: WeightUpdate) -> None:
-        self.num_tries += 1
         if self.is_full:
+            self.num_failures += 1
             raise OutageError("disk full")
         super().apply(update)
 
@@ -89,16 +89,15 @@ def test_weights_that_cannot_be_written_are_applied_after_the_outage(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    weights, engine = ServedWeights(subscriber, publish(store, 1, 1.0)), FullDisk()
-    newest = publish(store, 2, 2.0)
-    subscriber.notify(newest.number)
-    while engine.num_tries == 0:  # the test's deadline ends a hang
+    first = apply_until(engine := FullDisk(), subscriber, publish(store, 1, 1.0), 1)
+    weights, newest, engine.is_full = ServedWeights(subscriber, first), publish(store, 2, 2.0), True
+    while engine.num_failures == 0:  # the test's deadline ends a hang
         subscriber.poll(timeout=0.2)
         weights.refresh(engine, num_in_flight=1)
     for _ in range(9):  # between two tokens
         weights.refresh(engine, num_in_flight=1)
-    assert (engine.num_tries, weights.version.step) == (1, 1)
-    assert caplog.messages == ["weights not applied, trying again: reason=disk full"]
+    assert (engine.num_failures, weights.version.step) == (1, 1)
+    assert caplog.messages[-1] == "weights not applied, trying again: reason=disk full"
     engine.is_full = False
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + weight_sync.LOG_SECONDS)
