@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 import torch
 
 from peralta_zmq import registry
+from peralta_zmq.engines.loading import read_config
 from peralta_zmq.engines.vllm import refusals
 from peralta_zmq.errors import ConfigError, import_extra
 from peralta_zmq.registry import EngineSettings, LiveEngineFactory
@@ -57,9 +58,10 @@ def choose_engine(
     """The engine for `engine.name`, and the reason.
 
     The automatic choice takes the native engine for sampling options (`samplings`) that vLLM lacks,
-    and, with the `folder` of the model, for models that mlx-lm lacks. Raises ConfigError if the
-    engine lacks a setting, a sampling option or its library, and StoreError for a folder without a
-    readable config.json.
+    and, with the `folder` of the model, for models that mlx-lm or vLLM lack. Raises ConfigError if
+    the engine lacks a setting, a sampling option, its library or, engine mlx, the model, and
+    StoreError for a folder without a readable config.json. Engine vllm may run models that vLLM
+    lacks with transformers' code; its start shows whether it can.
     """
     machine = machine or this_machine()
     chosen, reason = name, "set by engine.name"
@@ -68,6 +70,8 @@ def choose_engine(
     elif name == "vllm":
         _check_vllm(settings, samplings, machine)
     _check(chosen, settings, f" ({reason})" if name == AUTO else "")
+    if name == "mlx" and folder is not None:
+        _check_mlx_model(folder, settings)
     return chosen, reason
 
 
@@ -78,27 +82,28 @@ def _automatic(
     if machine.is_apple:
         if not machine.has_mlx:
             return "native", "auto: mlx-lm is not installed; pip install 'peralta_zmq[mlx]'"
-        if folder is not None and (reason := _mlx_lacks(folder, settings.max_model_len)):
-            return "native", f"auto: {reason}"
+        try:
+            if folder is not None:
+                _check_mlx_model(folder, settings)
+        except ConfigError as error:
+            return "native", f"auto: {error}"
         return "mlx", "auto: Apple silicon with mlx-lm"
     if machine.has_cuda and settings.device.startswith(("auto", "cuda")):
         try:
             _check_vllm(settings, samplings, machine)
+            if folder is not None:
+                refusals.check_model(read_config(folder))
         except ConfigError as error:
             return "native", f"auto: {error}"
         return "vllm", f"auto: CUDA with vLLM {machine.vllm}"
     return "native", "auto: neither Apple silicon nor CUDA"
 
 
-def _mlx_lacks(folder: Path, max_model_len: int) -> str:
-    """Why engine mlx cannot serve the model in `folder`; empty if it can."""
-    from peralta_zmq.engines.mlx.model import check_config, read_config
+def _check_mlx_model(folder: Path, settings: EngineSettings) -> None:
+    """Raise ConfigError if engine mlx cannot serve the model in `folder`."""
+    from peralta_zmq.engines.mlx.model import check_config
 
-    try:
-        check_config(read_config(folder), max_model_len=max_model_len)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    check_config(read_config(folder), max_model_len=settings.max_model_len)
 
 
 def _check(name: str, settings: EngineSettings, why: str) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -47,6 +49,12 @@ def loading_errors(folder: Path) -> Generator[None]:
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise StoreError(f"model folder {folder} cannot be loaded: {reason}") from None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a model folder. Raises StoreError."""
+    with loading_errors(folder):
+        return json.loads((folder / "config.json").read_bytes())
 
 
 class AdapterMerger:

@@ -152,6 +152,18 @@ def test_automatic_choice_is_native_for_a_model_that_mlx_lacks(tmp_path: Path) -
     config.write_text('{"model_type": "bigbird"}')
     engine, reason = choose_engine("auto", EngineSettings(), machine=machine, folder=tmp_path)
     assert engine == "native" and "auto: engine 'mlx' has no model 'bigbird'" in reason
+    with pytest.raises(ConfigError, match="no model 'bigbird'"):
+        choose_engine("mlx", EngineSettings(), machine=machine, folder=tmp_path)
     config.write_text("{")
     with pytest.raises(StoreError, match="cannot be loaded"):  # not hidden by another engine
         choose_engine("auto", EngineSettings(), machine=machine, folder=tmp_path)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_automatic_choice_is_native_for_a_model_that_vllm_lacks(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    assert choose_engine("auto", EngineSettings(), machine=GPU, folder=tmp_path)[0] == "vllm"
+    config.write_text('{"architectures": ["BigBirdForCausalLM"]}')
+    engine, reason = choose_engine("auto", EngineSettings(), machine=GPU, folder=tmp_path)
+    assert engine == "native" and "auto: engine 'vllm' has no model BigBirdForCausalLM" in reason

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from peralta_zmq import models
-from peralta_zmq.engines.loading import AdapterMerger, loading_errors
-from peralta_zmq.engines.mlx.model import OTHERS, MlxModel, check_config, read_config
+from peralta_zmq.engines.loading import AdapterMerger, loading_errors, read_config
+from peralta_zmq.engines.mlx.model import OTHERS, MlxModel, check_config
 from peralta_zmq.engines.mlx.sampler import sample
 from peralta_zmq.engines.rows import (
     GIB,

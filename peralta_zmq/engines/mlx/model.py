@@ -6,9 +6,7 @@ Letters in shapes: n rows, P tokens of the longest prompt, V vocabulary.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx  # pyright: ignore[reportMissingImports]
@@ -19,19 +17,12 @@ from mlx_lm.models.cache import make_prompt_cache  # pyright: ignore[reportMissi
 from mlx_lm.utils import MODEL_REMAPPING, _get_classes  # pyright: ignore
 
 from peralta_zmq import models
-from peralta_zmq.engines.loading import loading_errors
 from peralta_zmq.errors import ConfigError
 
 OTHERS = "set engine.name to native or hf"  # which can do what is refused here
 UNBATCHED = ("gemma2",)  # its attention applies the mask of one completion to another
 GROUP_SIZE = 64  # weights that share a scale when quantized
 PREFILL_TOKENS = 2048  # positions of all prompts computed at once
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a model folder. Raises StoreError."""
-    with loading_errors(folder):
-        return json.loads((folder / "config.json").read_bytes())
 
 
 def check_config(config: Mapping[str, Any], *, max_model_len: int) -> None:

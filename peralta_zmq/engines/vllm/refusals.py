@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -59,6 +61,18 @@ def check_version(version: str | None, *, has_cuda: bool) -> None:
         f"engine.name 'vllm' needs vLLM {SUPPORTED}, but {found}; "
         f"pip install '{package}{SUPPORTED}'"
     )
+
+
+def check_model(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a config.json whose architecture vLLM does not implement itself."""
+    package = importlib.util.find_spec("vllm")
+    if package is None or package.origin is None:
+        return
+    # Importing it would take seconds.
+    registry = Path(package.origin).with_name("model_executor") / "models" / "registry.py"
+    names, known = config.get("architectures") or [], registry.read_text("utf-8")
+    if not any(f'"{name}"' in known for name in names):
+        raise ConfigError(f"engine 'vllm' has no model {' or '.join(names)}; {OTHERS}")
 
 
 def check_sampling(sampling: Sampling) -> None:

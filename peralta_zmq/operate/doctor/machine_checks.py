@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from peralta_zmq.config import Config
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate.doctor.checks import Check
 
 PACKAGE = "peralta_zmq"
@@ -100,9 +101,12 @@ def check_device(config: Config) -> Check:
 
 def check_engine(config: Config) -> Check:
     """Report which engine a generator runs here, and why. Raises ConfigError if it cannot run."""
-    from peralta_zmq import build, registry
+    from peralta_zmq import build, models, registry
 
-    name, reason = build.choose_engine(config)
+    folder = None
+    with suppress(ConfigError):  # a generator gets its model from the trainer
+        folder = models.model_folder(config.model.name)
+    name, reason = build.choose_engine(config, folder)
     registry.resolve("engine", name)
     return Check(True, f"{name} ({reason})")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -80,6 +82,16 @@ def test_engine_check_refuses_an_option_that_the_engine_lacks() -> None:
         machine_checks.check_engine(
             load_config("doctor", ["--engine.name=hf", "--engine.quantize=4"])
         )
+
+
+@pytest.mark.skipif(find_spec("mlx_lm") is None, reason="mlx-lm is not installed")
+def test_engine_check_refuses_a_model_that_mlx_lacks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bigbird"}')
+    settings = ["--engine.name=mlx", "--model.name", str(tmp_path)]
+    with pytest.raises(ConfigError, match="engine 'mlx' has no model 'bigbird'"):
+        machine_checks.check_engine(load_config("doctor", settings))
+    elsewhere = [*settings[:-1], str(tmp_path / "missing")]  # on the trainer's machine
+    assert machine_checks.check_engine(load_config("doctor", elsewhere)).ok
 
 
 def test_unavailable_device_raises() -> None:
