@@ -113,6 +113,13 @@ class Sampling:
         return replace(self, temperature=self.schedule(policy_step), schedule=None)
 
 
+class GroupSampling(NamedTuple):
+    """How the completions of a problem are sampled."""
+
+    num_generations: int
+    sampling: Sampling
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request for one completion of a prompt."""
@@ -124,9 +131,10 @@ class Request:
     # engine then needs to compute the keys and values of the inserted tokens only.
     continues: int | None = None  # index of the earlier request
     may_continue: bool = False  # whether another request may continue this one
-    sampling: Sampling | None = None
-    """Parameters of this request; None = those of the call of `generate`. With parameters of its
-    own, the random numbers of a request depend on its seed only, and not on its index."""
+    sampling: Sampling | None = None  # None = the parameters of the call of `generate`
+    is_standalone: bool = False
+    """Not one of a group: no other prompt begins like this one, and the random numbers depend on
+    the seed of the sampling parameters only, and not on the index."""
     resumes: Completion | None = None
     """The partial completion to resume: its tokens are kept, with their logprobs and policy steps,
     and count towards all limits."""

@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from peralta_zmq import build
-from peralta_zmq.config import Config, load_config
+from peralta_zmq.config import Config, load_config, write_resolved
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.rollout import Message, Problem, Sampling, Score
 
@@ -191,6 +192,73 @@ def test_evaluation_has_its_own_temperature_and_length(tmp_path: Path) -> None:
     warm = sampling_of(tmp_path, text + "temperature = 0.6\n")[1]
     assert (warm.temperature, warm.top_p) == (0.6, 0.5)
     assert sampling_of(tmp_path, several + "temperature = 0\n")[1].temperature == 0.0
+
+
+TWO_GROUP_SIZES = """
+[[env]]
+task = "own.sized"
+num_generations = 16
+sampling = { temperature = 0.8, max_completion_length = 100, stop = "END" }
+rollouts_per_example = 4
+eval_sampling = { max_completion_length = 200, top_k = 5 }
+[[env]]
+name = "plain"
+task = "own.sized"
+[sampling]
+temp_scheduler = "linear"
+temp_start = 1.0
+temp_end = 0.5
+"""
+
+
+def test_environment_has_its_own_group_size_sampling_and_evaluation(tmp_path: Path) -> None:
+    config = load(tmp_path, TWO_GROUP_SIZES)
+    own = Sampling(temperature=0.8, max_completion_length=100, stop=("END",), seed=3)
+    assert build.sampling_overrides(config, seed=3) == {"own.sized": (16, own)}
+    longer = replace(own, max_completion_length=200, top_k=5)
+    assert build.eval_sampling_overrides(config, seed=3) == {"own.sized": (4, longer)}
+    assert config.group_sizes == {"own.sized": 16, "plain": 8}
+    assert (config.max_completion_length, config.groups_per_step) == (100, 11)  # 128 / 12
+    write_resolved(config, tmp_path)
+    assert load_config("bin/x", ["@", str(tmp_path / "config.toml")]) == config
+
+
+def test_environment_that_is_only_evaluated_has_its_own_evaluation(tmp_path: Path) -> None:
+    text = """
+    [eval]
+    temperature = 0.5
+    [[eval.env]]
+    task = "own.sized"
+    rollouts_per_example = 2
+    eval_sampling = { top_p = 0.9, stop = [] }
+    [[eval.env]]
+    name = "greedy"
+    task = "own.sized"
+    eval_sampling = { temperature = 0, max_completion_length = 9 }
+    [sampling]
+    stop = "END"
+    """
+    assert build.eval_sampling_overrides(load(tmp_path, text), seed=3) == {
+        "own.sized": (2, Sampling(temperature=0.5, top_p=0.9, seed=3)),
+        "greedy": (1, Sampling(temperature=0.0, max_completion_length=9, stop=("END",))),
+    }
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("[[env]]\nnum_generations = 6", "batch_size 128 is not a multiple of env.num_generations 6"),
+    ("[[env]]\nnum_generations = 1", "env.0.num_generations = 1 is wrong: should be greater than"),
+    ("[[env]]\nsampling = { temperature = 0 }", "env.0.sampling.temperature = 0 is wrong"),
+    ("[[env]]\nsampling = { top_q = 1 }", "unknown setting top_q in [[env.sampling]]; did you m"),
+    ("[[env]]\nsampling = { num_generations = 4 }", "setting num_generations in [[env.sampling]]"),
+    ("[[eval.env]]\nnum_generations = 4",
+     "eval.env.num_generations has no effect in evaluations; set eval.env.rollouts_per_example"),
+    ("[[eval.env]]\nsampling = { top_k = 5 }",
+     "eval.env.sampling has no effect in evaluations; set eval.env.eval_sampling"),
+])  # fmt: skip
+def test_invalid_override_of_an_environment_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    assert message in error_of(tmp_path, text)
 
 
 TWO_TASKS = """

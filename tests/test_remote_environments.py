@@ -42,6 +42,9 @@ def run(tmp_path: Path, port: int) -> Iterator[RealRun]:
         [[env]]
         task = "calculator"
         train = "math_10k"
+        num_generations = 3
+        sampling = {{ temperature = 0.7, max_completion_length = 7 }}
+        rollouts_per_example = 1
         [curriculum]
         env_ratios = [1, 1]
         """
@@ -100,8 +103,13 @@ def test_generators_evaluate_while_training_goes_on(run: RealRun, tmp_path: Path
     assert sorted(rows) in ([3, 6, 8], [3, 8])  # the run may end before the second evaluation
     assert rows[3]["policy_steps"][0] >= 3
     names = ["remote/avg@2", "remote/pass@1", "remote/pass@2",
-             "calculator/avg@2", "calculator/pass@1", "calculator/pass@2"]  # fmt: skip
+             "calculator/avg@1", "calculator/pass@1"]  # fmt: skip
     assert list(rows[3]["figures"]) == names
     accounting = json.loads((run.folder / "summary.json").read_text())["accounting"]
     assert accounting["evaluated"] >= 8  # 4 examples of each of two environments
     assert run.broken(max_steps=8) == {}
+    sizes = {(name, len(rewards)) for name, rewards in groups_of(run)}
+    assert sizes == {("remote", 4), ("calculator", 3)}
+    for row in read_rows(run.folder / "metrics.jsonl"):
+        assert 16 <= row["num_rollouts"] < 20
+        assert row["mismatch_kl"] < 1e-3  # the trainer has the temperature of each environment

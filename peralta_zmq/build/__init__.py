@@ -10,6 +10,7 @@ environments  problems, reward functions and demonstrations
 from peralta_zmq.build.components import (
     base_folder,
     choose_engine,
+    eval_sampling_overrides,
     learning_rate_schedule,
     load_policy,
     make_advantage,
@@ -23,7 +24,7 @@ from peralta_zmq.build.components import (
     make_sampling,
     make_scorer,
     reference_models_used,
-    temperature_schedule,
+    sampling_overrides,
     weight_update,
 )
 from peralta_zmq.build.environments import (
@@ -36,6 +37,7 @@ from peralta_zmq.build.environments import (
 __all__ = [
     "base_folder",
     "choose_engine",
+    "eval_sampling_overrides",
     "learning_rate_schedule",
     "load_policy",
     "make_advantage",
@@ -53,6 +55,6 @@ __all__ = [
     "make_scorer",
     "open_environments",
     "reference_models_used",
-    "temperature_schedule",
+    "sampling_overrides",
     "weight_update",
 ]

@@ -21,6 +21,7 @@ from peralta_zmq import models, registry
 from peralta_zmq.build.environments import make_demonstrations
 from peralta_zmq.config import Config
 from peralta_zmq.config.objective_sections import AdvantageSection, CustomFilter, LossSection
+from peralta_zmq.config.training_sections import EnvSection, SamplingSection
 from peralta_zmq.engines import choice
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.advantages import AdvantageFunction, Filter, RewardShaping
@@ -36,7 +37,7 @@ from peralta_zmq.learning.user_functions import FunctionKind, checked_function
 from peralta_zmq.models import lora
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.registry import EngineSettings, WeightUpdate
-from peralta_zmq.rollout import Sampling, TemperatureSchedule
+from peralta_zmq.rollout import GroupSampling, Sampling, TemperatureSchedule
 from peralta_zmq.weights.subscriber import PendingWeights
 from peralta_zmq.weights.version import Version
 
@@ -75,7 +76,10 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
             max_tokens=train.max_tokens_per_microbatch,
             oversize=train.oversize,
             share_prompts=scorer.packs,
-            temperature=temperature_schedule(config) or config.sampling.temperature or 1.0,
+            temperatures={
+                env.label: _temperature(config, config.sampling_of(env))
+                for env in config.environments
+            },
         ),
         num_minibatches=train.num_minibatches,
         num_iterations=train.num_iterations,
@@ -319,7 +323,9 @@ def make_live_engine(
 
 def choose_engine(config: Config, folder: Path | None = None) -> tuple[str, str]:
     """The engine of this machine for the model in `folder`, if that is known, and the reason."""
-    samplings = [make(config, seed=config.run.seed) for make in (make_sampling, make_eval_sampling)]
+    seed = config.run.seed
+    samplings = [make_sampling(config, env, seed=seed) for env in config.environments]
+    samplings += [make_eval_sampling(config, env, seed=seed) for env in config.eval_environments]
     return choice.choose_engine(
         config.engine.name, engine_settings(config), samplings=samplings, folder=folder
     )
@@ -353,56 +359,77 @@ def base_folder(config: Config, version: Version) -> Path:
     return folder
 
 
-def make_sampling(config: Config, *, seed: int) -> Sampling:
-    """The sampling parameters of rollouts for training."""
-    section = config.sampling
+def make_sampling(config: Config, env: EnvSection | None = None, *, seed: int) -> Sampling:
+    """The sampling parameters of rollouts for training: of [sampling], or of an environment."""
+    section = config.sampling if env is None else config.sampling_of(env)
     excluded = {"num_generations", "stop", "max_completion_length", *TEMPERATURE_OPTIONS}
+    temperature = _temperature(config, section)
+    is_scheduled = isinstance(temperature, TemperatureSchedule)
     return Sampling(
         **section.model_dump(exclude=excluded),
-        temperature=section.temperature or 1.0,
-        schedule=temperature_schedule(config),
-        max_completion_length=config.max_completion_length,
+        temperature=1.0 if is_scheduled else temperature,
+        schedule=temperature if is_scheduled else None,
+        max_completion_length=section.max_completion_length or config.engine.max_model_len,
         fills_context=section.max_completion_length is None,
         stop=section.stop or (),
         seed=seed,
     )
 
 
-def make_eval_sampling(config: Config, *, seed: int) -> Sampling:
-    """The sampling parameters of an evaluation.
+def make_eval_sampling(config: Config, env: EnvSection | None = None, *, seed: int) -> Sampling:
+    """The sampling parameters of an evaluation: of [eval], or of an environment.
 
     One completion per problem is sampled greedily; with `eval.rollouts_per_example` above 1, the
     completions are sampled as in training. `eval.temperature` and `eval.max_completion_length`
-    replace these values. Stop strings are those of training.
+    replace these values, and `env.eval_sampling` all others. Stop strings are those of training.
     """
-    section = config.eval
-    sampling = make_sampling(config, seed=seed)
-    if section.max_completion_length is not None:
-        sampling = replace(
-            sampling, max_completion_length=section.max_completion_length, fills_context=False
-        )
-    temperature = section.temperature
-    if temperature is None and section.rollouts_per_example == 1:
-        temperature = 0.0
-    if temperature == 0.0:
-        return Sampling(
-            temperature=0.0,
+    section, sampling = config.eval, make_sampling(config, env, seed=seed)
+    num_completions = config.rollouts_per_example_of(env) if env else section.rollouts_per_example
+    own: dict[str, Any] = section.model_dump(include={"temperature", "max_completion_length"})
+    if env and env.eval_sampling:
+        own |= env.eval_sampling.model_dump(exclude_none=True)
+    own = {name: value for name, value in own.items() if value is not None}
+    if num_completions == 1:
+        own = {"temperature": 0.0, **own}
+    if "max_completion_length" in own:
+        own["fills_context"] = False
+    if "temperature" in own:
+        own["schedule"] = None
+    if own.get("temperature") == 0.0:
+        sampling = Sampling(
             max_completion_length=sampling.max_completion_length,
             fills_context=sampling.fills_context,
             stop=sampling.stop,
         )
-    return (
-        sampling
-        if temperature is None
-        else replace(sampling, temperature=temperature, schedule=None)
-    )
+    return replace(sampling, **own)
 
 
-def temperature_schedule(config: Config) -> TemperatureSchedule | None:
-    """The sampling temperature as a function of the policy step; None if constant."""
-    section = config.sampling
+def sampling_overrides(config: Config, *, seed: int) -> dict[str, GroupSampling]:
+    """The sampling for training of the environments that differ from [sampling], by label."""
+    return {
+        env.label: GroupSampling(
+            config.sampling_of(env).num_generations, make_sampling(config, env, seed=seed)
+        )
+        for env in config.environments
+        if env.num_generations or env.sampling
+    }
+
+
+def eval_sampling_overrides(config: Config, *, seed: int) -> dict[str, GroupSampling]:
+    """The sampling for evaluations of the environments that differ from [eval], by label."""
+    return {
+        env.label: GroupSampling(
+            config.rollouts_per_example_of(env), make_eval_sampling(config, env, seed=seed)
+        )
+        for env in config.eval_environments
+        if env.sampling or env.rollouts_per_example or env.eval_sampling
+    }
+
+
+def _temperature(config: Config, section: SamplingSection) -> float | TemperatureSchedule:
+    """The sampling temperature; a schedule is a function of the policy step."""
     if section.temp_scheduler is None:
-        return None
+        return section.temperature or 1.0
     assert section.temp_start is not None and section.temp_end is not None
     return TemperatureSchedule(
         section.temp_scheduler, section.temp_start, section.temp_end, config.train.max_steps

@@ -224,7 +224,7 @@ def make_reward_functions(
             functions.append(_own_function(env, task, options, label=label, weight=weight))
         else:
             function = registry.resolve("reward_function", name)
-            options = _group_options(config, name, function, options, example)
+            options = _group_options(config, env, name, function, options, example)
             is_bounded = getattr(function, "REWARD_IS_BOUNDED", False)
             functions.append(
                 RewardFunction(
@@ -261,6 +261,7 @@ def _own_function(
 
 def _group_options(
     config: Config,
+    env: EnvSection,
     name: str,
     function: Callable[..., Any],
     options: Mapping[str, Any],
@@ -268,9 +269,9 @@ def _group_options(
 ) -> dict[str, Any]:
     """The options of a function with TRL's signature, after checks.
 
-    A function with a parameter `max_completion_length` gets the run's value by default. Raises
-    ConfigError for an option that the function does not have, and for a parameter that neither the
-    options nor the fields of the problem supply.
+    A function with a parameter `max_completion_length` gets the environment's value by default.
+    Raises ConfigError for an option that the function does not have, and for a parameter that
+    neither the options nor the fields of the problem supply.
     """
     parameters = inspect.signature(function).parameters.values()
     named = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
@@ -285,7 +286,7 @@ def _group_options(
             )
     filled = dict(options)
     if "max_completion_length" in named:
-        filled.setdefault("max_completion_length", config.max_completion_length)
+        filled.setdefault("max_completion_length", config.max_completion_length_of(env))
     missing = [
         each.name
         for each in parameters

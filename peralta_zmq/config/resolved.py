@@ -119,9 +119,10 @@ def _without_null(value: Any) -> Any:
 def _settings(config: Config) -> Iterator[tuple[str, object]]:
     """Yield (section.leaf, value) of all settings.
 
-    The addresses of [[env]] are replaced by None, because a resumed run may change them.
+    Settings of [[env]] that a resumed run may change are replaced by None.
     """
-    yield "env", tuple(env.model_copy(update={"address": None}) for env in config.env)
+    free = {"address": None, "rollouts_per_example": None, "eval_sampling": None}
+    yield "env", tuple(env.model_copy(update=free) for env in config.env)
     for name, section in config:
         if name != "env":
             for leaf, value in section:

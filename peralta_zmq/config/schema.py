@@ -32,6 +32,8 @@ NEEDED_SETTINGS = (
     ("loss", "sft_batch_size", "sft_file"),
     ("generator", "token_file", "serve_port"),
 )
+# Settings of an [[env]] that have no effect in an [[eval.env]], and those that have.
+TRAINING_ONLY = {"num_generations": "rollouts_per_example", "sampling": "eval_sampling"}
 
 
 class Config(Section):
@@ -93,15 +95,40 @@ class Config(Section):
         evaluated = tuple(env.with_rewards_of(self.task) for env in self.eval.env)
         return evaluated or self.environments
 
+    def sampling_of(self, env: training.EnvSection) -> training.SamplingSection:
+        """The settings of [sampling] for an environment."""
+        own = env.sampling.model_dump(exclude_none=True) if env.sampling else {}
+        if "temperature" in own:
+            own |= dict.fromkeys(("temp_scheduler", "temp_start", "temp_end"))
+        if env.num_generations is not None:
+            own["num_generations"] = env.num_generations
+        return self.sampling.model_copy(update=own)
+
+    def rollouts_per_example_of(self, env: training.EnvSection) -> int:
+        """Number of completions per problem in evaluations of an environment."""
+        return env.rollouts_per_example or self.eval.rollouts_per_example
+
     @property
     def max_completion_length(self) -> int:
-        """Maximum number of sampled tokens of a completion for training."""
-        return self.sampling.max_completion_length or self.engine.max_model_len
+        """Maximum number of sampled tokens of a completion for training, of all environments."""
+        return max(map(self.max_completion_length_of, self.environments))
+
+    def max_completion_length_of(self, env: training.EnvSection) -> int:
+        """Maximum number of sampled tokens of a completion for training in an environment."""
+        return self.sampling_of(env).max_completion_length or self.engine.max_model_len
+
+    @property
+    def group_sizes(self) -> dict[str, int]:
+        """Number of completions per problem in training, by label of the environment."""
+        return {env.label: self.sampling_of(env).num_generations for env in self.environments}
 
     @property
     def groups_per_step(self) -> int:
-        """Number of groups (problems with all their completions) per training step."""
-        return self.train.batch_size // self.sampling.num_generations
+        """Expected number of groups (problems with all their completions) per training step."""
+        sizes = self.group_sizes.values()
+        ratios = self.curriculum.env_ratios or [1.0] * len(sizes)
+        weighted = math.fsum(size * ratio for size, ratio in zip(sizes, ratios, strict=True))
+        return max(1, round(self.train.batch_size * math.fsum(ratios) / weighted))
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> Config:
@@ -153,12 +180,14 @@ def host_and_port(address: str, *, option: str) -> tuple[str, int]:
 
 
 def _check_batch(config: Config) -> None:
-    """Check that a batch consists of whole groups."""
-    batch_size, num_generations = config.train.batch_size, config.sampling.num_generations
-    if batch_size % num_generations:
+    """Check that a batch consists of whole groups, if all groups have the same size."""
+    batch_size, sizes = config.train.batch_size, {*config.group_sizes.values()}
+    num_generations = max(sizes)
+    if len(sizes) == 1 and batch_size % num_generations:
+        section = "sampling" if num_generations == config.sampling.num_generations else "env"
         below = max(1, batch_size // num_generations) * num_generations
         raise ConfigError(
-            f"train.batch_size {batch_size} is not a multiple of sampling.num_generations "
+            f"train.batch_size {batch_size} is not a multiple of {section}.num_generations "
             f"{num_generations}; use {below} or {below + num_generations}"
         )
 
@@ -300,6 +329,8 @@ def _check_environments(config: Config) -> None:
         for env in rows:
             _check_args(option, env)
             _check_rewards(option, env)
+    for env in config.eval.env:
+        _check_evaluation(env)
 
 
 def _check_environment_rows(option: str, environments: Sequence[training.EnvSection]) -> None:
@@ -313,6 +344,15 @@ def _check_environment_rows(option: str, environments: Sequence[training.EnvSect
     for env in environments:
         for address in env.address or ():
             host_and_port(address, option=f"{option}.address")
+
+
+def _check_evaluation(env: training.EnvSection) -> None:
+    """Check that an environment that is only evaluated has no settings of the training."""
+    for name, instead in TRAINING_ONLY.items():
+        if getattr(env, name) is not None:
+            raise ConfigError(
+                f"eval.env.{name} has no effect in evaluations; set eval.env.{instead} instead"
+            )
 
 
 def _check_verification(config: Config) -> None:

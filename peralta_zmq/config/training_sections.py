@@ -96,6 +96,25 @@ class DataSection(Section):
     """variables of the model's chat template, for example { enable_thinking = true }"""
 
 
+class EnvSampling(Section):
+    """Settings of [sampling] for one environment; None = as there."""
+
+    temperature: PositiveFloat | None = None
+    top_p: Fraction | None = None
+    top_k: NonNegativeInt | None = None
+    min_p: FractionOrZero | None = None
+    repetition_penalty: PositiveFloat | None = None
+    min_tokens: NonNegativeInt | None = None
+    max_completion_length: PositiveInt | None = None
+    stop: Strings | None = None
+
+
+class EnvEvalSampling(EnvSampling):
+    """The same for evaluations, in which a temperature of 0 means greedy."""
+
+    temperature: NonNegativeFloat | None = None
+
+
 class EnvSection(RewardSettings, DataSection):
     """An environment: a task with its data. A run with one environment uses [task] and [data]."""
 
@@ -106,6 +125,16 @@ class EnvSection(RewardSettings, DataSection):
     address: Names | None = None
     """http://HOST:PORT of the bin/verifier that runs the task, or several of them, which take turns
     and replace each other; None = no verifier"""
+    num_generations: Annotated[int, Field(ge=2)] | None = None
+    """completions per problem in training; None = sampling.num_generations"""
+    sampling: EnvSampling | None = None
+    """settings of [sampling] that differ in this environment, such as
+    { temperature = 0.8, max_completion_length = 64 }: temperature, top_p, top_k, min_p,
+    repetition_penalty, min_tokens, max_completion_length, stop"""
+    rollouts_per_example: PositiveInt | None = None
+    """completions per problem in evaluations; None = eval.rollouts_per_example"""
+    eval_sampling: EnvEvalSampling | None = None
+    """the same settings for evaluations of this environment; temperature 0 = greedy"""
 
     @property
     def label(self) -> str:
@@ -181,7 +210,8 @@ class TrainSection(Section):
     """Optimizer, batch and off-policy limits."""
 
     batch_size: PositiveInt = 128
-    """rollouts per training step, a multiple of sampling.num_generations"""
+    """rollouts per training step, a multiple of sampling.num_generations; if that differs between
+    environments, at least as many rollouts"""
     token_batch_size: PositiveInt | None = None
     """tokens per training step (prompts and completions), instead of batch_size"""
     max_steps: PositiveInt = 80

@@ -190,7 +190,14 @@ class Episodes:
             return False
         episode.messages += reply
         index = last.index + TURN_STRIDE
-        episode.request = Request(index, prompt_ids, room, continues=last.index, may_continue=True)
+        episode.request = Request(
+            index,
+            prompt_ids,
+            room,
+            continues=last.index,
+            may_continue=True,
+            sampling=episode.request.sampling,
+        )
         self._request(episode)
         return True
 

@@ -108,8 +108,9 @@ class HfEngine:
             batch, has_more = read_requests(
                 source, sampling, limit=self._slots, max_model_len=self.max_model_len
             )
-            # A request with sampling parameters of its own is a batch of its own.
-            for _, group in groupby(batch, lambda each: each.sampling and each.index):
+            # The requests of a batch have the same sampling parameters; a standalone request is a
+            # batch of its own.
+            for _, group in groupby(batch, _batch_key):
                 part = list(group)
                 yield from self._sample(part, part[0].sampling or sampling)
             if between_steps is not None:
@@ -136,7 +137,7 @@ class HfEngine:
                 MinNewTokensLengthLogitsProcessor(num_prompt, sampling.min_tokens, self._end_ids)
             )
         with torch.inference_mode(), torch.random.fork_rng():
-            index = requests[0].index if requests[0].sampling is None else 0
+            index = 0 if requests[0].is_standalone else requests[0].index
             torch.manual_seed(zlib.crc32(f"{sampling.seed}/{index}".encode()))
             sequences = cast(Any, self._model).generate(
                 input_ids=token_ids,
@@ -198,6 +199,11 @@ class HfEngine:
             if token in self._end_ids or has_stop(self._tokenizer, ids[:length], sampling.stop):
                 return length
         return len(ids)
+
+
+def _batch_key(request: Request) -> object:
+    """Equal for requests that may be in one batch."""
+    return request.sampling, request.is_standalone and request.index
 
 
 class LogprobRecorder(LogitsProcessor):

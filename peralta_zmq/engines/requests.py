@@ -7,9 +7,10 @@ the completions of a group are siblings.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from itertools import chain, count
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -18,7 +19,15 @@ from peralta_zmq import models
 from peralta_zmq.engines.episodes import TURN_STRIDE, Episodes, Replies
 from peralta_zmq.errors import TaskError
 from peralta_zmq.registry import Engine
-from peralta_zmq.rollout import Answer, Completion, Problem, Request, Sampling, Score
+from peralta_zmq.rollout import (
+    Answer,
+    Completion,
+    GroupSampling,
+    Problem,
+    Request,
+    Sampling,
+    Score,
+)
 
 CANCEL_SECONDS = 0.2  # between two calls of `is_cancelled` while rewards are computed
 OnGroup: TypeAlias = Callable[[Problem, list[Completion]], None]
@@ -43,9 +52,9 @@ class GroupSampler:
     ) -> None:
         self._engine, self._tokenizer, self._size = engine, tokenizer, num_generations
         self._episodes = Episodes(engine, tokenizer, replies, max_turns=max_turns)
-        self._numbers = count()
-        # By number: the problem, and the completions that have ended.
-        self._in_flight: dict[int, tuple[Problem, list[Completion]]] = {}
+        self._num_started = 0  # completions
+        self._in_flight: dict[int, _Group] = {}  # by number, the index of the first completion
+        self._numbers: dict[int, int] = {}  # index of each completion -> number of its group
 
     @property
     def num_in_flight(self) -> int:
@@ -63,6 +72,7 @@ class GroupSampler:
         on_group: OnGroup,
         *,
         sampling: Sampling,
+        overrides: Mapping[str, GroupSampling] = {},
         between_steps: Callable[[], None] | None = None,
     ) -> None:
         """Call `on_group` for each problem with its completions when all of them have ended.
@@ -72,6 +82,8 @@ class GroupSampler:
         engine calls `between_steps` between decode steps (one new token for every completion in
         flight); `between_steps` may apply newer weights or cancel the engine. After an exception
         of the engine, the completions in flight are resumed as well, unless `drop` is called.
+        `overrides` replaces `num_generations` and `sampling` for the environments with these labels
+        (Problem.task).
         """
         self._episodes.resume()
 
@@ -81,7 +93,7 @@ class GroupSampler:
                 if problem is None:
                     yield None
                 else:
-                    self._start(problem)
+                    self._start(problem, *overrides.get(problem.task, (self._size, None)))
                 yield from self._episodes.requests()
 
         def receive_replies() -> None:
@@ -103,41 +115,54 @@ class GroupSampler:
         """
         numbers = set(self._in_flight)
         if older_than is not None:
-            ended = (each for _, completions in self._in_flight.values() for each in completions)
+            ended = (each for group in self._in_flight.values() for each in group.completions)
             numbers = {
                 self._number_of(completion)
                 for completion in chain(ended, self._episodes.completions())
                 if _has_older_token(completion, older_than)
             }
         for number in numbers:
-            del self._in_flight[number]
-        self._episodes.drop({index for number in numbers for index in self._indices(number)})
+            self._episodes.drop(self._remove(number).indices)
         return len(numbers)
 
-    def _start(self, problem: Problem) -> None:
+    def _start(self, problem: Problem, size: int, sampling: Sampling | None) -> None:
+        """Start a group of `size` completions; `sampling` is that of its requests."""
         tokens = problem.input_token_ids or models.chat_prompt(
             self._tokenizer, problem.messages, **problem.chat_template_kwargs
         )
-        prompt_ids, number = np.array(tokens, np.int32), next(self._numbers)
-        self._in_flight[number] = problem, []
-        for index in self._indices(number):
-            self._episodes.start(problem, Request(index, prompt_ids))
+        prompt_ids, number = np.array(tokens, np.int32), self._num_started
+        self._num_started += size
+        self._in_flight[number] = group = _Group(problem, range(number, number + size))
+        for index in group.indices:
+            self._numbers[index] = number
+            self._episodes.start(problem, Request(index, prompt_ids, sampling=sampling))
 
     def _add(self, completion: Completion, on_group: OnGroup) -> None:
         """Add a completion to its group, and report the group if it is the last one."""
         number = self._number_of(completion)
-        problem, siblings = self._in_flight[number]
-        siblings.append(completion)
-        if len(siblings) == self._size:
-            del self._in_flight[number]
-            on_group(problem, sorted(siblings, key=lambda sibling: sibling.index))
+        group = self._in_flight[number]
+        group.completions.append(completion)
+        if len(group.completions) == len(group.indices):
+            self._remove(number)
+            on_group(group.problem, sorted(group.completions, key=lambda each: each.index))
 
-    def _indices(self, number: int) -> range:
-        """Indices of the first turns of a group."""
-        return range(number * self._size, (number + 1) * self._size)
+    def _remove(self, number: int) -> _Group:
+        group = self._in_flight.pop(number)
+        for index in group.indices:
+            del self._numbers[index]
+        return group
 
     def _number_of(self, completion: Completion) -> int:
-        return completion.index % TURN_STRIDE // self._size
+        return self._numbers[completion.index % TURN_STRIDE]
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group in flight."""
+
+    problem: Problem
+    indices: range  # of the first turns of its completions
+    completions: list[Completion] = field(default_factory=list[Completion])  # that have ended
 
 
 def _has_older_token(completion: Completion, step: int) -> bool:
@@ -154,6 +179,7 @@ def generate_groups(
     *,
     num_generations: int,
     sampling: Sampling,
+    overrides: Mapping[str, GroupSampling] = {},
     replies: Replies | None = None,
     max_turns: int = 1,
     between_steps: Callable[[], None] | None = None,
@@ -163,7 +189,9 @@ def generate_groups(
         engine, tokenizer, num_generations=num_generations, replies=replies, max_turns=max_turns
     )
     try:
-        sampler.sample(problems, on_group, sampling=sampling, between_steps=between_steps)
+        sampler.sample(
+            problems, on_group, sampling=sampling, overrides=overrides, between_steps=between_steps
+        )
     finally:
         sampler.drop()
 
@@ -176,6 +204,7 @@ def evaluate(
     *,
     sampling: Sampling,
     num_generations: int = 1,
+    overrides: Mapping[str, GroupSampling] = {},
     replies: Replies | None = None,
     max_turns: int = 1,
     report_progress: Callable[[int], None] = lambda num_done: None,
@@ -183,9 +212,9 @@ def evaluate(
 ) -> list[tuple[Problem, list[Answer]]]:
     """Return each problem with its scored answers, in the order of `problems`.
 
-    `score` starts the computation of the rewards of a problem's completions. `replies` and
-    `max_turns` are those of `generate_groups`. `report_progress`
-    receives the number of scored problems. When `is_cancelled` returns True, the engine is
+    `score` starts the computation of the rewards of a problem's completions. `overrides`, `replies`
+    and `max_turns` are those of `generate_groups`. `report_progress` receives the number of scored
+    problems. When `is_cancelled` returns True, the engine is
     cancelled, and only the problems that are scored by then are returned. A problem is skipped and
     logged if the reward function fails for it. Raises TaskError if it fails for all problems.
     """
@@ -208,6 +237,7 @@ def evaluate(
         on_group,
         num_generations=num_generations,
         sampling=sampling,
+        overrides=overrides,
         replies=replies,
         max_turns=max_turns,
         between_steps=between_steps,

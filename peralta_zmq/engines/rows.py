@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import islice
 from typing import cast
 
@@ -125,10 +126,16 @@ def end_token_ids(config: GenerationConfig | None, tokenizer: models.Tokenizer) 
     return [cast(int, token_id) for token_id in token_ids if token_id is not None]
 
 
-def _token_options(sampling: Sampling) -> Sampling:
-    """`sampling` without the parameters that `sample` does not use for a token."""
+@lru_cache(maxsize=1024)  # for each row in each decode step
+def _token_options(sampling: Sampling, step: int) -> Sampling:
+    """The parameters with which `sample` samples a token with weights of policy step `step`."""
     return replace(
-        sampling, min_tokens=0, max_completion_length=1, fills_context=False, stop=(), seed=0
+        sampling.at(step),
+        min_tokens=0,
+        max_completion_length=1,
+        fills_context=False,
+        stop=(),
+        seed=0,
     )
 
 
@@ -166,8 +173,8 @@ class Rows:
     def start(self, request: Request) -> int:
         """Put `request` into the next free row; returns the row.
 
-        The random number of a token depends only on its position, the seed and, if the request has
-        no parameters of its own, its index.
+        The random number of a token depends only on its position, the seed and, unless the request
+        is standalone, its index.
         """
         sampling = self._sampling_of(request)
         row, self.count = self.count, self.count + 1
@@ -176,7 +183,7 @@ class Rows:
         limit, max_length = request.max_completion_length, sampling.max_completion_length
         self.limits[row] = limit = max_length if limit is None else min(limit, max_length)
         self._min_tokens[row], self._is_cancelled[row] = sampling.min_tokens, False
-        key = [sampling.seed, request.index if request.sampling is None else 0]
+        key = [sampling.seed, 0 if request.is_standalone else request.index]
         generator = np.random.Generator(np.random.Philox(key=key))
         self._uniforms[row, :limit] = generator.random(limit, dtype=np.float32)
         if (resumed := request.resumes) is not None:
@@ -195,13 +202,13 @@ class Rows:
         that have them. Rows that differ only in seeds, limits or stop strings are not divided.
         """
         default = list[int]()
-        divided = {_token_options(self._sampling.at(step)): default}
+        divided = {_token_options(self._sampling, step): default}
         for index, row in enumerate(rows):
             sampling = self.requests[row].sampling
             if sampling is None:
                 default.append(index)
             else:
-                divided.setdefault(_token_options(sampling.at(step)), []).append(index)
+                divided.setdefault(_token_options(sampling, step), []).append(index)
         for options, indices in divided.items():
             if len(indices) == len(rows):
                 yield options, slice(None)  # no copy of the logits

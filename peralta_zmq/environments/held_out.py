@@ -23,30 +23,31 @@ PASSING_REWARD = 1.0  # smallest reward of a correct answer
 class Evaluation:
     """Collects the answers to the held-out examples for the weights of one step.
 
-    For each example, the first group with `rollouts_per_example` answers counts.
+    For each example, the first group with as many answers counts as `rollouts_per_example` has for
+    its environment.
     """
 
     def __init__(
-        self, step: int, problems: Sequence[Problem], *, rollouts_per_example: int
+        self, step: int, problems: Sequence[Problem], *, rollouts_per_example: Mapping[str, int]
     ) -> None:
         self.step = step
         # Training step of the weights of each group; may be above `step` (see the module).
         self.policy_steps: list[int] = []
-        self._problems, self._num_rollouts = problems, rollouts_per_example
-        # Problems with equal ids share one group.
-        self._unanswered = {problem.id for problem in problems}
+        self._problems = problems
+        # Number of answers by problem id. Problems with equal ids share one group.
+        self._unanswered = {problem.id: rollouts_per_example[problem.task] for problem in problems}
         self._answers: dict[str, Sequence[tuple[str, float]]] = {}  # by problem id
 
     def expects(self, problem_id: str, num_answers: int) -> bool:
         """Whether a group counts: the example is unanswered, and the group has full size."""
-        return num_answers == self._num_rollouts and problem_id in self._unanswered
+        return self._unanswered.get(problem_id) == num_answers
 
     def add(
         self, problem_id: str, answers: Sequence[tuple[str, float]], *, policy_step: int
     ) -> None:
         """Store the answers, (text, reward), of a group for which `expects` is True."""
         self.policy_steps.append(policy_step)
-        self._unanswered.remove(problem_id)
+        del self._unanswered[problem_id]
         self._answers[problem_id] = answers
 
     @property

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 
 from peralta_zmq import build, models, registry, wire
@@ -40,7 +40,7 @@ from peralta_zmq.generator.weight_sync import (
     open_engine,
     open_subscriber,
 )
-from peralta_zmq.rollout import Completion, Problem, Sampling
+from peralta_zmq.rollout import Completion, GroupSampling, Problem, Sampling
 
 IDLE_SECONDS = 0.002  # maximum wait for an announcement while the engine has no group
 MAX_REWARD_FAILURES = 16  # consecutive groups that cannot be scored before the generator stops
@@ -132,7 +132,8 @@ class Generator:
             name=connection.name,
             steps_per_version=config.weights.interval,
             oversampling_factor=config.curriculum.oversampling_factor,
-            follow_step_size=config.train.token_batch_size is not None,
+            follow_step_size=config.train.token_batch_size is not None
+            or len({*config.group_sizes.values()}) > 1,
         )
         self._samples = self._sample_problems()
         # Samples the training groups; an evaluation or a failed engine interrupts them.
@@ -176,6 +177,7 @@ class Generator:
             self._training_problems(),
             self._environments,
             sampling=build.make_sampling(config, seed=seed),
+            overrides=build.sampling_overrides(config, seed=seed),
             between_steps=self._between_steps,
         )
 
@@ -195,6 +197,7 @@ class Generator:
         environments: Environments,
         *,
         sampling: Sampling,
+        overrides: Mapping[str, GroupSampling],
         between_steps: Callable[[], None],
         evaluation_step: int = -1,
     ) -> None:
@@ -217,7 +220,13 @@ class Generator:
             self._scoring.add(SampledGroup(problem, completions, scores, evaluation_step))
             self._send_scored()
 
-        sampler.sample(problems, score, sampling=sampling, between_steps=send_between_steps)
+        sampler.sample(
+            problems,
+            score,
+            sampling=sampling,
+            overrides=overrides,
+            between_steps=send_between_steps,
+        )
         while self._scoring and not self._connection.is_run_complete:
             self._connection.exchange(timeout=IDLE_SECONDS)
             self._send_scored()
@@ -406,6 +415,7 @@ class Generator:
                 self._held_out_problems(step, held_out),
                 held_out,
                 sampling=build.make_eval_sampling(config, seed=seed),
+                overrides=build.eval_sampling_overrides(config, seed=seed),
                 between_steps=self._connection.send_status_when_due,
                 evaluation_step=step,
             )

@@ -39,8 +39,8 @@ class SamplingPacer:
     generator at its limit starts a group every `STARVED_SECONDS` or `SILENCE_SECONDS`.
 
     `oversampling_factor` scales the expected number of groups. `follow_step_size` is for batches
-    with a fixed number of tokens: the number of groups in the newest training step then replaces
-    `groups_per_step`.
+    with a fixed number of tokens, and for groups of different sizes: the number of groups in the
+    newest training step then replaces `groups_per_step`.
     """
 
     def __init__(

@@ -10,8 +10,8 @@ part of the micro-batches.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal, TypeAlias
 
@@ -38,6 +38,8 @@ class Packing:
     """False for a model that cannot compute a shared prefix once: each rollout is then a sample of
     its own, and the model pads the samples of a micro-batch to the longest."""
     temperature: Temperature = 1.0  # sampling temperature of the generators
+    temperatures: Mapping[str, Temperature] = field(default_factory=dict[str, Temperature])
+    """By label of the environment (RolloutGroup.task), instead of `temperature`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class PackedSample:
     rollouts: tuple[Rollout, ...]
     advantages: tuple[Advantage, ...]  # per rollout
     name: str  # of the group: SENDER/SEQUENCE; a sender is one start of a generator
+    task: str  # of the group
     group: int  # index of the group among the groups of the step that have samples
 
 
@@ -138,7 +141,9 @@ def pack_groups(
                 packable.append((fitting, value))
         number = samples[-1].group + 1 if samples else 0
         while packable:
-            samples.append(_next_sample(packable, max_shared, name=group.name, group=number))
+            samples.append(
+                _next_sample(packable, max_shared, name=group.name, task=group.task, group=number)
+            )
     packed = [rollout for sample in samples for rollout in sample.rollouts]
     return samples, {
         "num_truncated": num_truncated,
@@ -175,7 +180,7 @@ def make_micro_batches(
         indices = bins[ranks.rank]
         if indices or ranks.lockstep:
             chosen = [samples[index] for index in indices or bins[0][-1:]]
-            batch = _to_micro_batch(chosen, packing.temperature, device)
+            batch = _to_micro_batch(chosen, packing, device)
             batches.append(batch if indices else replace(batch, mask=torch.zeros_like(batch.mask)))
     return batches
 
@@ -212,7 +217,12 @@ def _truncated(rollout: Rollout, length: int) -> Rollout:
 
 
 def _next_sample(
-    packable: deque[tuple[Rollout, Advantage]], max_tokens: int, *, name: str, group: int
+    packable: deque[tuple[Rollout, Advantage]],
+    max_tokens: int,
+    *,
+    name: str,
+    task: str,
+    group: int,
 ) -> PackedSample:
     """Pack as many rollouts as fit; removes them from the front of `packable`.
 
@@ -229,12 +239,13 @@ def _next_sample(
         rollouts=rollouts,
         advantages=advantages,
         name=name,
+        task=task,
         group=group,
     )
 
 
 def _to_micro_batch(
-    samples: Sequence[PackedSample], temperature: Temperature, device: torch.device | str
+    samples: Sequence[PackedSample], packing: Packing, device: torch.device | str
 ) -> MicroBatch:
     """Lay the trees of the samples one after the other in a row of tokens."""
     rollouts = list(chain.from_iterable(sample.rollouts for sample in samples))
@@ -255,7 +266,12 @@ def _to_micro_batch(
     old_logprobs = tensor(
         (r.logprobs[at] for r, at in zip(rollouts, targets, strict=True)), np.float32
     )
-    steps = np.concatenate([r.policy_steps[at] for r, at in zip(rollouts, targets, strict=True)])
+    by_rollout = [
+        packing.temperatures.get(sample.task, packing.temperature)
+        for sample in samples
+        for _ in sample.rollouts
+    ]
+    temperature = by_rollout[0]
     return MicroBatch(
         token_ids=tensor((sample.token_ids for sample in samples), np.int64),
         trees=tuple(sample.tree for sample in samples),
@@ -272,7 +288,14 @@ def _to_micro_batch(
         sequence=tensor([np.repeat(np.arange(len(rollouts)), counts)], np.int64),
         num_sequences=len(rollouts),
         groups=tuple(sample.name for sample in samples for _ in sample.rollouts),
-        temperatures=tensor([np.array([temperature(step) for step in steps.tolist()])], np.float32)
-        if callable(temperature)
-        else temperature,
+        temperatures=temperature
+        if not callable(temperature) and len({*by_rollout}) == 1
+        else tensor(map(_temperatures, by_rollout, rollouts, targets), np.float32),
     )
+
+
+def _temperatures(temperature: Temperature, rollout: Rollout, targets: Int64Array) -> np.ndarray:
+    """The temperatures at which the tokens `targets` of a rollout were sampled."""
+    if not callable(temperature):
+        return np.full(len(targets), temperature)
+    return np.array([temperature(step) for step in rollout.policy_steps[targets].tolist()])

@@ -54,6 +54,7 @@ class EvaluationCoordinator:
                 self._held_out.score,
                 sampling=build.make_eval_sampling(config, seed=config.run.seed),
                 num_generations=config.eval.rollouts_per_example,
+                overrides=build.eval_sampling_overrides(config, seed=config.run.seed),
                 replies=self._held_out,
                 max_turns=config.task.max_turns,
                 report_progress=progress.update,
@@ -74,8 +75,10 @@ class EvaluationCoordinator:
         config = self._session.config
         if 0 < step < config.train.max_steps and not self._is_recorded(step):
             self.abandon()
-            num_rollouts, problems = config.eval.rollouts_per_example, self._held_out.problems
-            self._current = Evaluation(step, problems, rollouts_per_example=num_rollouts)
+            sizes = {
+                env.label: config.rollouts_per_example_of(env) for env in config.eval_environments
+            }
+            self._current = Evaluation(step, self._held_out.problems, rollouts_per_example=sizes)
             self._announce()
 
     def receive(self, group: RolloutGroup) -> None:
@@ -129,7 +132,7 @@ class EvaluationCoordinator:
         self._session.run_log.evaluation(
             step,
             [answers[0] for _, answers in results],
-            accuracy=fmean(answer.reward for _, answers in results for answer in answers),
+            accuracy=fmean(fmean(each.reward for each in answers) for _, answers in results),
             figures=eval_metrics(rewards),
             policy_steps=(min(policy_steps), max(policy_steps)),
         )

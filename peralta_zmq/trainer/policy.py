@@ -78,14 +78,16 @@ def open_policy(config: Config, problems: Sequence[Problem], ranks: Ranks) -> Po
 
 def group_limits(config: Config, model: models.Model) -> wire.GroupLimits:
     """Limits of groups that generators with these settings send."""
-    sampling, num_eval = config.sampling, config.eval.rollouts_per_example
+    sizes, evaluated = config.group_sizes, config.eval_environments
+    samplings = [build.make_sampling(config, env, seed=0) for env in config.environments]
+    samplings += [build.make_eval_sampling(config, env, seed=0) for env in evaluated]
     return wire.GroupLimits(
         int(model.config.vocab_size),
-        max_rollouts=max(sampling.num_generations, num_eval),
+        max_rollouts=max(*sizes.values(), *map(config.rollouts_per_example_of, evaluated)),
         max_tokens=min(config.engine.max_model_len, int(model.config.max_position_embeddings)),
-        max_generated=max(config.max_completion_length, config.eval.max_completion_length or 0),
+        max_generated=max(sampling.max_completion_length for sampling in samplings),
         max_turns=config.task.max_turns,
-        num_rollouts=sampling.num_generations,
+        num_rollouts=sizes,
     )
 
 

@@ -15,7 +15,7 @@ tokens with equal policy step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,7 +46,8 @@ class GroupLimits:
     max_tokens: int = MAX_TOKENS  # of a rollout: prompt and completion, all turns
     max_generated: int = MAX_TOKENS  # tokens of a turn
     max_turns: int = MAX_COUNT  # of a rollout
-    num_rollouts: int | None = None  # of a group for training; None: up to max_rollouts
+    num_rollouts: Mapping[str, int] | None = None
+    """Of a group for training, by its task; None: up to max_rollouts."""
 
     @property
     def max_bytes(self) -> int:
@@ -98,10 +99,14 @@ def check_envelope(envelope: tuple[Any, ...]) -> None:
         raise ValueError("sample_index or evaluation_step out of bounds")
 
 
-def check_num_rollouts(columns: Columns, limits: GroupLimits) -> None:
+def check_num_rollouts(task: str, columns: Columns, limits: GroupLimits) -> None:
     """A group for training must have exactly the configured number of rollouts."""
-    if limits.num_rollouts not in (None, len(columns.turns) >> 1):  # 2 bytes for each rollout
-        raise ValueError(f"not {limits.num_rollouts} rollouts (sampling.num_generations)")
+    if limits.num_rollouts is None:
+        return
+    if (num_rollouts := limits.num_rollouts.get(task)) is None:
+        raise ValueError(f"unknown environment '{task:.64}' (env.name)")
+    if num_rollouts != len(columns.turns) >> 1:  # 2 bytes for each rollout
+        raise ValueError(f"not {num_rollouts} rollouts (sampling.num_generations)")
 
 
 def check_counts(columns: Columns, limits: GroupLimits) -> None:

@@ -228,7 +228,7 @@ def decode_group(frame: bytes, limits: GroupLimits) -> RolloutGroup:
         if len(frame) - sum(map(len, columns)) > MAX_OTHER_BYTES:  # the journal stores whole frames
             raise ValueError(f"more than {MAX_OTHER_BYTES} bytes outside the columns")
         if envelope[-1] < 0:  # evaluation_step: a group for training
-            check_num_rollouts(columns, limits)
+            check_num_rollouts(message["task"], columns, limits)
         rollouts = _decode_rollouts(columns, message["policy_step"], limits)
     except (LookupError, TypeError, ValueError, OverflowError, StructError) as error:
         reason = f"malformed group: {type(error).__name__}: {error}"

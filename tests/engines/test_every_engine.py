@@ -213,7 +213,7 @@ def test_request_has_its_own_sampling_parameters(opener: Opener, tokenizer: Any)
 
     def source(first: int) -> Iterator[Request]:
         for index, sampling in own.items():
-            yield Request(first + index, prompt, sampling=sampling)
+            yield Request(first + index, prompt, sampling=sampling, is_standalone=True)
         yield from requests()
 
     mixed, again = (
@@ -229,6 +229,14 @@ def test_request_has_its_own_sampling_parameters(opener: Opener, tokenizer: Any)
         assert mixed[index].token_ids.tolist() == again[index - 9].token_ids.tolist()
     if opener.name != "hf":  # whose random numbers depend on the batch
         assert [mixed[index].token_ids.tolist() for index in range(len(alone))] == alone
+
+
+def test_group_with_its_own_sampling_equals_a_call_with_these_parameters(opener: Opener) -> None:
+    own = Sampling(temperature=0.7, max_completion_length=9, seed=4)
+    expected = tokens(sampled(opener(sharp_model()), own, requests(siblings=3)))
+    source = (replace(request, sampling=own) for request in requests(siblings=3))
+    found = sampled(opener(sharp_model()), Sampling(max_completion_length=30, seed=8), source)
+    assert tokens(found) == expected and len({*map(tuple, expected[:3])}) > 1
 
 
 def test_on_token_gets_each_token_and_ends_the_completion(opener: Opener) -> None:

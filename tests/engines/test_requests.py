@@ -14,7 +14,15 @@ import pytest
 from peralta_zmq import models
 from peralta_zmq.engines import GroupSampler, evaluate, generate_groups
 from peralta_zmq.errors import TaskError
-from peralta_zmq.rollout import Completion, Message, Problem, Request, Sampling, Score
+from peralta_zmq.rollout import (
+    Completion,
+    GroupSampling,
+    Message,
+    Problem,
+    Request,
+    Sampling,
+    Score,
+)
 
 PROBLEMS = [
     Problem(str(number), "calculator", (Message("user", f"{number} plus 2"),), str(number + 2))
@@ -28,6 +36,7 @@ class ScriptedEngine:
     def __init__(self, order: Sequence[int] | None = None) -> None:
         self._order = order
         self.num_yielded = 0
+        self.read: list[Request] = []
 
     def generate(
         self,
@@ -35,10 +44,10 @@ class ScriptedEngine:
         sampling: Sampling,
         between_steps: Callable[[], None] | None = None,
     ) -> Iterator[Completion]:
-        read = [request for request in requests if request is not None]
-        for position in self._order or range(len(read)):
+        self.read = [request for request in requests if request is not None]
+        for position in self._order or range(len(self.read)):
             self.num_yielded += 1
-            yield completion_of(read[position])
+            yield completion_of(self.read[position])
 
 
 def completion_of(request: Request) -> Completion:
@@ -109,6 +118,23 @@ def test_tokenized_prompt_is_used_unchanged(tokenizer: Any) -> None:
     groups: list[list[Completion]] = []
     run_groups(ScriptedEngine(), tokenizer, [tokens], 1, lambda _, group: groups.append(group))
     assert groups[0][0].prompt_ids.tolist() == [7, 0, 9]
+
+
+def test_environment_has_its_own_group_size_and_sampling(tokenizer: Any) -> None:
+    other = replace(PROBLEMS[0], id="9", task="other")
+    own = GroupSampling(3, Sampling(temperature=0.5))
+    engine, groups = ScriptedEngine(order=[5, 0, 2, 6, 1, 3, 4]), dict[str, list[int]]()
+
+    def on_group(problem: Problem, completions: list[Completion]) -> None:
+        groups[problem.id] = [completion.index for completion in completions]
+
+    generate_groups(
+        engine, tokenizer, [PROBLEMS[0], other, PROBLEMS[1]], on_group,
+        num_generations=2, sampling=Sampling(), overrides={"other": own},
+    )  # fmt: skip
+    assert groups == {"1": [0, 1], "9": [2, 3, 4], "2": [5, 6]}
+    samplings = [request.sampling for request in engine.read]
+    assert samplings == [None, None, *[own.sampling] * 3, None, None]
 
 
 # Interruptions.

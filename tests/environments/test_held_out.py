@@ -37,7 +37,7 @@ def test_eval_metrics_of_two_environments_by_hand() -> None:
 
 
 def test_evaluation_is_complete_with_its_last_example() -> None:
-    made = Evaluation(5, PROBLEMS, rollouts_per_example=2)
+    made = Evaluation(5, PROBLEMS, rollouts_per_example={PROBLEMS[0].task: 2})
     assert not made.expects("9", 2)  # unknown example
     assert not made.expects("1", 1)  # too few rollouts
     for number, problem in enumerate(("1", "0", "2")):

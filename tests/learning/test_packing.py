@@ -228,3 +228,14 @@ def test_each_token_has_its_sampling_temperature() -> None:
 def test_a_constant_temperature_stays_a_number() -> None:
     (batch,) = batches_of([siblings([1, 0])], temperature=0.7)
     assert batch.temperatures == 0.7
+
+
+def test_tokens_have_the_temperature_of_their_environment() -> None:
+    groups = [siblings([1, 0], task="warm"), siblings([0, 1], task="scheduled", policy_step=3)]
+    temperatures = {"warm": 0.5, "scheduled": lambda step: 1 + step}
+    (batch,) = batches_of(groups, temperatures=temperatures)
+    assert isinstance(batch.temperatures, torch.Tensor)
+    by_rollout = [set(batch.temperatures[batch.sequence == each].tolist()) for each in range(4)]
+    assert by_rollout == [{0.5}, {0.5}, {4.0}, {4.0}]
+    (batch,) = batches_of(groups[:1], temperatures=temperatures)
+    assert batch.temperatures == 0.5

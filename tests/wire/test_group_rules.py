@@ -178,15 +178,21 @@ def test_training_group_has_the_configured_number_of_rollouts(
     evaluation_step: int, num_rollouts: int
 ) -> None:
     group = dataclasses.replace(GROUP, evaluation_step=evaluation_step)
-    limits = dataclasses.replace(LIMITS, num_rollouts=num_rollouts)
+    limits = dataclasses.replace(LIMITS, num_rollouts={"other": 9, GROUP.task: num_rollouts})
     assert equal(wire.decode_group(wire.encode_group(group), limits), group)
 
 
 @pytest.mark.parametrize("num_rollouts", [2, 4])
 def test_training_group_with_another_number_of_rollouts_is_refused(num_rollouts: int) -> None:
-    limits = dataclasses.replace(LIMITS, num_rollouts=num_rollouts)
+    limits = dataclasses.replace(LIMITS, num_rollouts={"other": 3, GROUP.task: num_rollouts})
     reason = rf"not {num_rollouts} rollouts \(sampling\.num_generations\)"
     with pytest.raises(wire.InvalidGroupError, match=reason):
+        wire.decode_group(FRAME, limits)
+
+
+def test_training_group_of_an_unknown_environment_is_refused() -> None:
+    limits = dataclasses.replace(LIMITS, num_rollouts={"other": 3})
+    with pytest.raises(wire.InvalidGroupError, match=r"unknown environment '.+' \(env\.name\)"):
         wire.decode_group(FRAME, limits)
 
 

@@ -194,9 +194,9 @@ class DecodeLoop:
         others = [request for request in requests if request not in self.turn_cache]
         started, waiting = list[Request](), list[Request]()
         for request in others:
-            # The prompt of a request with its own sampling parameters has another beginning than
-            # those of the others; in the prefix cache, it would shorten their common prefix.
-            may_start = request.sampling is not None or request.prefix_ids in self.prefix_cache
+            # In the prefix cache, the prompt of a standalone request would shorten the common
+            # prefix of the others.
+            may_start = request.is_standalone or request.prefix_ids in self.prefix_cache
             (started if may_start else waiting).append(request)
         self._waiting += waiting
         if not (continued or started):
@@ -208,7 +208,7 @@ class DecodeLoop:
             logits += self.turn_cache.restore(batch, first_row=rows[0])
         for request in started:
             row = self.rows.start(request)
-            if request.sampling is not None:
+            if request.is_standalone:
                 logits.append(self._prompt_logits(row, request.prefix_ids))
                 continue
             logits.append(self.prefix_cache.copy_to(row, request.prefix_ids))

@@ -316,11 +316,11 @@ def saved(weights: Mapping[str, torch.Tensor]) -> Generator[Path]:
 def new_request(request: Request, sampling: Sampling) -> NewRequest:
     """A request for vLLM; its seed depends on the seed of the run, its index and what it resumes.
 
-    If it has sampling parameters of its own, not on its index; its logprobs are after top_p.
+    That of a standalone request does not depend on its index. Logprobs are after top_p.
     """
     own = request.sampling or sampling
     limit, max_tokens = request.max_completion_length, own.max_completion_length
-    number = f"{own.seed}/{request.index}" if request.sampling is None else f"{own.seed}"
+    number = f"{own.seed}" if request.is_standalone else f"{own.seed}/{request.index}"
     num_resumed = 0 if request.resumes is None else len(request.resumes.token_ids)
     if num_resumed:  # vLLM would draw the random numbers of the first tokens again
         number += f"/{num_resumed}"

@@ -139,6 +139,7 @@ class ServingEngine:
                     index,
                     chat.prompt_ids,
                     sampling=chat.sampling,
+                    is_standalone=True,
                     resumes=chat.partial,
                     on_token=chat.add_token,
                 )
