@@ -34,6 +34,16 @@ def untyped(word) -> str:  # type: ignore[no-untyped-def]
     return str(word)
 
 
+def sort(
+    order: Literal["up", "down"] | None = None,
+    places: list[int] | None = None,
+    limit: Literal[10, "all", None] = 10,
+    key: Literal["name"] | list[str] = "name",
+) -> str:
+    """Sort words."""
+    return f"{order} {places} {limit} {key}"
+
+
 async def awaited(word: str) -> str:
     """Find a word."""
     return word
@@ -55,6 +65,16 @@ def test_schema_has_types_and_descriptions_of_the_arguments() -> None:
     description = "Find a word.\n\nThe first place counts."
     function = {"name": "find", "description": description, "parameters": parameters}
     assert schema_of(find) == {"type": "function", "function": function}
+
+
+def test_schema_of_an_optional_argument_keeps_its_choices_and_items() -> None:
+    name = {"type": "string", "enum": ["name"]}
+    assert schema_of(sort)["function"]["parameters"]["properties"] == {
+        "order": {"type": ["string", "null"], "enum": ["up", "down", None]},
+        "places": {"type": ["array", "null"], "items": {"type": "integer"}},
+        "limit": {"type": ["integer", "string", "null"], "enum": [10, "all", None]},
+        "key": {"anyOf": [name, {"type": "array", "items": {"type": "string"}}]},
+    }
 
 
 @pytest.mark.parametrize(("tool", "message"), [
