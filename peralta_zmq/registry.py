@@ -142,6 +142,7 @@ class EngineSettings:
     tensor_parallel_size: int | None = None  # GPUs; None = 1
     gpu_memory_utilization: float | None = None  # fraction of a GPU's memory; None = vLLM's default
     vllm_args: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of vllm.EngineArgs
+    keeps_turns: bool = False  # keep keys and values for requests that continue others
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,40 @@ from transformers import dynamic_module_utils
 from peralta_zmq import build, models
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.registry import EngineSettings
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 
 
 def config_of(*arguments: str) -> Config:
     return load_config("bin/generator", arguments)
+
+
+class RecordingEngine:
+    """An engine factory that returns the settings with which it is called."""
+
+    @staticmethod
+    def open(folder: Path, settings: EngineSettings, *, step: int = 0) -> EngineSettings:
+        return settings
+
+    @staticmethod
+    def open_live(model: Any, tokenizer: Any, settings: EngineSettings) -> EngineSettings:
+        return settings
+
+
+@pytest.mark.parametrize(("arguments", "keeps_turns"), [
+    ((), False),
+    (("--task.name", "guess_number"), True),
+    (("--task.name", "guess_number", "--task.max-turns", "1"), False),
+    (("--task.name", "calculator_tool"), True),
+    (("--task.name", "reasoning_gym:gcd"), True),
+])  # fmt: skip
+def test_engine_keeps_turns_for_tasks_that_have_some(
+    arguments: tuple[str, ...], keeps_turns: bool
+) -> None:
+    config = config_of("--engine.name", f"{__name__}:RecordingEngine", *arguments)
+    settings = cast(Any, build.make_live_engine(config, cast(Any, None), cast(Any, None)))
+    assert settings.keeps_turns == keeps_turns
 
 
 def test_code_of_a_published_version_runs_only_if_trusted(

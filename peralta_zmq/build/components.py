@@ -23,6 +23,7 @@ from peralta_zmq.config import Config
 from peralta_zmq.config.objective_sections import AdvantageSection, CustomFilter, LossSection
 from peralta_zmq.config.training_sections import EnvSection, SamplingSection
 from peralta_zmq.engines import choice
+from peralta_zmq.environments.turns import turns_of
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.advantages import AdvantageFunction, Filter, RewardShaping
 from peralta_zmq.learning.composition import Composition, compose
@@ -307,7 +308,7 @@ def make_engine(
     name, reason = choose_engine(config, folder)
     logger.info("engine=%s (%s)", name, reason)
     factory = registry.resolve("engine", name)
-    engine = factory.open(folder, engine_settings(config), step=version.step)
+    engine = factory.open(folder, _settings_with_turns(config), step=version.step)
     if update.is_adapter:
         engine.apply(update)
     return engine, tokenizer
@@ -318,7 +319,7 @@ def make_live_engine(
 ) -> registry.Engine:
     """The engine for evaluations of the trainer's model, without a copy of its weights."""
     factory = choice.live_engine(config.engine.name)
-    return factory.open_live(model, tokenizer, engine_settings(config))
+    return factory.open_live(model, tokenizer, _settings_with_turns(config))
 
 
 def choose_engine(config: Config, folder: Path | None = None) -> tuple[str, str]:
@@ -335,6 +336,20 @@ def engine_settings(config: Config) -> EngineSettings:
     """The settings with which an engine is opened."""
     model = config.model.model_dump(include={"device", "dtype", "trust_remote_code"})
     return EngineSettings(**model, **config.engine.model_dump(exclude={"name"}))
+
+
+def _settings_with_turns(config: Config) -> EngineSettings:
+    """The settings with which the engine of a run is opened, whose tasks may have turns."""
+    environments = (*config.environments, *config.eval_environments)
+    keeps_turns = config.task.max_turns > 1 and any(map(_may_have_turns, environments))
+    return replace(engine_settings(config), keeps_turns=keeps_turns)
+
+
+def _may_have_turns(env: EnvSection) -> bool:
+    """Whether a task may have several turns; verifiers and adapters know it after loading."""
+    if env.address is not None or env.task.partition(":")[0] in registry.ADAPTERS:
+        return True
+    return turns_of(registry.resolve("task", env.task)) is not None
 
 
 def weight_update(weights: PendingWeights) -> WeightUpdate:

@@ -99,16 +99,22 @@ def _decode(tokenizer: models.Tokenizer, token_ids: list[int]) -> str:
 
 
 def check_cache_memory(
-    row_bytes: int, *, slots: int, max_model_len: int, free_bytes: int, extra_rows: int = 0
+    row_bytes: int,
+    *,
+    slots: int,
+    max_model_len: int,
+    free_bytes: int,
+    rows_per_slot: float = 1.0,
+    extra_rows: int = 0,
 ) -> None:
     """Raise ConfigError if the keys and values of all rows do not fit into the free memory.
 
-    `row_bytes` is the size of one row of `max_model_len` tokens; `extra_rows` are the rows that an
-    engine needs beyond its slots.
+    `row_bytes` is the size of one row of `max_model_len` tokens. An engine needs `rows_per_slot`
+    rows for each slot, and `extra_rows` others.
     """
-    needed = row_bytes * (slots + extra_rows)
+    needed = row_bytes * (slots * rows_per_slot + extra_rows)
     if needed > free_bytes:
-        max_slots = free_bytes // row_bytes - extra_rows
+        max_slots = int((free_bytes / row_bytes - extra_rows) / rows_per_slot)
         remedy = f"use engine.slots {max_slots} or " if max_slots > 0 else "use "
         raise ConfigError(
             f"engine.slots {slots} of engine.max_model_len {max_model_len} tokens need "

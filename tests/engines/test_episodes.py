@@ -75,7 +75,9 @@ def model_of(seed: int = 0) -> Any:
 
 
 def native(tokenizer: Any, model: Any = None, *, length: int = 128) -> NativeEngine:
-    return NativeEngine(model or model_of(), tokenizer, slots=4, max_model_len=length)
+    return NativeEngine(
+        model or model_of(), tokenizer, slots=4, max_model_len=length, keeps_turns=True
+    )
 
 
 def hf(tokenizer: Any) -> HfEngine:

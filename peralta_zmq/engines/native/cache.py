@@ -214,18 +214,22 @@ def cache_shape(config: Any) -> dict[str, int]:
     }
 
 
-def check_memory(model: models.Model, *, slots: int, extra_rows: int, capacity: int) -> None:
+def check_memory(
+    model: models.Model, *, slots: int, rows_per_slot: float, extra_rows: int, capacity: int
+) -> None:
     """Raise ConfigError if the keys and values do not fit into the free memory.
 
-    `extra_rows` are the rows that the engine needs beyond its slots, for prompts and for the shared
-    part. Other memory is not counted: the model is loaded already, and the logits of a decode step
-    are small. The check also ignores the memory for packing the weights (linears.py): one more
-    matrix at a time and a second copy of a tied head.
+    `rows_per_slot` is above 1 if ended turns are kept. `extra_rows` are the rows that the engine
+    needs beyond its slots, for prompts and for the shared part. Other memory is not counted: the
+    model is loaded already, and the logits of a decode step are small. The check also ignores the
+    memory for packing the weights (linears.py): one more matrix at a time and a second copy of a
+    tied head.
     """
     row_bytes = capacity * 2 * math.prod(cache_shape(model.config).values()) * model.dtype.itemsize
     check_cache_memory(
         row_bytes,
         slots=slots,
+        rows_per_slot=rows_per_slot,
         extra_rows=extra_rows,
         max_model_len=capacity,
         free_bytes=models.free_bytes(model.device),

@@ -42,7 +42,8 @@ class NativeEngine:
     `max_model_len` is the maximum of prompt and completion together, in tokens. If `live`, a
     trainer owns and updates the model: each `generate` uses the model's current weights, and frees
     the KV cache at the end. Otherwise the engine owns the model and packs the weights (see
-    linears.py). Raises ConfigError if the keys and values do not fit into memory.
+    linears.py). With `keeps_turns`, it keeps the keys and values of completions that another
+    request may continue. Raises ConfigError if the keys and values do not fit into memory.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class NativeEngine:
         slots: int = 32,
         max_model_len: int = 512,
         live: bool = False,
+        keeps_turns: bool = False,
         merger: AdapterMerger | None = None,
     ) -> None:
         self.step = step
@@ -63,8 +65,15 @@ class NativeEngine:
         self._end_ids = end_token_ids(model.generation_config, tokenizer)
         self._cancelled = False
         self._loop: DecodeLoop | None = None  # of the running `generate`
-        # One extra row for the shared part of the KV cache, which has at most the size of a row.
-        check_memory(model, slots=slots, extra_rows=PROMPT_ROWS + 1, capacity=self.max_model_len)
+        self._kept_fraction = KEPT_FRACTION if keeps_turns else 0.0
+        check_memory(
+            model,
+            slots=slots,
+            rows_per_slot=1 + self._kept_fraction,
+            # One for the shared part of the KV cache, which has at most the size of a row.
+            extra_rows=PROMPT_ROWS + 1,
+            capacity=self.max_model_len,
+        )
         self._decoder = None if live else self._new_decoder()
 
     @classmethod
@@ -126,7 +135,8 @@ class NativeEngine:
             self._end_ids,
             max_model_len=self.max_model_len,
         )
-        self._loop = loop = DecodeLoop(decoder, rows, self._slots)
+        max_kept = int(self._kept_fraction * self._slots * self.max_model_len)
+        self._loop = loop = DecodeLoop(decoder, rows, self._slots, max_kept=max_kept)
         source, has_more = iter(requests), True
         try:
             while not self._cancelled and (has_more or loop.num_started):
@@ -163,18 +173,22 @@ def _engine_for(
     options |= {"slots": settings.slots, "max_model_len": settings.max_model_len}
     family = cast(Any, model.config).model_type
     if family in FAMILIES:
-        return NativeEngine(model, tokenizer, live=live, **options)
+        return NativeEngine(
+            model, tokenizer, live=live, keeps_turns=settings.keeps_turns, **options
+        )
     logger.info("engine native does not support %s; using transformers' generate", family)
     return HfEngine(model, tokenizer, **options)
 
 
 class DecodeLoop:
-    """One `generate` call: starts rows, advances all rows, removes ended rows."""
+    """One `generate` call: starts rows, advances all rows, removes ended rows.
 
-    def __init__(self, decoder: Decoder, rows: Rows, slots: int) -> None:
+    Ended turns of at most `max_kept` tokens together are kept.
+    """
+
+    def __init__(self, decoder: Decoder, rows: Rows, slots: int, *, max_kept: int) -> None:
         self._decoder, self.rows = decoder, rows
         self.prefix_cache = PrefixCache(decoder, first_row=slots)
-        max_kept = int(KEPT_FRACTION * slots * decoder.cache.capacity)
         self.turn_cache = TurnCache(decoder, max_tokens=max_kept)
         self._waiting: list[Request] = []  # for their prompts to be computed
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import os
+import re
 import shutil
 import sys
 import weakref
@@ -432,6 +433,15 @@ def test_live_engine_does_not_modify_the_model(tokenizer: Any) -> None:
 def test_slots_that_do_not_fit_in_memory_raise(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"engine.slots 900000000 .* GiB .* use engine.slots \d"):
         engine_of(sharp_model(), tokenizer, slots=900_000_000)
+
+
+def test_kept_turns_count_in_the_memory_check(tokenizer: Any) -> None:
+    slots: list[int] = []  # that the messages recommend
+    for keeps_turns in (False, True):
+        with pytest.raises(ConfigError) as caught:
+            engine_of(sharp_model(), tokenizer, slots=900_000_000, keeps_turns=keeps_turns)
+        slots += map(int, re.findall(r"use engine\.slots (\d+)", str(caught.value)))
+    assert slots[0] == pytest.approx(1.25 * slots[1], rel=0.1)  # free memory changes meanwhile
 
 
 def test_unsupported_architecture_falls_back_to_transformers(
