@@ -25,7 +25,8 @@ from peralta_zmq.errors import TaskError
 from peralta_zmq.registry import Engine
 from peralta_zmq.rollout import Completion, Message, Problem, Request
 
-WAIT_SECONDS = 0.01  # for a reply while the engine has no request
+# For a reply, while no episode is in the engine. Chats may be, and wait as well.
+WAIT_SECONDS = 0.001
 # Distance between the indices of two turns of an episode. The random numbers of a completion depend
 # on its index, so that the turns need different ones.
 TURN_STRIDE = 1 << 40
@@ -82,7 +83,8 @@ class Episodes:
         """Start an episode; `request` is that of its first turn."""
         episode = _Episode(problem, request.index, request)
         episode.request = replace(request, may_continue=self._has_turns(episode))
-        self._request(episode)
+        self._sampled[request.index] = episode
+        self._requests.append(episode.request)
 
     def interrupt_turn(self, completion: Completion) -> None:
         """Keep the partial completion of a turn, which `resume` requests again."""
@@ -165,10 +167,6 @@ class Episodes:
     def _has_turns(self, episode: _Episode) -> bool:
         return self._replies is not None and self._replies.has_turns(episode.problem)
 
-    def _request(self, episode: _Episode) -> None:
-        self._sampled[episode.request.index] = episode
-        self._requests.append(episode.request)
-
     def _continue(self, episode: _Episode, reply: Sequence[Message]) -> bool:
         """Request the next turn; False if the episode has reached a limit.
 
@@ -198,7 +196,8 @@ class Episodes:
             may_continue=True,
             sampling=episode.request.sampling,
         )
-        self._request(episode)
+        self._sampled[index] = episode
+        self._requests.appendleft(episode.request)  # before the rest of a group that was started
         return True
 
 

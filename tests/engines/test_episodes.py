@@ -239,6 +239,32 @@ def test_other_completions_are_sampled_while_a_reply_is_computed(tokenizer: Any)
     assert ended == ["2", "1"]
 
 
+class OneSlotEngine:
+    """An engine with one slot, which records the indices of the requests that it reads."""
+
+    max_model_len = 128
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def generate(self, requests: Any, sampling: Sampling, between_steps: Any) -> Any:
+        ids, zeros, steps = (np.array([5, 6], kind) for kind in (np.int32, np.float32, np.int32))
+        for request in requests:
+            if request is not None:
+                self.read.append(request.index)
+                yield Completion(
+                    request.index, request.prompt_ids, ids, zeros, steps, "stop", "5 6"
+                )
+            between_steps()
+
+
+def test_next_turn_takes_a_slot_before_the_rest_of_a_group(tokenizer: Any) -> None:
+    engine, game = OneSlotEngine(), Held()
+    game.future.set_result([Message("user", "no")])
+    play(engine, tokenizer, game, [TURNS], max_turns=2)
+    assert engine.read == [0, TURN_STRIDE, 1, 1 + TURN_STRIDE, 2, 2 + TURN_STRIDE]
+
+
 def test_group_is_reported_when_its_last_reply_arrives(tokenizer: Any) -> None:
     """Without another completion: a generator may wait for the trainer to take this group."""
     ended: list[Problem] = []
