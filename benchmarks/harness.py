@@ -30,6 +30,7 @@ __all__ = [
 ]  # fmt: skip
 BENCHES = (
     "generation", "training", "head", "weights", "wire", "endtoend", "original_size", "scale",
+    "scoring",
 )  # fmt: skip
 ON_DEVICE = ("generation", "training", "head", "weights")
 
