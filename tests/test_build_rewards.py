@@ -133,3 +133,14 @@ def test_length_limit_of_the_run_is_passed_on(tmp_path: Path) -> None:
     text = '[task]\nreward_functions = ["my_functions.on_length"]\n'
     ((function,),) = functions_of(tmp_path, text).values()
     assert function.options == {"max_completion_length": 48}
+
+
+@pytest.mark.parametrize(("max_turns", "length"), [(1, 48), (2, 300)])
+def test_length_limit_of_all_turns_is_the_context(
+    tmp_path: Path, max_turns: int, length: int
+) -> None:
+    """The token ids of a completion are those of all its turns and replies."""
+    text = f'[task]\nname = "guess_number"\nmax_turns = {max_turns}\n'
+    text += 'reward_functions = ["my_functions.on_length"]\n[engine]\nmax_model_len = 300\n'
+    ((function,),) = functions_of(tmp_path, text).values()
+    assert function.options == {"max_completion_length": length}

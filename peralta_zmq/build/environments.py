@@ -24,6 +24,7 @@ from peralta_zmq.environments.dataset import (
     Environments,
     ReplySource,
     RewardSource,
+    check_ids,
     labeled_problem,
     load_problems,
 )
@@ -90,6 +91,7 @@ def open_environments(
         keys = config.curriculum.hash_keys  # a problem's id is a hash of these parts
         replies = reply_sources.get(env.label)
         variables = _template_variables(env, replies.schemas if replies else ())
+        check_ids(loaded, env.label, keys)
         problems += [
             replace(labeled_problem(problem, env.label, keys), chat_template_kwargs=variables)
             for problem in loaded
@@ -202,6 +204,8 @@ def make_reward_functions(
     if not names:
         return [_own_function(env, task, kwargs)]
     labels = [name.replace(":", ".").rpartition(".")[2] for name in names]
+    has_turns = config.task.max_turns > 1 and turns_of(task) is not None
+    length = config.engine.max_model_len if has_turns else config.max_completion_length_of(env)
     for label, options in kwargs.items():
         if label not in labels or not isinstance(options, Mapping):
             similar = get_close_matches(label, labels, n=1)
@@ -224,7 +228,7 @@ def make_reward_functions(
             functions.append(_own_function(env, task, options, label=label, weight=weight))
         else:
             function = registry.resolve("reward_function", name)
-            options = _group_options(config, env, name, function, options, example)
+            options = _group_options(name, function, options, example, max_completion_length=length)
             is_bounded = getattr(function, "REWARD_IS_BOUNDED", False)
             functions.append(
                 RewardFunction(
@@ -260,16 +264,16 @@ def _own_function(
 
 
 def _group_options(
-    config: Config,
-    env: EnvSection,
     name: str,
     function: Callable[..., Any],
     options: Mapping[str, Any],
     example: Problem,
+    *,
+    max_completion_length: int,
 ) -> dict[str, Any]:
     """The options of a function with TRL's signature, after checks.
 
-    A function with a parameter `max_completion_length` gets the environment's value by default.
+    `max_completion_length` is the default of a parameter with this name.
     Raises ConfigError for an option that the function does not have, and for a parameter that
     neither the options nor the fields of the problem supply.
     """
@@ -286,7 +290,7 @@ def _group_options(
             )
     filled = dict(options)
     if "max_completion_length" in named:
-        filled.setdefault("max_completion_length", config.max_completion_length_of(env))
+        filled.setdefault("max_completion_length", max_completion_length)
     missing = [
         each.name
         for each in parameters

@@ -106,8 +106,9 @@ class Environments:
 
     @property
     def has_room(self) -> bool:
-        """False while too many completions of an environment wait for their rewards."""
-        return all(source.has_room for source in self.reward_sources.values())
+        """False while too many completions of an environment wait for rewards or replies."""
+        sources = (*self.reward_sources.values(), *self.reply_sources.values())
+        return all(source.has_room for source in sources)
 
     def score(self, problem: Problem, completions: Sequence[Completion]) -> Future[list[Score]]:
         """The scores of completions in the problem's environment: see RewardSource."""
@@ -222,6 +223,32 @@ def labeled_problem(problem: Problem, label: str, keys: Sequence[str]) -> Proble
         "id": problem.id,
     }
     return replace(problem, task=label, id=problem_id([values[key] for key in keys]))
+
+
+def check_ids(problems: Sequence[Problem], label: str, keys: Sequence[str]) -> None:
+    """Check that problems of an environment with equal ids are one problem.
+
+    They are if they have one answer; without an answer, if they have one `info`. `label` and `keys`
+    are as for `labeled_problem`. Raises TaskError.
+    """
+
+    def num_ambiguous(*keys: str) -> int:
+        contents: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
+        for problem in problems:
+            content = (problem.answer, {} if problem.answer else problem.info)
+            contents.setdefault(labeled_problem(problem, label, keys).id, []).append(content)
+        return sum(
+            len(equal) for equal in contents.values() if any(each != equal[0] for each in equal)
+        )
+
+    if not (number := num_ambiguous(*keys)):
+        return
+    useful = [key for key in ("answer", "id") if not num_ambiguous(*keys, key)]
+    remedy = f"add {useful[0]} to curriculum.hash_keys" if useful else "give them other prompts"
+    raise TaskError(
+        f"{number} problems of environment '{label}' share their ids with problems that have "
+        f"another answer or other data (curriculum.hash_keys {','.join(keys)}); {remedy}"
+    )
 
 
 # The problems of a file.

@@ -15,7 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from peralta_zmq.environments.reward_pool import RewardPool
+from peralta_zmq.environments.dataset import Environments
+from peralta_zmq.environments.reward_functions import RewardFunction
+from peralta_zmq.environments.reward_pool import LocalReplies, LocalRewards, RewardPool
 from peralta_zmq.environments.turns import Turns, turns_of
 from peralta_zmq.errors import RewardError, TaskError
 from peralta_zmq.rollout import Message, Problem
@@ -121,6 +123,21 @@ def test_failing_reply_is_named_and_the_next_call_succeeds(
             reply(pool, turns, text)
         assert reply(pool, turns, "5") == [Message("user", "2 messages")]
     assert pool.num_waiting == 0
+
+
+def test_waiting_replies_leave_no_room_for_a_bounded_reward(
+    task: ModuleType, pool: RewardPool
+) -> None:
+    reward = RewardFunction(lambda problem, text: 1.0, {}, True)
+    replies = LocalReplies(turns_with(task, "reply"), pool)
+    environments = Environments(
+        {"mine": 1}, (PROBLEM,), {"mine": LocalRewards([reward], pool)}, pool, {"mine": replies}
+    )
+    messages = [*PROBLEM.messages, Message("assistant", "hang")]
+    assert environments.has_room
+    for _ in range(5):  # one in the worker and four in the queue
+        environments.reply(PROBLEM, messages)
+    assert not environments.has_room
 
 
 def test_tools_are_called_before_reply(task: ModuleType, pool: RewardPool) -> None:
