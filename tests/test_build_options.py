@@ -194,6 +194,16 @@ def test_evaluation_has_its_own_temperature_and_length(tmp_path: Path) -> None:
     assert sampling_of(tmp_path, several + "temperature = 0\n")[1].temperature == 0.0
 
 
+def test_completion_of_an_environment_fills_the_context_without_a_limit(tmp_path: Path) -> None:
+    text = '[[env]]\ntask = "own.sized"\nsampling = { max_completion_length = "None" }\n'
+    config = load(tmp_path, text + '[[env]]\nsampling = { top_k = 5, top_p = "None" }\n')
+    write_resolved(config, tmp_path)
+    for each in (config, load_config("bin/x", ["@", str(tmp_path / "config.toml")])):
+        own, other = (build.make_sampling(each, env, seed=3) for env in each.environments)
+        assert (own.max_completion_length, own.fills_context) == (each.engine.max_model_len, True)
+        assert (other.max_completion_length, other.fills_context) == (48, False)
+
+
 TWO_GROUP_SIZES = """
 [[env]]
 task = "own.sized"
@@ -252,6 +262,10 @@ def test_environment_that_is_only_evaluated_has_its_own_evaluation(tmp_path: Pat
     ("[[env]]\nsampling = { num_generations = 4 }", "setting num_generations in [[env.sampling]]"),
     ("[[eval.env]]\nnum_generations = 4",
      "eval.env.num_generations has no effect in evaluations; set eval.env.rollouts_per_example"),
+    ("[[env]]\nrollouts_per_example = 4\n[[eval.env]]",
+     "env.rollouts_per_example has no effect with [[eval.env]]; set eval.env.rollouts_per_example"),
+    ("[[env]]\neval_sampling = { top_k = 5 }\n[[eval.env]]",
+     "env.eval_sampling has no effect with [[eval.env]]; set eval.env.eval_sampling instead"),
     ("[[eval.env]]\nsampling = { top_k = 5 }",
      "eval.env.sampling has no effect in evaluations; set eval.env.eval_sampling"),
 ])  # fmt: skip

@@ -98,6 +98,8 @@ class Config(Section):
     def sampling_of(self, env: training.EnvSection) -> training.SamplingSection:
         """The settings of [sampling] for an environment."""
         own = env.sampling.model_dump(exclude_none=True) if env.sampling else {}
+        if env.sampling and "max_completion_length" in env.sampling.model_fields_set:
+            own["max_completion_length"] = env.sampling.max_completion_length  # None = no limit
         if "temperature" in own:
             own |= dict.fromkeys(("temp_scheduler", "temp_start", "temp_end"))
         if env.num_generations is not None:
@@ -124,7 +126,11 @@ class Config(Section):
 
     @property
     def groups_per_step(self) -> int:
-        """Expected number of groups (problems with all their completions) per training step."""
+        """Estimated number of groups (problems with all their completions) per training step.
+
+        Without curriculum.env_ratios, environments are sampled in proportion to their numbers of
+        problems, which the settings do not have: the estimate is for equal numbers.
+        """
         sizes = self.group_sizes.values()
         ratios = self.curriculum.env_ratios or [1.0] * len(sizes)
         weighted = math.fsum(size * ratio for size, ratio in zip(sizes, ratios, strict=True))
@@ -331,6 +337,12 @@ def _check_environments(config: Config) -> None:
             _check_rewards(option, env)
     for env in config.eval.env:
         _check_evaluation(env)
+    for env in config.env if config.eval.env else ():
+        for name in TRAINING_ONLY.values():
+            if getattr(env, name) is not None:
+                raise ConfigError(
+                    f"env.{name} has no effect with [[eval.env]]; set eval.env.{name} instead"
+                )
 
 
 def _check_environment_rows(option: str, environments: Sequence[training.EnvSection]) -> None:

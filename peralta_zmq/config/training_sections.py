@@ -15,6 +15,8 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
 )
 
 from peralta_zmq.config.sections import (
@@ -97,7 +99,10 @@ class DataSection(Section):
 
 
 class EnvSampling(Section):
-    """Settings of [sampling] for one environment; None = as there."""
+    """Settings of [sampling] for one environment; None = as there.
+
+    A max_completion_length that is set to None is no limit, as in [sampling].
+    """
 
     temperature: PositiveFloat | None = None
     top_p: Fraction | None = None
@@ -107,6 +112,12 @@ class EnvSampling(Section):
     min_tokens: NonNegativeInt | None = None
     max_completion_length: PositiveInt | None = None
     stop: Strings | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out unset fields, because None is a value for max_completion_length."""
+        values: dict[str, Any] = serialize(self)
+        return {name: values[name] for name in values if name in self.model_fields_set}
 
 
 class EnvEvalSampling(EnvSampling):
