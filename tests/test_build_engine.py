@@ -41,7 +41,8 @@ class RecordingEngine:
     (("--task.name", "guess_number"), True),
     (("--task.name", "guess_number", "--task.max-turns", "1"), False),
     (("--task.name", "calculator_tool"), True),
-    (("--task.name", "reasoning_gym:gcd"), True),
+    (("--task.name", "verifiers:words"), True),
+    (("--task.name", "reasoning_gym:gcd"), False),
 ])  # fmt: skip
 def test_engine_keeps_turns_for_tasks_that_have_some(
     arguments: tuple[str, ...], keeps_turns: bool

@@ -346,9 +346,10 @@ def _settings_with_turns(config: Config) -> EngineSettings:
 
 
 def _may_have_turns(env: EnvSection) -> bool:
-    """Whether a task may have several turns; verifiers and adapters know it after loading."""
-    if env.address is not None or env.task.partition(":")[0] in registry.ADAPTERS:
-        return True
+    """Whether a task may have several turns; a verifier and a taskset report it after loading."""
+    adapter = env.task.partition(":")[0]
+    if env.address is not None or adapter in registry.ADAPTERS:
+        return adapter != "reasoning_gym"
     return turns_of(registry.resolve("task", env.task)) is not None
 
 
@@ -396,7 +397,8 @@ def make_eval_sampling(config: Config, env: EnvSection | None = None, *, seed: i
 
     One completion per problem is sampled greedily; with `eval.rollouts_per_example` above 1, the
     completions are sampled as in training. `eval.temperature` and `eval.max_completion_length`
-    replace these values, and `env.eval_sampling` all others. Stop strings are those of training.
+    replace these values; `env.eval_sampling` takes precedence over both. Stop strings are those of
+    training.
     """
     section, sampling = config.eval, make_sampling(config, env, seed=seed)
     num_completions = config.rollouts_per_example_of(env) if env else section.rollouts_per_example

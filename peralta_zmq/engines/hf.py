@@ -203,7 +203,7 @@ class HfEngine:
 
 def _batch_key(request: Request) -> object:
     """Equal for requests that may be in one batch."""
-    return request.sampling, request.is_standalone and request.index
+    return request.sampling, request.index if request.is_standalone else None
 
 
 class LogprobRecorder(LogitsProcessor):

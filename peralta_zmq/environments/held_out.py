@@ -23,8 +23,7 @@ PASSING_REWARD = 1.0  # smallest reward of a correct answer
 class Evaluation:
     """Collects the answers to the held-out examples for the weights of one step.
 
-    For each example, the first group with as many answers counts as `rollouts_per_example` has for
-    its environment.
+    A group counts if it is the first for its example and has `rollouts_per_example[task]` answers.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ import torch
 from engine_data import GREEDY, plain_greedy, requests, sampled, scored, sharp_model, tokens
 
 from peralta_zmq import models
-from peralta_zmq.engines.hf import HfEngine
+from peralta_zmq.engines.hf import HfEngine, _batch_key
 from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.rollout import Message, Request, Sampling
 
@@ -88,3 +88,10 @@ def test_apply_between_two_completions_keeps_their_step(model: Any, tokenizer: A
     next(completions)
     engine.apply(WeightUpdate(9, models.weights_of(sharp_model(seed=8))))
     assert set(next(completions).policy_steps.tolist()) == {3}
+
+
+def test_standalone_request_with_index_0_is_sampled_alone() -> None:
+    requests = [
+        Request(0, np.array([5, 6], np.int32), is_standalone=each) for each in (True, False)
+    ]
+    assert _batch_key(requests[0]) != _batch_key(requests[1])
