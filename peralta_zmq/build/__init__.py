@@ -3,27 +3,30 @@
 The classes that these modules build take plain values; the loops, the verifier and the programs
 that start them keep the settings (`config`).
 
-components    learner, loss, reference models, engine, sampling
+components    learner, loss, reference models
+engines       engine, sampling
 environments  problems, reward functions and demonstrations
 """
 
 from peralta_zmq.build.components import (
-    base_folder,
-    choose_engine,
-    eval_sampling_overrides,
     learning_rate_schedule,
     load_policy,
     make_advantage,
-    make_engine,
-    make_eval_sampling,
     make_filters,
     make_learner,
-    make_live_engine,
     make_loss,
     make_reference_models,
-    make_sampling,
     make_scorer,
     reference_models_used,
+)
+from peralta_zmq.build.engines import (
+    base_folder,
+    choose_engine,
+    eval_sampling_overrides,
+    make_engine,
+    make_eval_sampling,
+    make_live_engine,
+    make_sampling,
     sampling_overrides,
     weight_update,
 )

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 from peralta_zmq import models, registry
 from peralta_zmq.config import Config
-from peralta_zmq.config.schema import host_and_port
+from peralta_zmq.config.environment_checks import host_and_port
 from peralta_zmq.config.training_sections import EnvSection
 from peralta_zmq.engines.rows import end_token_ids
 from peralta_zmq.environments.data_files import DataRow, read_rows

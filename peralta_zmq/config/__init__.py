@@ -6,6 +6,7 @@ table [train] of a TOML file, or the option --train.learning-rate.
     sections, training_sections,
     objective_sections            one pydantic model per TOML section
     schema                        `Config`: all sections, and checks across them
+    environment_checks            checks of [[env]] and [[eval.env]]
     load                          command line and TOML files -> Config; --help
     foreign_names                 error messages for unknown settings, with the right name
     resolved                      config.toml in the run folder, and what a resumed run may change

@@ -9,16 +9,15 @@ train.learning_rate.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pydantic import model_validator
 
 from peralta_zmq.config import objective_sections as objective
 from peralta_zmq.config import sections
 from peralta_zmq.config import training_sections as training
+from peralta_zmq.config.environment_checks import check_environments
 from peralta_zmq.config.sections import Section
 from peralta_zmq.errors import ConfigError, program_name
 from peralta_zmq.http_server import is_loopback
@@ -32,8 +31,6 @@ NEEDED_SETTINGS = (
     ("loss", "sft_batch_size", "sft_file"),
     ("generator", "token_file", "serve_port"),
 )
-# Settings of an [[env]] that have no effect in an [[eval.env]], and those that have.
-TRAINING_ONLY = {"num_generations": "rollouts_per_example", "sampling": "eval_sampling"}
 
 
 class Config(Section):
@@ -146,7 +143,7 @@ class Config(Section):
         _check_ranges(self)
         _check_interval(self)
         _check_security(self)
-        _check_environments(self)
+        check_environments(self.task, self.data, env=self.env, eval_env=self.eval.env)
         _check_verification(self)
         _check_curriculum(self)
         return self
@@ -168,21 +165,6 @@ def known_fields() -> dict[str, dict[str, object]]:
         name: {leaf: field.annotation for leaf, field in section.model_fields.items()}
         for name, section in section_models().items()
     }
-
-
-def host_and_port(address: str, *, option: str) -> tuple[str, int]:
-    """Return host and port of http://HOST:PORT.
-
-    Raises ConfigError for another form. `option` is the name of the setting, for the error message.
-    """
-    parts = urlsplit(address)
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if parts.scheme != "http" or not host or not port or parts.path.strip("/") or parts.query:
-        raise ConfigError(f"{option} '{address}' is not of the form http://HOST:PORT")
-    return host, port
 
 
 def _check_batch(config: Config) -> None:
@@ -319,54 +301,6 @@ def _check_security(config: Config) -> None:
         )
 
 
-def _check_environments(config: Config) -> None:
-    """Check that environments are defined in one way only, and each of them."""
-    has_task = config.task.name != training.TaskSection().name
-    if config.env and (has_task or config.data != training.DataSection()):
-        raise ConfigError(
-            "[[env]] and the settings of [task] or [data] exclude each other; "
-            "move the settings into an [[env]]"
-        )
-    _check_environment_rows("env", config.environments)
-    _check_environment_rows("eval.env", config.eval.env)
-    _check_args("data", config.data)
-    _check_rewards("task", config.task)
-    for option, rows in (("env", config.env), ("eval.env", config.eval.env)):
-        for env in rows:
-            _check_args(option, env)
-            _check_rewards(option, env)
-    for env in config.eval.env:
-        _check_evaluation(env)
-    for env in config.env if config.eval.env else ():
-        for name in TRAINING_ONLY.values():
-            if getattr(env, name) is not None:
-                raise ConfigError(
-                    f"env.{name} has no effect with [[eval.env]]; set eval.env.{name} instead"
-                )
-
-
-def _check_environment_rows(option: str, environments: Sequence[training.EnvSection]) -> None:
-    """Check labels and addresses; `option` is env or eval.env, for errors."""
-    for label, count in Counter(env.label for env in environments).items():
-        if count > 1:
-            raise ConfigError(
-                f"{option}.name '{label}' is used by {count} environments; "
-                "give each of them its own name"
-            )
-    for env in environments:
-        for address in env.address or ():
-            host_and_port(address, option=f"{option}.address")
-
-
-def _check_evaluation(env: training.EnvSection) -> None:
-    """Check that an environment that is only evaluated has no settings of the training."""
-    for name, instead in TRAINING_ONLY.items():
-        if getattr(env, name) is not None:
-            raise ConfigError(
-                f"eval.env.{name} has no effect in evaluations; set eval.env.{instead} instead"
-            )
-
-
 def _check_verification(config: Config) -> None:
     """Check that the objective needs no reward if none is computed."""
     if not config.task.skip_verification:
@@ -392,30 +326,6 @@ def _check_verification(config: Config) -> None:
         raise ConfigError(
             "task.skip_verification is set, but curriculum.online_difficulty_filtering, "
             "easy_threshold and hard_threshold select problems by their rewards; remove them"
-        )
-
-
-def _check_args(option: str, settings: training.DataSection) -> None:
-    """Check that `args` has no data setting; `option` is data, env or eval.env."""
-    for name in settings.args:
-        if name in training.DataSection.model_fields:
-            raise ConfigError(
-                f"{option}.args.{name} is a setting of its own; set {option}.{name} instead"
-            )
-
-
-def _check_rewards(option: str, settings: training.RewardSettings) -> None:
-    """Check that weights fit the reward functions; `option` is task, env or eval.env."""
-    functions, weights = settings.reward_functions, settings.reward_weights
-    if weights is not None and len(weights) != len(functions):
-        raise ConfigError(
-            f"{option}.reward_weights has {len(weights)} numbers for {len(functions)} "
-            f"{option}.reward_functions ({', '.join(functions) or 'none'}); give one for each"
-        )
-    if settings.reward is not None and functions and "task" not in functions:
-        raise ConfigError(
-            f"{option}.reward {settings.reward} is not among {option}.reward_functions "
-            f"({', '.join(functions)}); remove it, or add `task`, which stands for it"
         )
 
 

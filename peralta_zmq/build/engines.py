@@ -1,0 +1,185 @@
+"""Engine and sampling of a run.
+
+A generator's engine samples completions with the weights of a version. A version is a whole model
+or, with [lora], only adapters, which each machine adds to the base model `model.name`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from peralta_zmq import models, registry
+from peralta_zmq.config import Config
+from peralta_zmq.config.training_sections import EnvSection, SamplingSection
+from peralta_zmq.engines import choice
+from peralta_zmq.environments.turns import turns_of
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.models import lora
+from peralta_zmq.registry import EngineSettings, WeightUpdate
+from peralta_zmq.rollout import GroupSampling, Sampling, TemperatureSchedule
+from peralta_zmq.weights.subscriber import PendingWeights
+from peralta_zmq.weights.version import Version
+
+logger = logging.getLogger(__name__)
+TEMPERATURE_OPTIONS = ("temperature", "temp_scheduler", "temp_start", "temp_end")  # of [sampling]
+
+
+def make_engine(
+    config: Config, weights: PendingWeights
+) -> tuple[registry.Engine, models.Tokenizer]:
+    """The engine of [engine] with the weights of a weight version, and the tokenizer.
+
+    Raises ConfigError for adapters of a model other than `model.name`, and for untrusted code.
+    """
+    version, update = weights.version, weight_update(weights)
+    folder = base_folder(config, version) if update.is_adapter else weights.folder
+    tokenizer = models.load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
+    name, reason = choose_engine(config, folder)
+    logger.info("engine=%s (%s)", name, reason)
+    factory = registry.resolve("engine", name)
+    engine = factory.open(folder, _settings_with_turns(config), step=version.step)
+    if update.is_adapter:
+        engine.apply(update)
+    return engine, tokenizer
+
+
+def make_live_engine(
+    config: Config, model: models.Model, tokenizer: models.Tokenizer
+) -> registry.Engine:
+    """The engine for evaluations of the trainer's model, without a copy of its weights."""
+    factory = choice.live_engine(config.engine.name)
+    return factory.open_live(model, tokenizer, _settings_with_turns(config))
+
+
+def choose_engine(config: Config, folder: Path | None = None) -> tuple[str, str]:
+    """The engine of this machine for the model in `folder`, if that is known, and the reason."""
+    seed = config.run.seed
+    samplings = [make_sampling(config, env, seed=seed) for env in config.environments]
+    samplings += [make_eval_sampling(config, env, seed=seed) for env in config.eval_environments]
+    return choice.choose_engine(
+        config.engine.name, engine_settings(config), samplings=samplings, folder=folder
+    )
+
+
+def engine_settings(config: Config) -> EngineSettings:
+    """The settings with which an engine is opened."""
+    model = config.model.model_dump(include={"device", "dtype", "trust_remote_code"})
+    return EngineSettings(**model, **config.engine.model_dump(exclude={"name"}))
+
+
+def _settings_with_turns(config: Config) -> EngineSettings:
+    """The settings with which the engine of a run is opened, whose tasks may have turns."""
+    environments = (*config.environments, *config.eval_environments)
+    keeps_turns = config.task.max_turns > 1 and any(map(_may_have_turns, environments))
+    return replace(engine_settings(config), keeps_turns=keeps_turns)
+
+
+def _may_have_turns(env: EnvSection) -> bool:
+    """Whether a task may have several turns; a verifier and a taskset report it after loading."""
+    adapter = env.task.partition(":")[0]
+    if env.address is not None or adapter in registry.ADAPTERS:
+        return adapter != "reasoning_gym"
+    return turns_of(registry.resolve("task", env.task)) is not None
+
+
+def weight_update(weights: PendingWeights) -> WeightUpdate:
+    """A weight version as an engine applies it."""
+    version = weights.version
+    is_adapter = version.field("adapts") is not None  # digest of the adapters' base weights
+    return WeightUpdate(version.step, weights.tensors, weights.folder, is_adapter=is_adapter)
+
+
+def base_folder(config: Config, version: Version) -> Path:
+    """The folder of `model.name`, the base model of a version that has only adapters.
+
+    Raises ConfigError if the version's manifest has the digest of other base weights.
+    """
+    folder = models.model_folder(config.model.name)
+    if lora.weights_digest(folder) != version.field("adapts"):
+        raise ConfigError(
+            f"version {version.number} is an adapter for {version.field('adapts_name')} "
+            f"({version.field('adapts')}), but model.name {config.model.name} is another model; "
+            "set model.name to the trainer's model, with identical files"
+        )
+    return folder
+
+
+def make_sampling(config: Config, env: EnvSection | None = None, *, seed: int) -> Sampling:
+    """The sampling parameters of rollouts for training: of [sampling], or of an environment."""
+    section = config.sampling if env is None else config.sampling_of(env)
+    excluded = {"num_generations", "stop", "max_completion_length", *TEMPERATURE_OPTIONS}
+    temperature = make_temperature(config, section)
+    is_scheduled = isinstance(temperature, TemperatureSchedule)
+    return Sampling(
+        **section.model_dump(exclude=excluded),
+        temperature=1.0 if is_scheduled else temperature,
+        schedule=temperature if is_scheduled else None,
+        max_completion_length=section.max_completion_length or config.engine.max_model_len,
+        fills_context=section.max_completion_length is None,
+        stop=section.stop or (),
+        seed=seed,
+    )
+
+
+def make_eval_sampling(config: Config, env: EnvSection | None = None, *, seed: int) -> Sampling:
+    """The sampling parameters of an evaluation: of [eval], or of an environment.
+
+    One completion per problem is sampled greedily; with `eval.rollouts_per_example` above 1, the
+    completions are sampled as in training. `eval.temperature` and `eval.max_completion_length`
+    replace these values; `env.eval_sampling` takes precedence over both. Stop strings are those of
+    training.
+    """
+    section, sampling = config.eval, make_sampling(config, env, seed=seed)
+    num_completions = config.rollouts_per_example_of(env) if env else section.rollouts_per_example
+    own: dict[str, Any] = section.model_dump(include={"temperature", "max_completion_length"})
+    if env and env.eval_sampling:
+        own |= env.eval_sampling.model_dump(exclude_none=True)
+    own = {name: value for name, value in own.items() if value is not None}
+    if num_completions == 1:
+        own = {"temperature": 0.0, **own}
+    if "max_completion_length" in own:
+        own["fills_context"] = False
+    if "temperature" in own:
+        own["schedule"] = None
+    if own.get("temperature") == 0.0:
+        sampling = Sampling(
+            max_completion_length=sampling.max_completion_length,
+            fills_context=sampling.fills_context,
+            stop=sampling.stop,
+        )
+    return replace(sampling, **own)
+
+
+def sampling_overrides(config: Config, *, seed: int) -> dict[str, GroupSampling]:
+    """The sampling for training of the environments that differ from [sampling], by label."""
+    return {
+        env.label: GroupSampling(
+            config.sampling_of(env).num_generations, make_sampling(config, env, seed=seed)
+        )
+        for env in config.environments
+        if env.num_generations or env.sampling
+    }
+
+
+def eval_sampling_overrides(config: Config, *, seed: int) -> dict[str, GroupSampling]:
+    """The sampling for evaluations of the environments that differ from [eval], by label."""
+    return {
+        env.label: GroupSampling(
+            config.rollouts_per_example_of(env), make_eval_sampling(config, env, seed=seed)
+        )
+        for env in config.eval_environments
+        if env.sampling or env.rollouts_per_example or env.eval_sampling
+    }
+
+
+def make_temperature(config: Config, section: SamplingSection) -> float | TemperatureSchedule:
+    """The sampling temperature; a schedule is a function of the policy step."""
+    if section.temp_scheduler is None:
+        return section.temperature or 1.0
+    assert section.temp_start is not None and section.temp_end is not None
+    return TemperatureSchedule(
+        section.temp_scheduler, section.temp_start, section.temp_end, config.train.max_steps
+    )
