@@ -82,7 +82,7 @@ def test_newer_version_is_applied_in_flight_or_between_groups(
     update: str, during: int, scene: Scene
 ) -> None:
     generator = scene.start(1, weights={"update": update})
-    generator._training._start(PROBLEM)
+    generator._training._start(PROBLEM, 8, None)
     scene.publish(2, 2.0)
     generator._refresh_weights()
     assert scene.engine.step == during
@@ -138,7 +138,7 @@ def test_rejected_weights_are_replaced_by_the_version_before(scene: Scene) -> No
     publish(scene.store, 2, 2.0)
     version = apply_until(scene.engine, scene.subscriber, first, 2)
     generator = generator_of(scene.engine, scene.subscriber, scene.sockets, version)
-    generator._training._start(PROBLEM)
+    generator._training._start(PROBLEM, 8, None)
     generator._evaluated_step = 2
     generator._replace_weights(EngineError("not finite"))
     assert generator._evaluated_step == 2  # not a roll-back
@@ -495,7 +495,7 @@ def test_evaluation_waits_for_a_full_outbox_and_ends_with_the_trainers(
     announcement = wire.Announcement("run", evaluation_step=8)
     scene.announce(announcement)
     held_out = replace(environments_of(fail_if_wrong), problems=(PROBLEM,) * 100)
-    generator._training._start(PROBLEM)  # interrupted by the evaluation
+    generator._training._start(PROBLEM, 8, None)  # interrupted by the evaluation
     generator._evaluation = evaluation = generator._sampler(held_out, 1)
     problems = generator._held_out_problems(8, held_out)
     for problem in problems:
@@ -508,7 +508,7 @@ def test_evaluation_waits_for_a_full_outbox_and_ends_with_the_trainers(
     scene.announce(replace(announcement, received=durable, durable=durable))  # room for ten more
     for problem in islice(problems, 10):
         assert problem is PROBLEM
-        evaluation._start(problem)
+        evaluation._start(problem, 1, None)
     assert next(problems) is None
     scene.announce(replace(announcement, **change))
     assert list(problems) == []
