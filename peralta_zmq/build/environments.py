@@ -273,9 +273,9 @@ def _group_options(
 ) -> dict[str, Any]:
     """The options of a function with TRL's signature, after checks.
 
-    `max_completion_length` is the default of a parameter with this name.
-    Raises ConfigError for an option that the function does not have, and for a parameter that
-    neither the options nor the fields of the problem supply.
+    `max_completion_length` is the default of a parameter with this name. Raises ConfigError for an
+    option that the function does not have, and for a parameter that neither the options nor the
+    fields of the problem supply.
     """
     parameters = inspect.signature(function).parameters.values()
     named = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
