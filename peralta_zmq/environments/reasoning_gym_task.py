@@ -23,6 +23,7 @@ _library = import_extra(PREFIX, extra="reasoning-gym", needed_by=f"task {PREFIX}
 # The held-out items are generated from other seeds than those of any train set.
 EVAL_SEED_OFFSET = 1 << 30
 MAX_SIZE = 1 << 20
+OWN_OPTIONS = ("size", "eval_size", "system_prompt", "answer_tag")  # those of this adapter
 # Data sets whose own answers, if any, do not earn the full reward, or that need other data sets.
 UNUSABLE = {
     "boxnet": "its items have no answer",
@@ -130,7 +131,7 @@ def _check_config(name: str, config: dict[str, Any]) -> None:
     """Raise ConfigError for an option that the data set does not have, or its invalid value."""
     make_config: Callable[..., Any] = _datasets()[name][1]
     options = [each.name for each in dataclasses.fields(make_config)]  # type: ignore[arg-type]
-    options = [each for each in options if each not in ("seed", "size")]
+    options = [*OWN_OPTIONS, *(each for each in options if each not in ("seed", "size"))]
     for option in config:
         if option not in options:
             similar = get_close_matches(option, options, n=1)

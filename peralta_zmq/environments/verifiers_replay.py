@@ -38,6 +38,8 @@ async def replay(
         agents = library.Agents(env.config, agent.named)
         await env.setup(agents)
         await env.run(task, agents)
+        if agent.trace is None:
+            raise TaskError("the environment ended without a turn of its agent")
         await env.finalize(task, _episode_of(env, task, agent.trace))
 
     running = asyncio.ensure_future(run())
@@ -170,30 +172,29 @@ class Interaction:
                 message = assistant_message(message.content)
             segment.append(_library_message(message, number=len(self.trace.nodes)))
             agent.record(segment[-1], sampled=True)
-            if not message.tool_calls:
+            # As in the library, before the trace has the results of the tools.
+            if not message.tool_calls or await self._is_stopped():
                 return segment
-            if not (agent.unread or agent.ends):
+            if not agent.unread:
                 agent.calls = message.tool_calls
                 await agent.wait()
-            for call in segment[-1].tool_calls if agent.unread else ():
+            for call in segment[-1].tool_calls:
                 result = agent.unread.popleft()
                 segment.append(_library_message(result, call_id=call.id))
                 agent.record(segment[-1], sampled=False)
-            if await self._is_stopped():
-                return segment
 
     async def _is_stopped(self) -> bool:
         """Whether the exchange ends before the next completion.
 
         Either a @stop function of the task ends it, or the episode has no further completion.
         """
-        if self._agent.ends and not self._agent.unread:
-            self.trace.stop("max_turns")
-            return True
         for stop in self._stops:
             if await library.session.call_hook(stop, {library.Trace: self.trace}):
                 self.trace.stop(stop.__name__)
                 return True
+        if self._agent.ends and not self._agent.unread:
+            self.trace.stop("max_turns")
+            return True
         return False
 
 

@@ -29,6 +29,8 @@ PREFIX = "verifiers"
 _mcp: Any = import_extra("mcp.server.mcpserver", extra=PREFIX, needed_by=f"task {PREFIX}:NAME")
 TASKSETS = "verifiers.v1.tasksets"  # package of those that come with the library
 HELD_OUT = 10  # one of this number of tasks is for evaluation
+MAX_SKIPPED = 1000  # tasks in a row of the other split, in a taskset without end
+OWN_OPTIONS = ("size", "eval_size", "system_prompt")  # those of this adapter
 
 
 class VerifiersTask:
@@ -53,10 +55,10 @@ class VerifiersTask:
     ) -> Iterator[Problem]:
         """The tasks of a split; `options` are those of the taskset and of its environment.
 
-        A tenth of the tasks, chosen by their content, is held out for evaluation. `size` and
+        A tenth of the tasks, chosen by their prompt, is held out for evaluation. `size` and
         `eval_size` are the largest numbers of problems; None = all. `system_prompt` replaces that
         of the tasks. Raises ConfigError for an unknown option or an unsupported taskset, and
-        TaskError if the tasks cannot be loaded.
+        TaskError if the tasks cannot be loaded, or the split has none.
         """
         count = size if split == "train" else eval_size
         if count is not None and count < 1:
@@ -67,18 +69,39 @@ class VerifiersTask:
             raise ConfigError(f"taskset {PREFIX}:{self._name} has no end; set size in data.args")
         tasks = (
             task if system_prompt is None else task.with_system_prompt(system_prompt)
-            for task in env.taskset
-            if _is_held_out(task.data) is (split == "eval")
+            for task in self._tasks(env, split)
         )
         try:
             for number, task in enumerate(islice(tasks, count)):
                 if number == 0:
                     self._check_task(env, task)
+                if task.data.image:
+                    raise _unusable(self._name, f"its tasks need the container {task.data.image}")
                 yield self._problem(env, task, source)
         except (ConfigError, TaskError):
             raise
         except Exception as error:
             raise TaskError(f"taskset {PREFIX}:{self._name} raised {described(error)}") from error
+
+    def _tasks(self, env: Any, split: str) -> Iterator[Any]:
+        """The tasks of a split. Raises TaskError if it has none."""
+        has_tasks, num_skipped = False, 0  # skipped: since the last task of the split
+        for task in env.taskset:
+            if _is_held_out(task.data) is (split == "eval"):
+                has_tasks, num_skipped = True, 0
+                yield task
+                continue
+            num_skipped += 1
+            if num_skipped == MAX_SKIPPED and not env.taskset.bounded:
+                has_tasks = False
+                break
+        if num_skipped and not has_tasks:
+            some = "none" if split == "eval" else "each"
+            raise TaskError(
+                f"{some} of {num_skipped} tasks of {PREFIX}:{self._name} is held out for "
+                f"evaluation (one of {HELD_OUT} is, by its prompt); use a taskset with more "
+                "prompts, for evaluations in [[eval.env]]"
+            )
 
     def _check_task(self, env: Any, task: Any) -> None:
         """Find the tools of a task, and whether it has several turns.
@@ -167,7 +190,7 @@ def _environment(source: str) -> Any:
     of_env = set(config_class.model_fields) - set(library.EnvConfig.model_fields) - {*_agents(name)}
     for option in options:
         if option not in of_taskset | of_env:
-            names = sorted(of_taskset | of_env)
+            names = sorted({*of_taskset, *of_env, *OWN_OPTIONS})
             similar = get_close_matches(option, names, n=1)
             hint = f"did you mean {similar[0]}? Its" if similar else "its"
             raise ConfigError(
@@ -278,8 +301,6 @@ def _unsupported_class(name: str, taskset_class: Any) -> str:
 
 def _unsupported_task(task: Any) -> str:
     """Why a task cannot be used; empty if it can."""
-    if task.data.image:
-        return f"its tasks need the container {task.data.image}"
     for function in (*task.hooks("metric"), *task.hooks("reward")):
         runtime = inspect.signature(function).parameters.get("runtime")
         if runtime and runtime.default is runtime.empty:
@@ -309,8 +330,13 @@ def _has_old_environment(name: str) -> bool:
 
 
 def _is_held_out(data: Any) -> bool:
-    """Whether a task is for evaluation; equal for tasks with equal content."""
+    """Whether a task is for evaluation; equal for tasks with equal prompts.
+
+    A task without prompt is chosen by its whole content.
+    """
     content = data.model_dump(mode="json", exclude={"idx", "id", "name", "description"})
+    if data.prompt is not None:
+        content = content["prompt"]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8], "big") % HELD_OUT == 0
 

@@ -70,6 +70,7 @@ def test_train_and_eval_items_have_different_seeds() -> None:
 @pytest.mark.parametrize(("name", "options", "message"), [
     ("chain_summ", {}, "reasoning_gym:chain_summ; did you mean reasoning_gym:chain_sum? Choose"),
     ("chain_sum", {"min_term": 2}, "has no option 'min_term'; did you mean min_terms? Its options"),
+    ("chain_sum", {"sise": 2}, "has no option 'sise'; did you mean size? Its options are size, ev"),
     ("chain_sum", {"min_terms": 5, "max_terms": 2}, "refuses its options"),
     ("chain_sum", {"size": 0}, "0 items of reasoning_gym:chain_sum; use 1 to"),
 ])  # fmt: skip

@@ -28,6 +28,7 @@ import verifiers.v1 as vf
 
 class Data(vf.TaskData):
     answer: str
+    row: int
 
 class Sum(vf.Task[Data, vf.State, vf.TaskConfig]):
     @vf.reward(weight=2.0)
@@ -42,13 +43,18 @@ class Sum(vf.Task[Data, vf.State, vf.TaskConfig]):
 
 class Config(vf.TasksetConfig):
     max_term: int = 20
+    min_term: int = 0
+    repeats: int = 1
+    image_from: int = 100
 
 class Sums(vf.Taskset[Sum, Config]):
     def load(self):
         if self.config.max_term == 13: raise OSError("no disk")
-        for a in range(self.config.max_term):
-            for b in range(10):
-                data = Data(prompt=f"{a} plus {b}?", system_prompt="Add.", answer=str(a + b))
+        for a in range(self.config.min_term, self.config.max_term):
+            for row in range(10 * self.config.repeats):
+                b, image = row % 10, "alpine" if row >= self.config.image_from else None
+                data = Data(prompt=f"{a} plus {b}?", system_prompt="Add.", answer=str(a + b),
+                            row=row, image=image)
                 yield Sum(data, self.config.task)
 
 __all__ = ["Sums"]
@@ -142,7 +148,7 @@ class WrongConfig(vf.EnvConfig):
 
 class Wrong(vf.Env[WrongConfig]):
     async def run(self, task, agents):
-        for _ in range(2 if self.config.error == "twice" else 1):
+        for _ in range({"twice": 2, "never": 0}.get(self.config.error, 1)):
             async with agents.player.interaction(task) as interaction:
                 await interaction.turn("Hello" if self.config.error == "hello" else None)
                 if self.config.error == "over":
@@ -152,7 +158,19 @@ class Wrong(vf.Env[WrongConfig]):
 __all__ = ["Sums", "Wrong"]
 """,
 )
+STOPPED = TOOLS.replace(
+    "    @vf.reward",
+    """
+    @vf.stop
+    async def enough(self, trace: vf.Trace) -> bool:
+        return len(trace.tool_messages) >= 2
+    @vf.metric
+    async def stopped(self, trace) -> float:
+        return trace.stop_condition == "enough"
+    @vf.reward""",
+)
 BROKEN = {
+    "seven_numbers": GAME.replace("randrange(10)", "randrange(1, 8)"),
     "several_agents": GAME.replace(
         "    max_guesses", "    judge: vf.AgentConfig = vf.AgentConfig()\n    max_guesses"
     ),
@@ -171,14 +189,21 @@ BROKEN = {
         "class Memory(vf.State):\n    count: int = 0\n"
         "class Calculator(vf.Toolset[vf.ToolsetConfig, Memory])"),
     "images": SUMS.replace('prompt=f"{a} plus {b}?"', 'prompt=[{"role": "user", "content": '
-        '[{"type": "image_url", "image_url": {"url": "x"}}]}]'),
+        '[{"type": "image_url", "image_url": {"url": f"{a}/{b}"}}]}]'),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("tasksets")
-    sources = {"wrong": WRONG, "my_sums": SUMS, "my_game": GAME, "my_tools": TOOLS, **BROKEN}
+    sources = {
+        "wrong": WRONG,
+        "my_sums": SUMS,
+        "my_game": GAME,
+        "my_tools": TOOLS,
+        **BROKEN,
+        "stopped": STOPPED,
+    }
     for name, text in sources.items():
         (folder / f"{name}.py").write_text(text)
     sys.path.insert(0, str(folder))
@@ -248,8 +273,16 @@ def test_train_and_eval_tasks_differ_whatever_their_number() -> None:
     assert 5 < len(held_out) < 40
     small = problems_of("my_sums", size=7, max_term=50, system_prompt="No.")
     assert len(small) == 7 and small[0].messages[0].content == "No."
-    moved = problems_of("my_sums", "eval", max_term=30)  # another number of tasks
-    assert not {each.question for each in moved} & {each.question for each in train}
+    for options in ({"max_term": 30}, {"repeats": 2}):  # more tasks, or equal ones in other rows
+        moved = problems_of("my_sums", "eval", **options)
+        assert not {each.question for each in moved} & {each.question for each in train}
+
+
+def test_taskset_without_tasks_of_a_split_is_an_error() -> None:
+    with pytest.raises(TaskError, match=r"none of 10 tasks of verifiers:my_sums is held out"):
+        problems_of("my_sums", "eval", min_term=1, max_term=2)
+    with pytest.raises(TaskError, match=r"none of 1000 tasks of verifiers:seven_numbers is held"):
+        problems_of("seven_numbers", "eval")  # without end
 
 
 def episode(problem: Problem, *texts: str) -> list[Message]:
@@ -276,6 +309,7 @@ def test_environment_with_turns_is_replayed() -> None:
         ([str(number)], 1.1, {"found": 1, "fast": 1, "messages": 2, "cut_off": 0}),
         ([wrong, hint, str(number)], 1.05, {"found": 1, "fast": 0.5, "messages": 4, "cut_off": 0}),
         ([wrong], 0.0, {"found": 0, "fast": 0, "messages": 2, "cut_off": 1}),  # by task.max_turns
+        (["I give up"], 0.0, {"found": 0, "fast": 0, "messages": 2, "cut_off": 0}),  # by @stop
     ):
         messages = episode(problem, *texts)[1:]
         score = task.reward(problem, texts[-1], messages=messages)
@@ -296,6 +330,7 @@ def test_environment_that_does_not_repeat_its_messages_is_an_error() -> None:
     ("hello", "an exchange must begin with turn\\(\\) if the task has a prompt"),
     ("twice", "the environment lets its agent start a second episode"),
     ("over", "the environment continues an exchange that is over"),
+    ("never", "the environment ended without a turn of its agent"),
 ])  # fmt: skip
 def test_environment_that_breaks_the_rules_of_an_exchange_is_an_error(
     error: str, message: str
@@ -340,6 +375,18 @@ def test_tools_and_turns_run_in_reward_workers(tmp_path: Path) -> None:
             environments.reply(problem, [*ended, Message("user", "?"), ended[-1]]).result()
 
 
+def test_stop_function_ends_an_episode_with_tools() -> None:
+    task = task_of("stopped")
+    (problem,) = load_problems(task.problems, "train", seed=0, options={"size": 1})
+    called = [*problem.messages, Message("assistant", CALLS)]
+    results = task.reply(problem, called, tool_seconds=5.0)
+    assert len(results) == 2
+    ended = [*called, *results, called[-1]]
+    assert task.reply(problem, ended, tool_seconds=5.0) is None
+    score = task.reward(problem, CALLS, messages=ended[len(problem.messages) :])
+    assert score.rewards == {"stopped": 1.0, "calls": 2.0, "right": 0.0}
+
+
 def scored(environments: Any, problem: Problem, messages: Sequence[Message]) -> Score:
     source = environments.reward_sources["verifiers:my_tools"]
     (score,) = source.score(problem, [messages[-1].content], [()], [tuple(messages)]).result()
@@ -355,6 +402,8 @@ def scored(environments: Any, problem: Problem, messages: Sequence[Message]) -> 
     ("my_game", {"player": {}}, "has no option 'player'"),
     ("my_game", {}, "taskset verifiers:my_game has no end; set size in data.args"),
     ("several_agents", {}, "several agents (player, judge)"),
+    ("my_sums", {"sise": 1}, "did you mean size? Its options are"),
+    ("my_sums", {"image_from": 9}, "its tasks need the container alpine"),
     ("in_container", {}, "its tasks need a container"),
     ("with_setup", {}, "its tasks prepare or read a runtime (setup)"),
     ("with_runtime", {}, "its function right needs a runtime"),
