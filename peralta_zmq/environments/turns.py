@@ -10,6 +10,7 @@ instead of `tools` executes the calls itself, in `reply(problem, messages, tool_
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
@@ -55,18 +56,39 @@ class Turns:
 def turns_of(task: object) -> Turns | None:
     """The functions for further turns of a task; None if it has only one turn.
 
-    Raises TaskError for a tool without schema, and for functions that a worker cannot import.
+    Raises TaskError for a tool without schema, two tools of one name, tools that nothing executes,
+    and functions that a worker cannot import.
     """
     reply = getattr(task, "reply", None)
     tools = cast("Sequence[Callable[..., Any]]", getattr(task, "tools", ()))
+    own_schemas = cast("Sequence[Mapping[str, Any]]", getattr(task, "tool_schemas", ()))
+    if own_schemas:
+        _check_own_tools(reply, tools)
     if reply is None and not tools:
         return None
+    schemas = (*map(schema_of, tools), *own_schemas)
+    names = Counter(schema["function"]["name"] for schema in schemas if "function" in schema)
+    if twice := [name for name, number in names.items() if number > 1]:
+        raise TaskError(f"two tools of the task have the name {twice[0]}; rename one of them")
     return Turns(
         reply=_import_name(reply) if reply else "",
         is_async=inspect.iscoroutinefunction(reply),
         tools={tool.__name__: _import_name(tool) for tool in tools},
-        schemas=(*map(schema_of, tools), *getattr(task, "tool_schemas", ())),
+        schemas=schemas,
     )
+
+
+def _check_own_tools(reply: Callable[..., Any] | None, tools: Sequence[Callable[..., Any]]) -> None:
+    """Raise TaskError unless `reply` of a task with `tool_schemas` executes all calls."""
+    if tools:
+        raise TaskError("the task has `tools` and `tool_schemas`; remove one of them")
+    try:
+        inspect.signature(cast(Any, reply)).bind(None, None, tool_seconds=1.0)
+    except TypeError:  # also for None
+        raise TaskError(
+            "a task with `tool_schemas` executes the calls itself; define "
+            "reply(problem, messages, *, tool_seconds)"
+        ) from None
 
 
 def _import_name(function: Callable[..., Any]) -> str:
@@ -110,9 +132,8 @@ class ReplyCall:
                     "disk space in the folder for temporary files, or memory"
                 )
         (reply,) = functions
-        options = {"tool_seconds": self.tool_seconds} if self.tool_seconds else {}
         try:
-            result = reply(self.problem, list(self.messages), **options)
+            result = reply(self.problem, list(self.messages), **self._options)
         except Exception as error:  # noqa: BLE001  a user's function may raise anything
             return f"raised {described(error)}"
         return _checked(result)
@@ -121,10 +142,14 @@ class ReplyCall:
         """Like a call, for a coroutine function."""
         (reply,) = functions
         try:
-            result = await reply(self.problem, list(self.messages))
+            result = await reply(self.problem, list(self.messages), **self._options)
         except Exception as error:  # noqa: BLE001  a user's function may raise anything
             return f"raised {described(error)}"
         return _checked(result)
+
+    @property
+    def _options(self) -> dict[str, float]:
+        return {"tool_seconds": self.tool_seconds} if self.tool_seconds else {}
 
     def result_of(self, result: Reply | str | RewardError) -> Reply:
         """The result of the call. Raises RewardError for a failure."""

@@ -38,6 +38,8 @@ def reply(problem, messages):
     return results.get(text, [Message("user", f"{len(messages)} messages")])
 async def answer(problem, messages):
     return [Message("user", "awaited")]
+async def own_async(problem, messages, *, tool_seconds):
+    return own_tools(problem, messages, tool_seconds)
 def own_tools(problem, messages, tool_seconds):
     return [Message("tool", f"{tool_seconds} s", "own")]
 def add(a: int, b: int) -> int:
@@ -57,6 +59,7 @@ def orphan() -> int:
     os.wait()
     return int(os.read(reader, 20))
 tools = [add, hang]
+twice = [add, add]
 """
 
 
@@ -154,9 +157,27 @@ def test_task_with_schemas_instead_of_tools_executes_the_calls_itself(
     task: ModuleType, pool: RewardPool
 ) -> None:
     schema = {"type": "function", "function": {"name": "own"}}
-    turns = turns_of(SimpleNamespace(reply=task.own_tools, tool_schemas=[schema]))
-    assert turns is not None and turns.schemas == (schema,)
-    assert reply(pool, turns, call_of("own")) == [Message("tool", "1 s", "own")]
+    for function in (task.own_tools, task.own_async):
+        turns = turns_of(SimpleNamespace(reply=function, tool_schemas=[schema]))
+        assert turns is not None and turns.schemas == (schema,)
+        assert reply(pool, turns, call_of("own")) == [Message("tool", "1 s", "own")]
+
+
+@pytest.mark.parametrize(("names", "schemas", "message"), [
+    ((), ["own"], r"executes the calls itself; define reply\(problem, messages, \*, tool_seconds"),
+    (("reply",), ["own"], r"executes the calls itself; define reply"),
+    (("reply", "tools"), ["own"], "has `tools` and `tool_schemas`; remove one of them"),
+    (("own_tools",), ["own", "own"], "two tools of the task have the name own; rename one"),
+    (("twice",), [], "two tools of the task have the name add; rename one"),
+])  # fmt: skip
+def test_contradictory_tools_are_refused(
+    task: ModuleType, names: tuple[str, ...], schemas: list[str], message: str
+) -> None:
+    fields = {{"own_tools": "reply", "twice": "tools"}.get(each, each): getattr(task, each)
+              for each in names}  # fmt: skip
+    own = [{"type": "function", "function": {"name": name}} for name in schemas]
+    with pytest.raises(TaskError, match=message):
+        turns_of(SimpleNamespace(**fields, tool_schemas=own))
 
 
 def test_tool_that_hangs_ends_without_its_worker(task: ModuleType, pool: RewardPool) -> None:
