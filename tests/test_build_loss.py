@@ -20,6 +20,7 @@ from transformers import GenerationConfig
 
 from peralta_zmq import build, models, registry
 from peralta_zmq.config import Config, load_config
+from peralta_zmq.environments.verifier_service import Verifier
 from peralta_zmq.errors import ConfigError, TaskError, UserCodeError
 from peralta_zmq.learning.losses import Tokens
 from peralta_zmq.models.scoring import Scorer
@@ -213,6 +214,35 @@ def test_prompt_of_a_demonstration_has_the_schemas_of_tools(tmp_path: Path) -> N
     prompt = models.chat_prompt(tokenizer, [Message("user", "What is 2 + 3?")], **variables)
     assert rollout.token_ids[~rollout.loss_mask].tolist() == prompt
     assert "calculate" in tokenizer.decode(prompt)
+
+
+LATE_TOOLS = """
+tool_schemas = []
+def reply(problem, messages, *, tool_seconds): ...
+def reward(problem, text): return 0.0
+def problems(split, seed):
+    tool_schemas[:] = [{"type": "function", "function": {"name": "late"}}]
+    from peralta_zmq.environments.calculator_tool import problems
+    return problems(split, seed)
+"""
+
+
+def test_demonstrations_have_schemas_that_are_known_after_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late" / "tools.py").write_text(LATE_TOOLS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    of_turns = ("--model.name", "embedded_turns")
+    tokenizer = models.load_tokenizer(models.EMBEDDED_TURNS)
+    rollout = one_demonstration(tmp_path, "--task.name=late.tools", *of_turns)
+    assert '"late"' in tokenizer.decode(rollout.token_ids)
+    served = config_of("--task.name=calculator_tool", *of_turns)
+    with closing(Verifier(served, host="127.0.0.1", port=0, token=None)) as verifier:
+        address = f'address = "http://127.0.0.1:{verifier.port}"'
+        (tmp_path / "env.toml").write_text(f'[[env]]\ntask = "calculator_tool"\n{address}\n')
+        rollout = one_demonstration(tmp_path, *of_turns, "@", str(tmp_path / "env.toml"))
+    assert "calculate" in tokenizer.decode(rollout.token_ids)
 
 
 def test_demonstrations_longer_than_a_micro_batch_are_counted_in_the_log(

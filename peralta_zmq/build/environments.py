@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, Literal, cast
@@ -142,8 +143,7 @@ def make_demonstrations(
     )
     env = config.environments[0]
     system = [Message("system", env.system_prompt)] if env.system_prompt else []
-    turns = None if env.address else turns_of(registry.resolve("task", env.task))
-    variables = _template_variables(env, turns.schemas if turns else ())
+    variables = _template_variables(env, _tool_schemas(config, env))
     end = _end_of_turn(tokenizer, end_token_ids(model.generation_config, tokenizer), variables)
 
     def rollout_of_row(row: DataRow) -> Rollout:
@@ -172,6 +172,22 @@ def make_demonstrations(
             share_prompts=scorer.packs,
         ),
     )
+
+
+def _tool_schemas(config: Config, env: EnvSection) -> Sequence[Mapping[str, Any]]:
+    """The schemas of the tools of an environment, as in its rollouts.
+
+    Loads a problem if the schemas are known only then. Raises ConfigError or TaskError.
+    """
+    if env.address is not None:
+        with closing(_remote_environment(config, env)) as remote:
+            remote.problems("train", config.run.seed)
+        return remote.schemas
+    task = registry.resolve("task", env.task)
+    if hasattr(task, "tool_schemas"):
+        next(iter(task.problems("train", config.run.seed, **env.data_options)), None)
+    turns = turns_of(task)
+    return turns.schemas if turns else ()
 
 
 def _end_of_turn(
