@@ -24,7 +24,7 @@ from urllib.parse import quote
 from peralta_zmq.environments.reward_functions import checked_reward, num_completions
 from peralta_zmq.environments.turns import REPLY_ROLES, Reply
 from peralta_zmq.errors import RewardError, RewardUnavailableError, TaskError, program_name
-from peralta_zmq.rollout import Message, Problem, Score
+from peralta_zmq.rollout import Message, Problem, Score, ToolCall
 
 RETRY_SECONDS = 60.0  # time without a response after which the client raises an error
 REQUEST_TIMEOUT_SECONDS = 30.0  # of a request; for scores, `reward_timeout` is added
@@ -346,16 +346,26 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
     """A problem without its answer, for a verifier's response."""
     return {
         "id": problem.id,
-        "messages": [[message.role, message.content] for message in problem.messages],
+        "messages": [
+            [each.role, each.content, each.name, [[t.name, t.arguments] for t in each.tool_calls]]
+            for each in problem.messages
+        ],
         "input_token_ids": list(problem.input_token_ids),
     }
 
 
+def _prompt_message_from_json(row: Any) -> Message:
+    """A message of a problem. Raises TypeError or ValueError."""
+    role, content, name, calls = row
+    tool_calls = tuple(ToolCall(tool, arguments) for tool, arguments in calls)
+    if not all(type(text) is str for text in (role, content, name, *(t.name for t in tool_calls))):
+        raise TypeError("a message is not text")
+    return Message(role, content, name, tool_calls)
+
+
 def _problem_from_json(row: dict[str, Any], task: str) -> Problem:
     """The problem in a verifier's response. Raises KeyError, TypeError or ValueError."""
-    if not all(type(text) is str for message in row["messages"] for text in message):
-        raise TypeError("a message is not text")
-    messages = tuple(Message(role, content) for role, content in row["messages"])
+    messages = tuple(map(_prompt_message_from_json, row["messages"]))
     tokens = tuple(row["input_token_ids"])
     if not all(type(token) is int and token >= 0 for token in tokens):
         raise ValueError("a token id is not a whole number")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import importlib
 import json
 import socket
 import sys
@@ -54,6 +55,29 @@ def test_remote_problem_keeps_input_token_ids(tmp_path: Path) -> None:
         (problem,) = environment.problems("train", 0)
         assert (problem.input_token_ids, problem.messages) == ((5, 0), ())
         assert reward_of(environment, problem, "1 + 1") == 1.0
+
+
+TOLD = """
+from peralta_zmq.rollout import Message, Problem, ToolCall
+CALL = ToolCall("add", {"a": 1, "b": 2})
+MESSAGES = (Message("user", "1 + 2?"), Message("assistant", "", tool_calls=(CALL,)),
+            Message("tool", "3", "add"))
+def problems(split, seed):
+    yield Problem("1", "told", MESSAGES, "3")
+def reward(problem, text):
+    return 1.0
+"""
+
+
+def test_remote_problem_keeps_calls_and_results_of_tools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "told").mkdir()
+    (tmp_path / "told" / "task.py").write_text(TOLD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with serving(config_of(tmp_path, '[task]\nname = "told.task"\n')) as verifier:
+        (problem,) = remote(verifier, env="told.task").problems("train", 0)
+    assert problem.messages == importlib.import_module("told.task").MESSAGES
 
 
 OWN = '[[env]]\nname = "own"\ntask = "own.task"\n'
