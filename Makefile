@@ -2,7 +2,8 @@
 PYTHON ?= python3
 TORCH := 2.13.0
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
+CONSTRAINTS := .ci/constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 VLLM := >=0.32,<0.33
 VLLM_PIP = .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check
 CONFIG ?= configs/demo.toml
@@ -60,6 +61,10 @@ test-mlx: .venv-mlx/ready  ## The engines' tests with MLX, in an environment of 
 test-vllm: .venv-vllm/ready  ## The engines' tests with vLLM, in an environment of its own
 	@.venv-vllm/bin/python -m pytest $(ENGINE_TESTS) tests/engines/vllm -k vllm \
 	  -m 'slow or not slow' -rs --timeout 300 --numprocesses 2 $(ARGS)
+
+test-verifiers: .venv-verifiers/ready  ## The tests of tasks of verifiers and reasoning-gym, in an environment of its own
+	@.venv-verifiers/bin/python -m pytest tests/environments/test_verifiers_task.py \
+	  tests/environments/test_reasoning_gym_task.py -rs $(ARGS)
 
 test-gpu: setup  ## Generation, training and publishing on a CUDA card
 	@$(BIN)/python -m pytest tests/test_gpu.py -m gpu -rs $(ARGS)
@@ -120,7 +125,7 @@ structure: setup  ## Figures of the source tree: lines, files, classes, names
 	@$(BIN)/python -m tools.structure
 
 clean:  ## Remove the environment and every run
-	rm -rf .venv .venv-other .venv-mlx .venv-vllm runs
+	rm -rf .venv .venv-other .venv-mlx .venv-vllm .venv-verifiers runs
 
 fresh:
 	@if [ -n "$(FRESH)" ]; then rm -rf runs/demo; fi
@@ -141,6 +146,14 @@ fresh:
 	@$(MAKE) --no-print-directory BIN=.venv-mlx/bin EXTRAS=mlx,dashboard,dev torch package
 	@touch $@
 
+# verifiers needs openai 2, but chats are tested with openai 3 of the extra dev.
+.venv-verifiers/ready: pyproject.toml .ci/constraints.txt
+	@test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
+	@sed 's/^openai==.*/openai==2.54.0/' .ci/constraints.txt > .venv-verifiers/constraints.txt
+	@$(MAKE) --no-print-directory BIN=.venv-verifiers/bin CONSTRAINTS=.venv-verifiers/constraints.txt \
+	  EXTRAS=verifiers,reasoning-gym torch package test-tools
+	@touch $@
+
 # vLLM pins other versions than ours. On a CPU three of its dependencies do not fit the CPU build of
 # torch; vLLM starts without them.
 .venv-vllm/ready: pyproject.toml Makefile
@@ -154,6 +167,9 @@ fresh:
 package:
 	@$(PIP) --editable '.[$(EXTRAS)]'
 
+test-tools:
+	@$(PIP) hypothesis pytest pytest-timeout
+
 # CPU-only Linux needs the +cpu build; the build on PyPI pulls gigabytes of CUDA packages.
 # A Jetson brings NVIDIA's own torch: VENV_OPTIONS=--system-site-packages make setup.
 torch:
@@ -166,4 +182,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-mlx test-vllm test-gpu test-trl test-lab test-lan test-skew lab-soak fuzz compare-losses time-losses lint data base-model turns-base-model clean fresh torch package docs pacing picture structure
+.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-mlx test-vllm test-verifiers test-gpu test-trl test-lab test-lan test-skew lab-soak fuzz compare-losses time-losses lint data base-model turns-base-model clean fresh torch package test-tools docs pacing picture structure
