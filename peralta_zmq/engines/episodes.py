@@ -78,6 +78,7 @@ class Episodes:
         self._sampled: dict[int, _Episode] = {}  # whose turn is sampled, by index of its request
         self._answered: list[_Episode] = []  # whose reply is being computed
         self._requests: deque[Request] = deque()  # of turns, not read by the engine yet
+        self.num_resumed = 0  # partial completions that were requested again
 
     def start(self, problem: Problem, request: Request) -> None:
         """Start an episode; `request` is that of its first turn."""
@@ -90,11 +91,6 @@ class Episodes:
         """Keep the partial completion of a turn, which `resume` requests again."""
         episode = self._sampled[completion.index]
         episode.request = replace(episode.request, resumes=completion)
-
-    @property
-    def num_partial(self) -> int:
-        """Number of partial completions to be resumed."""
-        return sum(each.request.resumes is not None for each in self._sampled.values())
 
     def resume(self) -> None:
         """Request all unfinished turns from an engine that has none of them."""
@@ -109,7 +105,9 @@ class Episodes:
             replies = [episode.reply for episode in self._answered if episode.reply is not None]
             wait(replies, timeout=WAIT_SECONDS, return_when=FIRST_COMPLETED)
         while self._requests:
-            yield self._requests.popleft()
+            request = self._requests.popleft()
+            self.num_resumed += request.resumes is not None
+            yield request
 
     def unfinished(self) -> Iterator[None]:
         """Yield None as long as an episode may have another turn."""

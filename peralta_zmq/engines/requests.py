@@ -54,6 +54,7 @@ class GroupSampler:
         self._episodes = Episodes(engine, tokenizer, replies, max_turns=max_turns)
         self._num_started = 0  # completions
         self._in_flight: dict[int, _Group] = {}  # by number, the index of the first completion
+        self._failed: set[int] = set()  # numbers of the groups in flight at the last failure
         self._numbers: dict[int, int] = {}  # index of each completion -> number of its group
 
     @property
@@ -62,9 +63,9 @@ class GroupSampler:
         return len(self._in_flight)
 
     @property
-    def num_partial(self) -> int:
-        """Number of completions that the next call of `sample` resumes after some tokens."""
-        return self._episodes.num_partial
+    def num_resumed(self) -> int:
+        """Number of completions that were resumed so far, after some tokens."""
+        return self._episodes.num_resumed
 
     def sample(
         self,
@@ -121,6 +122,19 @@ class GroupSampler:
                 for completion in chain(ended, self._episodes.completions())
                 if _has_older_token(completion, older_than)
             }
+        return self._drop(numbers)
+
+    def drop_failed(self) -> int:
+        """Drop the groups that were in flight at an earlier call; returns their number.
+
+        To be called after each failure of the engine; such groups may be its cause.
+        """
+        num_dropped = self._drop(self._failed & self._in_flight.keys())
+        self._failed = set(self._in_flight)
+        return num_dropped
+
+    def _drop(self, numbers: set[int]) -> int:
+        """Drop the groups with these numbers; returns how many they are."""
         for number in numbers:
             self._episodes.drop(self._remove(number).indices)
         return len(numbers)

@@ -169,7 +169,6 @@ class Generator:
         config, outbox = self._config, self._connection.outbox
         self._refresh_weights()
         self._drop_stale()
-        self._connection.num_resumed += self._training.num_partial
         purpose = f"{self._engine.step}/{outbox.next_sequence}"
         seed = sampling_seed(config.run.seed, outbox.sender, purpose)
         self._make_groups(
@@ -315,6 +314,7 @@ class Generator:
     def _between_steps(self) -> None:
         """Apply newer weights and send due statuses while the engine samples."""
         self._refresh_weights()
+        self._connection.num_resumed = self._training.num_resumed
         self._connection.send_status_when_due()
 
     def _wait(self, sampler: GroupSampler) -> None:
@@ -356,9 +356,9 @@ class Generator:
         """Wait until the engine has weights again.
 
         Weights with non-finite logits are quarantined, and the groups in flight dropped. An engine
-        whose process failed gets the newest weights again, and then resumes the training groups. If
-        it fails again without a group in between, they are dropped, because they may be the cause;
-        the next time, as the MAX_ENGINE_FAILURES-th, this raises `error`.
+        whose process failed gets the newest weights again, and then resumes the training groups,
+        except those of an earlier failure: they may be the cause. All are dropped if it fails again
+        without a group in between; the MAX_ENGINE_FAILURES-th time, this raises `error`.
         """
         number = self._weights.version.number
         num_dropped = self._evaluation.drop()
@@ -370,6 +370,7 @@ class Generator:
             between_groups = self._config.weights.update == "between_groups"
             if self._num_engine_failures > 1 or between_groups:
                 num_dropped += self._training.drop()
+            num_dropped += self._training.drop_failed()
             self._connection.num_aborted += num_dropped
             self._evaluated_step = -1  # an interrupted evaluation goes on
             self._weights.request_again()
@@ -446,7 +447,8 @@ class Generator:
         for position in examples_for(len(problems), index=index, count=count, answered=is_answered):
             self._send_scored()
             while not is_over() and not (
-                connection.outbox.has_room(self._num_unsent) and held_out.has_room
+                connection.outbox.has_room(self._evaluation.num_in_flight + len(self._scoring))
+                and held_out.has_room
             ):
                 self._wait(self._evaluation)
                 self._send_scored()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -145,10 +146,11 @@ class InterruptedEngine:
 
     def __init__(self) -> None:
         self.read: list[Request] = []
+        self.max_read: int | None = None  # limit of the requests that it reads; None = all
         self.yielded: Mapping[int, tuple[int, bool]] = {}  # index -> policy step, is_partial
 
     def generate(self, requests: Iterable[Request], *arguments: Any) -> Iterator[Completion]:
-        self.read = list(requests)
+        self.read = list(islice(requests, self.max_read))
         for request in self.read:
             if request.index in self.yielded:
                 step, is_partial = self.yielded[request.index]
@@ -169,7 +171,11 @@ def test_unfinished_completions_are_requested_again(tokenizer: Any) -> None:
 
     engine.yielded = {0: (3, False), 2: (4, True)}
     sample(PROBLEMS[:2])
-    assert (groups, sampler.num_in_flight, sampler.num_partial) == ([], 2, 1)
+    assert (groups, sampler.num_in_flight, sampler.num_resumed) == ([], 2, 0)
+    engine.yielded, engine.max_read = {}, 1
+    sample([])
+    assert sampler.num_resumed == 0  # the request with tokens was not read
+    engine.max_read = None
     engine.yielded = dict.fromkeys(range(6), (4, False))
     sample(PROBLEMS[2:])
     assert [request.index for request in engine.read] == [1, 2, 3, 4, 5]
@@ -177,7 +183,7 @@ def test_unfinished_completions_are_requested_again(tokenizer: Any) -> None:
     assert partial is not None and (partial.index, partial.token_ids.tolist()) == (2, [5, 2])
     assert [request.resumes for request in engine.read if request.index != 2] == [None] * 4
     assert groups == [("1", [0, 1]), ("2", [2, 3]), ("3", [4, 5])]
-    assert (sampler.num_in_flight, sampler.num_partial) == (0, 0)
+    assert (sampler.num_in_flight, sampler.num_resumed) == (0, 1)
 
 
 def test_groups_with_tokens_of_older_weights_are_dropped(tokenizer: Any) -> None:

@@ -32,6 +32,7 @@ from peralta_zmq.generator.loop import MAX_ENGINE_FAILURES, MAX_REWARD_FAILURES,
 from peralta_zmq.generator.scoring import SampledGroup
 from peralta_zmq.generator.trainer_connection import Sockets
 from peralta_zmq.generator.weight_sync import ObsoleteGroupsError
+from peralta_zmq.learning.admission import Admission
 from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.rollout import Completion, Problem, Request, RolloutGroup, Sampling, Score
 from peralta_zmq.weights.store import WeightStore
@@ -257,7 +258,7 @@ class FailingEngine:
         ((2, 9), "between_groups", 4),  # the newest weights may not sample their other tokens
     ],
 )
-def test_failed_engine_gets_the_newest_weights_again_and_resumes_groups(
+def test_failed_engine_gets_newest_weights_and_resumes_groups(
     failures: Sequence[int], update: str, num_aborted: int,
     scene: Scene, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -282,6 +283,24 @@ def test_failed_engine_gets_the_newest_weights_again_and_resumes_groups(
     assert (connection.num_resumed > 0) == (update == "in_flight")
     assert [group.sequence for group in groups] == list(range(len(groups)))
     assert caplog.text.count("reason=the process has ended") == 2
+
+
+def test_group_in_flight_at_two_failures_is_dropped(scene: Scene) -> None:
+    """Groups of 3 in 4 slots: the first group ends between the failures, the second does not."""
+    loop = Loop(scene, 1)
+    loop.engine = cast(Any, FailingEngine(loop.engine, failures=(2, 6)))
+
+    def reward(problem: Problem, text: str) -> float:
+        loop.steps.append(loop.engine.step)
+        if len(loop.steps) == 9:
+            loop.end_run()
+        return 1.0
+
+    loop.run(
+        reward, sampling={"num_generations": 3, "max_completion_length": 4, "min_tokens": 4},
+        train={"batch_size": 126},
+    )  # fmt: skip
+    assert loop.generator._connection.num_aborted == 1
 
 
 def test_engine_that_fails_repeatedly_without_a_group_ends_the_generator(scene: Scene) -> None:
@@ -393,23 +412,47 @@ def test_group_interrupted_by_an_evaluation_is_resumed_after_it(
 
 
 @pytest.mark.parametrize(
-    ("train", "started_step", "is_dropped"),
+    ("train", "started_step"),
     [
-        ({"max_off_policy_steps": 4}, 5, False),
-        ({"max_off_policy_steps": 3}, 5, True),
-        ({"max_off_policy_steps": 2}, 0, True),  # the newest weights are of step 4
-        ({"max_async_level": 0}, 4, True),
+        ({"max_off_policy_steps": 4}, 5),
+        ({"max_off_policy_steps": 3}, 5),
+        ({"max_off_policy_steps": 2}, 0),  # the newest weights are of step 4
+        ({"max_async_level": 0}, 4),
     ],
 )
 def test_interrupted_group_is_dropped_if_the_trainer_would(
-    train: dict[str, Any], started_step: int, is_dropped: bool, scene: Scene
+    train: dict[str, Any], started_step: int, scene: Scene
 ) -> None:
     loop = InterruptedLoop(scene, 1)
     loop.interrupt(train={"batch_size": 126, **train})
     loop.publish(4, loop.weights(3))
+    admission = Admission(loop.generator._config.train.staleness_limit)
+    of_step_1 = group_of([1, 0], policy_step=1)
+    is_dropped = admission.admit(of_step_1, step=max(started_step, 4) + 1) == "stale"
     groups, connection = loop.resume(started_step=started_step), loop.generator._connection
     assert (connection.num_aborted, connection.num_resumed) == ((1, 0) if is_dropped else (0, 2))
     assert [group.policy_step for group in groups] == [1, 4 if is_dropped else 1]
+
+
+def test_engine_failing_in_an_evaluation_keeps_training_groups(scene: Scene) -> None:
+    loop = InterruptedLoop(scene, 1)
+    engine = FailingEngine(loop.engine, failures=[])
+    loop.engine = cast(Any, engine)
+    loop.interrupt(train={"batch_size": 126})
+    engine._failures = [engine._num_steps + 2]
+    generator, connection = loop.generator, loop.generator._connection
+    generator._evaluation = evaluation = generator._sampler(generator._environments, 1)
+    with pytest.raises(EngineProcessError) as failure:
+        generator._make_groups(
+            evaluation, iter([PROBLEM] * 3), generator._environments,
+            sampling=Sampling(max_completion_length=9, min_tokens=9), overrides={},
+            between_steps=lambda: None, evaluation_step=1,
+        )  # fmt: skip
+    generator._replace_weights(failure.value)
+    assert (evaluation.num_in_flight, generator._training.num_in_flight) == (0, 1)
+    assert connection.num_aborted == 3 and generator._must_evaluate()
+    assert [group.evaluation_step for group in loop.resume()] == [-1, -1]
+    assert connection.num_resumed == 2
 
 
 def test_interrupted_group_is_dropped_by_a_roll_back(scene: Scene) -> None:
@@ -503,7 +546,7 @@ def test_evaluation_waits_for_a_full_outbox_and_ends_with_the_trainers(
             break
         scene.add_group()
     outbox = generator._connection.outbox
-    assert (len(outbox), outbox.num_lost) == (63, 0)
+    assert (len(outbox), outbox.num_lost) == (64, 0)  # also without the interrupted group
     durable = {outbox.sender: 9}
     scene.announce(replace(announcement, received=durable, durable=durable))  # room for ten more
     for problem in islice(problems, 10):
