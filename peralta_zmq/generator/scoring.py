@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peralta_zmq.generator.trainer_connection import TrainerConnection
 from peralta_zmq.generator.weight_sync import ServedWeights
@@ -22,9 +22,18 @@ class SampledGroup:
     evaluation_step: int  # RolloutGroup.evaluation_step
 
     def rollouts(self) -> tuple[Rollout, ...]:
-        """The scored completions. Raises RewardError or TaskError."""
+        """The scored completions. Raises RewardError or TaskError.
+
+        Rollouts without rewards of turns get zeros, if others of the group have some.
+        """
         pairs = zip(self.completions, self.scores.result(), strict=True)
-        return tuple(rollout_of(completion, *score) for completion, score in pairs)
+        rollouts = tuple(rollout_of(completion, *score) for completion, score in pairs)
+        if not any(rollout.turn_rewards for rollout in rollouts):
+            return rollouts
+        return tuple(
+            replace(each, turn_rewards=each.turn_rewards or (0.0,) * each.num_turns)
+            for each in rollouts
+        )
 
 
 class ScoringQueue:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,13 @@ def sampled(*, cancelled: bool = False) -> SampledGroup:
     if cancelled:
         scores.cancel()
     return SampledGroup(PROBLEM, [completion_of(REQUEST, "1")], scores, -1)
+
+
+def test_missing_rewards_of_turns_are_zero_in_their_group() -> None:
+    group = sampled()
+    group = replace(group, completions=[*group.completions] * 2)
+    group.scores.set_result([Score(1.0, {}, (0.5,)), Score(0.0)])
+    assert [rollout.turn_rewards for rollout in group.rollouts()] == [(0.5,), (0.0,)]
 
 
 def test_queue_returns_scored_groups_first_in_first_out() -> None:
