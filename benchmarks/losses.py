@@ -13,18 +13,19 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
 from benchmarks.harness import progress_of
 from benchmarks.pages import write_between
-from benchmarks.report import when
+from benchmarks.report import commit, when
 from peralta_zmq import build, models
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines import evaluate, generate_groups
@@ -119,11 +120,15 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
     parser.add_argument(
-        "--keep", type=Path, help="JSONL file of finished rows; the next start does not repeat them"
+        "--keep",
+        type=Path,
+        help="JSONL file of finished rows; the next start repeats only those of another commit, "
+        "number of steps or flags",
     )
     arguments = parser.parse_args()
     models.use_threads()
-    finished = _read_outcomes(arguments.keep)
+    version = commit()
+    finished = _read_outcomes(arguments.keep, _settings(version, arguments.steps))
     remaining = [name for name in arguments.rows if name not in finished]
     report = progress_of(len(remaining))
     with tempfile.TemporaryDirectory() as folder:
@@ -133,7 +138,8 @@ def main() -> None:
             finished[name] = outcome = train(name, flags, arguments.steps)
             if arguments.keep:
                 with arguments.keep.open("a", encoding="utf-8") as kept:
-                    kept.write(json.dumps(asdict(outcome)) + "\n")
+                    settings = _settings(version, arguments.steps)[name]
+                    kept.write(json.dumps([settings, asdict(outcome)]) + "\n")
             report(row_of(outcome))
     text = table([finished[name] for name in arguments.rows])
     sys.stdout.write(text)
@@ -141,10 +147,16 @@ def main() -> None:
         write_between(arguments.document, BEGIN, END, text)
 
 
-def _read_outcomes(file: Path | None) -> dict[str, Outcome]:
-    """The rows in a file that an earlier start wrote, by name."""
+def _settings(version: str, num_steps: int) -> dict[str, list[Any]]:
+    """Commit, steps and flags of each row, by its name."""
+    return {name: [version, num_steps, flags] for name, flags in ROWS.items()}
+
+
+def _read_outcomes(file: Path | None, settings: Mapping[str, list[Any]]) -> dict[str, Outcome]:
+    """The rows in a file that an earlier start wrote with these settings, by name."""
     lines = file.read_text("utf-8").splitlines() if file and file.exists() else []
-    return {outcome.name: outcome for outcome in (Outcome(**json.loads(line)) for line in lines)}
+    rows = [(kept, Outcome(**row)) for kept, row in map(json.loads, lines)]
+    return {row.name: row for kept, row in rows if kept == settings.get(row.name)}
 
 
 def write_demonstrations(folder: Path) -> Path:
