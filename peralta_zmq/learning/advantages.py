@@ -104,8 +104,9 @@ def advantages_of(
     """Compute the advantages of each group's rollouts from the rewards of `shaping`.
 
     If these are equal within rounding, the group's list of advantages is empty, and its rewards do
-    not count in a mean over the whole step. `keep_zero_std` turns off this exception. Groups with
-    rewards of turns have those of `turn_advantages`. Raises ConfigError as `check_turn_rewards`.
+    not count in a mean over the whole step. `keep_zero_std` turns off this exception. For groups
+    with rewards of turns, the result of `turn_advantages`. Raises ConfigError as
+    `check_turn_rewards`.
     """
     with_turns = [any(group.turn_rewards) for group in groups]
     if any(with_turns):

@@ -239,9 +239,6 @@ def test_shaping_gives_signal_to_equal_rewards() -> None:
     assert advantages_of(groups, group_mean, shaping=shaping) == [[0.25, -0.25], []]
 
 
-# Filters
-
-
 # Rewards of turns.
 
 
