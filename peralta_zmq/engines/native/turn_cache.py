@@ -50,19 +50,19 @@ class TurnCache:
 
         Returns the next tokens' logits [n, V].
         """
-        lengths = np.array([len(request.prefix_ids) for request in requests])
+        lengths = np.array([len(request.prompt_ids) for request in requests])
         num_new = 0  # tokens that are computed in every row
         for row, request in enumerate(requests, start=first_row):
             assert request.continues is not None
             sequence = self._sequences.pop(request.continues)
             self._cache.write(row, sequence)
-            num_new = max(num_new, len(request.prefix_ids) - sequence.shape[3])
+            num_new = max(num_new, len(request.prompt_ids) - sequence.shape[3])
         # A row with fewer inserted tokens computes some of the kept ones again: padding after the
         # prompt could exceed the row.
         starts = np.maximum(lengths - num_new, 0)
         tokens = np.zeros((len(requests), num_new), np.int64)
         for row, (request, start) in enumerate(zip(requests, starts, strict=True)):
-            tokens[row, : len(request.prefix_ids) - start] = request.prefix_ids[start:]
+            tokens[row, : len(request.prompt_ids) - start] = request.prompt_ids[start:]
         positions = starts[:, None] + np.arange(num_new)
         (hidden,) = self._decoder.hidden_states([NewTokens(tokens, positions, first_row)])
         last = torch.from_numpy(lengths - starts - 1).to(hidden.device)
