@@ -88,7 +88,7 @@ class Section(BaseConfig):
     def _reject_misplaced_bool(cls, value: object, info: ValidationInfo) -> object:
         """Reject a bool where none is expected; pydantic would convert it to 1 or 0."""
         annotation = cls.model_fields[str(info.field_name)].annotation
-        if isinstance(value, bool) and annotation is not bool:
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
             message = "should be a number or text; set a value, or leave it out for the default"
             raise PydanticCustomError("bool_as_number", message)
         return value
