@@ -30,7 +30,7 @@ from peralta_zmq.models.logprobs import CHUNK_LOGITS, DEFAULT_CHUNK_LOGITS, comp
 MIN_CHUNK = 512  # tokens of a chunk of the vocabulary; smaller matrix products are slower
 KEPT_BYTES = 256 << 20  # of logits, between the forward and the backward pass
 NO_GRADIENTS = (None,) * 6  # of the inputs after the hidden states
-LOWEST = -1e30  # logsumexp of no logits; finite, because inf - inf is not a number
+EMPTY_LOGSUMEXP = -1e30  # logsumexp of no logits; finite, because inf - inf is not a number
 
 
 def head_logprobs(
@@ -45,7 +45,8 @@ def head_logprobs(
 
     With `with_entropy` the result is [2, N]; the second row has the entropies of the softmax in
     nats. The dtype of the products is that of autocast if enabled, else that of `hidden`. All sums
-    and the result are fp32, or float64 for a float64 `hidden`.
+    and the result are fp32, or float64 for a float64 `hidden`. The logits must be finite: one of
+    -inf gives an entropy of NaN.
 
     The backward pass adds the gradient of a trained `weight` to `weight.grad`, so it must be
     computed with `backward()`: `torch.autograd.grad` would return none.
@@ -77,38 +78,41 @@ class _HeadLogprobs(torch.autograd.Function):
         with_entropy: bool,
         has_gradient: bool,
     ) -> Tensor:
-        narrow = hidden.to(dtype)
+        inputs = hidden.to(dtype)
         ctx.is_direct = has_gradient and not (weight.requires_grad or with_entropy)
         ctx.kept = list[Tensor]()  # logits [N, v] of the first chunks, for the backward pass
         max_kept = KEPT_BYTES if has_gradient and not ctx.is_direct else 0
         selected, entropy = torch.zeros_like(temperature), torch.zeros_like(temperature)
-        total = torch.full_like(temperature, LOWEST)  # logsumexp of the chunks up to here
-        mean = torch.zeros_like(hidden, dtype=temperature.dtype) if ctx.is_direct else None
-        for number, (start, rows) in enumerate(_chunks(weight, narrow)):
-            logits = narrow @ rows.t()  # [N, v]
-            if number == len(ctx.kept) and (number + 1) * logits.nbytes <= max_kept:
+        total = torch.full_like(temperature, EMPTY_LOGSUMEXP)  # logsumexp of the chunks up to here
+        expected_row = torch.zeros_like(hidden, dtype=temperature.dtype) if ctx.is_direct else None
+        for number, (start, rows) in enumerate(_chunks(weight, inputs)):
+            logits = inputs @ rows.t()  # [N, v]
+            num_bytes = sum(each.nbytes for each in (*ctx.kept, logits))
+            if number == len(ctx.kept) and num_bytes <= max_kept:
                 ctx.kept.append(logits)
             scaled = logits.to(temperature.dtype) / temperature
             index, is_inside = _index(token_ids, start, len(rows))
             selected = torch.where(is_inside, scaled.gather(1, index), selected)
             largest = scaled.amax(1, keepdim=True)
-            powers = scaled.sub_(largest).exp()
-            sums = powers.sum(1, keepdim=True)
-            chunk = largest + sums.log()
-            before, total = total, torch.logaddexp(total, chunk)
+            exponentials = scaled.sub_(largest).exp()
+            sums = exponentials.sum(1, keepdim=True)
+            chunk_total = largest + sums.log()
+            previous_total, total = total, torch.logaddexp(total, chunk_total)
             # logarithms of the probabilities of the earlier chunks, and of this one
-            before, share = before - total, chunk - total
+            log_before, log_share = previous_total - total, chunk_total - total
             if with_entropy:
-                of_chunk = sums.log() - torch.linalg.vecdot(powers, scaled)[:, None] / sums
-                entropy = before.exp() * (entropy - before) + share.exp() * (of_chunk - share)
-            if mean is not None:
-                mean *= before.exp()
-                mean += (powers.to(dtype) @ rows) * (share.exp() / sums)
+                weighted = torch.linalg.vecdot(exponentials, scaled)[:, None]
+                chunk_entropy = sums.log() - weighted / sums
+                entropy = log_before.exp() * (entropy - log_before)
+                entropy += log_share.exp() * (chunk_entropy - log_share)
+            if expected_row is not None:
+                expected_row *= log_before.exp()
+                expected_row += (exponentials.to(dtype) @ rows) * (log_share.exp() / sums)
         ctx.hidden_dtype, ctx.weight, ctx.with_entropy = hidden.dtype, weight, with_entropy
-        if mean is not None:
-            ctx.save_for_backward((weight[token_ids] - mean) / temperature)
+        if expected_row is not None:
+            ctx.save_for_backward((weight[token_ids] - expected_row) / temperature)
         elif has_gradient:
-            ctx.save_for_backward(narrow, weight, token_ids, temperature, total, entropy)
+            ctx.save_for_backward(inputs, weight, token_ids, temperature, total, entropy)
         results = [selected - total, entropy] if with_entropy else [selected - total]
         return torch.cat(results, 1).t()
 
@@ -121,12 +125,12 @@ class _HeadLogprobs(torch.autograd.Function):
         if ctx.is_direct:
             (direction,) = ctx.saved_tensors
             return (upstream[0] * direction).to(ctx.hidden_dtype), *NO_GRADIENTS
-        narrow, weight, token_ids, temperature, total, entropy = ctx.saved_tensors
+        inputs, weight, token_ids, temperature, total, entropy = ctx.saved_tensors
         upstream = upstream / temperature
-        gradient = torch.zeros_like(narrow, dtype=temperature.dtype)
-        weight_grad, is_first = _gradient_of(ctx.weight)
-        for start, rows in _chunks(weight, narrow):
-            logits = ctx.kept.pop(0) if ctx.kept else narrow @ rows.t()
+        gradient = torch.zeros_like(inputs, dtype=temperature.dtype)
+        weight_grad, is_first = _allocate_gradient(ctx.weight)
+        for start, rows in _chunks(weight, inputs):
+            logits = ctx.kept.pop(0) if ctx.kept else inputs @ rows.t()
             logprobs = (logits.to(temperature.dtype) / temperature).sub_(total)
             part = logprobs.exp()
             if ctx.with_entropy:
@@ -135,10 +139,10 @@ class _HeadLogprobs(torch.autograd.Function):
                 part *= -upstream[0]
             index, is_inside = _index(token_ids, start, len(rows))
             part.scatter_add_(1, index, upstream[0] * is_inside)
-            part = part.to(narrow.dtype)  # gradient of the logits
+            part = part.to(inputs.dtype)  # gradient of the logits
             gradient += part @ rows
             if weight_grad is not None:
-                chunk, added = weight_grad[start : start + len(rows)], part.t() @ narrow
+                chunk, added = weight_grad[start : start + len(rows)], part.t() @ inputs
                 chunk.copy_(added) if is_first else chunk.add_(added)
         return gradient.to(ctx.hidden_dtype), *NO_GRADIENTS
 
@@ -185,12 +189,12 @@ def _add_row_gradient(embedding: torch.nn.Embedding, token_ids: Tensor, gradient
     weight.grad.index_add_(0, token_ids, gradient)
 
 
-def _chunks(weight: Tensor, narrow: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """First token and rows [v, H] of each chunk of the vocabulary, in the dtype of `narrow`."""
+def _chunks(weight: Tensor, inputs: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """First token and rows [v, H] of each chunk of the vocabulary, in the dtype of `inputs`."""
     limit = CHUNK_LOGITS.get(weight.device.type, DEFAULT_CHUNK_LOGITS)
-    size = max(MIN_CHUNK, limit // max(1, len(narrow)) // MIN_CHUNK * MIN_CHUNK)
+    size = max(MIN_CHUNK, limit // max(1, len(inputs)) // MIN_CHUNK * MIN_CHUNK)
     for start in range(0, len(weight), size):
-        yield start, weight[start : start + size].to(narrow.dtype)
+        yield start, weight[start : start + size].to(inputs.dtype)
 
 
 def _index(token_ids: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
@@ -199,7 +203,7 @@ def _index(token_ids: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
     return index.clamp(0, size - 1), (index >= 0) & (index < size)
 
 
-def _gradient_of(weight: Tensor) -> tuple[Tensor | None, bool]:
+def _allocate_gradient(weight: Tensor) -> tuple[Tensor | None, bool]:
     """The gradient of a trained weight, and whether it is new, with undefined values."""
     if not weight.requires_grad:
         return None, False

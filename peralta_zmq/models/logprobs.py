@@ -15,7 +15,7 @@ from torch import Tensor
 # of fp32), so that malloc reuses memory instead of requesting new pages.
 CHUNK_LOGITS = {"cpu": 1 << 21}
 DEFAULT_CHUNK_LOGITS = 1 << 26
-LOWEST = -1e4  # limit of log p in p log p: p is 0 there, but 0 * -inf is not a number
+MIN_LOGPROB = -1e4  # limit of log p in p log p: p is 0 there, but 0 * -inf is not a number
 
 
 def selected_logprobs(
@@ -68,7 +68,7 @@ class _TokenStatistics(torch.autograd.Function):
             total = scaled.logsumexp(1, keepdim=True)
             logprobs[chunk] = scaled.gather(1, ids[chunk]) - total
             if entropies is not None:
-                every = scaled.sub_(total).clamp_(min=LOWEST)
+                every = scaled.sub_(total).clamp_(min=MIN_LOGPROB)
                 entropies[chunk, 0] = -torch.linalg.vecdot(every.exp(), every)
         ctx.save_for_backward(rows, ids, temperatures, entropies)
         ctx.shape = logits.shape
@@ -86,7 +86,7 @@ class _TokenStatistics(torch.autograd.Function):
             scaled = rows[chunk].to(temperatures.dtype) / temperatures[chunk]
             part, factor = scaled.softmax(1), upstream[chunk]
             if of_entropy:
-                every = scaled.log_softmax(1).clamp_(min=LOWEST)
+                every = scaled.log_softmax(1).clamp_(min=MIN_LOGPROB)
                 factor = every.add_(entropies[chunk]).mul_(of_entropy[0][chunk]).add_(factor)
             # upstream * (one_hot - p) - of_entropy * p * (log p + entropy)
             gradient[chunk] = part.mul_(-factor).scatter_add_(1, ids[chunk], upstream[chunk])

@@ -209,15 +209,16 @@ class Scorer:
         """Return why whole logits are needed, or '' if `head_logprobs` gives the same logprobs."""
         head = self._model.get_output_embeddings()
         if type(head) is not torch.nn.Linear or getattr(head, "bias", None) is not None:
-            return "whole logits: the head of the model is not a matrix"
+            return "whole logits: the output head has a bias or is not torch.nn.Linear"
         difference = self._trial_difference("whole_logits_reason")
         return difference and f"whole logits: {difference}"
 
     @torch.no_grad()
     def _trial_difference(self, attribute: str) -> str:
-        """Compare logprobs of random tokens in fp32, with a text in `attribute` and without.
+        """Compare logprobs of random tokens in fp32 with the optimized path (`attribute` empty) and
+        the fallback.
 
-        Returns '' if they agree, else by how much they differ, or the error without the text.
+        Returns '' if they agree, else the difference or the error of either run.
         """
         scored = torch.tensor(TRIAL_SCORED, device=self._model.device)
         random, vocab_size = torch.Generator().manual_seed(0), int(self._model.config.vocab_size)

@@ -75,6 +75,17 @@ def test_head_logprobs_match_float64_softmax_with_gradient(
         assert_near(weight.grad, of_weight, within=1e-5)
 
 
+@pytest.mark.parametrize("num_chunks", [0, 1, 3, 4])
+def test_kept_logits_are_within_their_limit(
+    monkeypatch: pytest.MonkeyPatch, num_chunks: int
+) -> None:
+    """The last of the four chunks is smaller than the others."""
+    monkeypatch.setattr(head, "KEPT_BYTES", num_chunks * CHUNK_BYTES)
+    hidden, weight, token_ids = inputs()
+    node: Any = head_logprobs(hidden, weight, token_ids).grad_fn
+    assert len(node.kept) == num_chunks
+
+
 def test_head_adds_to_the_gradient_of_its_weight() -> None:
     hidden, weight, token_ids = inputs()
     gradients = list[Tensor]()

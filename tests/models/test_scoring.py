@@ -144,7 +144,9 @@ def test_tied_embedding_gets_both_gradients(way: str, padding: int | None) -> No
     rows = [token_logprobs(model, tokens[places][None])[0, first:] for places, first in SEQUENCES]
     expected = torch.autograd.grad(torch.cat(rows).sum(), parameters)
     for _ in range(2):  # micro-batches add up
-        scorer_of(model, way)(tokens, TREES, scored).sum().backward()
+        scorer = scorer_of(model, way)
+        assert scorer.whole_logits_reason == ""
+        scorer(tokens, TREES, scored).sum().backward()
     for parameter, each in zip(parameters, expected, strict=True):
         assert torch.allclose(parameter.grad, 2 * each, atol=1e-5)
 
@@ -227,6 +229,31 @@ def test_head_in_chunks_gives_the_results_of_whole_logits(way: str, dtype: torch
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     for found, expected in zip(*results, strict=True):
         assert (found - expected).norm() <= tolerance * expected.norm()
+
+
+def test_frozen_head_gives_the_gradient_of_whole_logits() -> None:
+    """As with LoRA: the head is frozen, and layers before it are trained."""
+    tokens, scored = row()
+    gradients = list[Tensor]()
+    for reason in ("", "forced by the test"):
+        model: Any = tiny_model(tie_word_embeddings=True)
+        model.requires_grad_(False)
+        trained = model.model.layers[0].self_attn.q_proj.weight.requires_grad_()
+        scorer = Scorer(model)
+        assert scorer.whole_logits_reason == ""
+        scorer.whole_logits_reason = reason
+        for _ in range(2):  # micro-batches add up
+            scorer(tokens, TREES, scored, temperature=0.7).sum().backward()
+        gradients.append(trained.grad)
+    assert torch.allclose(*gradients, rtol=1e-4, atol=1e-6) and gradients[0].any()
+
+
+def test_head_is_restored_after_an_exception() -> None:
+    model, (tokens, scored) = tiny_model(), row()
+    scorer, head = Scorer(model), model.get_output_embeddings()
+    with pytest.raises(RuntimeError, match="expanded size"):
+        scorer(tokens, TREES, scored, temperature=torch.ones(2))
+    assert "forward" not in vars(head)
 
 
 @pytest.mark.parametrize("kind", list(REPLACED_LOGITS))
