@@ -196,8 +196,10 @@ def test_earlier_turns_are_not_computed_again(
         groups = play(engine, tokenizer, Game(), [TURNS])
         return [each.token_ids.tolist() for each in groups["1"]], max(counts[1:])
 
+    fraction = "peralta_zmq.engines.native.engine.KEPT_FRACTION"
+    monkeypatch.setattr(fraction, 1.0)  # all turns, however long their replies take
     kept, longest_kept = run()
-    monkeypatch.setattr("peralta_zmq.engines.native.engine.KEPT_FRACTION", 0.0)
+    monkeypatch.setattr(fraction, 0.0)
     computed, longest_computed = run()
     assert kept == computed
     reply = models.continuation_ids(

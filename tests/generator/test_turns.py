@@ -60,7 +60,10 @@ def hangs_once(problem, messages):
 
 
 class Game:
-    """A generator with a tiny model and one problem; runs until `num_groups` groups are scored."""
+    """A generator with a tiny model and one problem.
+
+    `run` ends when at least `num_groups` groups are scored and `num_unscored` are dropped.
+    """
 
     def __init__(
         self, store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, module: Any
@@ -79,14 +82,17 @@ class Game:
     def model(seed: int = 1) -> Any:
         return tiny_model(seed=seed, vocab_size=468)
 
-    def run(self, reply: str, *, num_groups: int = 3, own_reward: str = "") -> list[RolloutGroup]:
+    def run(
+        self, reply: str, *, num_groups: int = 3, num_unscored: int = 0, own_reward: str = ""
+    ) -> list[RolloutGroup]:
         self._module.reply = getattr(self._module, reply)
         num_scored = 0
 
         def reward(prompts: Any, completions: list[Any]) -> list[float]:
             nonlocal num_scored
             num_scored += 1
-            if num_scored == num_groups:
+            has_dropped = self.generator._connection.num_unscored >= num_unscored
+            if num_scored >= num_groups and has_dropped:
                 self._sockets.announcements.latest = wire.Announcement("run", done=True)
             return [0.0 if own_reward else float(len(each)) for each in completions]
 
@@ -170,7 +176,7 @@ def test_killed_worker_of_a_reply_drops_only_its_group(game: Game, tmp_path: Pat
 
     killer = threading.Thread(target=kill_when_it_hangs)
     killer.start()
-    groups = game.run("hangs_once")
+    groups = game.run("hangs_once", num_unscored=1)
     killer.join()
     assert game.generator._connection.num_unscored == 1
     assert [group.sequence for group in groups] == list(range(max(3, len(groups))))
