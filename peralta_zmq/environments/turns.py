@@ -81,12 +81,12 @@ def turns_of(task: object) -> Turns | None:
 def _check_own_tools(reply: Callable[..., Any] | None, tools: Sequence[Callable[..., Any]]) -> None:
     """Raise TaskError unless `reply` of a task with `tool_schemas` executes all calls."""
     if tools:
-        raise TaskError("the task has `tools` and `tool_schemas`; remove one of them")
+        raise TaskError("the task has tools and tool_schemas; remove one of them")
     try:
         inspect.signature(cast(Any, reply)).bind(None, None, tool_seconds=1.0)
     except TypeError:  # also for None
         raise TaskError(
-            "a task with `tool_schemas` executes the calls itself; define "
+            "a task with tool_schemas executes the calls itself; define "
             "reply(problem, messages, *, tool_seconds)"
         ) from None
 

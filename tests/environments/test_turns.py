@@ -166,7 +166,7 @@ def test_task_with_schemas_instead_of_tools_executes_the_calls_itself(
 @pytest.mark.parametrize(("names", "schemas", "message"), [
     ((), ["own"], r"executes the calls itself; define reply\(problem, messages, \*, tool_seconds"),
     (("reply",), ["own"], r"executes the calls itself; define reply"),
-    (("reply", "tools"), ["own"], "has `tools` and `tool_schemas`; remove one of them"),
+    (("reply", "tools"), ["own"], "has tools and tool_schemas; remove one of them"),
     (("own_tools",), ["own", "own"], "two tools of the task have the name own; rename one"),
     (("twice",), [], "two tools of the task have the name add; rename one"),
 ])  # fmt: skip

@@ -80,7 +80,11 @@ def gradients_on_rank(shards: bool) -> dict[str, tuple[Tensor, dict[str, float]]
 
 @pytest.mark.parametrize(
     ("count", "shards"),
-    [(2, False), pytest.param(3, False, marks=pytest.mark.slow), (3, True)],
+    [
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(3, False, marks=pytest.mark.slow),
+        (3, True),
+    ],
 )
 def test_gradient_is_equal_for_any_number_of_ranks(
     tmp_path: Path, count: int, shards: bool

@@ -121,6 +121,7 @@ def test_process_that_ends_at_its_start_raises_its_code() -> None:
         CoreProcess({"code": 7}, threads=1)
 
 
+@pytest.mark.slow
 def test_step_without_cpu_time_counts_as_hung_but_a_slow_one_does_not(core: CoreProcess) -> None:
     child = core.call("pid_of_child")
     assert core.call("step", SLOW, prompt_tokens=0) == SLOW
@@ -143,6 +144,7 @@ def test_step_counts_as_hung_after_more_cpu_time_than_a_slow_one(core: CoreProce
     assert time.monotonic() - started < 5 * SLOW
 
 
+@pytest.mark.slow
 def test_slow_steps_raise_the_limit_of_the_next_ones(core: CoreProcess) -> None:
     usual = 1.5 * SLOW / process.SLOWDOWN
     for _ in range(process.MIN_STEPS):
@@ -160,6 +162,7 @@ def test_compilation_in_a_step_does_not_count_as_hung(monkeypatch: pytest.Monkey
     core.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
 def test_step_that_waits_for_a_cpu_does_not_count_as_hung(core: CoreProcess) -> None:
     cpu = {min(os.sched_getaffinity(0))}

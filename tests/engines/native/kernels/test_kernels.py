@@ -241,7 +241,11 @@ def compile_with(empty_cache: Path) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("sqrtf(x)", torch.float32), ("rintf(x)", torch.bfloat16)]
+    ("name", "dtype"),
+    [
+        ("sqrtf(x)", torch.float32),
+        pytest.param("rintf(x)", torch.bfloat16, marks=pytest.mark.slow),
+    ],
 )
 def test_layer_ops_of_a_compiler_with_defects_are_torchs(
     compile_with: Callable[..., None], name: str, dtype: torch.dtype,
