@@ -388,13 +388,25 @@ def _matmul_attention(
     return torch.bmm(probs, value[0]).view(1, heads, length, width)
 
 
+def set_checkpointing(model: Model, *, enabled: bool) -> None:
+    """Let the model store only each layer's input and recompute the layer, or all activations.
+
+    Older releases of transformers 5 call this gradient checkpointing, newer ones deprecate that.
+    """
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    if enabled:
+        getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
+    else:
+        getattr(model, f"{name}_checkpointing_disable")()
+
+
 def _checkpoint_layers(model: Model) -> None:
     """Store only each layer's input and recompute the layer in the backward pass.
 
     transformers does this only for layers in training mode, so the layers are set to training mode.
     Their submodules stay in evaluation mode, without dropout.
     """
-    cast(Any, model).activation_checkpointing_enable({"use_reentrant": False})
+    set_checkpointing(model, enabled=True)
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = True

@@ -8,7 +8,7 @@ from sample_data import VOCAB_SIZE, tiny_model, token_logprobs
 from torch import Tensor
 
 from peralta_zmq import models
-from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.models.scoring import Scorer, set_checkpointing
 from peralta_zmq.rollout import PrefixTree, TreeSpan
 
 # two prompts with completions, one of which branches from another, and one token before two
@@ -184,6 +184,26 @@ def test_gradient_checkpointing_computes_layers_twice() -> None:
     tokens, scored = row()
     scorer(tokens, TREES, scored).sum().backward()
     assert len(counts) == 2
+
+
+class _OldModel:
+    """A model of a transformers release without activation_checkpointing_enable."""
+
+    def __init__(self) -> None:
+        self.options: list[dict[str, bool] | None] = []
+
+    def gradient_checkpointing_enable(self, options: dict[str, bool]) -> None:
+        self.options.append(options)
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.options.append(None)
+
+
+def test_checkpointing_uses_the_name_of_older_transformers() -> None:
+    model: Any = _OldModel()
+    set_checkpointing(model, enabled=True)
+    set_checkpointing(model, enabled=False)
+    assert model.options == [{"use_reentrant": False}, None]
 
 
 def test_training_dtype_of_narrow_model_is_float32_on_cpu() -> None:
