@@ -90,6 +90,8 @@ def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
     if device == CPU and not quick:
         yield from against_vllm(setting)
         yield against_mlx(setting)
+    elif device != CPU:
+        progress("without vLLM and MLX, which are installed for the CPU only")
     rounds = 3 if quick else 7
     yield from against_bounds(setting, rounds)
     yield from against_copy(setting, rounds)

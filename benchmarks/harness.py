@@ -2,8 +2,8 @@
 
 A bench is a module with `run(quick: bool) -> Iterable[Claim]`. It measures this program and its
 peer interleaved in one run, so that changes of a shared machine's speed affect both. A bench with
-separately installed peers also has `peers() -> dict[str, str]`, their versions. The `run` of those
-in ON_DEVICE also takes a device.
+separately installed peers also has `peers() -> dict[str, str]`, their versions; these run on a CPU
+only. The `run` of those in ON_DEVICE also takes a device.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ def available() -> list[str]:
 def measured(name: str, *, quick: bool, device: str) -> tuple[dict[str, Any], list[Claim]]:
     """Run one bench. On a GPU its name has a suffix, so that its table is a different one."""
     module = importlib.import_module(f"benchmarks.{name}")
-    peers = cast("Callable[[], dict[str, str]]", getattr(module, "peers", dict))
+    installed = getattr(module, "peers", dict) if device == "cpu" else dict
+    peers = cast("Callable[[], dict[str, str]]", installed)
     required = cast("dict[str, float]", getattr(module, "REQUIRED", {}))
     if device == "cpu":
         made, card = cast("Bench", module).run(quick=quick), ""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks import training
 from benchmarks.harness import REPO, Claim, compared, interleaved, progress, seconds
-from benchmarks.training import CPU, NUM_GROUPS, QUICK_SHAPE, SHAPE, peak_bytes
+from benchmarks.training import CPU, NUM_GROUPS, QUICK_SHAPE, SHAPE, peak_bytes, reset_peak
 from peralta_zmq import models
 from peralta_zmq.models import head
 
@@ -106,25 +106,31 @@ def memory(shape: dict[str, Any], num_tokens: int, device: torch.device) -> Clai
 def measure_in_process(
     shape: dict[str, Any], num_tokens: int, device: torch.device, variant: str
 ) -> int:
-    """Peak bytes in a new process, see `memory`."""
-    arguments = json.dumps([shape, num_tokens, str(device), variant])
-    command = [sys.executable, "-m", "benchmarks.head", arguments]
-    process = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=REPO)
-    peak = int(process.stdout)
+    """Peak bytes in a new process, see `memory`; on a GPU in this one."""
+    if device.type == "cpu":
+        arguments = json.dumps([shape, num_tokens, variant])
+        command = [sys.executable, "-m", "benchmarks.head", arguments]
+        process = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=REPO)
+        peak = int(process.stdout)
+    else:
+        peak = added_bytes(shape, num_tokens, device, variant)
     progress(f"{variant} with {num_tokens} tokens: {peak / 2**20:.0f} MiB")
     return peak
 
 
-def measure(shape: dict[str, Any], num_tokens: int, device: str, variant: str) -> None:
-    """Print the peak bytes of both passes above those of weight and gradient."""
-    models.use_threads()
-    work = getattr(Setting(shape, num_tokens, torch.device(device)), variant)
-    is_cpu = device == "cpu"
-    before = peak_bytes() if is_cpu else torch.cuda.memory_allocated(device)
+def added_bytes(shape: dict[str, Any], num_tokens: int, device: torch.device, variant: str) -> int:
+    """Peak bytes of both passes above those of weight and gradient."""
+    work = getattr(Setting(shape, num_tokens, device), variant)
+    before = peak_bytes() if device.type == "cpu" else reset_peak(device)
     work()
-    peak = peak_bytes() if is_cpu else torch.cuda.max_memory_allocated(device)
     gradient = 4 * shape["vocab_size"] * shape["hidden_size"]
-    sys.stdout.write(str(peak - before - gradient))
+    return peak_bytes(device) - before - gradient
+
+
+def measure(shape: dict[str, Any], num_tokens: int, variant: str) -> None:
+    """Print the bytes of `added_bytes` on a CPU."""
+    models.use_threads()
+    sys.stdout.write(str(added_bytes(shape, num_tokens, CPU, variant)))
 
 
 def steps(shape: dict[str, Any], device: torch.device, *, repeats: int) -> Iterator[Claim]:
@@ -148,4 +154,4 @@ def steps(shape: dict[str, Any], device: torch.device, *, repeats: int) -> Itera
 
 
 if __name__ == "__main__":
-    measure(*cast("tuple[dict[str, Any], int, str, str]", json.loads(sys.argv[1])))
+    measure(*cast("tuple[dict[str, Any], int, str]", json.loads(sys.argv[1])))

@@ -25,5 +25,5 @@ def bandwidth_meter(num_bytes: int, device: torch.device) -> Callable[[], float]
 def flops(dtype: torch.dtype, device: torch.device) -> float:
     """Floating-point operations per second of a large matmul, the best of five."""
     size = 2048 if device.type == "cpu" else 8192
-    one, other = (torch.randn(size, size).to(device, dtype) for _ in range(2))
+    one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / min(seconds(lambda: one @ other) for _ in range(5))

@@ -8,6 +8,7 @@ selective_log_softmax. Ours computes a prompt once. `--quick` uses a shape a ten
 
 from __future__ import annotations
 
+import gc
 import json
 import resource
 import subprocess
@@ -30,7 +31,7 @@ from peralta_zmq.learning.optimizer import make_optimizer
 from peralta_zmq.learning.packing import PackedSample, Packing, make_micro_batches, pack_groups
 from peralta_zmq.learning.update import update_parameters
 from peralta_zmq.models import head
-from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.models.scoring import Scorer, set_checkpointing
 from peralta_zmq.rollout import Rollout, RolloutGroup
 from tools.base_model import new_model
 
@@ -76,7 +77,8 @@ class Setting:
         self, shape: dict[str, Any], *, num_groups: int = NUM_GROUPS, device: torch.device = CPU
     ) -> None:
         self._device = device
-        self.model = cast(Any, new_model(shape, seed=0).eval()).to(device)
+        with device:  # random numbers of a GPU are faster
+            self.model = cast(Any, new_model(shape, seed=0).eval())
         parameters = dict(self.model.named_parameters())
         self._optimizer = make_optimizer(parameters, betas=(0.9, 0.95), weight_decay=0.0)
         self._optimizer.param_groups[0]["lr"] = RATE
@@ -124,12 +126,12 @@ class Setting:
         """The original's step, in padded micro-batches of `at_once` groups."""
         groups = self._groups[:num_groups]
         self.model.train()
-        self.model.activation_checkpointing_enable({"use_reentrant": False})
+        set_checkpointing(self.model, enabled=True)
         try:
             for first in range(0, num_groups, at_once):
                 self._backward_as_original(groups[first : first + at_once])
         finally:
-            self.model.activation_checkpointing_disable()
+            set_checkpointing(self.model, enabled=False)
             self.model.eval()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
@@ -259,7 +261,12 @@ def kept_memory(shape: dict[str, Any], *, repeats: int) -> Claim:
 def measure_in_process(
     shape: dict[str, Any], variant: str, num_groups: int, device: torch.device, *, keeps: bool
 ) -> tuple[int, float]:
-    """Peak bytes of a new process, and the seconds of its second step."""
+    """Peak bytes and the seconds of the second step, in a new process.
+
+    On a GPU in this one, because its allocator counts from zero when asked to.
+    """
+    if device.type != "cpu":
+        return two_steps(shape, variant, num_groups, device)
     arguments = json.dumps([shape, variant, num_groups, str(device), keeps])
     command = [sys.executable, "-m", "benchmarks.training", arguments]
     root = Path(__file__).parent.parent
@@ -269,20 +276,42 @@ def measure_in_process(
 
 
 def measure(shape: dict[str, Any], variant: str, num_groups: int, device: str, keeps: bool) -> None:
-    """Take two steps, the second with optimizer state, and print peak and duration."""
+    """Print the peak bytes of this process and the seconds of the second of two steps."""
     models.use_threads()
     if keeps:
         models.keep_memory()
-    setting = Setting(shape, device=torch.device(device))
+    sys.stdout.write(json.dumps(two_steps(shape, variant, num_groups, torch.device(device))))
+
+
+def two_steps(
+    shape: dict[str, Any], variant: str, num_groups: int, device: torch.device
+) -> tuple[int, float]:
+    """Peak bytes, and the seconds of the second of two steps, which has optimizer state."""
+    before = reset_peak(device)
+    setting = Setting(shape, device=device)
     step = partial(getattr(setting, variant), num_groups)
     step()
     duration = seconds(step)
-    peak = peak_bytes() if device == "cpu" else torch.cuda.max_memory_allocated(device)
-    sys.stdout.write(json.dumps([peak, duration]))
+    return peak_bytes(device) - before, duration
 
 
-def peak_bytes() -> int:
-    """Peak resident bytes of this process; Linux includes the parent's in ru_maxrss."""
+def reset_peak(device: torch.device) -> int:
+    """Make a GPU's peak its allocated bytes, and return them; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def peak_bytes(device: torch.device = CPU) -> int:
+    """Peak bytes of tensors on a GPU, else peak resident bytes of this process.
+
+    Linux includes the parent's in ru_maxrss.
+    """
+    if device.type != "cpu":
+        return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -66,7 +66,11 @@ def test_device_result_has_the_device_in_its_name_and_page(
     def run(*, quick: bool, device: Any) -> Iterator[Claim]:
         yield Claim(f"on_{device}", float(quick), "s")
 
-    monkeypatch.setitem(sys.modules, "benchmarks.made_up", SimpleNamespace(run=run))
+    def peers() -> dict[str, str]:
+        raise AssertionError("peers run on a CPU only")
+
+    made_up = SimpleNamespace(run=run, peers=peers)
+    monkeypatch.setitem(sys.modules, "benchmarks.made_up", made_up)
     device_report, claims = harness.measured("made_up", quick=True, device="meta")
     assert (device_report["bench"], device_report["machine"]["card"]) == ("made_up_meta", "meta")
     assert [claim.name for claim in claims] == ["on_meta"]
