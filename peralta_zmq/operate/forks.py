@@ -40,6 +40,8 @@ def import_libraries() -> bool:
     """
     if sys.platform != "linux":
         return False
+    # Libraries that ask for CUDA would otherwise initialize its driver, which no fork can use then.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     name = "OPENBLAS_NUM_THREADS"  # of numpy's library, which would start threads when imported
     previous = os.environ.get(name)
     os.environ.setdefault(name, "1")
