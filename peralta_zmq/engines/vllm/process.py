@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -31,6 +31,7 @@ CPU_SECONDS = 0.05  # in one poll; less is idle
 HANG_POLLS = 7
 SLOWDOWN = 20  # a slow step takes this many times the median; 1 / 20 of a core is idle
 MIN_STEPS, NUM_STEPS = 10, 50  # of which the median is computed
+RUNS = {psutil.STATUS_RUNNING}  # computes or waits for a CPU
 LONGEST_POLLS = 300  # of a step without a median, and of a compilation
 MAX_TEXT = 300  # characters of an exception; vLLM lists all models that it has
 # Variables that vLLM reads. It samples in this one process, unless there is tensor parallelism.
@@ -89,17 +90,18 @@ class CoreProcess:
         """The result of a method of core.Core.
 
         `prompt_tokens` is the number of tokens of new prompts that a step computes; None for a
-        method that may take any time. Raises CoreError for an exception, and EngineProcessError if
-        the process ends or, unless `prompt_tokens` is None, hangs; in all cases it is killed.
+        method that may take any time while it computes or reads files. Raises CoreError for an
+        exception, and EngineProcessError if the process ends or hangs; in all cases it is killed.
         """
         started = time.monotonic()
         max_polls = None if prompt_tokens is None else self._max_polls(prompt_tokens)
+        max_idle = LONGEST_POLLS if name == "open" else HANG_POLLS
         try:
             self._connection.send((name, arguments))
-            kind, result = self._receive(max_polls)
+            kind, result = self._receive(max_polls, max_idle)
             is_usual = (name, prompt_tokens) == ("step", 0) and kind != COMPILING
             while kind == COMPILING:
-                kind, result = self._receive(max_polls and LONGEST_POLLS)
+                kind, result = self._receive(max_polls and LONGEST_POLLS, max_idle)
         except (OSError, EOFError):
             with suppress(subprocess.TimeoutExpired):  # the socket ends before the process
                 self._process.wait(EXIT_SECONDS)
@@ -130,33 +132,34 @@ class CoreProcess:
         slow = statistics.median(self._step_seconds) * max(SLOWDOWN, prompt_tokens)
         return max(HANG_POLLS, min(LONGEST_POLLS, math.ceil(slow / POLL_SECONDS)))
 
-    def _receive(self, max_polls: int | None) -> tuple[str | None, Any]:
+    def _receive(self, max_polls: int | None, max_idle: int) -> tuple[str | None, Any]:
         """The next message.
 
-        Raises EngineProcessError for a process that hangs, unless `max_polls` is None. Polls are
-        counted instead of seconds, because both processes may have been stopped.
+        Raises EngineProcessError after `max_idle` polls without CPU time in a row, or after
+        `max_polls` with it. Polls are counted instead of seconds, because both processes may have
+        been stopped.
         """
         num_polls, num_busy, num_idle, before = 0, 0, 0, 0.0
+        waiting = RUNS if max_polls else RUNS | {psutil.STATUS_DISK_SLEEP}
         while not self._connection.poll(POLL_SECONDS):
-            after, may_run = self._cpu_seconds()
+            after, may_run = self._cpu_seconds(waiting)
             is_busy, before = after - before > CPU_SECONDS, after
             num_polls, num_busy = num_polls + 1, num_busy + is_busy
             num_idle = 0 if is_busy or may_run else num_idle + 1
-            if max_polls is None:
-                continue
-            if num_idle >= HANG_POLLS or num_busy >= max_polls or num_polls >= LONGEST_POLLS:
+            is_slow = max_polls and (num_busy >= max_polls or num_polls >= LONGEST_POLLS)
+            if is_slow or num_idle >= max_idle:
                 self.kill()
                 seconds = num_polls * POLL_SECONDS
                 raise EngineProcessError(f"the process of vLLM did not reply for {seconds:.0f} s")
         return self._connection.recv()
 
-    def _cpu_seconds(self) -> tuple[float, bool]:
-        """CPU time of the process and those of vLLM, and whether one of them waits for a CPU."""
+    def _cpu_seconds(self, states: Set[str]) -> tuple[float, bool]:
+        """CPU time of the process and those of vLLM, and whether one is in one of these states."""
         total, may_run = 0.0, False
         try:
             for each in (self._observed, *self._observed.children(recursive=True)):
                 total += sum(each.cpu_times()[:2])  # user and system
-                may_run |= each.status() == psutil.STATUS_RUNNING
+                may_run |= each.status() in states
         except psutil.Error:  # one of them has ended
             pass
         return total, may_run

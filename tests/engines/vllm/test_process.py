@@ -179,10 +179,15 @@ def test_step_that_waits_for_a_cpu_does_not_count_as_hung(core: CoreProcess) -> 
         other.wait()
 
 
-def test_stopped_process_counts_as_hung(core: CoreProcess) -> None:
+@pytest.mark.parametrize("prompt_tokens", [0, None])
+def test_stopped_process_counts_as_hung(prompt_tokens: int | None, core: CoreProcess) -> None:
     os.kill(core.pid, signal.SIGSTOP)
     with pytest.raises(EngineProcessError, match="did not reply"):
-        core.call("pid_of_child", prompt_tokens=0)
+        core.call("pid_of_child", prompt_tokens=prompt_tokens)
+
+
+def test_method_that_computes_may_take_any_time(core: CoreProcess) -> None:
+    assert core.call("step", SLOW) == SLOW
 
 
 @pytest.mark.parametrize("reason", ["No such file", "File too large"])
