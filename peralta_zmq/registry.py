@@ -149,13 +149,16 @@ class EngineSettings:
 class WeightUpdate:
     """The weights of one policy step, for `Engine.apply`.
 
-    An adapter is added to the weights that the engine was opened with. All values are finite.
+    An adapter is added to the weights that the engine was opened with, with the values that the
+    format `base_dtype` gives them (models/base_formats.py). All values are finite.
     """
 
     step: int  # policy step
     tensors: Mapping[str, Any]  # torch tensors by name, valid during `apply` only
     folder: Path | None = None  # of the version's files; None if the weights are in memory only
     is_adapter: bool = False  # the tensors are those of a LoRA adapter (models/lora.py)
+    base_dtype: str = "float32"  # of an adapter
+    base_digest: str | None = None  # of the base weights if they are packed
 
 
 class Engine(Protocol):

@@ -25,7 +25,7 @@ class PeakMemory(TorchDispatchMode):
         self._living = {key: each for key, each in self._living.items() if not each[0].expired()}
         for tensor in filter(_is_tensor, tree_leaves(result)):
             storage = tensor.untyped_storage()
-            if storage._cdata not in known:
+            if storage._cdata not in known and storage.device.type != "meta":
                 self._living[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, sum(size for _, size in self._living.values()))
         return result

@@ -59,8 +59,8 @@ def test_first_start_killed_at_any_write_is_completed_by_the_next(
     assert count > 1
 
 
-ADAPTERS = ("--lora.rank=4", "--lora.dropout=0.1", "--loss.name=grpo_kl", "--loss.beta=0.1",
-            "--train.ref-sync-steps=3")  # fmt: skip
+ADAPTERS = ("--lora.rank=4", "--lora.dropout=0.1", "--lora.base-dtype=nf4", "--loss.name=grpo_kl",
+            "--loss.beta=0.1", "--train.ref-sync-steps=3")  # fmt: skip
 
 
 @pytest.mark.parametrize("more", [(), ADAPTERS], ids=["all weights", "adapters"])

@@ -20,6 +20,7 @@ from peralta_zmq.build.components import (
     reference_models_used,
 )
 from peralta_zmq.build.engines import (
+    base_dtype,
     base_folder,
     choose_engine,
     eval_sampling_overrides,
@@ -38,6 +39,7 @@ from peralta_zmq.build.environments import (
 )
 
 __all__ = [
+    "base_dtype",
     "base_folder",
     "choose_engine",
     "eval_sampling_overrides",

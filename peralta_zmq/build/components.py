@@ -30,7 +30,7 @@ from peralta_zmq.learning.packing import Packing
 from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, reference_logprobs
 from peralta_zmq.learning.selection import TokenSelection
 from peralta_zmq.learning.user_functions import FunctionKind, checked_function
-from peralta_zmq.models import lora
+from peralta_zmq.models import frozen_base, lora
 from peralta_zmq.models.scoring import Scorer
 
 logger = logging.getLogger(__name__)
@@ -91,17 +91,28 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
 
 
 def load_policy(config: Config, folder: Path) -> models.Model:
-    """The policy: the model in `folder` in fp32; with `lora.rank`, plus LoRA adapters."""
-    device = models.choose_device(config.model.device)
-    trust = config.model.trust_remote_code
-    model = models.load_model(folder, device=device, dtype=torch.float32, trust_remote_code=trust)
-    section = config.lora
+    """The policy: the model in `folder` in fp32.
+
+    With `lora.rank` it is frozen, in the format `lora.base_dtype`, and has LoRA adapters in fp32.
+    """
+    device, section = models.choose_device(config.model.device), config.lora
+    options: dict[str, Any] = {
+        "device": device,
+        "trust_remote_code": config.model.trust_remote_code,
+    }
+    if section.rank is None or section.base_dtype == "float32":
+        model = models.load_model(folder, dtype=torch.float32, **options)
+    else:
+        model = frozen_base.load_frozen_base(folder, section.base_dtype, **options)
     if section.rank is not None:
-        lora.add_adapters(model, seed=config.run.seed, **section.model_dump())
+        adapters = section.model_dump(exclude={"base_dtype"})
+        lora.add_adapters(model, seed=config.run.seed, **adapters)
         if section.dropout:
             torch.manual_seed(config.run.seed)  # for dropout; a checkpoint then replaces this state
         num_trained = sum(tensor.numel() for tensor in lora.trained_parameters(model).values())
-        logger.info("lora rank=%d trained=%d", section.rank, num_trained)
+        logger.info(
+            "lora rank=%d base_dtype=%s trained=%d", section.rank, section.base_dtype, num_trained
+        )
     return model
 
 
@@ -278,5 +289,5 @@ def _load_teacher(config: Config, model: models.Model) -> ReferenceModel | None:
         trust_remote_code=config.model.trust_remote_code,
     )
     dtype, _ = models.training_dtype(teacher, config.train.dtype)
-    scorer = Scorer(teacher.requires_grad_(False), dtype=dtype)
+    scorer = Scorer(teacher, dtype=dtype)
     return functools.partial(reference_logprobs, scorer)

@@ -17,7 +17,7 @@ from peralta_zmq.config.training_sections import EnvSection, SamplingSection
 from peralta_zmq.engines import choice
 from peralta_zmq.environments.turns import turns_of
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.models import lora
+from peralta_zmq.models import frozen_base, lora
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import GroupSampling, Sampling, TemperatureSchedule
 from peralta_zmq.weights.subscriber import PendingWeights
@@ -32,7 +32,7 @@ def make_engine(
 ) -> tuple[registry.Engine, models.Tokenizer]:
     """The engine of [engine] with the weights of a weight version, and the tokenizer.
 
-    Raises ConfigError for adapters of a model other than `model.name`, and for untrusted code.
+    Raises ConfigError for adapters that do not belong to `model.name`, and for untrusted code.
     """
     version, update = weights.version, weight_update(weights)
     folder = base_folder(config, version) if update.is_adapter else weights.folder
@@ -42,7 +42,10 @@ def make_engine(
     factory = registry.resolve("engine", name)
     engine = factory.open(folder, _settings_with_turns(config), step=version.step)
     if update.is_adapter:
-        engine.apply(update)
+        try:
+            engine.apply(update)
+        except ValueError as error:
+            raise ConfigError(f"version {version.number} cannot be used: {error}") from None
     return engine, tokenizer
 
 
@@ -88,15 +91,28 @@ def _may_have_turns(env: EnvSection) -> bool:
 def weight_update(weights: PendingWeights) -> WeightUpdate:
     """A weight version as an engine applies it."""
     version = weights.version
-    is_adapter = version.field("adapts") is not None  # digest of the adapters' base weights
-    return WeightUpdate(version.step, weights.tensors, weights.folder, is_adapter=is_adapter)
+    return WeightUpdate(
+        version.step,
+        weights.tensors,
+        weights.folder,
+        is_adapter=version.field("adapts") is not None,  # digest of the adapters' base weights
+        base_dtype=base_dtype(version),
+        base_digest=version.field("adapts_packed"),
+    )
+
+
+def base_dtype(version: Version) -> str:
+    """Format in which the trainer stores the base model of a version's adapters."""
+    return version.field("adapts_dtype") or "float32"
 
 
 def base_folder(config: Config, version: Version) -> Path:
     """The folder of `model.name`, the base model of a version that has only adapters.
 
-    Raises ConfigError if the version's manifest has the digest of other base weights.
+    Raises ConfigError if the version's manifest has the digest of other base weights, or a format
+    for them that this program does not have.
     """
+    frozen_base.check_base_dtype(base_dtype(version))
     folder = models.model_folder(config.model.name)
     if lora.weights_digest(folder) != version.field("adapts"):
         raise ConfigError(

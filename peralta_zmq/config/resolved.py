@@ -71,6 +71,9 @@ def earlier_config(config: Config, folder: Path) -> Config:
         ) from None
     if "num_minibatches" not in earlier.train.model_fields_set:
         _check_older(earlier, folder)
+    if earlier.lora.rank is not None and "base_dtype" not in earlier.lora.model_fields_set:
+        lora = earlier.lora.model_copy(update={"base_dtype": "float32"})  # before this setting
+        earlier = earlier.model_copy(update={"lora": lora})
     before, now = dict(_settings(earlier)), dict(_settings(config))
     changes = [
         f"{key} {shorten(before[key])} -> {shorten(now[key])}"

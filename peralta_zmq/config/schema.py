@@ -30,6 +30,7 @@ NEEDED_SETTINGS = (
     ("loss", "sft_weight", "sft_file"),
     ("loss", "sft_batch_size", "sft_file"),
     ("generator", "token_file", "serve_port"),
+    ("lora", "base_dtype", "rank"),
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from collections.abc import Callable, Generator, Mapping
@@ -10,11 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from peralta_zmq import models
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.models import lora
+from peralta_zmq.models.base_formats import PACKED_FORMATS
+from peralta_zmq.models.frozen_base import BaseWeights, load_base_weights
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -33,10 +35,34 @@ def open_model(
     logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
     trust = {"trust_remote_code": settings.trust_remote_code}
     models.check_code(folder, **trust)
-    load = functools.partial(models.load_model, folder, device=device, dtype=dtype, **trust)
     with loading_errors(folder):
-        model, tokenizer = load(), models.load_tokenizer(folder, **trust)
-    return model, tokenizer, AdapterMerger(lambda: models.weights_of(load()))
+        model = models.load_model(folder, device=device, dtype=dtype, **trust)
+        tokenizer = models.load_tokenizer(folder, **trust)
+    names = frozenset(models.weights_of(model))
+
+    def load_base(base_dtype: str) -> BaseWeights:
+        base = load_base_weights(folder, base_dtype, device=device, dtype=dtype, **trust)
+        # Files may have a tensor that the model shares with another one.
+        return base._replace(tensors={name: base.tensors[name] for name in names})
+
+    return model, tokenizer, AdapterMerger(load_base)
+
+
+def merger_of_files(folder: Path, *, trust_remote_code: bool) -> AdapterMerger:
+    """A merger of adapters with the weights in the files of `folder`."""
+
+    def load_base(base_dtype: str) -> BaseWeights:
+        if base_dtype in PACKED_FORMATS:
+            cpu = torch.device("cpu")
+            return load_base_weights(
+                folder, base_dtype, device=cpu, trust_remote_code=trust_remote_code
+            )
+        weights = models.FolderWeights(folder)
+        if base_dtype == "float32":
+            return BaseWeights(weights, None)
+        return BaseWeights(models.ConvertedWeights(weights, torch.bfloat16), None)
+
+    return AdapterMerger(load_base)
 
 
 @contextmanager
@@ -61,20 +87,34 @@ class AdapterMerger:
     """Merges adapters into the base weights.
 
     An engine overwrites its own weights with merged ones, and every adapter is merged into the
-    unchanged base weights. These are loaded for the first adapter.
+    unchanged base weights. These are loaded for the first adapter, in the format of its trainer's
+    base model, by `load_base(base_dtype)`.
     """
 
-    def __init__(self, load_base: Callable[[], Mapping[str, Tensor]]) -> None:
-        self._load_base: Callable[[], Mapping[str, Tensor]] = load_base
-        self._base: Mapping[str, Tensor] | None = None
+    def __init__(self, load_base: Callable[[str], BaseWeights]) -> None:
+        self._load_base: Callable[[str], BaseWeights] = load_base
+        self._base: BaseWeights | None = None
+        self._base_dtype = ""  # format of `_base`
 
     def weights_of(self, update: WeightUpdate) -> Mapping[str, Tensor]:
         """All weights of the model after the update; merged ones are computed when read.
 
-        Raises ValueError if the adapter belongs to another model.
+        Raises ValueError if the adapter belongs to another model, or to a base model with other
+        values than the one in use.
         """
         if not update.is_adapter:
             return update.tensors
         if self._base is None:
-            self._base = self._load_base()
-        return lora.MergedWeights(self._base, update.tensors)
+            self._base, self._base_dtype = self._load_base(update.base_dtype), update.base_dtype
+        if update.base_dtype != self._base_dtype:
+            raise ValueError(
+                f"its base model is stored as {update.base_dtype}, and the one in use as "
+                f"{self._base_dtype}; restart the generator"
+            )
+        if update.base_digest != self._base.digest:
+            raise ValueError(
+                f"its base model packed as {update.base_dtype} has the digest "
+                f"{update.base_digest}, but here {self._base.digest}; install the trainer's "
+                "version of peralta_zmq"
+            )
+        return lora.MergedWeights(self._base.tensors, update.tensors)

@@ -1,6 +1,7 @@
 """Language models: loading, device and dtype, chat templates, logprobs, LoRA.
 
-Import `scoring` (the trainer's forward pass) and `lora` (adapters) as modules.
+Import `scoring` (the trainer's forward pass), `lora` (adapters) and `frozen_base` (the model under
+adapters) as modules.
 """
 
 # Imports that other packages use as attributes of this package:
@@ -25,9 +26,11 @@ from peralta_zmq.models.device import (
     use_threads,
     worker_info,
 )
+from peralta_zmq.models.frozen_base import load_teacher
 from peralta_zmq.models.loading import (
     EMBEDDED,
     EMBEDDED_TURNS,
+    ConvertedWeights,
     FolderWeights,
     Model,
     Tokenizer,
@@ -37,7 +40,6 @@ from peralta_zmq.models.loading import (
     companion_files,
     generation_config,
     load_model,
-    load_teacher,
     load_tokenizer,
     model_folder,
     save_weights,

@@ -38,6 +38,7 @@ transformers_logging.enable_propagation()
 EMBEDDED = Path(__file__).parent / "embedded"
 EMBEDDED_TURNS = Path(__file__).parent / "embedded_turns"
 COMPANION_SUFFIXES = (".json", ".txt", ".jinja", ".py")
+WEIGHT_FILES = "model*.safetensors"
 SHARD_BYTES = 1 << 30
 CONFIG_FILES = ("config.json", "tokenizer_config.json")  # files that may name custom code
 
@@ -79,7 +80,7 @@ def load_model(
     folder has custom Python code and `trust_remote_code` is False.
     """
     check_code(folder, trust_remote_code=trust_remote_code)
-    with _loading_errors(f"model folder {folder} cannot be loaded"):
+    with model_loading_errors(f"model folder {folder} cannot be loaded"):
         model, report = cast(Any, AutoModelForCausalLM).from_pretrained(
             folder, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
         )
@@ -94,48 +95,16 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
 
     Raises ConfigError if the tokenizer has no chat template, or for custom code as in `load_model`.
     """
-    tokenizer = _load_any_tokenizer(folder, trust_remote_code)
+    tokenizer = load_any_tokenizer(folder, trust_remote_code)
     if not tokenizer.chat_template:
         raise ConfigError(f"the tokenizer in {folder} has no chat template; use a chat model")
     return tokenizer
 
 
-def load_teacher(
-    name: str, *, policy: Model, policy_name: str, trust_remote_code: bool = False
-) -> Model:
-    """Load the model `name` in fp32, as a teacher of `policy`.
-
-    `policy_name` is the policy's model name. Raises ConfigError if the vocabularies of the
-    tokenizers differ, or if the teacher has fewer logits than the policy.
-    """
-    folder = model_folder(name)
-    teacher_ids, policy_ids = (
-        _load_any_tokenizer(each, trust_remote_code).get_vocab()
-        for each in (folder, model_folder(policy_name))
-    )
-    if differing := sorted(policy_ids.items() ^ teacher_ids.items()):
-        token = differing[0][0]
-        raise ConfigError(
-            f"model.teacher {name} has another vocabulary: {token!r} is token "
-            f"{teacher_ids.get(token)} there and {policy_ids.get(token)} in model.name "
-            f"{policy_name}; choose a teacher with the same tokenizer"
-        )
-    teacher = load_model(
-        folder, device=policy.device, dtype=torch.float32, trust_remote_code=trust_remote_code
-    )
-    if teacher.config.vocab_size < policy.config.vocab_size:
-        raise ConfigError(
-            f"model.teacher {name} has logits for {teacher.config.vocab_size} tokens, but "
-            f"model.name {policy_name} for {policy.config.vocab_size}; "
-            "choose a teacher with logits for all tokens"
-        )
-    return teacher
-
-
-def _load_any_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
+def load_any_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
     """Load a tokenizer, with or without chat template."""
     check_code(folder, trust_remote_code=trust_remote_code)
-    with _loading_errors(f"model folder {folder} has no usable tokenizer"):
+    with model_loading_errors(f"model folder {folder} has no usable tokenizer"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
@@ -157,12 +126,19 @@ def check_code(folder: Path, *, trust_remote_code: bool) -> None:
 
 
 @contextmanager
-def _loading_errors(message: str) -> Generator[None]:
+def model_loading_errors(message: str) -> Generator[None]:
     """Turn errors of transformers about bad files into ConfigError with `message`."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{message}: {str(error).splitlines()[0]}") from None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder. Raises ConfigError if there is none."""
+    if paths := sorted(folder.glob(WEIGHT_FILES)):
+        return paths
+    raise ConfigError(f"model folder {folder} cannot be loaded: it has no {WEIGHT_FILES}")
 
 
 def generation_config(folder: Path) -> GenerationConfig:
@@ -194,10 +170,8 @@ class FolderWeights(Mapping[str, torch.Tensor]):
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, Any] = {}  # tensor name -> its opened file
-        with _loading_errors(f"model folder {folder} cannot be loaded"):
-            if not (paths := sorted(folder.glob("model*.safetensors"))):
-                raise FileNotFoundError("it has no model*.safetensors")
-            for path in paths:
+        with model_loading_errors(f"model folder {folder} cannot be loaded"):
+            for path in weight_files(folder):
                 opened: Any = safe_open(path, framework="pt")
                 self._files |= dict.fromkeys(opened.keys(), opened)
 
@@ -209,6 +183,22 @@ class FolderWeights(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+class ConvertedWeights(Mapping[str, torch.Tensor]):
+    """Weights in another dtype on the CPU; a tensor is converted when it is read."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+        self._weights, self._dtype = weights, dtype
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._weights[name].detach().to("cpu", self._dtype).contiguous()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
 
 
 def save_weights(weights: Mapping[str, torch.Tensor], folder: Path) -> None:

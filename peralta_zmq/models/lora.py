@@ -65,8 +65,10 @@ def add_adapters(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-    if dropout:
-        for layer in _layers(model).values():
+    for layer in _layers(model).values():
+        layer.lora_A.float()  # peft gives adapters the dtype of the base layer
+        layer.lora_B.float()
+        if dropout:
             layer.lora_dropout[ADAPTER] = DropoutInTraining(dropout)
 
 
@@ -89,15 +91,6 @@ def published_weights(model: nn.Module) -> dict[str, Tensor]:
         adapters[PREFIX + name + A] = layer.lora_A[ADAPTER].weight.detach()
         adapters[PREFIX + name + B] = layer.lora_B[ADAPTER].weight.detach() * scale
     return adapters or weights_of(model)
-
-
-def base_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Weights of the base model without its adapters, under their original names."""
-    return {
-        name.replace(".base_layer.", "."): tensor
-        for name, tensor in weights_of(model).items()
-        if ".lora_" not in name
-    }
 
 
 def config_file(model: Model, *, base: str) -> bytes:

@@ -208,7 +208,7 @@ class Scorer:
     def _find_whole_logits_reason(self) -> str:
         """Return why whole logits are needed, or '' if `head_logprobs` gives the same logprobs."""
         head = self._model.get_output_embeddings()
-        if type(head) is not torch.nn.Linear or getattr(head, "bias", None) is not None:
+        if not isinstance(head, torch.nn.Linear) or getattr(head, "bias", None) is not None:
             return "whole logits: the output head has a bias or is not torch.nn.Linear"
         difference = self._trial_difference("whole_logits_reason")
         return difference and f"whole logits: {difference}"

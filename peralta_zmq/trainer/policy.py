@@ -22,7 +22,7 @@ from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import check_tokens
 from peralta_zmq.errors import ConfigError, OutageError, StoreError
 from peralta_zmq.learning.distributed import DistributedRanks, Ranks
-from peralta_zmq.models import lora
+from peralta_zmq.models import frozen_layers, lora
 from peralta_zmq.observe.run_log import recorded_weights_ids
 from peralta_zmq.rollout import Problem
 from peralta_zmq.trainer.ranks import LeadingLearner, PolicyLearner
@@ -98,7 +98,8 @@ def version_files(
 
     The companion files of a whole model are its config and tokenizer, without manifest fields. LoRA
     adapters have a config file, and manifest fields with the digest and the name of the base model:
-    generators use them to check that they have the same base model.
+    generators use them to check that they have the same base model. `adapts_dtype` is its format,
+    and `adapts_packed` the digest of its packed weights.
     """
     if not lora.has_adapters(model):
         return models.companion_files(folder), {}
@@ -106,10 +107,14 @@ def version_files(
     # peft looks the base model up by folder or name; it does not have the names of embedded ones.
     is_embedded = folder in (models.EMBEDDED, models.EMBEDDED_TURNS)
     content = lora.config_file(model, base=str(folder) if is_embedded else name)
-    return {lora.CONFIG_FILE: content}, {
+    fields = {
         "adapts": lora.weights_digest(folder),
         "adapts_name": name,
+        "adapts_dtype": config.lora.base_dtype,
     }
+    if (digest := frozen_layers.packed_digest(model)) is not None:
+        fields["adapts_packed"] = digest
+    return {lora.CONFIG_FILE: content}, fields
 
 
 # Publishing to the weight store.
@@ -283,9 +288,8 @@ def export_adapter(config: Config, folder: Path, model_folder: Path, model: mode
     files = {lora.WEIGHTS_FILE: tensor_set.file_of(adapter, {}), **companions}
     atomic_files.remove_folder(folder / "adapter")
     atomic_files.write_folder(folder / "adapter", files, manifest_fields)
-    return write_merged(
-        folder / "merged", lora.base_weights(model), adapter, model_folder=model_folder, dtype=dtype
-    )
+    base = frozen_layers.UnpackedWeights(model)
+    return write_merged(folder / "merged", base, adapter, model_folder=model_folder, dtype=dtype)
 
 
 def write_merged(
@@ -299,9 +303,9 @@ def write_merged(
     """Merge the adapter into the base weights and write them to folder `target`.
 
     Returns `target`, which `from_pretrained` can load. Its config and tokenizer are copied from
-    `model_folder`. Raises OSError.
+    `model_folder`. Needs memory for one merged tensor at a time. Raises OSError.
     """
-    merged = tensor_set.copy_set(lora.MergedWeights(base, adapter), dtype)
+    merged = models.ConvertedWeights(lora.MergedWeights(base, adapter), dtype)
     files = {WEIGHTS_FILE: tensor_set.file_of(merged, {}), **models.companion_files(model_folder)}
     atomic_files.remove_folder(target)
     atomic_files.write_folder(target, files, {})

@@ -30,7 +30,7 @@ from peralta_zmq.errors import (
     program_name,
 )
 from peralta_zmq.learning.learner import Learner
-from peralta_zmq.models import lora
+from peralta_zmq.models import frozen_base, lora
 from peralta_zmq.observe.metrics import EVENTS, METRICS, number, read_rows
 from peralta_zmq.observe.terminal import progress_on_stderr
 from peralta_zmq.rollout import RolloutGroup
@@ -178,15 +178,14 @@ def export(run: Path, step: int, target: Path) -> int:
 def _export_merged(config: Config, version: Version, local: Path, target: Path) -> None:
     """Write the adapter in `local`, merged into its base model, to folder `target`."""
     base_folder = build.base_folder(config, version)
-    base = models.load_model(
+    base = frozen_base.load_base_weights(
         base_folder,
+        build.base_dtype(version),
         device=torch.device("cpu"),
-        dtype=torch.float32,
         trust_remote_code=config.model.trust_remote_code,
     )
     adapter, dtype = MappedTensors(local / WEIGHTS_FILE), models.DTYPES[config.weights.dtype]
-    whole = models.weights_of(base)
-    write_merged(target, whole, adapter, model_folder=base_folder, dtype=dtype)
+    write_merged(target, base.tensors, adapter, model_folder=base_folder, dtype=dtype)
 
 
 def weights_sha256(weights: Mapping[str, torch.Tensor]) -> str:

@@ -41,8 +41,9 @@ class Spec:
 
 def specs_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
     """The spec of each tensor, in file order: largest dtype first, then by name."""
-    in_file_order = sorted(tensors.items(), key=lambda pair: (-pair[1].dtype.itemsize, pair[0]))
-    return {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in in_file_order}
+    # One tensor at a time, because a lazy mapping computes each.
+    specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return dict(sorted(specs.items(), key=lambda pair: (-pair[1].dtype.itemsize, pair[0])))
 
 
 def fingerprint(specs: Mapping[str, Spec]) -> str:

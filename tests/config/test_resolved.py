@@ -130,6 +130,16 @@ def test_earlier_config_accepts_older_run_without_iterations(tmp_path: Path) -> 
     assert earlier_config(Config(), tmp_path).engine.name == "native"
 
 
+def test_earlier_config_of_older_lora_run_has_a_float32_base(tmp_path: Path) -> None:
+    adapters = load("--lora.rank=4")
+    write_resolved(adapters, tmp_path)
+    file = tmp_path / "config.toml"
+    file.write_text(file.read_text().replace('base_dtype = "bfloat16"\n', ""))
+    with pytest.raises(ConfigError, match=r"lora\.base_dtype 'float32' -> 'bfloat16'"):
+        earlier_config(adapters, tmp_path)
+    earlier_config(load("--lora.rank=4", "--lora.base-dtype=float32"), tmp_path)
+
+
 def of_older_version(file: Path) -> None:
     """Remove the setting that older versions did not have, and add those that only they had."""
     older = (

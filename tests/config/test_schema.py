@@ -71,6 +71,7 @@ COSINE = ("--sampling.temp-scheduler", "cosine")
 @pytest.mark.parametrize(("setting", "value", "needed"), [
     ("loss.sft_weight", "0.5", "loss.sft_file"), ("loss.sft_batch_size", "4", "loss.sft_file"),
     ("generator.token_file", "key", "generator.serve_port"),
+    ("lora.base_dtype", "nf4", "lora.rank"),
 ])  # fmt: skip
 def test_setting_without_the_one_that_uses_it_is_refused(
     setting: str, value: str, needed: str
@@ -80,6 +81,12 @@ def test_setting_without_the_one_that_uses_it_is_refused(
         refusal(option) == f"{setting} has no effect without {needed}; set it or remove {setting}"
     )
     load(option, f"--{needed}=9".replace("_", "-"))
+
+
+def test_unknown_base_dtype_names_the_choices() -> None:
+    assert refusal("--lora.rank=4", "--lora.base-dtype=int4") == (
+        "lora.base_dtype = 'int4' is wrong: should be 'bfloat16', 'float32', 'int8' or 'nf4'"
+    )
 
 
 def test_temperature_with_scheduler_is_refused() -> None:

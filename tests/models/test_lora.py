@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +26,7 @@ from peralta_zmq.engines.choice import live_engine
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.generator.weight_sync import apply_newest
 from peralta_zmq.models import lora
+from peralta_zmq.models.frozen_layers import UnpackedWeights
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Request, RolloutGroup, Sampling, rollout_of
@@ -103,7 +105,7 @@ def ratios_of(config: Config, model: Any, group: RolloutGroup) -> torch.Tensor:
 
 def test_only_adapters_are_trained_and_checkpointed() -> None:
     config, model = trained("--lora.target-modules", TARGETS)
-    before = {name: each.clone() for name, each in lora.base_weights(model).items()}
+    before = {name: each.clone() for name, each in UnpackedWeights(model).items()}
     learner = build.make_learner(config, model)
     learner.learn(some_groups(1))
     state = learner.state()
@@ -113,8 +115,8 @@ def test_only_adapters_are_trained_and_checkpointed() -> None:
     layers = model.config.num_hidden_layers
     assert len([path for path in state if path.startswith("model/")]) == layers * 3 * 2
     assert all(".lora_" in n for n, each in model.named_parameters() if each.grad is not None)
-    assert all(torch.equal(lora.base_weights(model)[name], each)
-               for name, each in before.items())  # fmt: skip
+    after = UnpackedWeights(model)
+    assert all(torch.equal(after[name], each) for name, each in before.items())
     assert any(bool(each.any()) for name, each in lora.published_weights(model).items()
                if name.endswith(lora.B))  # fmt: skip
 
@@ -126,11 +128,14 @@ def test_new_adapter_changes_no_output() -> None:
     assert torch.equal(model(ids).logits, plain(ids).logits)
 
 
-@pytest.mark.parametrize("engine", ["native", "hf"])
+@pytest.mark.parametrize(
+    ("engine", "base_dtype"),
+    [("native", "bfloat16"), ("native", "nf4"), ("hf", "float32"), ("hf", "int8")],
+)
 def test_generator_merges_versions_and_matches_trainer(
-    engine: str, store: WeightStore, subscriber: WeightSubscriber
+    engine: str, base_dtype: str, store: WeightStore, subscriber: WeightSubscriber
 ) -> None:
-    arguments = ("--lora.alpha=7", "--engine.name", engine)
+    arguments = ("--lora.alpha=7", "--engine.name", engine, "--lora.base-dtype", base_dtype)
     config, model, version, sampler = start_generator(store, subscriber, *arguments)
     learner = build.make_learner(config, model)
     for step in (1, 2, 3):
@@ -165,7 +170,7 @@ def test_merged_version_leaves_no_trace_in_the_next(
     published(config, model, store, 1)
     version = apply_until(sampler, subscriber, version, 1)
     assert not np.array_equal(sampled(sampler).rollouts[0].logprobs, before.rollouts[0].logprobs)
-    sampler.apply(WeightUpdate(2, first, is_adapter=True))
+    sampler.apply(WeightUpdate(2, first, is_adapter=True, base_dtype=config.lora.base_dtype))
     again = sampled(sampler)
     for one, other in zip(before.rollouts, again.rollouts, strict=True):
         assert np.array_equal(one.token_ids, other.token_ids)
@@ -180,7 +185,7 @@ def test_versions_hold_adapters_and_base_identity(store: WeightStore) -> None:
     assert version.field("adapts_name") == "embedded"
     assert version.field("adapts") == lora.weights_digest(models.EMBEDDED)
     numbers = sum(each.numel() for each in lora.published_weights(model).values())
-    whole = sum(each.numel() for each in lora.base_weights(model).values())
+    whole = sum(each.numel() for each in UnpackedWeights(model).values())
     assert 4 * numbers < version.size < 4 * numbers + 20_000
     assert version.size < 4 * whole / 10
 
@@ -214,11 +219,73 @@ def test_running_generator_rejects_adapter_of_another_base(
     assert np.array_equal(sampled(sampler).rollouts[0].logprobs, before.rollouts[0].logprobs)
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (
+            {"adapts_dtype": "bfloat16", "adapts_packed": None},
+            "its base model is stored as bfloat16, and the one in use as nf4; restart the",
+        ),
+        (
+            {"adapts_packed": "0" * 16},
+            "its base model packed as nf4 has the digest 0000000000000000, but here ",
+        ),
+    ],
+)
+def test_adapter_of_a_base_with_other_values_is_rejected(
+    fields: dict[str, str | None],
+    reason: str,
+    store: WeightStore,
+    subscriber: WeightSubscriber,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config, model, version, sampler = start_generator(store, subscriber, "--lora.base-dtype=nf4")
+    before, (_, about) = sampled(sampler), policy.version_files(config, models.EMBEDDED, model)
+    changed = {name: value for name, value in {**about, **fields}.items() if value is not None}
+    store.publish(1, lora.published_weights(model), companions={}, about=changed)
+    assert subscriber.poll(timeout=20) is not None
+    assert apply_newest(sampler, subscriber, version) is version
+    assert reason in caplog.text
+    assert np.array_equal(sampled(sampler).rollouts[0].logprobs, before.rollouts[0].logprobs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"adapts_packed": "0" * 16}, "version 0 cannot be used: its base model packed as nf4 has"),
+        ({"adapts_dtype": "int2"}, "stored as int2, but this program has only float32, bfloat16,"),
+    ],
+)
+def test_generator_start_rejects_a_base_with_other_values(
+    fields: dict[str, str], words: str, store: WeightStore, subscriber: WeightSubscriber
+) -> None:
+    config, model = trained("--lora.base-dtype=nf4")
+    _, about = policy.version_files(config, models.EMBEDDED, model)
+    weights = lora.published_weights(model)
+    store.publish(0, weights, companions={}, about={**about, **fields})
+    staged = subscriber.poll(timeout=20)
+    assert staged is not None
+    with pytest.raises(ConfigError, match=words):
+        make_engine(config, staged)
+
+
+def test_version_without_a_format_has_a_float32_base(
+    store: WeightStore, subscriber: WeightSubscriber
+) -> None:
+    config, model = trained("--lora.base-dtype=float32")
+    _, about = policy.version_files(config, models.EMBEDDED, model)
+    del about["adapts_dtype"]
+    version = store.publish(0, lora.published_weights(model), companions={}, about=about)
+    staged = subscriber.poll(timeout=20)
+    assert staged is not None and build.base_dtype(version) == "float32"
+    make_engine(config, staged)
+
+
 @pytest.mark.parametrize("damage", ["missing", "shape"])
 def test_adapter_of_wrong_shape_changes_nothing(
     damage: str, store: WeightStore, subscriber: WeightSubscriber
 ) -> None:
-    _, model, _, sampler = start_generator(store, subscriber)
+    config, model, _, sampler = start_generator(store, subscriber)
     before = sampled(sampler)
     weights = {name: each.clone() for name, each in lora.published_weights(model).items()}
     last = list(weights)[-1]
@@ -226,8 +293,8 @@ def test_adapter_of_wrong_shape_changes_nothing(
         del weights[last]
     else:
         weights[last] = torch.ones(3, 4)
-    with pytest.raises(ValueError):
-        sampler.apply(WeightUpdate(1, weights, is_adapter=True))
+    with pytest.raises(ValueError, match="does not"):
+        sampler.apply(WeightUpdate(1, weights, is_adapter=True, base_dtype=config.lora.base_dtype))
     assert sampler.step == 0
     assert np.array_equal(sampled(sampler).rollouts[0].logprobs, before.rollouts[0].logprobs)
 
@@ -277,6 +344,15 @@ def test_final_weights_load_in_transformers_and_peft(tmp_path: Path) -> None:
     assert torch.allclose(peft_model(ids).logits, expected, atol=1e-4)
 
 
+def test_final_weights_of_a_packed_base_are_merged_into_its_values(tmp_path: Path) -> None:
+    config, model = trained("--lora.base-dtype=nf4")
+    build.make_learner(config, model).learn(some_groups(1))
+    ids = torch.arange(3, 20)[None]
+    merged = policy.export_adapter(config, tmp_path, models.EMBEDDED, model)
+    whole = models.load_model(merged, device=torch.device("cpu"), dtype=torch.float32)
+    assert torch.allclose(whole(ids).logits, model(ids).logits, atol=1e-4)
+
+
 def test_missing_target_modules_error_lists_choices() -> None:
     for strange in ("nose", "embed_tokens", "lm_head", "v_proj,mlp"):
         last = strange.rpartition(",")[2]
@@ -294,6 +370,23 @@ def test_adapters_are_seeded_without_global_rng() -> None:
     first, second, third = (lora.published_weights(each) for each in (one, same, other))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert any(not torch.equal(first[name], third[name]) for name in first)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_run_with_nf4_base_learns(tmp_path: Path) -> None:
+    place = f"--run.dir={tmp_path}", f"--wire.port={free_ports()}"
+    settings = "--lora.rank=16", "--lora.base-dtype=nf4", "--train.learning-rate=1e-3"
+    ran("lan", "local", *place, *settings)
+    run = tmp_path / "demo"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["reward_last5"] > 0.9
+    rows = read_rows(run / "metrics.jsonl")
+    # The largest one depends on the age of the groups: a fast step moves the policy far.
+    assert statistics.median(float(str(row["mismatch_kl"])) for row in rows) < 0.01
+    ran("replay", "export", str(run), "80", str(tmp_path / "again"))
+    file = "model.safetensors"
+    assert (tmp_path / "again" / file).read_bytes() == (run / "merged" / file).read_bytes()
 
 
 @pytest.mark.slow

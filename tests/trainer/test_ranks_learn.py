@@ -25,7 +25,8 @@ OBJECTIVES = {
     "bf16 state": ("--train.optim=adamw_bf16",),
     "8-bit state": ("--train.optim=adamw_8bit",),
     "adapters": ("--lora.rank=4",),
-    "adapters and base": ("--lora.rank=4", "--loss.name=grpo_kl", "--loss.beta=0.5"),
+    "adapters and base": ("--lora.rank=4", "--lora.base-dtype=nf4", "--loss.name=grpo_kl",
+                          "--loss.beta=0.5"),
 }  # fmt: skip
 for package, word in (("peft", "adapters"), ("bitsandbytes", "8-bit")):
     if importlib.util.find_spec(package) is None:

@@ -17,7 +17,12 @@ import numpy as np
 import torch
 
 from peralta_zmq import models
-from peralta_zmq.engines.loading import AdapterMerger, loading_errors, read_config
+from peralta_zmq.engines.loading import (
+    AdapterMerger,
+    loading_errors,
+    merger_of_files,
+    read_config,
+)
 from peralta_zmq.engines.mlx.model import OTHERS, MlxModel, check_config
 from peralta_zmq.engines.mlx.sampler import sample
 from peralta_zmq.engines.rows import (
@@ -55,7 +60,7 @@ def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> Engine:
     check_weights_memory(num_parameters, dtype, free_bytes(device))
     with loading_errors(folder):
         model = MlxModel(config, weights, dtype=dtype, quantize=bits)
-    merger = AdapterMerger(lambda: models.FolderWeights(folder))
+    merger = merger_of_files(folder, trust_remote_code=settings.trust_remote_code)
     check_cache_memory(
         model.row_bytes(max_model_len),
         slots=settings.slots,

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig
 
 from peralta_zmq import models
-from peralta_zmq.engines.loading import AdapterMerger, loading_errors
+from peralta_zmq.engines.loading import loading_errors, merger_of_files
 from peralta_zmq.engines.rows import Rows, check_cache_memory, end_token_ids, read_requests
 from peralta_zmq.engines.vllm.core import NewRequest, Token
 from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
@@ -128,7 +128,8 @@ class Engine:
         self.max_model_len: int = arguments["max_model_len"]
         self._folder, self._arguments, self._shapes = folder, arguments, shapes
         self._tokenizer, self._end_ids, self._slots = tokenizer, end_ids, slots
-        self._merger = AdapterMerger(lambda: models.FolderWeights(folder))
+        trusts = bool(arguments.get("trust_remote_code"))
+        self._merger = merger_of_files(folder, trust_remote_code=trusts)
         self._cancelled = False
         self._core: CoreProcess | None = self._start()
 

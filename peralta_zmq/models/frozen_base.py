@@ -1,0 +1,236 @@
+"""Frozen models, stored in a format of base_formats.py: bases of LoRA adapters, teachers.
+
+The base model has the weights to which an adapter is added. A trainer holds them once, packed, and
+computes each layer with weights that are unpacked for it alone. A generator unpacks all of them
+when it loads the base model, because it merges each adapter into the unpacked weights. The digest
+of the packed weights shows that both have equal ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.models.base_formats import (
+    BYTES_PER_WEIGHT,
+    PACKED_FORMATS,
+    PackedTensor,
+    digest_of,
+    pack,
+)
+from peralta_zmq.models.frozen_layers import freeze
+from peralta_zmq.models.loading import (
+    WEIGHT_FILES,
+    Model,
+    check_code,
+    generation_config,
+    load_any_tokenizer,
+    load_model,
+    model_folder,
+    model_loading_errors,
+    weight_files,
+    weights_of,
+)
+
+
+def load_frozen_base(
+    folder: Path, base_dtype: str, *, device: torch.device, trust_remote_code: bool = False
+) -> Model:
+    """Load the model in `folder` for adapters, with its weights in the format `base_dtype`.
+
+    Weights that are packed need memory for one of them in the dtype of the files at a time. Raises
+    ConfigError as `load_model`, and for a model whose weights cannot be packed.
+    """
+    cpu, packed = torch.device("cpu"), dict[str, PackedTensor]()
+    if base_dtype in PACKED_FORMATS:
+        model, packed = _load_packed(folder, base_dtype, trust_remote_code)
+    else:
+        trust = {"trust_remote_code": trust_remote_code}
+        model = load_model(folder, device=cpu, dtype=torch.bfloat16, **trust)
+    freeze(model, packed, device)
+    return cast(Any, model).to(device)
+
+
+def load_teacher(
+    name: str, *, policy: Model, policy_name: str, trust_remote_code: bool = False
+) -> Model:
+    """Load the model `name`, frozen, as a teacher of `policy`.
+
+    Its weights are stored in bfloat16 if all in the files are, else in float32. `policy_name` is
+    the policy's model name. Raises ConfigError if the vocabularies of the tokenizers differ, or if
+    the teacher has fewer logits than the policy.
+    """
+    folder = model_folder(name)
+    teacher_ids, policy_ids = (
+        load_any_tokenizer(each, trust_remote_code).get_vocab()
+        for each in (folder, model_folder(policy_name))
+    )
+    if differing := sorted(policy_ids.items() ^ teacher_ids.items()):
+        token = differing[0][0]
+        raise ConfigError(
+            f"model.teacher {name} has another vocabulary: {token!r} is token "
+            f"{teacher_ids.get(token)} there and {policy_ids.get(token)} in model.name "
+            f"{policy_name}; choose a teacher with the same tokenizer"
+        )
+    options: dict[str, Any] = {"device": policy.device, "trust_remote_code": trust_remote_code}
+    if _has_only_bfloat16(folder):
+        teacher = load_frozen_base(folder, "bfloat16", **options)
+    else:
+        teacher = load_model(folder, dtype=torch.float32, **options).requires_grad_(False)
+    if teacher.config.vocab_size < policy.config.vocab_size:
+        raise ConfigError(
+            f"model.teacher {name} has logits for {teacher.config.vocab_size} tokens, but "
+            f"model.name {policy_name} for {policy.config.vocab_size}; "
+            "choose a teacher with logits for all tokens"
+        )
+    return teacher
+
+
+def _has_only_bfloat16(folder: Path) -> bool:
+    """Whether a model folder has safetensors files, and all tensors in them are bfloat16."""
+    dtypes = set[str]()
+    for path in folder.glob(WEIGHT_FILES):
+        with safe_open(path, framework="pt") as opened:
+            slices = map(cast(Any, opened).get_slice, cast(Any, opened).keys())
+            dtypes |= {each.get_dtype() for each in slices}
+    return dtypes == {"BF16"}
+
+
+class BaseWeights(NamedTuple):
+    """The weights of a base model by name, unpacked."""
+
+    tensors: Mapping[str, Tensor]
+    digest: str | None  # of the packed weights; None if the format packs none
+
+
+def load_base_weights(
+    folder: Path,
+    base_dtype: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+) -> BaseWeights:
+    """Load the weights that a trainer with lora.base_dtype `base_dtype` computes with.
+
+    Those of float32 are loaded in `dtype`; all others have bfloat16 values. The weights have the
+    names of the files if the format packs, else those of the model. Raises ConfigError as
+    `load_frozen_base`.
+    """
+    if base_dtype not in PACKED_FORMATS:
+        values = torch.bfloat16 if base_dtype == "bfloat16" else dtype
+        model = load_model(folder, device=device, dtype=values, trust_remote_code=trust_remote_code)
+        return BaseWeights(weights_of(model), None)
+    architecture = _Architecture.of(folder, base_dtype, trust_remote_code)
+    tensors, checksums = dict[str, Tensor](), dict[str, str]()
+    for name, tensor in _read_tensors(folder):
+        if name in architecture.linears:
+            packed = pack(tensor, base_dtype)
+            tensors[name], checksums[name] = packed.unpack().to(device), packed.checksum()
+        else:
+            tensors[name] = tensor.to(device, torch.bfloat16, copy=True)
+    return BaseWeights(tensors, digest_of(checksums))
+
+
+def check_base_dtype(base_dtype: str) -> None:
+    """Raise ConfigError for a format that this program does not have."""
+    if base_dtype not in BYTES_PER_WEIGHT:
+        raise ConfigError(
+            f"the base model is stored as {base_dtype:.80}, but this program has only "
+            f"{', '.join(BYTES_PER_WEIGHT)}; install the trainer's version of peralta_zmq"
+        )
+
+
+# Loading of packed weights.
+
+
+class _Architecture(NamedTuple):
+    """A model without weights."""
+
+    model_class: type[Any]
+    config: Any
+    linears: frozenset[str]  # names of the weights of linear layers in the blocks
+
+    @classmethod
+    def of(cls, folder: Path, base_dtype: str, trust_remote_code: bool) -> _Architecture:
+        """The architecture of the model in `folder`; ConfigError if it cannot be packed."""
+        check_code(folder, trust_remote_code=trust_remote_code)
+        trust = {"trust_remote_code": trust_remote_code}
+        with model_loading_errors(f"model folder {folder} cannot be loaded"), torch.device("meta"):
+            config = AutoConfig.from_pretrained(folder, **trust)
+            model = cast(Any, AutoModelForCausalLM).from_config(config, **trust)
+        linears = frozenset(
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            # A block is a module in a list of modules, whose name has its number.
+            if type(module) is nn.Linear and any(part.isdigit() for part in name.split("."))
+        )
+        names = set(_names_in(folder))
+        unknown = sorted((names - model.state_dict().keys()) | (linears - names))
+        if unknown or not linears:
+            reason = f"{unknown[0]} is a tensor of only one" if unknown else "there are none"
+            raise ConfigError(
+                f"lora.base_dtype {base_dtype} packs the linear layers of the blocks, which must "
+                f"have equal names in transformers and in the files of {folder}: {reason}; use "
+                "lora.base_dtype bfloat16"
+            )
+        return cls(type(model), config, linears)
+
+
+def _load_packed(
+    folder: Path, base_dtype: str, trust_remote_code: bool
+) -> tuple[Model, dict[str, PackedTensor]]:
+    """Load a model, and pack the weights of its linear layers.
+
+    These layers of the model get zeros of their shape, which need no memory.
+    """
+    architecture = _Architecture.of(folder, base_dtype, trust_remote_code)
+    packed, state = dict[str, PackedTensor](), dict[str, Tensor]()
+    for name, tensor in _read_tensors(folder):
+        if name in architecture.linears:
+            packed[name] = pack(tensor, base_dtype)
+            state[name] = torch.zeros((), dtype=torch.bfloat16).expand(tensor.shape)
+        else:
+            state[name] = tensor.to(torch.bfloat16, copy=True)
+    with model_loading_errors(f"model folder {folder} cannot be loaded"):
+        model, report = architecture.model_class.from_pretrained(
+            None,
+            config=architecture.config,
+            state_dict=state,
+            dtype=torch.bfloat16,
+            output_loading_info=True,
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ConfigError(f"model folder {folder} cannot be loaded: tensor {missing[0]} is missing")
+    model.generation_config = generation_config(folder)
+    return model.eval(), packed
+
+
+def _read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of the files in a model folder.
+
+    Each tensor is a view of a mapped file, whose pages are released together with the tensor.
+    """
+    with model_loading_errors(f"model folder {folder} cannot be loaded"):
+        for path in weight_files(folder):
+            for name in _names_of(path):
+                with safe_open(path, framework="pt") as opened:
+                    yield name, cast(Any, opened).get_tensor(name)
+
+
+def _names_in(folder: Path) -> Iterator[str]:
+    """Names of the tensors in a model folder."""
+    for path in weight_files(folder):
+        yield from _names_of(path)
+
+
+def _names_of(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as opened:
+        return list(cast(Any, opened).keys())

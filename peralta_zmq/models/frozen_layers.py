@@ -1,0 +1,167 @@
+"""Layers that are not trained, whose weights are stored in a format of base_formats.py.
+
+A layer unpacks its weight in the forward pass and again in the backward pass, and keeps nothing of
+it. Weights are buffers, because the dtype of a transformers model is that of its first parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding, linear
+
+from peralta_zmq.models.base_formats import PackedTensor, digest_of
+from peralta_zmq.models.loading import weights_of
+
+SCALES = ".packed_scales"  # end of the name of a packed layer's scales
+
+
+def freeze(model: nn.Module, packed: Mapping[str, PackedTensor], device: torch.device) -> None:
+    """Replace linear layers and embeddings by frozen ones on `device`; freeze other parameters.
+
+    Weights that layers share stay shared. Other parameters get the dtype float32.
+    """
+    moved = dict[int, Tensor]()  # by address
+
+    def move(weight: Tensor) -> Tensor:
+        address = weight.data_ptr()
+        if address not in moved:
+            moved[address] = weight.detach().to(device)
+        return moved[address]
+
+    for path, module in list(model.named_modules()):
+        layer = packed.get(f"{path}.weight")
+        if type(module) is nn.Embedding:
+            frozen = FrozenEmbedding(module, move(module.weight))
+        elif type(module) is nn.Linear:
+            frozen = FrozenLinear(module, layer or move(module.weight))
+        else:
+            continue
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, frozen)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+        parameter.requires_grad_(False)
+
+
+class FrozenLinear(nn.Linear):
+    """A linear layer that is not trained, whose weight may be packed.
+
+    It computes in the dtype of autocast if enabled, else in that of its inputs, with bfloat16
+    values of the weight. `weight` has the codes of a packed weight.
+    """
+
+    def __init__(self, layer: nn.Linear, weight: Tensor | PackedTensor) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self._base_dtype, codes, scales = "bfloat16", weight, None
+        if isinstance(weight, PackedTensor):
+            self._base_dtype, codes, scales = weight.base_dtype, weight.codes, weight.scales
+        self.register_buffer("weight", cast(Tensor, codes))
+        self.register_buffer("packed_scales", scales)
+        bias = cast("Tensor | None", layer.bias)
+        self.register_buffer("bias", None if bias is None else bias.detach().float())
+
+    @property
+    def packed(self) -> PackedTensor | None:
+        """The packed weight, or None if it is not packed."""
+        scales = cast("Tensor | None", self.packed_scales)
+        if scales is None:
+            return None
+        shape = self.out_features, self.in_features
+        return PackedTensor(self._base_dtype, shape, self.weight, scales)
+
+    def unpack(self, dtype: torch.dtype) -> Tensor:
+        """The weight [out, in]."""
+        packed = self.packed
+        return self.weight.to(dtype) if packed is None else packed.unpack(dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        device = input.device.type
+        autocasts = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocasts else input.dtype
+        output = cast(Tensor, _FrozenProduct.apply(input, self, dtype))
+        bias = cast("Tensor | None", self.bias)
+        return output if bias is None else output + bias.to(dtype)
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """Multiplies rows by a frozen weight, which both passes unpack and neither keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, layer: FrozenLinear, dtype: torch.dtype) -> Tensor:
+        ctx.layer, ctx.dtype = layer, rows.dtype
+        return linear(rows.to(dtype), layer.unpack(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor, None, None]:
+        return (grads[0] @ ctx.layer.unpack(grads[0].dtype)).to(ctx.dtype), None, None
+
+
+class FrozenEmbedding(nn.Embedding):
+    """An embedding that is not trained, with bfloat16 weights and float32 results."""
+
+    def __init__(self, layer: nn.Embedding, weight: Tensor) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = layer.num_embeddings, layer.embedding_dim
+        self.padding_idx = layer.padding_idx
+        self.register_buffer("weight", weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Token ids [...] -> [..., embedding_dim]."""
+        return embedding(input, self.weight).float()
+
+
+# Weights and digest of a model with such layers.
+
+
+def packed_digest(model: nn.Module) -> str | None:
+    """The digest of a model's packed weights, as in BaseWeights; None if it has none."""
+    checksums = {
+        _original_name(f"{name}.weight"): layer.packed.checksum()
+        for name, layer in model.named_modules()
+        if isinstance(layer, FrozenLinear) and layer.packed is not None
+    }
+    return digest_of(checksums) if checksums else None
+
+
+def _original_name(name: str) -> str:
+    """Name of a base weight without the names of the modules that peft adds."""
+    return name.replace(".base_layer.", ".")
+
+
+class UnpackedWeights(Mapping[str, Tensor]):
+    """Weights of a base model without its adapters, under their original names.
+
+    A packed weight is unpacked when it is read.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = {
+            f"{name}.weight": module
+            for name, module in model.named_modules()
+            if isinstance(module, FrozenLinear)
+        }
+        self._weights = {
+            _original_name(name): layers.get(name, tensor)
+            for name, tensor in weights_of(model).items()
+            if ".lora_" not in name and not name.endswith(SCALES)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._weights[name]
+        return weight.unpack(torch.bfloat16) if isinstance(weight, FrozenLinear) else weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)

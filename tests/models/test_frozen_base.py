@@ -1,0 +1,175 @@
+"""Frozen base models: values, gradients of adapters, memory, errors.
+
+.venv/bin/python -m pytest tests/models/test_frozen_base.py
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peak_memory import PeakMemory
+from safetensors.torch import load_file, save_file
+from sample_data import VOCAB_SIZE, tiny_model
+from torch import Tensor
+
+from peralta_zmq import models
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.models import lora
+from peralta_zmq.models.base_formats import BLOCK, BYTES_PER_WEIGHT, CHUNK_BLOCKS
+from peralta_zmq.models.frozen_base import load_base_weights, load_frozen_base
+from peralta_zmq.models.frozen_layers import FrozenLinear, UnpackedWeights
+from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.rollout import PrefixTree, TreeSpan
+
+CPU = torch.device("cpu")
+FORMATS = ("bfloat16", "int8", "nf4")
+WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4}
+ROW = (PrefixTree((TreeSpan(-1, 6), TreeSpan(5, 9), TreeSpan(5, 9))),)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return saved(tmp_path / "base")
+
+
+def saved(folder: Path, **settings: Any) -> Path:
+    """A folder with a random model in float32, which bfloat16 rounds."""
+    tiny_model(**{**WIDE, **settings}).save_pretrained(folder)
+    return folder
+
+
+def with_adapters(model: Any) -> Any:
+    """The model with adapters that change its outputs."""
+    lora.add_adapters(model, rank=4, alpha=8, seed=1)
+    random = torch.Generator().manual_seed(2)
+    for parameter in lora.trained_parameters(model).values():
+        parameter.data = torch.randn(parameter.shape, generator=random) * 0.05
+    return model
+
+
+def unpacked_model(folder: Path, base_dtype: str) -> Any:
+    """A plain model in float32 with the values of the base in this format."""
+    model = models.load_model(folder, device=CPU, dtype=torch.float32)
+    models.apply_weights(model, load_base_weights(folder, base_dtype, device=CPU).tensors)
+    return model
+
+
+def gradients(model: Any, *, checkpointing: bool = False, **options: Any) -> dict[str, Tensor]:
+    """Gradients of the adapters."""
+    scorer = Scorer(model, gradient_checkpointing=checkpointing, **options)
+    tokens = torch.randint(3, VOCAB_SIZE, (24,), generator=torch.Generator().manual_seed(0))
+    weights = torch.linspace(-1, 1, 18)
+    (scorer(tokens, ROW, torch.arange(6, 24)) * weights).sum().backward()
+    return {
+        name: each.grad
+        for name, each in lora.trained_parameters(model).items()
+        if each.grad is not None
+    }
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Relative distance of two sets of gradients."""
+    assert ours.keys() == theirs.keys() and ours
+    squares = [((ours[name] - each).square().sum(), each.square().sum())
+               for name, each in theirs.items()]  # fmt: skip
+    errors, norms = (torch.stack(column).sum().sqrt() for column in zip(*squares, strict=True))
+    return float(errors / norms)
+
+
+@pytest.mark.parametrize("base_dtype", FORMATS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_frozen_base_computes_with_the_unpacked_values(
+    base_dtype: str, tied: bool, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path, tie_word_embeddings=tied, attention_bias=True)
+    base = load_frozen_base(folder, base_dtype, device=CPU)
+    plain, ids = unpacked_model(folder, base_dtype), torch.arange(3, 40)[None]
+    assert base.dtype == torch.float32
+    assert not any(parameter.requires_grad for parameter in base.parameters())
+    torch.testing.assert_close(base(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-6)
+    weights, expected = UnpackedWeights(with_adapters(base)), models.weights_of(plain)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name].float(), each) for name, each in expected.items())
+    original = models.load_model(folder, device=CPU, dtype=torch.float32)
+    assert not torch.allclose(original(ids).logits, plain(ids).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("base_dtype", FORMATS)
+def test_adapter_gradients_equal_those_of_the_unpacked_model(base_dtype: str, folder: Path) -> None:
+    expected = gradients(with_adapters(unpacked_model(folder, base_dtype)))
+    base = load_frozen_base(folder, base_dtype, device=CPU)
+    ours = gradients(with_adapters(base))
+    assert all(gradient.dtype == torch.float32 for gradient in ours.values())
+    # The products are the same ones, in another order of float32 additions.
+    assert distance(ours, expected) < 1e-5
+    # bfloat16 has 8 bits, so that each factor of a product is off by up to 2^-9; the errors of many
+    # products average out to less than 1%.
+    narrow = load_frozen_base(folder, base_dtype, device=CPU)
+    assert distance(gradients(with_adapters(narrow), dtype=torch.bfloat16), expected) < 1e-2
+    again = load_frozen_base(folder, base_dtype, device=CPU)
+    assert distance(gradients(with_adapters(again), checkpointing=True), ours) < 1e-6
+
+
+def test_no_unpacked_weight_is_kept_for_the_backward_pass(folder: Path) -> None:
+    model = with_adapters(load_frozen_base(folder, "nf4", device=CPU))
+    kept = list[tuple[int, ...]]()
+
+    def record(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        gradients(model)
+    layers = [each for each in model.modules() if isinstance(each, FrozenLinear)]
+    shapes = {(each.out_features, each.in_features) for each in layers[:-1]}  # the last is the head
+    assert kept and shapes.isdisjoint(kept)
+
+
+def test_loading_needs_memory_for_one_matrix_above_the_packed_size(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 2048}
+    original = tiny_model(**{**WIDE, **shape})
+    original.save_pretrained(tmp_path, max_shard_size="1KB")  # a file is mapped as a whole
+    whole = sum(each.numel() for each in original.parameters())
+    largest = 4 * 256 * 2048  # bytes of a matrix in the file
+    with PeakMemory() as memory:
+        model = load_frozen_base(tmp_path, "nf4", device=CPU)
+    packed = sum(each.nbytes for each in (*model.buffers(), *model.parameters()))
+    assert packed < whole * (BYTES_PER_WEIGHT["nf4"] + 0.05)
+    # One matrix as in the file and in bfloat16, and a chunk of blocks.
+    assert memory.peak - packed < 1.5 * largest + 12 * 4 * BLOCK * CHUNK_BLOCKS
+
+
+def test_model_that_cannot_be_packed_is_refused(tmp_path: Path, folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights["model.layers.0.mlp.wide_proj.weight"] = weights.pop(name)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    words = (
+        r"base_dtype nf4 packs .*: model\.layers\.0\.mlp\.up_proj\.weight is a tensor of only one"
+    )
+    with pytest.raises(ConfigError, match=words):
+        load_frozen_base(folder, "nf4", device=CPU)
+    weights[name] = weights.pop("model.layers.0.mlp.wide_proj.weight")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"tensor model\.norm\.weight is missing"):
+        load_frozen_base(folder, "nf4", device=CPU)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"it has no model\*\.safetensors"):
+        load_frozen_base(folder, "nf4", device=CPU)
+
+
+def test_teacher_stays_in_bfloat16_if_its_files_are(tmp_path: Path) -> None:
+    policy = models.load_model(models.EMBEDDED, device=CPU, dtype=torch.float32)
+    shutil.copytree(models.EMBEDDED, tmp_path, dirs_exist_ok=True)
+    policy.save_pretrained(tmp_path)
+    ids = torch.arange(3, 40)[None]
+    for folder, dtype in (("embedded", torch.bfloat16), (str(tmp_path), torch.float32)):
+        teacher: Any = models.load_teacher(folder, policy=policy, policy_name="embedded")
+        assert teacher.model.layers[0].mlp.up_proj.weight.dtype == dtype
+        assert not any(parameter.requires_grad for parameter in teacher.parameters())
+        torch.testing.assert_close(teacher(ids).logits, policy(ids).logits, rtol=1e-5, atol=1e-5)
