@@ -102,6 +102,9 @@ compare-losses: setup  ## Train 40 steps with each loss and advantage, table int
 time-losses: setup  ## Time a training step with each part of a loss, table into docs/losses.md
 	@$(BIN)/python -m benchmarks.loss_steps --document docs/losses.md $(ARGS)
 
+time-lora: setup  ## Time steps with each format of a LoRA base model, table into docs/lora.md
+	@$(BIN)/python -m benchmarks.lora_bases --document docs/lora.md $(ARGS)
+
 lint: setup  ## ruff and pyright
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
@@ -182,4 +185,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-mlx test-vllm test-verifiers test-gpu test-trl test-lab test-lan test-skew lab-soak fuzz compare-losses time-losses lint data base-model turns-base-model clean fresh torch package test-tools docs pacing picture structure
+.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-mlx test-vllm test-verifiers test-gpu test-trl test-lab test-lan test-skew lab-soak fuzz compare-losses time-losses time-lora lint data base-model turns-base-model clean fresh torch package test-tools docs pacing picture structure
