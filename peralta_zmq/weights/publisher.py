@@ -2,30 +2,36 @@
 
 The trainer waits only until a copy (a snapshot) is made. If the store is slow, a newer snapshot
 replaces the snapshot that waits for the thread, so versions are skipped and training never waits. A
-version is a keyframe (all weights) or a delta (the changes since the previous version).
+version is a keyframe (all weights) or a delta (the changes since the previous version). The thread
+first moves a snapshot to a temporary file, to free its memory for the gradients of the next step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
+import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from peralta_zmq.atomic_files import FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY
-from peralta_zmq.errors import StoreError
-from peralta_zmq.weights import delta
+from peralta_zmq.errors import StoreError, failure_text
+from peralta_zmq.weights import delta, tensor_set
 from peralta_zmq.weights.pruning import KEEP_LAST_THREE, Pruner, Retention
 from peralta_zmq.weights.store import Base, WeightStore
 from peralta_zmq.weights.version import Version
 
 # Between two renewals of the publishing lease, with which the trainer keeps other trainers out.
 LEASE_RENEWAL_SECONDS = 10.0
+# Size of a snapshot from which its memory is returned to the system. The memory of small models is
+# kept (models/device.py), because getting it again would take a large part of a short step.
+RELEASED_BYTES = 256 << 20
 Tensors = dict[str, torch.Tensor]
 logger = logging.getLogger(__name__)
 
@@ -35,10 +41,15 @@ class Snapshot:
     """A copy of the weights after a training step."""
 
     step: int
-    tensors: Tensors
+    tensors: Mapping[str, torch.Tensor]  # buffers in memory, or a temporary file
     wait_for_copies: Callable[[], None]  # returns when copies from the GPU are complete
     stall_seconds: float  # for which the trainer waited for the copy
     keyframe: bool  # write all weights; also true if a replaced snapshot required it
+
+    @property
+    def buffers(self) -> Tensors:
+        """The tensors if they are in memory, else {}."""
+        return self.tensors if isinstance(self.tensors, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,7 @@ class PublishReport:
     reason: str
     stall_seconds: float  # of the snapshot
     encode_seconds: float
-    write_seconds: float  # everything else: hashing, disk or network, pruning
+    write_seconds: float  # everything else: temporary file, hashing, disk or network, pruning
 
 
 class WeightPublisher:
@@ -62,6 +73,7 @@ class WeightPublisher:
     def __init__(self, writer: VersionWriter, *, dtype: torch.dtype = torch.bfloat16) -> None:
         self._writer, self._dtype = writer, dtype
         self._spare: Tensors = {}  # buffers for the next copy; {} = allocate new buffers
+        self._logged_reason = ""  # last logged reason to keep a snapshot in memory
         self._waiting: Snapshot | None = None  # the next one for the thread
         self._reports: list[PublishReport] = []
         self._failure: BaseException | None = None
@@ -86,7 +98,7 @@ class WeightPublisher:
         with self._changed:
             replaced = self._waiting
             if replaced:
-                buffers = replaced.tensors
+                buffers = replaced.buffers
                 keyframe = keyframe or replaced.keyframe
             else:
                 buffers, self._spare = self._spare, {}
@@ -171,26 +183,35 @@ class WeightPublisher:
             return snapshot
 
     def _publish(self, snapshot: Snapshot) -> bool:
-        """Write a snapshot as a version; returns False if that failed.
-
-        Afterwards the copy of the previous version serves as spare buffers.
-        """
-        spare = self._writer.base_tensors
+        """Write a snapshot as a version; returns False if that failed."""
+        started = time.monotonic()
+        self._move_to_file(snapshot)
+        is_large = sum(tensor.nbytes for tensor in snapshot.tensors.values()) >= RELEASED_BYTES
+        if is_large:
+            _release_memory()  # the buffers, and the gradients of the last step
+        moving = time.monotonic() - started
         report = self._writer.write(snapshot)
+        if is_large:
+            _release_memory()  # activations of the next step, between its gradients
         with self._changed:
-            self._reports.append(report)
-        if report.version is None:
-            return False
-        if not spare:
-            # Allocate in this thread, so that the trainer's next copy is fast. Writing zeros makes
-            # the kernel provide the memory pages.
-            spare = {
-                name: torch.zeros_like(tensor, pin_memory=tensor.is_pinned())
-                for name, tensor in snapshot.tensors.items()
-            }
-        with self._changed:
-            self._spare = self._spare or spare
-        return True
+            self._reports.append(replace(report, write_seconds=report.write_seconds + moving))
+        return report.version is not None
+
+    def _move_to_file(self, snapshot: Snapshot) -> None:
+        """Move a snapshot to a temporary file; if that fails, it stays in memory."""
+        snapshot.wait_for_copies()
+        if not (buffers := snapshot.buffers):
+            return  # another attempt
+        try:
+            snapshot.tensors = tensor_set.temporary_copy(buffers)
+        except OSError as error:
+            if (reason := failure_text(error)) != self._logged_reason:
+                logger.info("weights to publish stay in memory reason=%s", reason)
+            self._logged_reason = reason
+            return
+        if any(tensor.is_pinned() for tensor in buffers.values()):  # takes long to allocate
+            with self._changed:
+                self._spare = self._spare or buffers
 
     def _back_off(self, snapshot: Snapshot, delay: float) -> None:
         """Wait up to `delay` s for a newer snapshot; then queue the newest for a retry."""
@@ -203,7 +224,16 @@ class WeightPublisher:
                 self._waiting = snapshot
             else:
                 self._waiting.keyframe |= snapshot.keyframe
-                self._spare = self._spare or snapshot.tensors
+                self._spare = self._spare or snapshot.buffers
+
+
+def _release_memory() -> None:
+    """Return freed memory to the system.
+
+    malloc may not find room for gradients in it, because other blocks divide it.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _copy(
@@ -263,24 +293,18 @@ class VersionWriter:
         self._store, self._companions, self._about = store, companions, about
         self._keyframe_interval, self._on_published = keyframe_interval, on_published
         self._pruner = Pruner(store, retention)
-        self._base: tuple[Version, Tensors] | None = None  # of the next delta: the last version
+        self._base: Base | None = None  # of the next delta: the last version
         self._logged_reason = ""  # last logged reason to write keyframes only
         self._encode_seconds = 0.0  # of the current version
         self._seconds_per_byte = 8e-6 / max_mbit_per_s if max_mbit_per_s else 0.0
         self._free_at = 0.0  # when the rate limit permits the next piece, in monotonic seconds
         self._unlimited = threading.Event()  # set: the rate limit is lifted
 
-    @property
-    def base_tensors(self) -> Tensors:
-        """The weights of the last version, the base of the next delta; {} if none."""
-        return self._base[1] if self._base else {}
-
     def write(self, snapshot: Snapshot) -> PublishReport:
         """Write the snapshot as the next version, then prune old ones.
 
         A StoreError is not raised; the report has its message.
         """
-        snapshot.wait_for_copies()
         started, self._encode_seconds = time.monotonic(), 0.0
         version, reason = None, ""
         try:

@@ -10,7 +10,9 @@ import hashlib
 import json
 import math
 import mmap
+import os
 import struct
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,12 @@ from isal.isal_zlib import crc32
 from safetensors import SafetensorError, safe_open
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {
+    **{dtype: name for name, dtype in DTYPES.items()},
+    # of checkpoints: counters, states of random number generators and optimizers
+    **{torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"},
+}
+DISK_FOLDER = "/var/tmp"  # for temporary files; /tmp may be in memory
 CHUNK = 1 << 20  # elements (or bytes) processed at a time
 MAX_ELEMENTS = 1 << 40  # of a tensor, an empty dimension counted as 1
 
@@ -103,10 +110,10 @@ def _header(specs: Mapping[str, Spec]) -> bytes:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
+    """The bytes of a tensor, without a copy if it is contiguous and in CPU memory."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    return memoryview(cast(Any, tensor.detach().reshape(-1).view(torch.uint8).numpy()))
+    return memoryview(cast(Any, tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
 
 
 def copy_set(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -115,6 +122,21 @@ def copy_set(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[st
         name: tensor.detach().to("cpu", dtype, copy=True).contiguous()
         for name, tensor in tensors.items()
     }
+
+
+def temporary_copy(tensors: Mapping[str, torch.Tensor]) -> MappedTensors:
+    """A copy of a set in a deleted temporary file, which exists as long as the copy is used.
+
+    Raises OSError.
+    """
+    folder = os.environ.get("TMPDIR") or DISK_FOLDER
+    descriptor, name = tempfile.mkstemp(prefix="peralta-", dir=folder)
+    try:
+        with open(descriptor, "wb") as file:
+            file.writelines(file_of(tensors, {}))
+        return MappedTensors(Path(name))
+    finally:
+        os.unlink(name)
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:

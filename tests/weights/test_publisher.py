@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +18,8 @@ import torch
 from real_programs import until
 from weight_sets import COMPANIONS, loaded, reports_of, same, weights_at
 
+from benchmarks.reader_memory import anonymous_bytes
+from peralta_zmq import models
 from peralta_zmq.weights import publisher as publisher_module
 from peralta_zmq.weights.publisher import Snapshot, VersionWriter, WeightPublisher
 from peralta_zmq.weights.store import WeightStore
@@ -86,6 +90,46 @@ def test_deltas_are_published_of_16_bit_models_only(
     version = published(publisher, 1, {name: weights * 1.001})
     assert version.kind == kind
     assert torch.equal(loaded(store, version)[name], (weights * 1.001).to(dtype))
+
+
+def test_copies_are_freed_when_their_version_is_published(
+    open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, copies = publisher_module._copy, list[Any]()
+
+    def recorded_copy(*arguments: Any) -> Any:
+        tensors, wait_for_copies = copy(*arguments)
+        copies.extend(map(weakref.ref, tensors.values()))
+        return tensors, wait_for_copies
+
+    monkeypatch.setattr(publisher_module, "_copy", recorded_copy)
+    publisher = open_publisher()
+    assert [published(publisher, step).kind for step in range(2)] == ["keyframe", "delta"]
+    until(lambda: copies and not any(each() is not None for each in copies))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs malloc_trim")
+def test_memory_of_a_large_copy_is_returned_to_the_system(
+    open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "RELEASED_BYTES", 1 << 20)
+    models.keep_memory()
+    weights = {"w": torch.ones(1 << 24)}  # the copy has 32 MiB
+    before = anonymous_bytes()
+    publisher = open_publisher()
+    publisher.publish(0, weights)
+    assert reports_of(publisher)[0].version is not None
+    assert anonymous_bytes() - before < 16 << 20
+
+
+def test_delta_is_published_without_a_temporary_folder(
+    store: WeightStore, open_publisher: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    publisher = open_publisher()
+    versions = [published(publisher, step) for step in range(3)]
+    assert [each.kind for each in versions] == ["keyframe", "delta", "delta"]
+    assert same(loaded(store, versions[2]), weights_at(2))
 
 
 def test_gpu_copies_that_arrive_late_are_published(
