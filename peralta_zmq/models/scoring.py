@@ -27,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from peralta_zmq.models.head import head_logprobs, sparse_embedding_gradient
+from peralta_zmq.models.linears import replace_linears
 from peralta_zmq.models.loading import Model
 from peralta_zmq.models.logprobs import logprobs_and_entropies, selected_logprobs
 from peralta_zmq.models.norms import replace_norms
@@ -66,6 +67,8 @@ class Scorer:
         if gradient_checkpointing:
             _checkpoint_layers(model)
         replace_norms(model)
+        if dtype != torch.float32:
+            replace_linears(model)
         self.whole_logits_reason = "whole logits: not compared yet"
         self.padding_reason = self._find_padding_reason()
         self.whole_logits_reason = self._find_whole_logits_reason()

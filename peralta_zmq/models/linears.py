@@ -1,0 +1,62 @@
+"""Linear layers that keep no copy of their weight in autocast's dtype.
+
+autocast casts the fp32 weight of a linear layer, and autograd keeps the cast weight for the
+backward pass: 0.9 GB for Qwen3-0.6B. The layers here keep the fp32 weight and cast it again.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+
+def replace_linears(model: Any) -> int:
+    """Let the linear layers of a transformers model cast twice; returns their number.
+
+    Replaces only layers whose weights are fp32 and not distributed over ranks, without the output
+    head (head.py).
+    """
+    num_replaced, head = 0, model.get_output_embeddings()
+    for module in model.modules():
+        if type(module) is not nn.Linear or module is head:
+            continue
+        if type(module.weight) is nn.Parameter and module.weight.dtype == torch.float32:
+            cast(Any, module).forward = partial(_forward, module)
+            num_replaced += 1
+    return num_replaced
+
+
+def _forward(module: nn.Linear, rows: Tensor) -> Tensor:
+    device = rows.device.type
+    if not torch.is_autocast_enabled(device):
+        return linear(rows, module.weight, module.bias)
+    narrow = rows.to(torch.get_autocast_dtype(device))
+    return _CastLinear.apply(narrow, module.weight, module.bias)  # pyright: ignore[reportReturnType]
+
+
+class _CastLinear(torch.autograd.Function):
+    """With y = x W.T + b and the gradient g of y, those of x, W and b are g W, g.T x and sum(g)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        rows, weight = ctx.saved_tensors
+        rows_needed, weight_needed, bias_needed = ctx.needs_input_grad
+        flat, flat_rows = (each.reshape(-1, each.shape[-1]) for each in (grads[0], rows))
+        return (
+            grads[0] @ weight.to(grads[0].dtype) if rows_needed else None,
+            (flat.t() @ flat_rows).to(weight.dtype) if weight_needed else None,
+            flat.sum(0, dtype=weight.dtype) if bias_needed else None,
+        )
