@@ -208,7 +208,7 @@ def _rank_errors() -> Generator[None]:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor on every rank."""
-    return cast(Any, tensor).full_tensor() if _is_sharded(tensor) else tensor
+    return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
 def gather_tensor(tensor: Tensor, *, rank: int) -> Tensor:
@@ -216,7 +216,7 @@ def gather_tensor(tensor: Tensor, *, rank: int) -> Tensor:
 
     The other ranks get an empty tensor. `rank` is the rank of this process.
     """
-    if not _is_sharded(tensor):
+    if not is_sharded(tensor):
         return tensor
     full = full_tensor(tensor)
     return full.cpu() if rank == 0 else full.new_empty(0)
@@ -229,7 +229,7 @@ def shard_tensor(tensor: Tensor, like: Tensor) -> Tensor:
     parameter's optimizer state.
     """
     tensor = tensor.to(like.device)
-    if not _is_sharded(like) or tensor.shape != like.shape:
+    if not is_sharded(like) or tensor.shape != like.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
@@ -237,5 +237,6 @@ def shard_tensor(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor, layout.device_mesh, layout.placements, src_data_rank=None)
 
 
-def _is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether each rank has only a shard of the tensor."""
     return hasattr(tensor, "full_tensor")

@@ -2,27 +2,30 @@
 
 The setting `optim` chooses how AdamW's two moments are stored: in fp32 (`adamw`), in bfloat16
 (`adamw_bf16`), or in blocks of 8-bit codes (`adamw_8bit`, from bitsandbytes, arXiv 2110.02861).
-Each update is computed in fp32.
+Each update is computed in fp32, for PART elements at a time if the moments are not stored in fp32.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as adamw_step
 
 from peralta_zmq.errors import import_extra
-from peralta_zmq.learning.distributed import Ranks, full_tensor
+from peralta_zmq.learning.distributed import Ranks, full_tensor, is_sharded
 
 Optim: TypeAlias = Literal["adamw", "adamw_bf16", "adamw_8bit"]
 OPTIMS: tuple[str, ...] = get_args(Optim)
 EPSILON = 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")
+PART = 1 << 22  # elements; a multiple of BLOCK
+BLOCK = 256  # elements of a block of 8-bit codes, which has one scale
 QUANTILE_MAPS = ("qmap1", "qmap2")  # constant code tables of bitsandbytes; not saved
 
 
@@ -59,7 +62,9 @@ def make_optimizer(
     if optim == "adamw_8bit":
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns without CUDA
         library = import_extra("bitsandbytes", extra="optim", needed_by="train.optim adamw_8bit")
-        return library.optim.AdamW8bit(parameters.values(), **options)
+        optimizer = library.optim.AdamW8bit(parameters.values(), **options)
+        optimizer.update_step = partial(_update_in_parts, optimizer, optimizer.update_step)
+        return optimizer
     return torch.optim.AdamW(parameters.values(), fused=True, **options)
 
 
@@ -72,7 +77,7 @@ class AdamWBf16(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update all parameters in turn: only one at a time has its moments in fp32."""
+        """Update all parameters in turn: only PART moments at a time are in fp32."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -81,20 +86,58 @@ class AdamWBf16(torch.optim.Optimizer):
     def _update(
         self, parameter: torch.nn.Parameter, gradient: Tensor, group: Mapping[str, Any]
     ) -> None:
-        """One AdamW step of a parameter; its moments are converted to fp32 and back."""
+        """One AdamW step of a parameter; the moments are converted to fp32 and back."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)
             for kind in MOMENTS:
                 state[kind] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        mean, square = (state[kind].float() for kind in MOMENTS)
         options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
         options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
         options |= {"fused": True, "amsgrad": False, "maximize": False}
-        step: list[Tensor] = [state["step"]]
-        adamw_step([parameter], [gradient], [mean], [square], [], step, **options)
-        state["exp_avg"].copy_(mean)
-        state["exp_avg_sq"].copy_(square)
+        for weights, gradients, *moments in _parts(
+            parameter, gradient, *(state[kind] for kind in MOMENTS)
+        ):
+            mean, square = (each.float() for each in moments)
+            step = [state["step"].clone()]
+            adamw_step([weights], [gradients], [mean], [square], [], step, **options)
+            for moment, value in zip(moments, (mean, square), strict=True):
+                moment.copy_(value)
+        state["step"] += 1
+
+
+def _update_in_parts(
+    optimizer: Any,
+    update_step: Callable[..., None],
+    group: dict[str, Any],
+    parameter: torch.nn.Parameter,
+    *index: int,
+) -> None:
+    """Update a parameter with `update_step` of AdamW8bit.
+
+    On a CPU this needs 20 bytes per element of its tensors, so it gets one part after another.
+    """
+    state = optimizer.state[parameter]
+    if parameter.device.type != "cpu" or state["state1"].dtype != torch.uint8:
+        return update_step(group, parameter, *index)
+    kinds = ("state1", "state2", "absmax1", "absmax2")
+    codes = _parts(parameter, cast(Tensor, parameter.grad), *(state[kind] for kind in kinds[:2]))
+    scales = zip(*(state[kind].split(PART // BLOCK) for kind in kinds[2:]), strict=True)
+    for (weights, gradients, *moments), part_scales in zip(codes, scales, strict=True):
+        part = torch.nn.Parameter(weights)
+        part.grad = gradients
+        part_state = dict(zip(kinds, (*moments, *part_scales), strict=True))
+        optimizer.state[part] = {**state, **part_state}
+        update_step(group, part, *index)
+        del optimizer.state[part]
+    state["step"] += 1
+
+
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of at most PART elements of tensors of one shape; sharded tensors stay whole."""
+    if any(is_sharded(each) or not each.is_contiguous() for each in tensors):
+        return iter([tensors])
+    return zip(*(each.detach().view(-1).split(PART) for each in tensors), strict=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -138,11 +181,11 @@ def set_state(
     parameters: Mapping[str, torch.nn.Parameter],
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Restore the result of `state_of`."""
+    """Restore the result of `state_of`; its tensors are copied."""
     # Only bitsandbytes has init_state, which creates a parameter's state, with the QUANTILE_MAPS.
     init_state: Any = getattr(optimizer, "init_state", None)
     for index, (name, parameter) in enumerate(parameters.items()):
-        values: dict[str, Any] = dict(state.get(name, {}))
+        values: dict[str, Any] = {kind: each.clone() for kind, each in state.get(name, {}).items()}
         if values and init_state is not None:
             init_state(optimizer.param_groups[0], parameter, 0, index)
             values["step"] = int(values["step"])  # bitsandbytes keeps no tensor here

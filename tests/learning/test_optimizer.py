@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from peak_memory import PeakMemory
 from sample_data import siblings
 
 from peralta_zmq import build, models
 from peralta_zmq.config import load_config
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.learning import optimizer as adamw
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.learning.optimizer import learning_rate, make_optimizer
 from peralta_zmq.trainer.checkpoint import Checkpoint, newest, write_checkpoint
@@ -174,3 +176,33 @@ def test_learning_rate_schedule_by_hand(
     schedule = {"kind": kind, "warmup_steps": warmup_steps, "max_steps": len(expected)}
     rates = [learning_rate(1 + index, peak=8.0, **schedule) for index in range(len(expected))]
     assert rates == pytest.approx(expected, abs=1e-6)
+
+
+@small
+def test_step_in_parts_equals_a_whole_step(optim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = dict[int, list[torch.Tensor]]()
+    for part in (1 << 30, 1024):
+        monkeypatch.setattr(adamw, "PART", part)
+        random = torch.Generator().manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(70, 111, generator=random))
+        optimizer = make_optimizer({"w": weight}, betas=(0.9, 0.95), weight_decay=0.1, optim=optim)
+        adamw.set_learning_rate(optimizer, 1e-3)
+        for _ in range(3):
+            weight.grad = torch.randn(70, 111, generator=random)
+            optimizer.step()
+        state = adamw.state_of(optimizer, {"w": weight})["w"]
+        found[part] = [weight.detach(), *state.values()]
+        assert state["step"] == 3
+    assert all(map(torch.equal, *found.values()))
+
+
+@small
+def test_step_needs_memory_for_a_part_only(optim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw, "PART", 4096)
+    weight = torch.nn.Parameter(torch.ones(1 << 20))
+    optimizer = make_optimizer({"w": weight}, betas=(0.9, 0.95), weight_decay=0.0, optim=optim)
+    for _ in range(2):  # the first step creates the state
+        weight.grad = torch.ones(1 << 20)
+        with PeakMemory() as memory:
+            optimizer.step()
+    assert memory.peak < 10 * 4 * 4096
