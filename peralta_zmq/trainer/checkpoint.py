@@ -25,6 +25,7 @@ from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.policy import Policy
 from peralta_zmq.trainer.ranks import PolicyLearner
 from peralta_zmq.trainer.session import Session
+from peralta_zmq.weights import tensor_set
 
 CHECKPOINTS = "checkpoints"  # folder in the run folder
 TENSORS, PROGRESS = "state.safetensors", "progress.json"
@@ -102,7 +103,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, run_id: str) -> No
     """Write the checkpoint to `folder/step_N` atomically. Raises OSError."""
     final = folder / f"step_{checkpoint.step:06d}"
     files = {
-        TENSORS: safetensors.torch.save(checkpoint.tensors),
+        TENSORS: tensor_set.file_of(checkpoint.tensors, {}),
         PROGRESS: json.dumps(checkpoint.progress).encode(),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -169,11 +170,11 @@ def _read(path: Path, manifest: atomic_files.Manifest) -> Checkpoint:
     Raises OSError if a file cannot be read, ValueError or KeyError if it is damaged or missing.
     """
 
-    def content(name: str) -> bytes:
-        return b"".join(atomic_files.read_verified(path, name, manifest))
-
-    progress = cast("dict[str, Any]", json.loads(content(PROGRESS)))
-    tensors = safetensors.torch.load(content(TENSORS))
+    text = b"".join(atomic_files.read_verified(path, PROGRESS, manifest))
+    progress = cast("dict[str, Any]", json.loads(text))
+    for _ in atomic_files.read_verified(path, TENSORS, manifest):
+        pass
+    tensors = safetensors.torch.load_file(path / TENSORS)  # mapped, not copied
     return Checkpoint(int(manifest.about["step"]), tensors, progress)
 
 

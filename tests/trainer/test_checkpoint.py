@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +54,19 @@ def test_newest_comes_back_bit_identical_with_shape_and_type(tmp_path: Path) -> 
         assert (tensor_read.dtype, tensor_read.shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(tensor_read, tensor)
     assert newest(tmp_path / "nothing", run_id="run-1") is None
+
+
+def test_neither_writing_nor_reading_copies_all_tensors(tmp_path: Path) -> None:
+    tensors = {"model/w": torch.ones(1 << 23)}
+    tracemalloc.start()
+    try:
+        write_checkpoint(tmp_path, Checkpoint(1, tensors, {}), run_id="run-1")
+        restored = newest(tmp_path, run_id="run-1")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert restored is not None and torch.equal(restored.tensors["model/w"], tensors["model/w"])
+    assert peak < tensors["model/w"].nbytes / 2
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "progress.json", "manifest.json", "STABLE"])
