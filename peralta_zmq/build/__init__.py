@@ -9,6 +9,7 @@ environments  problems, reward functions and demonstrations
 """
 
 from peralta_zmq.build.components import (
+    early_divisor,
     learning_rate_schedule,
     load_policy,
     make_advantage,
@@ -42,6 +43,7 @@ __all__ = [
     "base_dtype",
     "base_folder",
     "choose_engine",
+    "early_divisor",
     "eval_sampling_overrides",
     "learning_rate_schedule",
     "load_policy",

@@ -20,7 +20,12 @@ from peralta_zmq.build.environments import make_demonstrations
 from peralta_zmq.config import Config
 from peralta_zmq.config.objective_sections import AdvantageSection, CustomFilter, LossSection
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.learning.advantages import AdvantageFunction, Filter, RewardShaping
+from peralta_zmq.learning.advantages import (
+    AdvantageFunction,
+    Filter,
+    RewardShaping,
+    step_wide_setting,
+)
 from peralta_zmq.learning.composition import Composition, compose
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.learner import Learner, LearnerSettings
@@ -29,6 +34,7 @@ from peralta_zmq.learning.optimizer import learning_rate
 from peralta_zmq.learning.packing import Packing
 from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, reference_logprobs
 from peralta_zmq.learning.selection import TokenSelection
+from peralta_zmq.learning.update import Divisor
 from peralta_zmq.learning.user_functions import FunctionKind, checked_function
 from peralta_zmq.models import frozen_base, lora
 from peralta_zmq.models.scoring import Scorer
@@ -54,6 +60,11 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
     trained = ranks.prepare(model)
     scorer = make_scorer(config, trained)
     reference, teacher = make_reference_models(config, trained, scorer)
+    divisor, reason = early_divisor(config, num_ranks=ranks.world_size)
+    if divisor is None:
+        logger.info("a step is computed when all its groups are there (%s)", reason)
+    else:
+        logger.info("full micro-batches of a step are computed while its other groups arrive")
     settings = LearnerSettings(
         loss=make_loss(config),
         advantage=make_advantage(config),
@@ -75,6 +86,7 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
         num_minibatches=train.num_minibatches,
         num_iterations=train.num_iterations,
         keep_zero_std=train.keep_zero_std,
+        divisor=divisor,
     )
     return Learner(
         lora.trained_parameters(trained),
@@ -176,6 +188,33 @@ def make_selection(config: Config, scorer: Scorer) -> TokenSelection | None:
         top_entropy_quantile=parts.top_entropy_quantile,
         m2_threshold=parts.m2_threshold,
     )
+
+
+def early_divisor(config: Config, *, num_ranks: int = 1) -> tuple[Divisor | None, str]:
+    """The divisor of the loss if micro-batches may be computed before all groups of a step arrive.
+
+    Otherwise None and the setting that needs the whole step. Micro-batches may be computed early if
+    the loss of a group depends on other groups only by one divisor, a total that is known at the
+    end of the step, and if the step has a single update.
+    """
+    train, section, parts = config.train, config.loss, make_composition(config)
+    is_by_token = parts is not None and parts.aggregation == "token"
+    step_wide = step_wide_setting(make_advantage(config))
+    reasons = {
+        f"{num_ranks} ranks": num_ranks > 1,
+        f"train.num_minibatches {train.num_minibatches}": train.num_minibatches > 1,
+        f"train.num_iterations {train.num_iterations}": train.num_iterations > 1,
+        step_wide: bool(step_wide),
+        f"loss '{section.name}' is not one of this package": parts is None,
+        "loss.top_entropy_quantile": parts is not None and parts.top_entropy_quantile < 1.0,
+        "loss.m2_threshold": parts is not None and parts.m2_threshold is not None,
+        # The bonus divides by the tokens, the loss by the rollouts.
+        "loss.entropy_coef without loss.aggregation token": (
+            bool(section.entropy_coef) and not is_by_token
+        ),
+    }
+    reason = next((reason for reason, applies in reasons.items() if applies), "")
+    return (None if reason else "tokens" if is_by_token else "rollouts"), reason
 
 
 def make_advantage(config: Config) -> AdvantageFunction:

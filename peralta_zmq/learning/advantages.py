@@ -183,13 +183,9 @@ def check_turn_rewards(advantage: AdvantageFunction, shaping: RewardShaping) -> 
 
     Those are estimators that compare different turns or groups, and changes of the reward.
     """
-    options = {name: each.default for name, each in inspect.signature(advantage).parameters.items()}
-    uses_step_rewards = "step_rewards" in options and "scale_rewards" not in options
     is_normalized = shaping.multi_objective_aggregation == "normalize_then_sum"
     refused = {
-        "advantage.group_adv_norm false": options.get("group_adv_norm") is False,
-        "advantage.scale_rewards batch": options.get("scale_rewards") == "batch",
-        "an advantage function with step_rewards": uses_step_rewards,
+        (setting := step_wide_setting(advantage)): bool(setting),
         "advantage.multi_objective_aggregation normalize_then_sum": is_normalized,
         f"advantage.length_penalty {shaping.length_penalty}": shaping.length_penalty is not None,
     }
@@ -199,6 +195,17 @@ def check_turn_rewards(advantage: AdvantageFunction, shaping: RewardShaping) -> 
                 f"{setting} cannot be combined with the rewards of turns that a task gives, which "
                 "are compared between equal turns of a group; change it, or let the task give none"
             )
+
+
+def step_wide_setting(advantage: AdvantageFunction) -> str:
+    """The setting by which advantages depend on the other groups of the step; empty if none."""
+    options = {name: each.default for name, each in inspect.signature(advantage).parameters.items()}
+    if options.get("group_adv_norm") is False:
+        return "advantage.group_adv_norm false"
+    if "step_rewards" in options and "scale_rewards" not in options:
+        return "an advantage function with step_rewards"
+    is_by_step = options.get("scale_rewards") == "batch"
+    return "advantage.scale_rewards batch" if is_by_step else ""
 
 
 def token_advantages(rollout: Rollout, advantage: Advantage) -> NDArray[np.float64]:

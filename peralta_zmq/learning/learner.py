@@ -5,6 +5,10 @@ pack them into micro-batches (packing.py), compute the logprobs of reference mod
 parameters (update.py). A training step has train.num_minibatches updates, each on a share of its
 groups, and repeats them train.num_iterations times.
 
+`Learner.accumulate` computes a full micro-batch of the next step before all groups of the step are
+there. The micro-batches of a step then depend on which groups were there at each call, so a trainer
+that repeats the step must make the same calls; its journal has them.
+
 A rollout is a prompt with its completion; a group is all rollouts of one problem. The sender of a
 group is one process of a generator. A rank is one process of a data-parallel trainer. An update
 whose gradient is not finite is skipped; a step with a skipped update counts as skipped.
@@ -13,6 +17,7 @@ whose gradient is not finite is skipped; a step with a skipped update counts as 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +30,7 @@ from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning import optimizer as adamw
 from peralta_zmq.learning import step_metrics
 from peralta_zmq.learning.advantages import (
+    Advantage,
     AdvantageFunction,
     Filter,
     RewardShaping,
@@ -39,8 +45,10 @@ from peralta_zmq.learning.packing import (
     MicroBatch,
     PackedSample,
     Packing,
+    full_micro_batch,
     make_micro_batches,
     pack_groups,
+    to_micro_batch,
 )
 from peralta_zmq.learning.reference_models import (
     ComputeLogprobs,
@@ -52,7 +60,12 @@ from peralta_zmq.learning.reference_models import (
 )
 from peralta_zmq.learning.selection import TokenSelection
 from peralta_zmq.learning.step_metrics import Mismatch
-from peralta_zmq.learning.update import update_parameters
+from peralta_zmq.learning.update import (
+    ComputedBatch,
+    Divisor,
+    add_gradient,
+    update_parameters,
+)
 from peralta_zmq.rollout import RolloutGroup
 
 MAX_SKIPPED = 3  # the run ends after this number of consecutive skipped steps
@@ -74,6 +87,9 @@ class LearnerSettings:
     num_minibatches: int = 1  # of a step, which has at least one group for each
     num_iterations: int = 1  # updates on each mini-batch
     keep_zero_std: bool = False  # train also on groups in which all rewards are equal
+    divisor: Divisor | None = None
+    """The total over the step by which the loss divides, if `accumulate` may compute micro-batches
+    before all groups of a step are there; None if a step needs all of its groups first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +104,17 @@ class StepResult:
     advantages: Sequence[Sequence[float]] = ()
     """One list per group, of the mean over the tokens of each rollout; empty for a group without
     signal."""
+
+
+@dataclass(slots=True)
+class PackedGroups:
+    """The first groups of a step, packed into samples, of which some may have been computed."""
+
+    advantages: list[list[Advantage]] = field(default_factory=list[list[Advantage]])  # by group
+    samples: list[PackedSample] = field(default_factory=list[PackedSample])  # not computed yet
+    metrics: Counter[str] = field(default_factory=Counter[str])  # of `pack_groups`
+    computed: list[ComputedBatch] = field(default_factory=list[ComputedBatch])
+    random_state: Tensor | None = None  # torch's, before the first computed micro-batch
 
 
 class Learner:
@@ -121,6 +148,7 @@ class Learner:
         self._compute_logprobs, self._compute_with_entropy = compute_logprobs, compute_with_entropy
         self._reference, self._teacher, self._selection = reference, teacher, selection
         self._demonstrations = demonstrations
+        self._packed = PackedGroups()  # of step `self.step + 1`
         self._device = next(iter(parameters.values())).device
         self._optimizer = adamw.make_optimizer(
             parameters,
@@ -128,6 +156,39 @@ class Learner:
             weight_decay=settings.weight_decay,
             optim=settings.optim,
         )
+
+    def fills_micro_batch(self, groups: Sequence[RolloutGroup]) -> bool:
+        """True if `accumulate` would compute a micro-batch of these groups."""
+        if self._settings.divisor is None:
+            return False
+        new = groups[len(self._packed.advantages) :]
+        self._pack(new, apply_filters(new, self._settings.filters)[0] if new else [])
+        return bool(full_micro_batch(self._packed.samples, self._settings.packing))
+
+    def accumulate(self, groups: Sequence[RolloutGroup]) -> None:
+        """Add the gradient of a full micro-batch of the first groups of step `self.step + 1`.
+
+        Later calls, and the call of `learn`, must pass these groups first. Has no effect if the
+        groups do not fill a micro-batch, or if `LearnerSettings.divisor` is None.
+        """
+        if not self.fills_micro_batch(groups):
+            return
+        packed, settings = self._packed, self._settings
+        if packed.random_state is None:
+            packed.random_state = torch.get_rng_state()
+        indices = full_micro_batch(packed.samples, settings.packing)
+        chosen = [packed.samples[index] for index in indices]
+        batch = to_micro_batch(chosen, settings.packing, self._device)
+        (batch,) = self._with_reference_logprobs([batch])
+        computed = add_gradient(
+            batch,
+            loss=settings.loss,
+            compute_logprobs=self._compute_logprobs,
+            compute_with_entropy=self._compute_with_entropy,
+        )
+        packed.computed.append(computed)
+        remaining = set(range(len(packed.samples))).difference(indices)
+        packed.samples = [packed.samples[index] for index in sorted(remaining)]
 
     def learn(
         self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None
@@ -145,16 +206,10 @@ class Learner:
         adamw.set_learning_rate(self._optimizer, rate)
         settings = self._settings
         included, filter_metrics = apply_filters(groups, settings.filters)
-        advantages = advantages_of(
-            groups,
-            settings.advantage,
-            shaping=settings.shaping,
-            keep_zero_std=settings.keep_zero_std,
-        )
-        samples, packing_metrics = pack_groups(
-            groups, advantages, settings.packing, included=included
-        )
-        mini_batches, selection_metrics = self._mini_batches(samples)
+        num_packed = len(self._packed.advantages)
+        self._pack(groups[num_packed:], included[num_packed:])
+        packed, self._packed = self._packed, PackedGroups()
+        mini_batches, selection_metrics = self._mini_batches(packed.samples)
         sft = None
         if self._demonstrations is not None:
             sft = self._demonstrations.term(self.step, device=self._device, ranks=self._ranks)
@@ -165,6 +220,8 @@ class Learner:
                 loss=settings.loss,
                 compute_logprobs=self._compute_logprobs,
                 compute_with_entropy=self._compute_with_entropy,
+                computed=packed.computed,
+                divisor=settings.divisor or "tokens",
                 sft=sft,
                 max_grad_norm=settings.max_grad_norm,
                 ranks=self._ranks,
@@ -184,13 +241,27 @@ class Learner:
             **selection_metrics,
             "skipped_steps": self._num_skipped,
             "num_excluded": len(excluded),
-            **packing_metrics,
+            **packed.metrics,
             "learning_rate": rate,
             "time/forward_backward": time.monotonic() - started,
             **step_metrics.mismatch_metrics(mismatch),
         }
-        means = [*map(mean_advantages, groups, advantages)]
+        means = [*map(mean_advantages, groups, packed.advantages)]
         return StepResult(metrics, skip_reason, mismatch, excluded, means)
+
+    def _pack(self, groups: Sequence[RolloutGroup], included: Sequence[Sequence[bool]]) -> None:
+        """Pack the next groups of the step; `included` are their flags of `apply_filters`."""
+        settings, packed = self._settings, self._packed
+        advantages = advantages_of(
+            groups,
+            settings.advantage,
+            shaping=settings.shaping,
+            keep_zero_std=settings.keep_zero_std,
+        )
+        samples, metrics = pack_groups(groups, advantages, settings.packing, included=included)
+        packed.advantages += advantages
+        packed.samples += samples
+        packed.metrics.update(metrics)
 
     def _mini_batches(
         self, samples: Sequence[PackedSample]
@@ -213,10 +284,7 @@ class Learner:
             for index in range(min(settings.num_minibatches, num_groups))
         ]
         batches, metrics = list(chain(*mini_batches)), dict[str, float]()
-        if self._reference is not None:
-            batches = with_logprobs("ref_logprobs", batches, self._reference)
-        if self._teacher is not None:
-            batches = with_logprobs("teacher_logprobs", batches, self._teacher)
+        batches = self._with_reference_logprobs(batches)
         if self._selection is not None:
             batches, metrics = self._selection(batches, self._ranks)
         elif settings.num_minibatches > 1 or settings.num_iterations > 1:
@@ -224,6 +292,14 @@ class Learner:
             batches = with_logprobs("prox_logprobs", batches, policy)
         remaining = iter(batches)
         return [list(islice(remaining, len(each))) for each in mini_batches], metrics
+
+    def _with_reference_logprobs(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Set the logprobs of the reference model and the teacher, if the loss uses them."""
+        if self._reference is not None:
+            batches = with_logprobs("ref_logprobs", batches, self._reference)
+        if self._teacher is not None:
+            batches = with_logprobs("teacher_logprobs", batches, self._teacher)
+        return batches
 
     def _count_skipped(self, skip_reason: str, *, is_repeated: bool) -> None:
         """Count the step if it was skipped; raises TrainingError as `learn` does."""
@@ -243,6 +319,7 @@ class Learner:
     def state(self) -> dict[str, Tensor]:
         """Tensors of a checkpoint by path, unsharded; only rank 0 gets all tensors.
 
+        The random state is that at the end of the newest step, whatever `accumulate` has computed.
         Paths: model/NAME, OPTIM/KIND/NAME (`adamw.state_of`), reference/NAME (only of a reference
         with sync_steps), rng/torch, skipped and demonstrations (`Demonstrations.state`).
         """
@@ -253,7 +330,10 @@ class Learner:
                 tensors[f"{self._settings.optim}/{kind}/{name}"] = gather(tensor)
         skipped = torch.tensor([self._num_skipped, self._num_skipped_in_a_row])
         sft = {} if self._demonstrations is None else self._demonstrations.state()
-        return tensors | sft | {"rng/torch": torch.get_rng_state(), "skipped": skipped}
+        random_state = self._packed.random_state
+        if random_state is None:
+            random_state = torch.get_rng_state()
+        return tensors | sft | {"rng/torch": random_state, "skipped": skipped}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name and unsharded tensor of each parameter, on rank 0."""
@@ -261,11 +341,13 @@ class Learner:
             yield name, gather_tensor(parameter.detach(), rank=self._ranks.rank)
 
     def restore(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from the `state` of `step`.
+        """Continue from the `state` of `step`; discards the gradients that `accumulate` has added.
 
         Raises ValueError, with nothing changed, for the state of another model or optimizer.
         """
         self._check_state(tensors)
+        self._packed = PackedGroups()
+        self._optimizer.zero_grad()
         for path, tensor in self._live_tensors().items():
             tensor.copy_(shard_tensor(tensors[path], tensor))
         optimizer_state: dict[str, dict[str, Tensor]] = {}

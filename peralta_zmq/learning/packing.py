@@ -180,9 +180,27 @@ def make_micro_batches(
         indices = bins[ranks.rank]
         if indices or ranks.lockstep:
             chosen = [samples[index] for index in indices or bins[0][-1:]]
-            batch = _to_micro_batch(chosen, packing, device)
+            batch = to_micro_batch(chosen, packing, device)
             batches.append(batch if indices else replace(batch, mask=torch.zeros_like(batch.mask)))
     return batches
+
+
+def full_micro_batch(samples: Sequence[PackedSample], packing: Packing) -> list[int]:
+    """Indices of the samples of the fullest micro-batch; empty if one micro-batch holds all.
+
+    One rank packs all samples as `make_micro_batches` does. If they need several micro-batches, few
+    of the samples that are still to come would fit into the fullest.
+    """
+    sizes, padded = [len(sample.token_ids) for sample in samples], not packing.share_prompts
+    rounds = assign_to_bins(sizes, packing.max_tokens, padded=padded)
+    if len(rounds) < 2:
+        return []
+
+    def load(indices: Sequence[int]) -> int:
+        members = [sizes[index] for index in indices]
+        return max(members) * len(members) if padded else sum(members)
+
+    return max((bins[0] for bins in rounds), key=load)
 
 
 def assign_to_bins(
@@ -244,10 +262,10 @@ def _next_sample(
     )
 
 
-def _to_micro_batch(
+def to_micro_batch(
     samples: Sequence[PackedSample], packing: Packing, device: torch.device | str
 ) -> MicroBatch:
-    """Lay the trees of the samples one after the other in a row of tokens."""
+    """Lay the trees of the samples one after the other in a row of tokens, on the device."""
     rollouts = list(chain.from_iterable(sample.rollouts for sample in samples))
     advantages = list(chain.from_iterable(sample.advantages for sample in samples))
     # Indices of the scored tokens in each rollout. No logits predict a rollout's first token.

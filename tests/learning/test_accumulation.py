@@ -1,0 +1,193 @@
+"""Micro-batches computed before all groups of a step are there: gradients, skips, random state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from learners import identical, weights
+from sample_data import siblings, tiny_learner, tiny_model
+from torch import Tensor
+
+from peralta_zmq.learning.advantages import Filter, overlong
+from peralta_zmq.learning.learner import Learner, StepResult
+from peralta_zmq.learning.losses import TokenLoss, Tokens, preset, with_entropy_bonus
+from peralta_zmq.learning.packing import Packing, full_micro_batch
+from peralta_zmq.learning.reference_models import PolicyCopy
+from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.rollout import RolloutGroup
+
+# Of one step. The third has no signal, and the fifth is too long for one sample.
+GROUPS = [
+    siblings([1, 0, 0, 1], lengths=[4, 1, 7, 2], seed=1, sequence=0),
+    siblings([0, 0.5, 1], lengths=[3, 9, 5], seed=2, num_prompt=6, sequence=1),
+    siblings([1, 1], lengths=[8, 8], seed=3, sequence=2),
+    siblings([1, 0], lengths=[2, 2], seed=4, num_prompt=2, sequence=3),
+    siblings([1, 0, 1, 0], lengths=[9, 8, 7, 6], seed=5, sequence=4),
+    siblings([0, 1], lengths=[12, 5], seed=6, sequence=5),
+]
+MAX_TOKENS = 28
+
+
+def learner_of(model: Any, **options: Any) -> Learner:
+    defaults = {"max_tokens": MAX_TOKENS, "divisor": "tokens", "max_grad_norm": math.inf}
+    return tiny_learner(model, **{**defaults, **options})
+
+
+def accumulate_all(learner: Learner, groups: Sequence[RolloutGroup]) -> int:
+    """Compute each micro-batch as soon as it is full; returns their number."""
+    count = 0
+    for number in range(1, len(groups)):
+        while learner.fills_micro_batch(groups[:number]):
+            learner.accumulate(groups[:number])
+            count += 1
+    return count
+
+
+def gradient_of(learner: Learner) -> Tensor:
+    """The gradient of the first step: proportional to AdamW's first moment."""
+    moments = {name: each for name, each in learner.state().items() if "/exp_avg/" in name}
+    return torch.cat([each.flatten() for each in moments.values()])
+
+
+def metrics_of(result: StepResult) -> dict[str, float]:
+    return {name: value for name, value in result.metrics.items() if not name.startswith("time/")}
+
+
+LOSSES: dict[str, tuple[str, TokenLoss]] = {
+    "token": ("tokens", preset("dapo")),
+    "rollout": ("rollouts", preset("grpo")),
+    "constant": ("rollouts", preset("dr_grpo", max_completion_length=12)),
+    "sum": ("rollouts", preset("luspo")),
+    "masks": ("tokens", preset("importance")),
+    "rollout_level": ("rollouts", preset("gspo")),
+    "vespo": ("tokens", preset("vespo")),
+    "proximal": ("tokens", preset("decoupled_ppo")),
+    "reference": ("rollouts", preset("grpo_kl", beta=0.5)),
+    "entropy": ("tokens", with_entropy_bonus(preset("dapo"), 0.1)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradient_and_metrics_equal_those_of_the_whole_step(name: str) -> None:
+    divisor, loss = LOSSES[name]
+    results, gradients = list[StepResult](), list[Tensor]()
+    for is_early in (False, True):
+        model = tiny_model().double()
+        scorer = Scorer(model)
+        options: dict[str, Any] = {"compute_logprobs": scorer}
+        if name == "entropy":
+            options["compute_with_entropy"] = scorer.with_entropy
+        if name == "reference":
+            options["reference"] = PolicyCopy(dict(model.named_parameters()), scorer)
+        learner = learner_of(model, loss=loss, divisor=divisor, **options)
+        assert (accumulate_all(learner, GROUPS) if is_early else 3) >= 3
+        results.append(learner.learn(GROUPS))
+        gradients.append(gradient_of(learner))
+    whole, early = results
+    assert (gradients[1] - gradients[0]).norm() <= 1e-6 * gradients[0].norm()  # measured 1e-15
+    assert metrics_of(early) == pytest.approx(metrics_of(whole), rel=1e-6, abs=1e-9)
+    assert early.advantages == whole.advantages
+
+
+def test_same_calls_give_the_same_bits_and_none_those_of_a_whole_step() -> None:
+    calls, models = [3, 5, 5], [tiny_model() for _ in range(4)]
+    for model, sizes in zip(models, (calls, calls, [], []), strict=True):
+        learner = learner_of(model, divisor=None if model is models[3] else "tokens")
+        for size in sizes:
+            assert learner.fills_micro_batch(GROUPS[:size])
+            # Asking more often, as a live trainer does, changes nothing.
+            assert learner.fills_micro_batch(GROUPS[:size]) and learner.step == 0
+            learner.accumulate(GROUPS[:size])
+        learner.learn(GROUPS)
+    live, repeated, whole, without = map(weights, models)
+    assert identical(live, repeated) and identical(whole, without)
+    assert not identical(live, whole)
+
+
+def test_learner_without_divisor_computes_no_micro_batch() -> None:
+    learner = learner_of(tiny_model(), divisor=None)
+    assert accumulate_all(learner, GROUPS) == 0
+    learner.accumulate(GROUPS)
+    assert all(parameter.grad is None for parameter in learner._parameters.values())
+
+
+def test_metrics_of_filters_count_all_groups_of_the_step() -> None:
+    cut_off = [replace(each, finish_reason="length") for each in GROUPS[0].rollouts[:2]]
+    groups = [replace(GROUPS[0], rollouts=(*cut_off, *GROUPS[0].rollouts[2:])), *GROUPS[1:]]
+    rows = list[dict[str, float]]()
+    for is_early in (False, True):
+        learner = learner_of(tiny_model(), filters=[Filter("overlong", overlong, enforce=True)])
+        assert (accumulate_all(learner, groups) if is_early else 2) >= 2
+        rows.append(metrics_of(learner.learn(groups)))
+    assert rows[0]["filter/taken_out"] == pytest.approx(2 / 17)
+    assert rows[1] == pytest.approx(rows[0], rel=1e-4, abs=1e-6)
+
+
+def nan_loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss that is NaN."""
+    return tokens.logprobs.sum() * math.nan, {}
+
+
+def test_step_without_finite_loss_is_skipped_and_leaves_no_gradient() -> None:
+    model = tiny_model()
+    before = weights(model)
+    learner = learner_of(model, loss=nan_loss)
+    assert accumulate_all(learner, GROUPS) >= 2
+    result = learner.learn(GROUPS)
+    assert "is not finite" in result.skip_reason and identical(weights(model), before)
+    signals = [group.name for group in GROUPS if group.has_signal]
+    assert sorted(result.excluded) == sorted(signals)
+    assert all(parameter.grad is None for parameter in learner._parameters.values())
+
+
+def test_step_of_groups_without_signal_accumulates_nothing() -> None:
+    model = tiny_model()
+    before, learner = weights(model), learner_of(model)
+    groups = [siblings([1, 1], lengths=[12, 12], seed=seed) for seed in range(6)]
+    assert accumulate_all(learner, groups) == 0
+    learner.learn(groups)
+    assert identical(weights(model), before)
+
+
+def test_checkpoint_within_a_step_has_the_random_state_of_its_start() -> None:
+    model = tiny_model()
+    scorer = Scorer(model)
+
+    def random_forward(*arguments: Any, **options: Any) -> Tensor:
+        """Like a model with dropout."""
+        return scorer(*arguments, **options) * (1 + 0.1 * torch.rand(()))
+
+    torch.manual_seed(5)
+    learner = learner_of(model, compute_logprobs=random_forward)
+    expected = learner.state()["rng/torch"].clone()
+    accumulate_all(learner, GROUPS)
+    assert not torch.equal(torch.get_rng_state(), expected)
+    state = {name: tensor.clone() for name, tensor in learner.state().items()}
+    assert torch.equal(state["rng/torch"], expected)
+    learner.restore(0, state)  # discards the gradients
+    learner.learn(GROUPS)
+    other = learner_of(other_model := tiny_model(), compute_logprobs=random_forward)
+    scorer = Scorer(other_model)
+    torch.set_rng_state(expected)
+    other.learn(GROUPS)
+    assert identical(weights(model), weights(other_model))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "share_prompts", "expected"),
+    [([9], True, []), ([4, 5, 1], True, []), ([6, 5, 4], True, [0, 2]), ([4, 4, 9], True, [2]),
+     ([3, 3, 3], False, []), ([3, 3, 3, 1], False, [0, 1, 2]),
+     ([6, 2, 2, 2, 2, 2], False, [1, 2, 3, 4, 5])],
+)  # fmt: skip
+def test_fullest_micro_batch_is_full_if_the_samples_need_another(
+    sizes: list[int], share_prompts: bool, expected: list[int]
+) -> None:
+    samples: Any = [SimpleNamespace(token_ids=range(size)) for size in sizes]
+    packing = Packing(max_tokens=10, share_prompts=share_prompts)
+    assert full_micro_batch(samples, packing) == expected
