@@ -105,6 +105,10 @@ class Continued:
         stack.enter_context(closing(self._sender))
         return trainer
 
+    def send(self, group: RolloutGroup) -> None:
+        """Send a group to the open trainer."""
+        assert self._sender.send(wire.encode_group(group), timeout=5)
+
     def train(self, trainer: Trainer, *, until: int) -> None:
         """Recover and take steps until `until`."""
         trainer.recover()
@@ -113,7 +117,7 @@ class Continued:
     def feed(self, trainer: Trainer, groups: Sequence[RolloutGroup], *, until: int) -> None:
         """Send groups and take steps until `until`; publish each step."""
         for group in groups:
-            assert self._sender.send(wire.encode_group(group), timeout=5)
+            self.send(group)
         while trainer.policy.learner.step < until:
             trainer.advance()
             trainer.publishing.wait()  # a newer version would replace a waiting one

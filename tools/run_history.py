@@ -21,7 +21,7 @@ from peralta_zmq.observe.report import SUMMARY
 RECORDING_OPTIONS = ("--log.level", "debug", "--checkpoint.keep-journal")
 MAX_VOCAB_SIZE = 1 << 31  # token ids are not checked
 HEADER = struct.Struct("<IIB")  # bytes, crc32 of kind and content, kind
-GROUP, DROPPED, LEASED = 1, 2, 3  # kinds of records, as in peralta_zmq/trainer/journal.py
+GROUP, DROPPED = 1, 2  # kinds of records, as in peralta_zmq/trainer/journal.py
 STARTED = re.compile(r" generator=\S+ threads=\d+ version=\d+$")
 TIME = re.compile(r"(\d\d):(\d\d):(\d\d) ")
 MADE = re.compile(
@@ -146,7 +146,7 @@ def read_journal(folder: Path) -> Iterator[Record]:
         if not STEP_NAME.fullmatch(file.stem):
             continue
         for kind, content in _records(file.read_bytes()):
-            if kind != LEASED:
+            if kind in (GROUP, DROPPED):
                 yield _record_of(kind, content, step=int(file.stem[5:]))
 
 

@@ -35,7 +35,7 @@ from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer.evaluation import EvaluationCoordinator
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
-from peralta_zmq.trainer.journal import DROPPED, LEASED, DroppedGroup, Journal, encode_leased
+from peralta_zmq.trainer.journal import DROPPED, LEASED, DroppedGroup, Journal, encode_number
 from peralta_zmq.trainer.sample_leases import SampleLeases, lease_size
 from peralta_zmq.trainer.session import ProgressAnnouncer, Session
 
@@ -58,8 +58,9 @@ MAX_SUPPLIERS = 1024  # suppliers named in an announcement, which has a maximum 
 class BatchCollector:
     """Collects the batch of one training step at a time.
 
-    Attributes: `batch` holds the groups admitted so far. `journal_seconds` is the time spent on
-    journal commits for the current step. `session` has the settings and the run log.
+    Attributes: `batch` holds the groups admitted so far, `accumulated` the ACCUMULATED records that
+    were read from the journal with it. `journal_seconds` is the time spent on journal commits for
+    the current step. `session` has the settings and the run log.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class BatchCollector:
     ) -> None:
         train, curriculum = session.config.train, session.config.curriculum
         self.batch: list[RolloutGroup] = []
+        self.accumulated: list[int] = []
         self.journal_seconds = 0.0
         self.journal = journal
         self.admission = Admission(
@@ -94,7 +96,10 @@ class BatchCollector:
         return self._size >= step_size(self.session.config)
 
     def collect(
-        self, step: int, between_groups: Callable[[bool], None]
+        self,
+        step: int,
+        between_groups: Callable[[bool], None],
+        compute: Callable[[], bool] = lambda: False,
     ) -> tuple[list[RolloutGroup], int]:
         """Receive groups until the batch of `step` is full; return it and the queue depth.
 
@@ -102,7 +107,8 @@ class BatchCollector:
         the first time. Returns no groups if a stop is requested. The last journal commit continues
         in the background while the step computes; the caller must call `commit`, which waits for
         its end. `between_groups` is called before each receive. Its argument is True if the
-        previous receive timed out after 0.2 s.
+        previous receive timed out after 0.2 s. `compute` is called when the queue is empty; True
+        means that groups may have arrived meanwhile.
         """
         depth, queued, idle, self.journal_seconds = 0, True, False, 0.0
         last_group = last_warning = time.monotonic()
@@ -115,6 +121,8 @@ class BatchCollector:
             if received is None:
                 self._commit_and_acknowledge_if_due(step)
                 queued = False
+                if compute():
+                    continue
                 received = self._receiver.receive(timeout=0.2)  # seconds
             idle = received is None
             if received is None:
@@ -150,7 +158,7 @@ class BatchCollector:
             fraction_in_use=sizes["normal"] / max(1, sum(sizes.values())),
         )
         leases.grant(senders, num_samples)
-        self.journal.append(step, encode_leased(leases.next_index), LEASED)
+        self.journal.append(step, encode_number(leases.next_index), LEASED)
         self.commit()
         return True
 
@@ -223,9 +231,9 @@ class BatchCollector:
             self.acknowledgements.mark_durable()
             self.journal_seconds += time.monotonic() - started
 
-    def restore_batch(self, groups: list[RolloutGroup]) -> None:
-        """Replace the batch by groups that were read from the journal."""
-        self.batch = groups
+    def restore_batch(self, groups: list[RolloutGroup], accumulated: Sequence[int] = ()) -> None:
+        """Replace the batch by groups, and `accumulated`, that were read from the journal."""
+        self.batch, self.accumulated = groups, [*accumulated]
         self._size = sum(size_of(self.session.config, group) for group in groups)
         self.acknowledgements.mark_durable()
 

@@ -4,7 +4,9 @@ A group holds all rollouts of one problem. The groups of a training step are dur
 fsynced) before the step's weights are published and before the step is recorded or checkpointed. A
 restart restores the newest checkpoint and trains the later steps again from the journal. Dropped
 groups are journaled too, without rollouts. So are sample leases (ranges of sample indices, assigned
-to generators), before they are announced.
+to generators), before they are announced, and micro-batches that were computed before all groups of
+their step had arrived: with the same calls of `Learner.accumulate`, a repeated step is
+bit-identical.
 
 Format of a record: size of the content (u32), crc32 of kind and content (u32), kind (u8), content.
 The last file may end in a torn record, the beginning of a record whose write was interrupted by a
@@ -37,13 +39,14 @@ from peralta_zmq.rollout import RolloutGroup
 
 JOURNAL = "journal"  # folder in the run folder
 HEADER = struct.Struct("<IIB")  # size, crc32, kind
-GROUP, DROPPED, LEASED = 1, 2, 3  # kinds of records
+GROUP, DROPPED, LEASED, ACCUMULATED = 1, 2, 3, 4  # kinds of records
 logger = logging.getLogger(__name__)
 
 
 class JournalRecord(NamedTuple):
     """Content by kind: GROUP: a group's message as received; DROPPED: a DroppedGroup; LEASED: the
-    first sample index that is not leased, as u64."""
+    first sample index that is not leased, as u64; ACCUMULATED: the number of groups in the batch
+    from which a micro-batch was computed, as u64."""
 
     kind: int
     content: bytes
@@ -263,13 +266,13 @@ def read_records(folder: Path, step: int) -> tuple[list[JournalRecord], int]:
     return records, len(content) - offset
 
 
-def encode_leased(next_index: int) -> bytes:
-    """Return the content of a LEASED record."""
-    return next_index.to_bytes(8, "little")
+def encode_number(number: int) -> bytes:
+    """Return the content of a LEASED or ACCUMULATED record."""
+    return number.to_bytes(8, "little")
 
 
-def decode_leased(content: bytes) -> int:
-    """The inverse of `encode_leased`."""
+def decode_number(content: bytes) -> int:
+    """The inverse of `encode_number`."""
     return int.from_bytes(content, "little")
 
 
@@ -320,6 +323,6 @@ def _has_record(content: bytes, start: int) -> bool:
 
     The kind is the last byte of a record's header, so every byte with a valid kind is tried.
     """
-    kinds = b"[%c%c%c]" % (GROUP, DROPPED, LEASED)
+    kinds = b"[%c%c%c%c]" % (GROUP, DROPPED, LEASED, ACCUMULATED)
     matches = re.compile(kinds).finditer(content, start + HEADER.size)
     return any(_record_at(content, match.end() - HEADER.size) for match in matches)

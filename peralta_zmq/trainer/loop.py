@@ -1,5 +1,7 @@
 """The trainer's main loop: collect a batch, take a training step, publish weights.
 
+Full micro-batches are computed while the batch is collected (accumulation.py).
+
 A group holds all rollouts of one problem; generators send groups over the network. The trainer
 writes every group to a journal, a write-ahead log, before it publishes the step that uses the
 group. So after a kill the next start loses no group and trains no group twice (see recovery.py).
@@ -31,6 +33,7 @@ from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import check_trackers
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import evaluation, policy, session
+from peralta_zmq.trainer.accumulation import GradientAccumulation
 from peralta_zmq.trainer.checkpoint import CheckpointWriter
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.early_stop import EarlyStop
@@ -106,6 +109,7 @@ class Trainer:
         self.collector = BatchCollector(
             self.session, receiver, journal, self.generators, pools, self.evaluations
         )
+        self.accumulation = GradientAccumulation(self.policy.learner, self.collector)
         self.checkpoints = CheckpointWriter(self.session, self.policy, self.collector)
         self.mismatch = MismatchStatistics(bound=config.train.max_mismatch_kl)
         self.early_stop = EarlyStop(config.early_stop)
@@ -156,10 +160,14 @@ class Trainer:
         Returns without a step if a stop is requested.
         """
         started = time.monotonic()
-        groups, depth = self.collector.collect(self.step + 1, self._between_groups)
+        self.accumulation.begin_step()
+        groups, depth = self.collector.collect(
+            self.step + 1, self._between_groups, self.accumulation.compute
+        )
         if self.session.stop.requested:
             return
-        collected, journal_seconds = time.monotonic(), self.collector.journal_seconds
+        overlapped = self.accumulation.seconds
+        wait_seconds = time.monotonic() - started - self.collector.journal_seconds - overlapped
         failpoint("trainer.collected")  # a test can kill the process at any failpoint
         result = self.learn(groups)
         failpoint("trainer.stepped")
@@ -167,7 +175,9 @@ class Trainer:
         publish_seconds = self.publish() if self._is_publish_due else 0.0
         timings = {
             "queue/depth": depth,
-            "time/wait_for_batch": collected - started - journal_seconds,
+            "time/wait_for_batch": wait_seconds,
+            "time/overlapped": overlapped,
+            "time/forward_backward": result.metrics["time/forward_backward"] + overlapped,
             "time/journal": self.collector.journal_seconds,
             "time/publish": publish_seconds,
         }

@@ -109,6 +109,13 @@ class LeadingLearner:
         """As `Learner.step`."""
         return self._learner.step
 
+    def fills_micro_batch(self, groups: Sequence[RolloutGroup]) -> bool:
+        """False: several ranks compute a step when all its groups are there."""
+        return False
+
+    def accumulate(self, groups: Sequence[RolloutGroup]) -> None:
+        """No effect, as of `Learner.accumulate` if no micro-batch is full."""
+
     def learn(
         self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None
     ) -> StepResult:

@@ -40,13 +40,14 @@ from peralta_zmq.trainer import checkpoint, roll_back
 from peralta_zmq.trainer.checkpoint import CHECKPOINTS
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.journal import (
+    ACCUMULATED,
     DROPPED,
     GROUP,
     JOURNAL,
     LEASED,
     DroppedGroup,
     JournalRecord,
-    decode_leased,
+    decode_number,
     decode_record,
     files_in,
 )
@@ -163,7 +164,10 @@ class Recovery:
                     break  # the previous session did not train this full batch: it is a new step
                 if self.session.stop.requested:
                     return False
+                accumulated = self.collector.accumulated
                 if groups := self.collector.take_batch():
+                    for num_groups in accumulated:
+                        learner.accumulate(groups[:num_groups])
                     self.train_again(groups, learning_rate(learner.step + 1))
                 else:
                     self._skip_step()
@@ -209,6 +213,8 @@ class Recovery:
         limits = group_limits(self.previous_config, self.policy.model)
         records: list[JournalRecord] = []
         for record in self.collector.journal.read(step):
+            if record.kind == ACCUMULATED:
+                continue
             if record.kind != LEASED:
                 group = _decode(self.collector, step, record, limits)
                 if isinstance(group, RolloutGroup):
@@ -293,12 +299,15 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
     while the journal cannot be read.
     """
     journal, wait_out = collector.journal, collector.session.wait_out
-    groups: list[RolloutGroup] = []
+    groups, accumulated = list[RolloutGroup](), list[int]()
     num_refused = 0
     for record in wait_out(lambda: journal.read(step)):
         if record.kind == LEASED:
             leases = collector.curriculum.leases
-            leases.next_index = max(leases.next_index, decode_leased(record.content))
+            leases.next_index = max(leases.next_index, decode_number(record.content))
+            continue
+        if record.kind == ACCUMULATED:
+            accumulated.append(decode_number(record.content))
             continue
         group = _decode(collector, step, record, limits)
         if isinstance(group, RolloutGroup):
@@ -316,7 +325,7 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
                 "disagree: a group is in both; move the newer of the two away"
             )
         collector.curriculum.update(group, outcome)
-    collector.restore_batch(groups)
+    collector.restore_batch(groups, accumulated)
     if collector.is_full:
         return True
     if num_refused and step < max(wait_out(journal.steps)):

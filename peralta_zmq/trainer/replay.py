@@ -121,7 +121,7 @@ def replay(
             decoded = [
                 journal.decode_record(record, limits)
                 for record in records
-                if record.kind != journal.LEASED
+                if record.kind in (journal.GROUP, journal.DROPPED)
             ]
             groups = [group for group in decoded if isinstance(group, RolloutGroup)]
             num_refused = sum(record.kind == journal.GROUP for record in records) - len(groups)
@@ -140,6 +140,9 @@ def replay(
                     )
                 break
             if groups:
+                for record in records:
+                    if record.kind == journal.ACCUMULATED:
+                        learner.accumulate(groups[: journal.decode_number(record.content)])
                 metrics = learner.learn(groups, learning_rate=rates.get(step)).metrics
             else:
                 skip_step(learner)

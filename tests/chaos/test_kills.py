@@ -21,7 +21,8 @@ from peralta_zmq.atomic_files import FAILPOINT_VARIABLE
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 NUM_KILLS = 30
-STEPS = ("--train.max-steps", "60")
+# Two groups fill a micro-batch, so that some are computed while groups arrive.
+STEPS = ("--train.max-steps", "60", "--train.max-tokens-per-microbatch", "128")
 TESTED_ELSEWHERE = ("atomic_files.", "load.", "prune.")  # tested by tests/weights/test_faults.py
 TWO_TURNS = """
 from peralta_zmq.environments.calculator import problems, reward

@@ -332,7 +332,7 @@ def lease_of(
 def leased(folder: Path, step: int) -> list[int]:
     """The first sample index that is not leased, in each record of the journal."""
     records, _ = journals.read_records(folder / "journal", step)
-    return [journals.decode_leased(record.content) for record in records]
+    return [journals.decode_number(record.content) for record in records]
 
 
 def test_restarted_trainer_leases_no_sample_again(stack: ExitStack, tmp_path: Path) -> None:
@@ -462,6 +462,25 @@ def test_all_groups_are_acknowledged_when_the_queue_is_empty(
     newest = scene.published[-1]
     assert newest.waiting
     assert list(newest.received.values()) == list(newest.durable.values()) == [0] * NUM_SENDERS
+
+
+def test_computation_is_called_when_no_group_waits_until_it_has_nothing_to_compute(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    receiver, calls = SlowReceiver(2), list[int]()
+    scene = opened(stack, tmp_path, groups=2, receiver=receiver)
+
+    def compute() -> bool:
+        calls.append(len(scene.collector.batch))
+        return len(calls) in (1, 3)  # computed a micro-batch of the empty batch, and of one group
+
+    scene.collector.collect(1, lambda idle: None, compute)
+    assert calls == [0, 0, 1, 1]
+    receiver.GAP = 0.0  # all groups of the next step are there
+    receiver._groups = [group_of([1.0, 0.0], sequence=number) for number in (2, 3)]
+    scene.collector.commit()
+    scene.collector.collect(2, lambda idle: None, compute)
+    assert len(calls) == 4
 
 
 def test_commits_of_single_groups_are_batched_and_end_before_the_step(

@@ -17,7 +17,7 @@ from peralta_zmq.observe.metrics import METRICS, read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.checkpoint import CHECKPOINTS
-from peralta_zmq.trainer.journal import LEASED, encode_leased
+from peralta_zmq.trainer.journal import LEASED, encode_number
 from peralta_zmq.trainer.loop import Trainer
 from peralta_zmq.trainer.roll_back import NEW, SKIPPED
 
@@ -38,7 +38,7 @@ def groups(trainer: Trainer, first: int, *, reward: float = 1.0) -> list[Rollout
 def buffer(trainer: Trainer, group: RolloutGroup) -> None:
     """Receive one of the two groups of the next step, beside a lease, and make them durable."""
     step = trainer.policy.learner.step + 1
-    trainer.collector.journal.append(step, encode_leased(8), LEASED)
+    trainer.collector.journal.append(step, encode_number(8), LEASED)
     assert trainer.collector.add(group, wire.encode_group(group), step=step) == "trained"
     trainer.collector.commit()
 

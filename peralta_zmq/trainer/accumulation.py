@@ -1,0 +1,51 @@
+"""Computes full micro-batches of a step while its other groups still arrive.
+
+A group is all rollouts of one problem; the batch of a step has a fixed size. While the trainer
+waits for groups, it adds up the gradients of the micro-batches that the received groups fill
+(`Learner.accumulate`), so that fewer are left when the last group arrives. A group in the batch is
+never removed from it, and the weights change only when the batch is full. The journal records each
+such micro-batch, so that a repeated step has the same micro-batches in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+
+from peralta_zmq.atomic_files import failpoint
+from peralta_zmq.trainer.collector import BatchCollector
+from peralta_zmq.trainer.journal import ACCUMULATED, encode_number
+from peralta_zmq.trainer.ranks import PolicyLearner
+
+
+class GradientAccumulation:
+    """Adds gradients of the collector's batch; `seconds` is the time for the current step."""
+
+    def __init__(self, learner: PolicyLearner, collector: BatchCollector) -> None:
+        self._learner, self._collector = learner, collector
+        self.seconds = 0.0
+
+    def begin_step(self) -> None:
+        """Repeat what an earlier session has computed of the batch, according to the journal."""
+        self.seconds = 0.0
+        for num_groups in self._collector.accumulated:
+            self._accumulate(num_groups)
+        self._collector.accumulated = []
+
+    def compute(self) -> bool:
+        """Compute a micro-batch if the batch fills one; returns False otherwise."""
+        collector, learner = self._collector, self._learner
+        if not learner.fills_micro_batch(collector.batch):
+            return False
+        num_groups, step = len(collector.batch), learner.step + 1
+        collector.journal.begin_commit()  # writes in a thread, meanwhile
+        collector.acknowledgements.publish(step - 1, started_step=step - 1)  # not waiting
+        self._accumulate(num_groups)
+        failpoint("trainer.accumulated")  # a test can kill the process here
+        collector.commit()
+        collector.journal.append(step, encode_number(num_groups), ACCUMULATED)
+        return True
+
+    def _accumulate(self, num_groups: int) -> None:
+        started = time.monotonic()
+        self._learner.accumulate(self._collector.batch[:num_groups])
+        self.seconds += time.monotonic() - started
