@@ -140,7 +140,9 @@ class EngineSettings:
     max_model_len: int = 512  # maximum of prompt and completion together, in tokens
     quantize: int | None = None  # bits per weight; None = the weights as published
     tensor_parallel_size: int | None = None  # GPUs; None = 1
-    gpu_memory_utilization: float | None = None  # fraction of a GPU's memory; None = vLLM's default
+    gpu_memory_utilization: float | None = (
+        None  # fraction of the memory; None = vLLM's default, all
+    )
     vllm_args: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of vllm.EngineArgs
     keeps_turns: bool = False  # keep keys and values for requests that continue others
 

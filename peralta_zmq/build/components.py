@@ -108,6 +108,7 @@ def load_policy(config: Config, folder: Path) -> models.Model:
     With `lora.rank` it is frozen, in the format `lora.base_dtype`, and has LoRA adapters in fp32.
     """
     device, section = models.choose_device(config.model.device), config.lora
+    models.limit_memory(device, config.train.memory_fraction)
     options: dict[str, Any] = {
         "device": device,
         "trust_remote_code": config.model.trust_remote_code,

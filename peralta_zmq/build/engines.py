@@ -40,7 +40,7 @@ def make_engine(
     name, reason = choose_engine(config, folder)
     logger.info("engine=%s (%s)", name, reason)
     factory = registry.resolve("engine", name)
-    engine = factory.open(folder, _settings_with_turns(config), step=version.step)
+    engine = factory.open(folder, settings_with_turns(config), step=version.step)
     if update.is_adapter:
         try:
             engine.apply(update)
@@ -54,7 +54,9 @@ def make_live_engine(
 ) -> registry.Engine:
     """The engine for evaluations of the trainer's model, without a copy of its weights."""
     factory = choice.live_engine(config.engine.name)
-    return factory.open_live(model, tokenizer, _settings_with_turns(config))
+    settings = settings_with_turns(config)
+    settings = replace(settings, gpu_memory_utilization=config.train.memory_fraction)
+    return factory.open_live(model, tokenizer, settings)
 
 
 def choose_engine(config: Config, folder: Path | None = None) -> tuple[str, str]:
@@ -73,7 +75,7 @@ def engine_settings(config: Config) -> EngineSettings:
     return EngineSettings(**model, **config.engine.model_dump(exclude={"name"}))
 
 
-def _settings_with_turns(config: Config) -> EngineSettings:
+def settings_with_turns(config: Config) -> EngineSettings:
     """The settings with which the engine of a run is opened, whose tasks may have turns."""
     environments = (*config.environments, *config.eval_environments)
     keeps_turns = config.task.max_turns > 1 and any(map(_may_have_turns, environments))

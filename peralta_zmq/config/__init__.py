@@ -18,11 +18,12 @@ Nothing here imports torch: `--help` and configuration errors take less than hal
 
 from peralta_zmq.config.load import files_given, load_config
 from peralta_zmq.config.resolved import RESOLVED, earlier_config, write_resolved
-from peralta_zmq.config.schema import Config
+from peralta_zmq.config.schema import Config, check_memory_fractions
 
 __all__ = [
     "RESOLVED",
     "Config",
+    "check_memory_fractions",
     "earlier_config",
     "files_given",
     "load_config",

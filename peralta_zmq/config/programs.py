@@ -84,7 +84,7 @@ def dashboard() -> int:
 
 
 def doctor() -> int:
-    """peralta-doctor: check if this machine is ready for a run, or make keys (keygen)."""
+    """peralta-doctor: check if this machine is ready for a run, plan its memory, or make keys."""
     return run_plain_program("peralta_zmq.operate.doctor:main", program_name("doctor"))
 
 

@@ -168,6 +168,24 @@ def known_fields() -> dict[str, dict[str, object]]:
     }
 
 
+def check_memory_fractions(
+    config: Config, *, has_trainer: bool, num_generators: int, machine: str
+) -> None:
+    """Check that processes of one device are not given more than all of its memory."""
+    trainer = (config.train.memory_fraction or 0.0) * has_trainer
+    generators = (config.engine.gpu_memory_utilization or 0.0) * num_generators
+    if (total := trainer + generators) > 1 + 1e-9:
+        shares = [f"train.memory_fraction {trainer:g}"] * (trainer > 0)
+        shares += [
+            f"engine.gpu_memory_utilization {config.engine.gpu_memory_utilization:g} for each of "
+            f"{num_generators} generators"
+        ] * (generators > 0)
+        raise ConfigError(
+            f"{' and '.join(shares)} are {total:g} of the memory of {machine}; lower them to 1 "
+            "together, or start fewer generators"
+        )
+
+
 def _check_batch(config: Config) -> None:
     """Check that a batch consists of whole groups, if all groups have the same size."""
     batch_size, sizes = config.train.batch_size, {*config.group_sizes.values()}

@@ -164,7 +164,8 @@ class EngineSection(Section):
     tensor_parallel_size: PositiveInt | None = None
     """number of GPUs that share the model, with engine vllm; None = 1"""
     gpu_memory_utilization: Fraction | None = None
-    """fraction of the GPU's memory that engine vllm uses; None = vLLM's default"""
+    """fraction of the memory that each generator may use, of its GPU or with model.device cpu of
+    the machine; None = vLLM's default, or all"""
     vllm_args: Table = Field(default={})
     """other arguments of vLLM's EngineArgs, with engine vllm, e.g. { enforce_eager = true }"""
 

@@ -273,6 +273,9 @@ class TrainSection(Section):
     """report a generator if the KL between its logprobs and the trainer's exceeds this"""
     on_mismatch: Literal["report", "drop"] = "report"
     """generator above max_mismatch_kl: only report it, or also drop its groups"""
+    memory_fraction: Fraction | None = None
+    """fraction of the memory that the trainer may use, of its GPU or with model.device cpu of the
+    machine; engine.gpu_memory_utilization is that of each generator; None = all"""
     num_workers: PositiveInt = 1
     """number of trainer and generator processes on this machine, which share its CPU cores"""
 

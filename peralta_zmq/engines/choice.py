@@ -22,7 +22,6 @@ AUTO = "auto"
 ENGINES_WITH = {
     "quantize": ("mlx",),
     "tensor_parallel_size": ("vllm",),
-    "gpu_memory_utilization": ("vllm",),
     "vllm_args": ("vllm",),
 }
 

@@ -31,6 +31,7 @@ def open_model(
     that is not trusted or a device that is not usable.
     """
     device = models.choose_device(settings.device)
+    models.limit_memory(device, settings.gpu_memory_utilization)
     dtype, reason = models.choose_dtype(device, settings.dtype)
     logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
     trust = {"trust_remote_code": settings.trust_remote_code}

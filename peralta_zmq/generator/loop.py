@@ -64,7 +64,7 @@ def run(config: Config) -> None:
     address, keys_folder = f"tcp://{config.wire.host}:{config.wire.port}", config.keys_folder
     keys = wire.generator_keys(keys_folder, name) if keys_folder else None
     incarnation = os.urandom(8)  # identifies this start of the generator
-    with ExitStack() as stack:
+    with build.memory_errors(config, "generator"), ExitStack() as stack:
         environments = stack.enter_context(closing(build.open_environments(config, "train")))
         # Rollouts go to wire.port; announcements and statuses use the next two ports.
         announcements = wire.AnnouncementSubscriber(wire.next_port(address), keys=keys)

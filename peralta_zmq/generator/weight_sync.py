@@ -192,6 +192,9 @@ def open_engine(
             logger.info(
                 waiting_text(address, now - started, config.weights_address, answers=answers)
             )
+    is_adapter = pending.version.field("adapts") is not None
+    folder = models.model_folder(config.model.name) if is_adapter else pending.folder
+    build.check_start(config, "generator", folder)
     started = time.monotonic()
     engine, tokenizer = build.make_engine(config, pending)
     return _accept(subscriber, pending, started), engine, tokenizer

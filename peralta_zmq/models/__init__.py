@@ -22,7 +22,10 @@ from peralta_zmq.models.device import (
     device_name,
     free_bytes,
     keep_memory,
+    limit_memory,
+    total_bytes,
     training_dtype,
+    training_dtype_of,
     use_threads,
     worker_info,
 )

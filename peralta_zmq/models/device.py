@@ -19,6 +19,7 @@ from peralta_zmq.errors import ConfigError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIN_BF16_WIDTH = 128  # hidden size from which a CPU trains faster in bfloat16 (at 192: 2x)
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # numbers of options of glibc's mallopt
+CGROUP = Path("/sys/fs/cgroup")
 MAX_INFO = 100  # characters kept of a value of worker_info; receivers accept 128
 
 
@@ -135,36 +136,90 @@ def multiplies_bf16(cpuinfo: str) -> bool:
 
 
 def training_dtype(model: Any, name: str = "auto") -> tuple[torch.dtype, str]:
-    """Dtype of the trainer's matrix products for a transformers model, and the reason.
+    """Dtype of the trainer's matrix products for a transformers model, and the reason."""
+    width = int(getattr(model.config, "hidden_size", MIN_BF16_WIDTH))
+    return training_dtype_of(model.device, width, name)
+
+
+def training_dtype_of(
+    device: torch.device, hidden_size: int, name: str = "auto"
+) -> tuple[torch.dtype, str]:
+    """As `training_dtype`, for a model that is not loaded.
 
     `auto` depends only on the machine and the model, so a restarted trainer chooses the same dtype.
     On a CPU, a model with a small hidden size loses more time in casts to bfloat16 than it gains.
     """
     if name != "auto":
         return DTYPES[name], "set by train.dtype"
-    native, reason = choose_dtype(model.device)
+    native, reason = choose_dtype(device)
     if native == torch.float16:
-        return torch.float32, f"auto: no bfloat16 on {model.device.type}"
+        return torch.float32, f"auto: no bfloat16 on {device.type}"
     if native == torch.float32:
         return native, reason
-    width = int(getattr(model.config, "hidden_size", MIN_BF16_WIDTH))
-    if model.device.type == "cpu" and width < MIN_BF16_WIDTH:
+    if device.type == "cpu" and hidden_size < MIN_BF16_WIDTH:
         return torch.float32, f"auto: faster on a CPU below hidden size {MIN_BF16_WIDTH}"
     return native, reason
 
 
-def free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated; on a CPU also limited by the process's cgroup."""
+def limit_memory(device: torch.device, fraction: float | None) -> None:
+    """Limit this process to a fraction of a GPU's memory; beyond it torch raises an error.
+
+    A CPU has no such limit: there `free_bytes` and the memory plan respect the fraction.
+    """
+    if fraction is not None and device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(fraction, device)
+    if fraction is not None and device.type == "mps":
+        torch.mps.set_per_process_memory_fraction(fraction)
+
+
+def total_bytes(device: torch.device) -> int:
+    """Bytes of a GPU; on a CPU of the machine, or the limit of the process's cgroup."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    total = psutil.virtual_memory().total
+    limit = _cgroup_limit()
+    return total if limit is None else min(total, limit)
+
+
+def free_bytes(device: torch.device, *, fraction: float | None = None) -> int:
+    """Bytes that can be allocated; on a CPU also limited by the process's cgroup.
+
+    With `fraction`, at most what this process has left of this fraction of all bytes.
+    """
+    free = _free_bytes(device)
+    if fraction is None:
+        return free
+    return max(0, min(free, int(fraction * total_bytes(device)) - _used_bytes(device)))
+
+
+def _used_bytes(device: torch.device) -> int:
+    """Bytes that this process has."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    return psutil.Process().memory_info().rss
+
+
+def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
-    free, cgroup = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
-    limit = cgroup / "memory.max"
-    if not limit.exists() or limit.read_text("ascii").strip() == "max":
+    free, limit = psutil.virtual_memory().available, _cgroup_limit()
+    if limit is None:
         return free
-    used = int((cgroup / "memory.current").read_text("ascii"))
-    lines = (cgroup / "memory.stat").read_text("ascii").splitlines()
+    used = int((CGROUP / "memory.current").read_text("ascii"))
+    lines = (CGROUP / "memory.stat").read_text("ascii").splitlines()
     # The kernel frees inactive pages of the file cache before it enforces the limit.
     reclaimable = int(dict(line.split() for line in lines)["inactive_file"])
-    return min(free, int(limit.read_text("ascii")) - used + reclaimable)
+    return min(free, limit - used + reclaimable)
+
+
+def _cgroup_limit() -> int | None:
+    """Bytes that the process's cgroup may have; None without a limit."""
+    file = CGROUP / "memory.max"
+    text = file.read_text("ascii").strip() if file.exists() else "max"
+    return None if text == "max" else int(text)

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from peralta_zmq.config import Config, load_config
+from peralta_zmq.config import Config, check_memory_fractions, load_config
 from peralta_zmq.config.hosts import Host, Hosts, load_hosts
 from peralta_zmq.config.programs import LAN_COMMANDS
 from peralta_zmq.errors import ConfigError, printable, program_name
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     if command in STARTING:
         config = load_config(f"{PROGRAM} up", ["@", hosts.config, *settings])
         check_addresses(hosts, config)
+        check_memory(hosts, config)
         fleet = Fleet(hosts, config, path, options.partial, options.dry_run)
         if command == "sync":
             return fleet.sync()
@@ -262,6 +264,21 @@ def check_addresses(hosts: Hosts, config: Config) -> None:
         raise ConfigError(
             f"wire.host {config.wire.host} is the loopback address; set wire.host in "
             f"{hosts.config} to the address of {hosts.trainer.name}"
+        )
+
+
+def check_memory(hosts: Hosts, config: Config) -> None:
+    """Raise ConfigError if the workers of one device are given more than its memory."""
+    by_device = defaultdict[tuple[str, str, str], list[Host]](list)
+    for host in hosts.host:
+        visible = host.env.get("CUDA_VISIBLE_DEVICES", "")
+        by_device[host.ssh or "", host.device or config.model.device, visible].append(host)
+    for together in by_device.values():
+        check_memory_fractions(
+            config,
+            has_trainer=hosts.trainer in together,
+            num_generators=sum(host.num_generators for host in together),
+            machine=f"host {' and '.join(host.name for host in together)}",
         )
 
 

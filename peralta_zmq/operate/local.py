@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from peralta_zmq.config import RESOLVED, Config, earlier_config
+from peralta_zmq.config import RESOLVED, Config, check_memory_fractions, earlier_config
 from peralta_zmq.config.programs import program_command
 from peralta_zmq.errors import EXIT_ERROR, ConfigError, failure_text
 from peralta_zmq.observe.metrics import EVENTS, METRICS
@@ -31,8 +31,11 @@ def run_local(
 
     `on_tick` is called 5 times a second, for tools that inject faults. If a worker ends with an
     error before the trainer has written any file, a new run folder is removed. Raises ConfigError
-    if a new run folder cannot be written, or an existing one has other settings.
+    if a new run folder cannot be written, or an existing one has other settings, and for fractions
+    of the memory that are more than 1 together.
     """
+    count = config.run.num_local_generators
+    check_memory_fractions(config, has_trainer=True, num_generators=count, machine="this machine")
     folder, is_new = config.run_folder, False
     try:
         earlier_config(config, folder)  # raises ConfigError for other settings
@@ -49,7 +52,7 @@ def run_local(
     workers = local_workers(
         folder,
         arguments,
-        num_generators=config.run.num_local_generators,
+        num_generators=count,
         can_fork=forks.import_libraries(),
     )
     num_bytes = 0  # size of metrics.jsonl, which has a line for each step of earlier sessions

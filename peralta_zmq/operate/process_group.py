@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TextIO, TypeAlias
 
-from peralta_zmq.errors import EXIT_ERROR, printable
+from peralta_zmq.errors import EXIT_ERROR, printable, program_name
 from peralta_zmq.observe.metrics import EVENTS, JsonLines
 from peralta_zmq.operate.forks import ForkedProcess
 
@@ -36,6 +36,10 @@ GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 POLL_SECONDS = 0.2  # longest wait for a signal, and longest time between two calls of `on_tick`
 NUM_LOG_LINES = 20  # last lines of a log that are printed after a failure
 SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
+KILLED = "killed by SIGKILL"
+KILLED_HINT = (
+    f"; if the system was out of memory, {program_name('doctor')} plan shows what to change"
+)
 
 # Shell script that starts a guard process and then becomes the worker (exec). The guard reads from
 # a pipe until it is closed. Only the supervisor holds the writing end, so the pipe is closed when
@@ -157,7 +161,8 @@ class ProcessGroup:
     def _start(self, process: ManagedProcess) -> None:
         if process.reason:  # a restart after a crash
             name, reason, delay = process.worker.name, process.reason, process.delay
-            self._print(f"restarted {name} ({reason}) after {delay:g} s")
+            hint = KILLED_HINT if reason == KILLED and not process.was_killed else ""
+            self._print(f"restarted {name} ({reason}) after {delay:g} s{hint}")
             self._record(
                 "restart", worker=name, reason=reason, delay=delay, killed=process.was_killed
             )

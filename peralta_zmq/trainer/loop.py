@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing
 
 from peralta_zmq import models
 from peralta_zmq.atomic_files import failpoint
-from peralta_zmq.build import open_environments
+from peralta_zmq.build import memory_errors, open_environments
 from peralta_zmq.config import Config, earlier_config
 from peralta_zmq.environments.curriculum import MAX_POSITIONS, DifficultyPools
 from peralta_zmq.environments.dataset import Environments
@@ -51,14 +51,15 @@ def run(config: Config) -> None:
     A session is one start of the trainer. Under torchrun this process is one of several ranks: rank
     0 is the trainer, the other ranks compute their share of each step. Raises ConfigError,
     TaskError, WireError, StoreError or JournalError, before anything is written, if a setting, a
-    file, a port or a folder cannot be used. Raises TrainingError, after the run is saved, if a
+    file, a port or a folder cannot be used; ConfigError also if memory is lacking, at any time.
+    Raises TrainingError, after the run is saved, if a
     limit of [early_stop] is exceeded.
     """
     config, ranks = join(config)
     models.keep_memory()  # malloc reuses freed memory, which makes steps faster
     if isinstance(ranks, DistributedRanks) and ranks.rank > 0:
         return run_follower(config, ranks)
-    with ExitStack() as stack:
+    with memory_errors(config, "trainer"), ExitStack() as stack:
         trainer = Trainer(config, stack, ranks)
         trainer.recover()
         trainer.evaluate_base()

@@ -60,6 +60,8 @@ def open_policy(config: Config, problems: Sequence[Problem], ranks: Ranks) -> Po
     TaskError if a problem has token ids that the tokenizer lacks.
     """
     folder = models.model_folder(config.model.name)
+    if not isinstance(ranks, DistributedRanks):  # the plan is that of a single process
+        build.check_start(config, "trainer", folder)
     tokenizer = models.load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
     model = build.load_policy(config, folder)
     companions, manifest_fields = version_files(config, folder, model)

@@ -136,7 +136,7 @@ def test_arguments_of_vllm_that_the_program_sets_are_refused(
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("tensor_parallel_size", 2), ("gpu_memory_utilization", 0.5), ("vllm_args", {"seed": 1})],
+    [("tensor_parallel_size", 2), ("vllm_args", {"seed": 1})],
 )
 def test_options_of_vllm_are_refused_for_other_engines(option: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"engine\.{option} .* set engine\.name to vllm"):

@@ -8,7 +8,8 @@ import pytest
 from hosts import HOSTS, MAC, PC, config
 
 from peralta_zmq.config.hosts import Hosts
-from peralta_zmq.config.sections import SecuritySection, WireSection
+from peralta_zmq.config.sections import EngineSection, SecuritySection, WireSection
+from peralta_zmq.config.training_sections import TrainSection
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate import host_setup, lan, ssh
 from peralta_zmq.operate.supervisor import Job
@@ -74,3 +75,16 @@ def test_hosts_that_cannot_reach_weights_or_trainer_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"wire.host 127.0.0.1 is the loopback address; set wire"):
         lan.check_addresses(HOSTS, loopback)
     lan.check_addresses(HOSTS, config())
+
+
+def test_hosts_that_give_away_more_than_their_memory_are_refused() -> None:
+    train, engine = TrainSection(memory_fraction=0.6), EngineSection(gpu_memory_utilization=0.4)
+    shared = config(train=train, engine=engine)
+    lan.check_memory(HOSTS, shared)  # 1.0 on mac, 0.8 on pc
+    twice = Hosts(host=(MAC, PC, PC.model_copy(update={"name": "pc2", "dir": "~/second"})))
+    with pytest.raises(ConfigError, match=r"each of 4 generators are 1.6 of .* host pc and pc2; "):
+        lan.check_memory(twice, shared)
+    other_card = {"name": "pc2", "dir": "~/second", "env": {"CUDA_VISIBLE_DEVICES": "1"}}
+    lan.check_memory(Hosts(host=(MAC, PC, PC.model_copy(update=other_card))), shared)
+    with pytest.raises(ConfigError, match=r"train.memory_fraction 0.7 and .* 1.1 .* host mac; "):
+        lan.check_memory(HOSTS, config(train=TrainSection(memory_fraction=0.7), engine=engine))

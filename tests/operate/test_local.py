@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from peralta_zmq.config import Config, programs, write_resolved
-from peralta_zmq.config.sections import RunSection
+from peralta_zmq.config.sections import EngineSection, RunSection
 from peralta_zmq.config.training_sections import TrainSection
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.operate import forks, process_group
 from peralta_zmq.operate.local import local_workers, run_local
@@ -52,6 +53,14 @@ def test_local_workers_get_index_count_and_share_of_cores() -> None:
         *("--generator.index", "1", "--generator.name", "local-1"),
     )
     assert second.log == folder / "logs" / "generator-1.log"
+
+
+def test_fractions_above_one_start_no_worker() -> None:
+    train, engine = TrainSection(memory_fraction=0.5), EngineSection(gpu_memory_utilization=0.3)
+    shared = config().model_copy(update={"train": train, "engine": engine})
+    with pytest.raises(ConfigError, match=r"are 1\.1 of the memory of this machine; lower them"):
+        run_local(shared, [])
+    assert not Path("runs").exists()
 
 
 def test_rejected_settings_leave_no_folder_behind() -> None:

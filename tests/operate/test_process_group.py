@@ -132,7 +132,8 @@ def test_killed_worker_is_restarted_and_recorded(
     reason = "killed by SIGKILL"
     assert row == {"event": "restart", "worker": "generator-0", "reason": reason, "delay": 0.02,
                    "killed": False}  # fmt: skip
-    assert capfd.readouterr().out == f"restarted generator-0 ({reason}) after 0.02 s\n"
+    hint = "; if the system was out of memory, bin/doctor plan shows what to change"
+    assert capfd.readouterr().out == f"restarted generator-0 ({reason}) after 0.02 s{hint}\n"
 
 
 def test_fifth_crash_ends_the_group_and_shows_twenty_lines(

@@ -57,7 +57,8 @@ def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> Engine:
     max_model_len = min(settings.max_model_len, limit)
     check_config(config, max_model_len=max_model_len)
     num_parameters = sum(tensor.numel() for tensor in weights.values())
-    check_weights_memory(num_parameters, dtype, free_bytes(device))
+    fraction = settings.gpu_memory_utilization
+    check_weights_memory(num_parameters, dtype, free_bytes(device, fraction))
     with loading_errors(folder):
         model = MlxModel(config, weights, dtype=dtype, quantize=bits)
     merger = merger_of_files(folder, trust_remote_code=settings.trust_remote_code)
@@ -65,7 +66,7 @@ def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> Engine:
         model.row_bytes(max_model_len),
         slots=settings.slots,
         max_model_len=max_model_len,
-        free_bytes=free_bytes(device),
+        free_bytes=free_bytes(device, fraction),
     )
     size = {"slots": settings.slots, "max_model_len": max_model_len}
     return Engine(model, tokenizer, end_ids, merger, step=step, **size)
@@ -80,9 +81,10 @@ def mlx_device(device: torch.device) -> Any:
     return mx.cpu if device.type == "cpu" else mx.gpu
 
 
-def free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device, fraction: float | None) -> int:
     """Bytes that MLX can allocate. torch does not count what MLX has allocated on a GPU."""
-    return models.free_bytes(device) - (0 if device.type == "cpu" else mx.get_active_memory())
+    free = models.free_bytes(device, fraction=fraction)
+    return free - (0 if device.type == "cpu" else mx.get_active_memory())
 
 
 def check_weights_memory(num_parameters: int, dtype: torch.dtype, free_bytes: int) -> None:

@@ -215,7 +215,13 @@ def cache_shape(config: Any) -> dict[str, int]:
 
 
 def check_memory(
-    model: models.Model, *, slots: int, rows_per_slot: float, extra_rows: int, capacity: int
+    model: models.Model,
+    *,
+    slots: int,
+    rows_per_slot: float,
+    extra_rows: int,
+    capacity: int,
+    memory_fraction: float | None = None,
 ) -> None:
     """Raise ConfigError if the keys and values do not fit into the free memory.
 
@@ -232,5 +238,5 @@ def check_memory(
         rows_per_slot=rows_per_slot,
         extra_rows=extra_rows,
         max_model_len=capacity,
-        free_bytes=models.free_bytes(model.device),
+        free_bytes=models.free_bytes(model.device, fraction=memory_fraction),
     )

@@ -43,7 +43,8 @@ class NativeEngine:
     trainer owns and updates the model: each `generate` uses the model's current weights, and frees
     the KV cache at the end. Otherwise the engine owns the model and packs the weights (see
     linears.py). With `keeps_turns`, it keeps the keys and values of completions that another
-    request may continue. Raises ConfigError if the keys and values do not fit into memory.
+    request may continue. Raises ConfigError if the keys and values do not fit into memory, or into
+    what this process has left of `memory_fraction` of it.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class NativeEngine:
         max_model_len: int = 512,
         live: bool = False,
         keeps_turns: bool = False,
+        memory_fraction: float | None = None,
         merger: AdapterMerger | None = None,
     ) -> None:
         self.step = step
@@ -73,6 +75,7 @@ class NativeEngine:
             # One for the shared part of the KV cache, which has at most the size of a row.
             extra_rows=PROMPT_ROWS + 1,
             capacity=self.max_model_len,
+            memory_fraction=memory_fraction,
         )
         self._decoder = None if live else self._new_decoder()
 
@@ -174,7 +177,12 @@ def _engine_for(
     family = cast(Any, model.config).model_type
     if family in FAMILIES:
         return NativeEngine(
-            model, tokenizer, live=live, keeps_turns=settings.keeps_turns, **options
+            model,
+            tokenizer,
+            live=live,
+            keeps_turns=settings.keeps_turns,
+            memory_fraction=settings.gpu_memory_utilization,
+            **options,
         )
     logger.info("engine native does not support %s; using transformers' generate", family)
     return HfEngine(model, tokenizer, **options)

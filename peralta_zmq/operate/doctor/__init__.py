@@ -1,6 +1,7 @@
 """`bin/doctor`: check whether a machine is ready for a run, one line per check.
 
 command          the command line, and `keygen`, which makes encryption keys
+plan             `bin/doctor plan`: the memory that a run needs
 role_checks      the checks of each role (trainer, generator), in order
 machine_checks   versions, device, model, reward, sleep, the local network permission of a Mac
 network_checks   ports, connection to the trainer, clocks, keys

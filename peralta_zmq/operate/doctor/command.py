@@ -1,4 +1,4 @@
-"""Command line of bin/doctor: the checks of a machine, and `bin/doctor keygen`.
+"""Command line of bin/doctor: the checks of a machine, `bin/doctor plan` and `bin/doctor keygen`.
 
 `keygen` makes the CURVE key pairs with which ZeroMQ encrypts and authenticates the connections
 between the generators and the trainer.
@@ -22,9 +22,11 @@ from peralta_zmq.operate.doctor.checks import SERVING, Check, Report, failed_che
 PROGRAM = program_name("doctor")
 USAGE = f"""\
 usage: {PROGRAM} [--json] [--role trainer|generator] [--wait SECONDS] [@ FILE.toml ...] [OPTIONS]
+       {PROGRAM} plan [--json] [--role ROLE] [--memory GIB] [@ FILE.toml ...] [OPTIONS]
        {PROGRAM} keygen --security.keys DIR [--generator.name NAME]
 
-Checks this machine with the settings of a run; exit code 1 if a check fails.
+Checks this machine with the settings of a run; exit code 1 if a check fails. `plan` only computes
+the memory that the run needs, and which settings need less ({PROGRAM} plan --help).
   --json          the last line is {{"checks": [{{"name", "ok", "detail", "remedy"}}]}}
   --role ROLE     role of this machine; default: trainer if wire.host is this machine, else
                   generator
@@ -37,8 +39,12 @@ Checks this machine with the settings of a run; exit code 1 if a check fails.
 def main(arguments: Sequence[str]) -> int:
     """Run `bin/doctor ARGUMENTS`; returns the exit code.
 
-    Invalid settings are a failed check, except for keygen, which raises ConfigError.
+    Invalid settings are a failed check, except for plan and keygen, which raise ConfigError.
     """
+    if arguments[:1] == ["plan"]:
+        from peralta_zmq.operate.doctor import plan
+
+        return plan.main(arguments[1:])
     if arguments[:1] == ["keygen"]:
         keygen(load_config(f"{PROGRAM} keygen", arguments[1:]))
         return 0

@@ -1,4 +1,4 @@
-"""Checks of this machine: versions, device, model, reward, sleep, local network.
+"""Checks of this machine: versions, device, memory, model, reward, sleep, local network.
 
 Most functions take the state of the system as arguments, so that tests can pass another one.
 """
@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
+from typing import Literal
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -123,6 +124,27 @@ def check_model(config: Config) -> Check:
     size = f"{model.num_parameters() / 1e6:.1f} M parameters, {len(tokenizer)} tokens"
     seconds = time.monotonic() - started
     return Check(True, f"{config.model.name}: {size}, loaded offline in {seconds:.1f} s")
+
+
+def check_memory(config: Config, role: Literal["trainer", "generator"]) -> Check | None:
+    """Compare the planned memory of a role with that of this machine.
+
+    Returns None if the model is not on this machine.
+    """
+    from peralta_zmq import build, models
+
+    try:
+        folder = models.model_folder(config.model.name)
+    except ConfigError:
+        return None  # a generator gets its model from the trainer
+    try:
+        plan, problem, is_certain = build.check_memory(config, role, folder)
+    except ConfigError as error:  # no reason not to start
+        return Check(True, str(error))
+    if problem:
+        detail, _, remedy = problem.partition("; ")
+        return Check(not is_certain, detail, remedy)
+    return Check(True, f"about {build.gib(plan.peak)} of {build.gib(plan.limit)} GiB are needed")
 
 
 def check_reward(config: Config) -> Check:

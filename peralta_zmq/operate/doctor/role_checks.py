@@ -43,6 +43,7 @@ def check_trainer(config: Config, report: Report, stack: ExitStack, *, serve: bo
         worker_info = _worker_info(config)
         report.run("answers", network_checks.serve_probes, config, stack, folder, worker_info)
     _check_machine(config, report)
+    report.run("memory", machine_checks.check_memory, config, "trainer")
     report.run("model", machine_checks.check_model, config)
     report.run("reward", machine_checks.check_reward, config)
     report.run("run", _check_run, config)
@@ -68,6 +69,7 @@ def check_generator(
     name = config.generator.full_name
     _check_machine(config, report)
     report.run("engine", machine_checks.check_engine, config)
+    report.run("memory", machine_checks.check_memory, config, "generator")
     system, host = platform.system(), config.wire.host
     report.run("localnet", machine_checks.check_local_network, system, host)
     report.run("reward", machine_checks.check_reward, config)

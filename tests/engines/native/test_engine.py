@@ -435,6 +435,11 @@ def test_slots_that_do_not_fit_in_memory_raise(tokenizer: Any) -> None:
         engine_of(sharp_model(), tokenizer, slots=900_000_000)
 
 
+def test_cache_beyond_the_fraction_of_the_memory_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"for keys and values, 0\.0 GiB are free; use a smaller"):
+        engine_of(sharp_model(), tokenizer, memory_fraction=1e-9)
+
+
 def test_kept_turns_count_in_the_memory_check(tokenizer: Any) -> None:
     slots: list[int] = []  # that the messages recommend
     for keeps_turns in (False, True):

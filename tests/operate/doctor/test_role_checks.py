@@ -46,8 +46,8 @@ def failed(checks: dict[str, dict[str, Any]]) -> list[str]:
 def test_checks_of_a_trainer_pass(settings: list[str], run_doctor: Run) -> None:
     code, checks = run_doctor("--role", "trainer", *settings)
     assert failed(checks) == [] and code == 0
-    assert list(checks) == ["config", "keys", "ports", "versions", "device", "sleep", "model",
-                           "reward", "weights", "writing", "space", "speed"]  # fmt: skip
+    assert list(checks) == ["config", "keys", "ports", "versions", "device", "sleep", "memory",
+                           "model", "reward", "weights", "writing", "space", "speed"]  # fmt: skip
     assert "1.7 M parameters" in checks["model"]["detail"]
     assert "earns 1 in" in checks["reward"]["detail"]
 
@@ -58,9 +58,9 @@ def test_checks_of_a_generator_pass_with_a_trainers_doctor(
     assert role_checks.check_trainer(load_config("doctor", settings), Report(), stack, serve=True)
     code, checks = run_doctor(*settings, "--role", "generator")
     assert failed(checks) == [] and code == 0
-    assert list(checks) == ["config", "versions", "device", "sleep", "engine", "reward", "keys",
-                           "reach", "probe", "clock", "burst", "weights", "visible", "speed",
-                           "space"]  # fmt: skip
+    assert list(checks) == ["config", "versions", "device", "sleep", "engine", "memory", "reward",
+                           "keys", "reach", "probe", "clock", "burst", "weights", "visible",
+                           "speed", "space"]  # fmt: skip
 
 
 def test_folder_and_weights_of_another_run_fail(

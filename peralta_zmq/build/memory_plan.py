@@ -1,0 +1,257 @@
+"""Memory that a trainer and a generator need, computed from the settings and a model's shape.
+
+A plan lists the parts of the memory at the moment at which their sum is largest. Each formula says
+which tensors of the code it counts. Prompts are assumed to be as long as engine.max_model_len
+permits, so a run with short prompts needs less.
+
+Letters in formulas: H hidden size, I intermediate size, V vocabulary, A attention heads, K key
+heads, D head size, L layers, M tokens of a micro-batch, T tokens of a prefix tree (a group), N
+scored tokens; c bytes of a number in matrix products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeAlias
+
+from peralta_zmq.build.model_shape import ModelShape
+from peralta_zmq.config import Config
+from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS
+from peralta_zmq.engines.native.turn_cache import KEPT_FRACTION
+from peralta_zmq.models.head import KEPT_BYTES, MIN_CHUNK
+from peralta_zmq.models.logprobs import CHUNK_LOGITS, DEFAULT_CHUNK_LOGITS
+from peralta_zmq.models.scoring import MATMUL_LENGTHS
+
+GIB = 1 << 30
+# Bytes of a number, or of a parameter with its share of scales.
+NUMBER_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0 + 8 / 256}
+# Bytes per element of the parameter that is being updated: fp32 copies of both moments, and what
+# bitsandbytes allocates on a CPU.
+OPTIMIZER_WORK = {"adamw": 0.0, "adamw_bf16": 8.0, "adamw_8bit": 20.0}
+PROCESS_BYTES = 0.5 * GIB  # of Python, torch and transformers; on a GPU of the CUDA context
+NUM_COPIES = 2  # of the published weights: the last version, and the buffers of the next one
+VLLM_FRACTION = 0.9  # of the GPU's memory, if engine.gpu_memory_utilization is not set
+Role: TypeAlias = Literal["trainer", "generator"]
+Parts: TypeAlias = dict[str, float]  # bytes by name
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a plan depends on, besides settings and model."""
+
+    kind: str  # type of the device: cpu, cuda or mps
+    memory: float  # bytes of the device, or of the machine for a CPU
+    training_dtype: str = "bfloat16"  # of the trainer's matrix products
+    sampling_dtype: str = "bfloat16"
+    engine: str = "native"
+    keeps_turns: bool = False  # the engine keeps keys and values of turns
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Memory of one process, in bytes; `parts` are those at the moment of the peak."""
+
+    role: Role
+    parts: Parts
+    moment: str
+    certain: float  # bytes that no estimate changes: weights, gradients, optimizer state
+    limit: float  # bytes that the process may use
+
+    @property
+    def peak(self) -> float:
+        """Bytes at the peak."""
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the limit."""
+        return self.peak <= self.limit
+
+
+class Workload(NamedTuple):
+    """Tokens of a training step, with prompts of the largest length."""
+
+    tokens: int  # M, of a micro-batch
+    tree: int  # T
+    scored: int  # N
+    update: int  # of an update of the parameters
+
+
+def gib(num_bytes: float) -> str:
+    """A number of bytes in GiB, such as 1.25."""
+    return f"{num_bytes / GIB:.2f}"
+
+
+def workload_of(config: Config, shape: ModelShape, machine: Machine) -> Workload:
+    """The tokens of a training step."""
+    length = min(config.engine.max_model_len, shape.max_positions)
+    num_turns = config.task.max_turns if machine.keeps_turns else 1
+    completion = min(num_turns * config.max_completion_length, length - 1)
+    num_generations = max(config.group_sizes.values())
+    group = length - completion + num_generations * completion
+    step = config.train.token_batch_size or config.groups_per_step * group
+    update = max(1, step // config.train.num_minibatches)
+    tokens = min(config.train.max_tokens_per_microbatch, update)
+    scored = int(tokens * num_generations * completion / group)
+    return Workload(tokens, min(group, tokens), scored, update)
+
+
+# Trainer.
+
+
+def plan_trainer(
+    config: Config,
+    shape: ModelShape,
+    machine: Machine,
+    *,
+    num_references: int = 0,
+    teacher: ModelShape | None = None,
+) -> Plan:
+    """The memory of the trainer.
+
+    `num_references` is the number of copies of the trained parameters as reference model or
+    teacher; `teacher` is the shape of model.teacher if the loss uses it.
+    """
+    rank = config.lora.rank
+    trained = shape.num_parameters if rank is None else shape.adapter_parameters(rank)
+    base_parameters = shape.num_parameters + (0 if rank is None else trained)
+    always: Parts = {
+        "weights": 4.0 * base_parameters,
+        f"optimizer state ({config.train.optim})": OPTIMIZER_BYTES[config.train.optim] * trained,
+    }
+    gradients = 4.0 * trained
+    certain = sum(always.values()) + gradients
+    always["reference model"] = 4.0 * trained * num_references
+    if teacher is not None:
+        always["teacher"] = 4.0 * teacher.num_parameters
+    if machine.kind != "cuda":  # copies of weights on a card are in the machine's memory
+        always["copies to publish"] = NUM_COPIES * NUMBER_BYTES[config.weights.dtype] * trained
+    always["process"] = PROCESS_BYTES
+    live = replace(machine, engine="native", sampling_dtype="float32")  # samples from the policy
+    moments = {
+        **_backward_moments(config, shape, machine, gradients),
+        "optimizer step": {
+            "gradients": gradients,
+            "work of the optimizer": _optimizer_work(config, shape),
+        },
+        "evaluation": _cache_parts(config, shape, live),
+    }
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    parts = {name: size for name, size in {**always, **moments[moment]}.items() if size}
+    fraction = config.train.memory_fraction or 1.0
+    return Plan("trainer", parts, moment, certain, fraction * machine.memory)
+
+
+def _backward_moments(
+    config: Config, shape: ModelShape, machine: Machine, gradients: float
+) -> dict[str, Parts]:
+    """Parts at the end of a forward pass, and at both ends of its backward pass."""
+    work = workload_of(config, shape, machine)
+    is_full, saves_layers = config.lora.rank is None, not config.train.gradient_checkpointing
+    layer = work.tokens * layer_bytes(shape, machine, tree=work.tree)
+    activations = layer * shape.num_layers
+    if not saves_layers:  # the input of each layer is kept, and one layer is computed again
+        activations = 4.0 * work.tokens * shape.hidden_size * shape.num_layers
+    # Autocast converts fp32 weights. The copies of trained weights live until the end of the
+    # forward pass; without checkpointing, the backward pass reads all copies again.
+    copies = 2.0 * shape.linear_parameters if machine.training_dtype != "float32" else 0.0
+    forward_copies = copies if is_full or saves_layers else copies / shape.num_layers
+    backward_copies = copies if saves_layers else copies / shape.num_layers
+    head = head_bytes(shape, machine, work.scored, is_trained=is_full)
+    head_gradient = 4.0 * shape.embedding if is_full else 0.0
+    # Gradients of earlier micro-batches. On a CPU the process keeps freed memory, and activations
+    # seldom fit into the holes that gradients leave, so that it has memory for both.
+    earlier = gradients if work.update > work.tokens or machine.kind == "cpu" else 0.0
+    names = f"activations of {work.tokens} tokens", "weights in bfloat16", "output head"
+    return {
+        "forward pass": {
+            "gradients": earlier,
+            **dict(zip(names, (activations, forward_copies, head), strict=True)),
+        },
+        "backward pass": {
+            "gradients": earlier or head_gradient,
+            **dict(zip(names, (activations + layer, backward_copies, head), strict=True)),
+        },
+        "end of the backward pass": {
+            "gradients": gradients,
+            **dict(zip(names, (2 * layer, backward_copies / shape.num_layers, 0.0), strict=True)),
+        },
+    }
+
+
+def layer_bytes(shape: ModelShape, machine: Machine, *, tree: int) -> float:
+    """Bytes per token of the tensors that a layer saves for its backward pass."""
+    c = NUMBER_BYTES[machine.training_dtype]
+    hidden, query, key = shape.hidden_size, shape.query_size, shape.key_size
+    inner = shape.intermediate_size * shape.experts_per_token
+    is_cpu, is_narrow = machine.kind == "cpu", c < 4
+    # Inputs of both norms, in fp32; transformers' own norms also save the normalized rows.
+    norms = 8.0 * hidden * (1 if is_cpu else 2)
+    # Inputs of q, k, v, gate and up: under autocast each has a copy of its own.
+    linears = 5 * c * hidden if is_narrow else 2 * c * hidden
+    query_norms = (query + key) * (c if is_cpu else c + 4) * shape.has_query_norm
+    if is_cpu and is_narrow and tree in MATMUL_LENGTHS:
+        # Probabilities in fp32 and in bf16; queries, keys and values.
+        attention = 6.0 * shape.num_heads * tree + c * (query + 2 * key)
+    else:  # SDPA, in fp32 on a CPU: queries, keys, values, output, logsumexp, and the mask
+        number = 4.0 if is_cpu else c
+        attention = number * (2 * query + 2 * key + tree) + 4.0 * shape.num_heads
+    output = c * query  # input of o_proj
+    mlp = 4 * c * inner  # gate, its activation, up, and their product
+    return norms + linears + query_norms + attention + output + mlp
+
+
+def head_bytes(shape: ModelShape, machine: Machine, scored: int, *, is_trained: bool) -> float:
+    """Bytes of the output head in both passes (models/head.py), without the weight's gradient."""
+    c, hidden = NUMBER_BYTES[machine.training_dtype], shape.hidden_size
+    limit = CHUNK_LOGITS.get(machine.kind, DEFAULT_CHUNK_LOGITS)
+    chunk = min(shape.vocab_size, max(MIN_CHUNK, limit // max(1, scored) // MIN_CHUNK * MIN_CHUNK))
+    # Logits, and three fp32 arrays of their size; the chunk of the weight and of its gradient.
+    work = scored * chunk * (c + 12.0) + chunk * hidden * (c + 4.0)
+    kept = min(KEPT_BYTES, c * scored * shape.vocab_size) if is_trained else 0.0
+    return work + kept + scored * hidden * (4.0 + c + 4.0)  # selected rows, their copy, gradient
+
+
+def _optimizer_work(config: Config, shape: ModelShape) -> float:
+    """Bytes of the temporary tensors of an optimizer step, for the largest parameter."""
+    largest = shape.embedding if config.lora.rank is None else 0
+    return OPTIMIZER_WORK[config.train.optim] * largest
+
+
+# Generator.
+
+
+def plan_generator(config: Config, shape: ModelShape, machine: Machine) -> Plan:
+    """The memory of one generator."""
+    c = NUMBER_BYTES[machine.sampling_dtype]
+    weights = c * shape.num_parameters
+    if machine.engine == "mlx" and config.engine.quantize:  # codes, and two numbers per 64 weights
+        bits = config.engine.quantize + 2 * 8 * c / 64
+        weights = c * shape.vectors + bits / 8 * (shape.num_parameters - shape.vectors)
+    parts: Parts = {"weights": weights / (config.engine.tensor_parallel_size or 1)}
+    if machine.engine == "native" and machine.kind == "cpu" and shape.is_tied:
+        parts["packed output head"] = c * shape.embedding  # the embedding needs it unpacked
+    if config.lora.rank is not None and machine.engine in ("native", "hf"):
+        parts["base weights, to merge adapters"] = c * shape.num_parameters
+    certain = sum(parts.values())
+    parts |= _cache_parts(config, shape, machine)
+    parts["process"] = PROCESS_BYTES
+    default = VLLM_FRACTION if machine.engine == "vllm" and machine.kind == "cuda" else 1.0
+    fraction = config.engine.gpu_memory_utilization or default
+    return Plan("generator", parts, "sampling", certain, fraction * machine.memory)
+
+
+def _cache_parts(config: Config, shape: ModelShape, machine: Machine) -> Parts:
+    """Keys and values of all rows, and the tensors of one decode step with new prompts."""
+    c, slots = NUMBER_BYTES[machine.sampling_dtype], config.engine.slots
+    length = min(config.engine.max_model_len, shape.max_positions)
+    rows = float(slots)
+    if machine.engine == "native":
+        rows += KEPT_FRACTION * slots * machine.keeps_turns + PROMPT_ROWS
+    logits = (slots + PROMPT_ROWS) * shape.vocab_size * (c + 4.0)
+    prompts = PROMPT_ROWS * length * (c * 3 * shape.intermediate_size + 8.0 * shape.hidden_size)
+    return {
+        f"KV cache of {slots} slots": c * rows * length * shape.token_cache,
+        "logits and prompts": logits + prompts,
+    }

@@ -1,0 +1,179 @@
+"""`bin/doctor plan`: the memory that a run needs, before anything is loaded.
+
+Reads only the config.json of the model. For each role that does not fit, prints what each setting
+would save, least harm first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from peralta_zmq.config import Config, check_memory_fractions, load_config
+from peralta_zmq.errors import ConfigError, program_name
+
+if TYPE_CHECKING:
+    from peralta_zmq.build.memory_plan import Machine, Plan, Role
+    from peralta_zmq.build.memory_remedies import Attempt
+    from peralta_zmq.build.model_shape import ModelShape
+
+NOTHING_HELPS = "choose a smaller model.name, or a machine with more memory"
+PROGRAM = f"{program_name('doctor')} plan"
+USAGE = f"""\
+usage: {PROGRAM} [--json] [--role trainer|generator] [--memory GIB] [@ FILE.toml ...] [OPTIONS]
+
+Computes the memory of a run from its settings and the model's config.json, and compares it with
+this machine; exit code 1 if it does not fit.
+  --json          the last line is {{"plans": [{{"role", "peak", "limit", "fits", "parts", ...}}]}}
+  --role ROLE     only the role of this machine; default: the trainer and the generators that
+                  bin/lan local starts (run.num_local_generators)
+  --memory GIB    plan for a machine with this memory, or with --model.device cuda for a card
+
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `bin/doctor plan ARGUMENTS`; returns the exit code.
+
+    Raises ConfigError for settings, a model or fractions that cannot be planned.
+    """
+    options, settings = _parse(arguments)
+    config = load_config(PROGRAM, settings)
+    if options.memory is not None and options.memory <= 0:
+        raise ConfigError(f"--memory {options.memory:g} is not above 0; give GiB, such as 24")
+    roles: list[Role] = [options.role] if options.role else ["trainer", "generator"]
+    num_generators = config.run.num_local_generators if "generator" in roles else 0
+    if not options.role:
+        check_memory_fractions(
+            config, has_trainer=True, num_generators=num_generators, machine="this machine"
+        )
+    from peralta_zmq import build, models  # import torch, too slow for --help
+
+    folder = models.model_folder(config.model.name)
+    shape = build.read_shape(folder)
+    machine = build.machine_for(config, folder, shape, memory_gib=options.memory)
+    _print_model(config, shape, machine)
+    plans: list[Plan] = []
+    rows: list[dict[str, Any]] = []
+    for role in roles:
+        make_plan = build.planner(config, role, shape, machine)
+        plan = make_plan(config)
+        attempts: list[Attempt] = []
+        _print_plan(plan, count=num_generators if role == "generator" else 1)
+        if not plan.fits:
+            attempts = build.attempts_for(config, role, shape, machine, make_plan)
+            _print_attempts(attempts)
+        plans.append(plan)
+        rows.append(_row(plan, attempts))
+    fits = all(plan.fits for plan in plans)
+    if not options.role:
+        fits &= _print_together(config, machine, plans)
+    if options.json:
+        _write(json.dumps({"plans": rows}))
+    return int(not fits)
+
+
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of bin/doctor plan, and the other arguments, which are settings."""
+    if {"-h", "--help"} & set(arguments):
+        sys.stdout.write(USAGE)
+    parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--role", choices=("trainer", "generator"))
+    parser.add_argument("--memory", type=float, metavar="GIB")
+    return parser.parse_known_args(arguments)
+
+
+def _print_model(config: Config, shape: ModelShape, machine: Machine) -> None:
+    from peralta_zmq.build import gib, workload_of
+
+    work = workload_of(config, shape, machine)
+    layers = f"{shape.num_layers} layers of hidden size {shape.hidden_size}"
+    size = f"{shape.num_parameters / 1e6:.1f} M parameters"
+    _write(f"{config.model.name}: {shape.model_type}, {layers}, {size}")
+    if not shape.is_known:
+        _write(f"  estimated: the layers of {shape.model_type} may differ from the formulas")
+    _write(
+        f"device {machine.kind} with {gib(machine.memory)} GiB, training in "
+        f"{machine.training_dtype}, sampling in {machine.sampling_dtype} (engine {machine.engine})"
+    )
+    _write(
+        f"an update has at most {work.update} tokens, in micro-batches of {work.tokens}, "
+        f"if prompts fill engine.max_model_len {config.engine.max_model_len}"
+    )
+
+
+def _print_plan(plan: Plan, *, count: int) -> None:
+    from peralta_zmq.build import gib
+
+    title = plan.role if count == 1 else f"{plan.role}, each of {count}"
+    _write(f"\n{title}: {gib(plan.peak)} GiB of {gib(plan.limit)}, {_verdict(plan.fits)}")
+    for name, size in sorted(plan.parts.items(), key=lambda part: -part[1]):
+        _write(f"  {gib(size):>8}  {name}")
+    _write(f"  the peak is at: {plan.moment}")
+
+
+def _print_attempts(attempts: Sequence[Attempt]) -> None:
+    """Print what each setting saves, and which to choose."""
+    from peralta_zmq.build import gib, sufficient
+
+    _write("  GiB with one setting, and with those above it too:")
+    for each in attempts:
+        _write(
+            f"  {gib(each.alone.peak):>8} {gib(each.combined.peak):>8}  {each.option} ({each.cost})"
+        )
+    chosen = sufficient(attempts)
+    if chosen:
+        _write(f"  it fits with {' '.join(each.option for each in chosen)}")
+    else:
+        _write(f"  no setting is enough; {NOTHING_HELPS}")
+
+
+def _print_together(config: Config, machine: Machine, plans: Sequence[Plan]) -> bool:
+    """Compare the trainer and all generators of this machine with its memory; True if they fit."""
+    from peralta_zmq.build import gib
+
+    trainer, generator = (plan.peak for plan in plans)
+    count = config.run.num_local_generators
+    total = trainer + count * generator
+    fits = total <= machine.memory
+    _write(
+        f"\ntrainer and {count} generator{'s' * (count > 1)} on one machine (bin/lan local): "
+        f"{gib(total)} GiB of {gib(machine.memory)}, {_verdict(fits)}"
+    )
+    if fits or not all(plan.fits for plan in plans):
+        return fits
+    most = int((machine.memory - trainer) / generator)
+    if most > 0:
+        _write(f"  it fits with --run.num-local-generators {most}")
+    else:
+        _write("  one of the two fits alone; run the generators on another machine (bin/lan up)")
+    return fits
+
+
+def _verdict(fits: bool) -> str:
+    return "fits" if fits else "does not fit"
+
+
+def _row(plan: Plan, attempts: Sequence[Attempt]) -> dict[str, Any]:
+    """A plan for --json; sizes in bytes."""
+    tried = [
+        {"option": a.option, "alone": int(a.alone.peak), "combined": int(a.combined.peak)}
+        for a in attempts
+    ]
+    return {
+        "role": plan.role,
+        "peak": int(plan.peak),
+        "limit": int(plan.limit),
+        "fits": plan.fits,
+        "moment": plan.moment,
+        "parts": {name: int(size) for name, size in plan.parts.items()},
+        "settings": tried,
+    }
+
+
+def _write(line: str) -> None:
+    sys.stdout.write(line + "\n")

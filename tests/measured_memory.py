@@ -1,0 +1,145 @@
+"""Measure the peak memory of a trainer's steps, or of a generator's engine, in this process.
+
+python tests/measured_memory.py trainer|generator FOLDER [OPTIONS] prints the measured and the
+planned peak in bytes, as JSON. FOLDER has a model.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import threading
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from peralta_zmq import build, models, registry
+from peralta_zmq.build.engines import engine_settings
+from peralta_zmq.build.memory_plan import Machine, Role
+from peralta_zmq.config import Config, load_config
+from peralta_zmq.learning.distributed import SINGLE
+from peralta_zmq.models import lora
+from peralta_zmq.rollout import Request, Rollout, RolloutGroup
+from peralta_zmq.trainer import policy
+from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
+from peralta_zmq.weights.store import WeightStore
+
+NUM_STEPS = 3
+PERIOD = 0.005  # seconds between two samples
+
+
+class PeakMemory(threading.Thread):
+    """Within the block, samples the memory of this process that the kernel cannot drop.
+
+    That is anonymous, shared and swapped memory, without the pages of mapped files. `peak` is the
+    largest sample in bytes, `before` the one at the start.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.before = self.peak = self._sample()
+        self._is_ended = threading.Event()
+
+    def __enter__(self) -> PeakMemory:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_ended.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._is_ended.wait(PERIOD):
+            self.peak = max(self.peak, self._sample())
+
+    def _sample(self) -> int:
+        lines = Path("/proc/self/status").read_text("ascii").splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        kinds = ("RssAnon", "RssShmem", "VmSwap")
+        return sum(int(fields[kind].split()[0]) for kind in kinds) << 10
+
+
+def group(config: Config, vocab_size: int, *, number: int) -> RolloutGroup:
+    """Rollouts of the longest prompts and completions, with different rewards."""
+    random, length = np.random.default_rng(number), config.engine.max_model_len
+    num_prompt = length - config.max_completion_length
+    prompt = random.integers(3, vocab_size, num_prompt)
+    mask = np.arange(length) >= num_prompt
+    rollouts = [
+        Rollout(
+            token_ids=np.concatenate(
+                [prompt, random.integers(3, vocab_size, length - num_prompt)]
+            ).astype(np.int32),
+            loss_mask=mask,
+            logprobs=np.where(mask, -np.log(vocab_size), 0).astype(np.float32),
+            policy_steps=np.where(mask, 0, -1).astype(np.int32),
+            reward=float(index % 2),
+            finish_reason="stop",
+        )
+        for index in range(config.sampling.num_generations)
+    ]
+    return RolloutGroup("", "ann", bytes(8), number, "", "", 0, "", tuple(rollouts))
+
+
+def train(config: Config) -> None:
+    """Evaluate, take steps and publish each, as the trainer does."""
+    opened = policy.open_policy(config, [], SINGLE)
+    vocab_size = int(opened.model.config.vocab_size)
+    groups = [group(config, vocab_size, number=each) for each in range(config.groups_per_step)]
+    with tempfile.TemporaryDirectory() as folder:
+        store = WeightStore.open(folder)
+        store.claim("run")
+        writer = VersionWriter(store, companions={})
+        dtype = models.DTYPES[config.weights.dtype]
+        with closing(WeightPublisher(writer, dtype=dtype)) as publisher:
+            sample(config, opened.engine)
+            for step in range(1, NUM_STEPS + 1):
+                result = opened.learner.learn(groups)
+                assert not result.skip_reason, result
+                publisher.publish(step, lora.published_weights(opened.model))
+                assert publisher.wait(60.0)
+
+
+def serve(config: Config, folder: Path, machine: Machine) -> None:
+    """Sample as a generator does."""
+    settings = replace(engine_settings(config), dtype=machine.sampling_dtype)
+    engine = registry.resolve("engine", machine.engine).open(folder, settings)
+    engine.apply(registry.WeightUpdate(1, models.FolderWeights(folder)))  # into memory
+    sample(config, engine)
+
+
+def sample(config: Config, engine: registry.Engine) -> None:
+    """Sample completions of the largest length in all slots."""
+    random, length = np.random.default_rng(0), config.engine.max_model_len
+    num_prompt, size = length - config.max_completion_length, config.sampling.num_generations
+    prompts = random.integers(3, 400, (config.engine.slots // size + 1, num_prompt), np.int32)
+    requests = [Request(index, prompts[index // size]) for index in range(config.engine.slots)]
+    completions = list(engine.generate(requests, build.make_sampling(config, seed=0)))
+    assert len(completions) == config.engine.slots
+
+
+def main(role: Role, name: str, *arguments: str) -> None:
+    folder = Path(name)
+    config = load_config("measured_memory", ["--model.name", name, *arguments])
+    models.keep_memory()
+    shape = build.read_shape(folder)
+    machine = build.machine_for(config, folder, shape)
+    plan = build.planner(config, role, shape, machine)(config)
+    with PeakMemory() as memory:
+        train(config) if role == "trainer" else serve(config, folder, machine)
+    parts = {name: int(size) for name, size in plan.parts.items()}
+    row = {
+        "process": memory.before,
+        "measured": memory.peak,
+        "planned": int(plan.peak),
+        "moment": plan.moment,
+    }
+    print(json.dumps({**row, "parts": parts}))
+
+
+if __name__ == "__main__":
+    main(cast(Role, sys.argv[1]), *sys.argv[2:])

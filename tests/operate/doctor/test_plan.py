@@ -1,0 +1,119 @@
+"""bin/doctor plan: what it prints, its exit code, and its refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from sample_data import TINY
+
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.operate import doctor
+
+LARGE = {**TINY, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
+         "vocab_size": 151936, "max_position_embeddings": 40960}  # fmt: skip
+SMALL = "--train.max-tokens-per-microbatch=2048"
+
+
+def plan(*words: str) -> int:
+    return doctor.main(["plan", "--model.device=cpu", *words])
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(LARGE))
+    return f"--model.name={tmp_path}"
+
+
+def test_plan_that_fits_lists_parts_of_both_roles(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(model, "--memory=64", "--run.num-local-generators=1") == 0
+    out = capsys.readouterr().out
+    assert "qwen3, 28 layers of hidden size 1024, 596.0 M parameters" in out
+    assert "device cpu with 64.00 GiB" in out
+    for part in ("weights", "gradients", "optimizer state (adamw)", "copies to publish",
+                 "KV cache of 32 slots", "packed output head"):  # fmt: skip
+        assert f"  {part}\n" in out
+    assert "trainer and 1 generator on one machine (bin/lan local): " in out
+    assert "does not fit" not in out
+
+
+def test_plan_that_does_not_fit_names_a_setting_that_does(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (model, "--memory=10", "--role=trainer")
+    assert plan(*words, "--json") == 1
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = json.loads(lines[-1])["plans"]
+    assert (row["role"], row["fits"]) == ("trainer", False)
+    assert row["peak"] == sum(row["parts"].values()) > row["limit"] == 10 * 2**30
+    assert row["settings"] and all(each["option"].startswith("--") for each in row["settings"])
+    (advice,) = (line for line in lines if line.startswith("  it fits with "))
+    assert plan(*words, *advice.removeprefix("  it fits with ").split()) == 0
+
+
+def test_plan_that_cannot_fit_says_so(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--memory=1", "--role=trainer") == 1
+    out = capsys.readouterr().out
+    assert "no setting is enough; choose a smaller model.name, or a machine with more memory" in out
+
+
+def test_roles_that_fit_alone_may_not_fit_together(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(model, "--memory=64", "--run.num-local-generators=9") == 1
+    out = capsys.readouterr().out
+    assert "  it fits with --run.num-local-generators " in out
+    assert plan(model, "--memory=64", "--run.num-local-generators=1") == 0
+
+
+def test_plan_for_a_card_needs_no_card(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("plan", model, SMALL, "--model.device=cuda", "--memory=24", "--role=trainer")
+    assert doctor.main(list(words)) == 0
+    out = capsys.readouterr().out
+    assert "device cuda with 24.00 GiB" in out and "copies to publish" not in out
+
+
+def test_unknown_architecture_is_marked_as_estimated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "nova"}))
+    assert plan(f"--model.name={tmp_path}", "--memory=8") == 0
+    text = "estimated: the layers of nova may differ from the formulas"
+    assert text in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model.name=/no/such/model",), "model '/no/such/model' is neither a folder nor in the"),
+        (("--memory=0",), "--memory 0 is not above 0; give GiB, such as 24"),
+        (("--model.device=toaster",), "device 'toaster' cannot be used here"),
+        (("--train.memory-fraction=1.5",), "train.memory_fraction = '1.5' is wrong"),
+        (
+            ("--train.memory-fraction=0.5", "--engine.gpu-memory-utilization=0.3"),
+            "train.memory_fraction 0.5 and engine.gpu_memory_utilization 0.3 for each of 2 "
+            "generators are 1.1 of the memory of this machine; lower them to 1 together",
+        ),
+        (
+            ("--engine.gpu-memory-utilization=0.6",),
+            "engine.gpu_memory_utilization 0.6 for each of 2 generators are 1.2 of the memory",
+        ),
+    ],
+)
+def test_plan_is_refused_for(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        doctor.main(["plan", *words])
+    assert message in str(caught.value)
+
+
+def test_fractions_of_one_machine_may_add_up_to_one(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fractions = ("--train.memory-fraction=0.6", "--engine.gpu-memory-utilization=0.4")
+    assert plan(model, SMALL, "--memory=40", "--run.num-local-generators=1", *fractions) == 0
+    out = capsys.readouterr().out
+    assert "GiB of 24.00, fits" in out and "GiB of 16.00, fits" in out

@@ -1,0 +1,261 @@
+"""Sizes of models, parts of memory plans, settings that make a plan fit, and checks of machines."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from config_files import load
+from sample_data import TINY, packed, siblings
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from peralta_zmq import build, models
+from peralta_zmq.build.memory_plan import Machine, layer_bytes, plan_generator, plan_trainer
+from peralta_zmq.build.memory_remedies import changed
+from peralta_zmq.build.model_shape import ModelShape
+from peralta_zmq.config import Config
+from peralta_zmq.engines.native.cache import KVCache, cache_shape
+from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.learning.packing import Packing, make_micro_batches
+from peralta_zmq.models.scoring import Scorer
+from tools.base_model import new_model
+
+# Qwen3-0.6B
+QWEN = {**TINY, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
+        "vocab_size": 151936, "max_position_embeddings": 40960}  # fmt: skip
+NUM_PARAMETERS = 596_049_920  # of Qwen3-0.6B
+MACHINE = Machine("cpu", 16 * 2**30)
+
+
+def shape_of(folder: Path, settings: dict[str, Any]) -> ModelShape:
+    (folder / "config.json").write_text(json.dumps(settings))
+    return build.read_shape(folder)
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> ModelShape:
+    return shape_of(tmp_path, QWEN)
+
+
+# Sizes of models.
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral", "phi3", "smollm3"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_number_of_parameters_equals_that_of_the_model(
+    family: str, is_tied: bool, tmp_path: Path
+) -> None:
+    settings = {**TINY, "model_type": family, "tie_word_embeddings": is_tied}
+    config = AutoConfig.for_model(**settings)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = shape_of(tmp_path, settings)
+    assert shape.is_known and shape.num_parameters == model.num_parameters()
+
+
+def test_size_of_a_named_model(qwen: ModelShape) -> None:
+    assert qwen.num_parameters == NUM_PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"config\.json cannot be read \(.*\); copy the model again"),
+        ("[]", r"config\.json cannot be read \(.*\); copy the model again"),
+        ('{"model_type": "gpt2", "n_embd": 768}', "has no hidden_size, so the memory of .*'gpt2'"),
+        ('{"model_type": "x", "hidden_size": -4}', "has no hidden_size, so the memory of .*'x'"),
+    ],
+)
+def test_config_without_sizes_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        build.read_shape(tmp_path)
+
+
+# Parts of a plan.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("completion", [40, 160])  # trees of 192 and 672 tokens
+def test_layer_saves_the_planned_bytes(dtype: str, completion: int, tmp_path: Path) -> None:
+    """The tensors that autograd saves, as the difference between three layers and two.
+
+    With autocast these include a copy of each weight.
+    """
+    settings = {**TINY, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+                "head_dim": 32, "intermediate_size": 160,
+                "max_position_embeddings": 1024}  # fmt: skip
+    machine = Machine("cpu", 1, training_dtype=dtype)
+    shape = shape_of(tmp_path, settings)
+    group = siblings([0.0, 1.0, 0.0, 1.0], num_prompt=32, lengths=[completion] * 4)
+    packing, saved = Packing(max_tokens=1000), list[int]()
+    (batch,) = make_micro_batches(packed([group], max_tokens=1000)[0], packing)
+    for num_layers in (2, 3):
+        model = new_model({**settings, "num_hidden_layers": num_layers}, seed=0)
+        saved.append(_saved_bytes(model, batch, models.DTYPES[dtype]))
+    num_tokens = len(batch.token_ids)
+    planned = num_tokens * layer_bytes(shape, machine, tree=num_tokens)
+    if dtype == "bfloat16":
+        planned += 2 * shape.linear_parameters / shape.num_layers
+    assert planned == pytest.approx(saved[1] - saved[0], rel=0.03)
+
+
+def _saved_bytes(model: Any, batch: Any, dtype: torch.dtype) -> int:
+    """Bytes of the distinct tensors that a forward pass saves, without the parameters."""
+    scorer = Scorer(model, dtype=dtype)
+    storages: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage()._cdata] = tensor  # keeps it, so that no address repeats
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        scorer(batch.token_ids, batch.trees, batch.scored)
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    return sum(t.untyped_storage().nbytes() for key, t in storages.items() if key not in own)
+
+
+def test_parts_follow_the_settings(qwen: ModelShape) -> None:
+    plan = plan_trainer(load(), qwen, MACHINE)
+    assert plan.certain == pytest.approx(16 * NUM_PARAMETERS)
+    assert plan.parts["weights"] == 4 * NUM_PARAMETERS
+    assert plan.parts["optimizer state (adamw)"] == 8 * NUM_PARAMETERS
+    assert plan.parts["copies to publish"] == 2 * 2 * NUM_PARAMETERS
+    small = plan_trainer(load("--train.optim=adamw_8bit"), qwen, MACHINE)
+    assert plan.certain - small.certain == pytest.approx((8 - 2.03125) * NUM_PARAMETERS)
+    adapters = plan_trainer(load("--lora.rank=8"), qwen, MACHINE)
+    assert adapters.certain - 4 * NUM_PARAMETERS < 0.02 * plan.certain
+    on_card = plan_trainer(load(), qwen, Machine("cuda", 1))
+    assert "copies to publish" not in on_card.parts
+    with_reference = plan_trainer(load(), qwen, MACHINE, num_references=1)
+    assert with_reference.parts["reference model"] == 4 * NUM_PARAMETERS
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--train.gradient-checkpointing",),
+        ("--train.max-tokens-per-microbatch=1024",),
+        ("--train.optim=adamw_bf16",),
+        ("--train.optim=adamw_8bit",),
+        ("--lora.rank=16",),
+        ("--engine.max-model-len=256", "--sampling.max-completion-length=64"),
+    ],
+)
+def test_setting_lowers_the_peak_of_the_trainer(
+    arguments: tuple[str, ...], qwen: ModelShape
+) -> None:
+    large = ("--sampling.max-completion-length=256", "--engine.max-model-len=1024")
+    before = plan_trainer(load(*large), qwen, MACHINE)
+    assert plan_trainer(load(*large, *arguments), qwen, MACHINE).peak < before.peak
+
+
+def test_planned_cache_is_that_of_the_native_engine(tmp_path: Path) -> None:
+    config, shape = load("--engine.slots=5", "--engine.max-model-len=96"), shape_of(tmp_path, TINY)
+    cache = KVCache(
+        **cache_shape(AutoConfig.for_model(**TINY)),
+        num_rows=5 + PROMPT_ROWS,
+        capacity=96,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    plan = plan_generator(config, shape, MACHINE)
+    assert plan.parts["KV cache of 5 slots"] == cache._memory.nbytes
+
+
+# Settings that make a plan fit.
+
+
+def test_remedies_are_tried_with_the_least_harm_first(qwen: ModelShape) -> None:
+    config = load("--sampling.max-completion-length=256", "--engine.max-model-len=1024")
+
+    def chosen(memory_gib: float) -> list[str]:
+        machine = Machine("cpu", memory_gib * 2**30)
+        make_plan = build.planner(config, "trainer", qwen, machine)
+        attempts = build.attempts_for(config, "trainer", qwen, machine, make_plan)
+        return [each.option for each in build.sufficient(attempts)]
+
+    assert chosen(40) == ["--train.max-tokens-per-microbatch 8192"]
+    assert chosen(1) == []
+    needed = [len(chosen(memory)) for memory in (40, 9, 8)]
+    assert needed == sorted(needed)
+
+
+def test_proposed_option_is_accepted_and_gives_the_planned_peak(qwen: ModelShape) -> None:
+    config, machine = load("--engine.max-model-len=1024"), Machine("cpu", 2**30)
+    for role in ("trainer", "generator"):
+        make_plan = build.planner(config, role, qwen, machine)
+        attempts = build.attempts_for(config, role, qwen, machine, make_plan)
+        assert len({each.setting for each in attempts}) >= 2
+        for each in attempts:
+            proposed = load("--engine.max-model-len=1024", *each.option.split())
+            assert proposed == changed(config, each.setting, each.value)
+            assert make_plan(proposed).peak == each.alone.peak
+
+
+# Checks of the machine.
+
+
+def start(config: Config, folder: Path, settings: dict[str, Any], role: Any = "trainer") -> None:
+    (folder / "config.json").write_text(json.dumps(settings))
+    build.check_start(config, role, folder)
+
+
+@pytest.mark.parametrize("role", ["trainer", "generator"])
+def test_start_is_refused_if_weights_alone_do_not_fit(role: str, tmp_path: Path) -> None:
+    huge = {**QWEN, "num_hidden_layers": 100_000}
+    with pytest.raises(ConfigError) as caught:
+        start(load("--model.device=cpu"), tmp_path, huge, role)
+    assert f"the {role} needs " in str(caught.value)
+    assert " alone, and cpu has " in str(caught.value)
+    assert "choose a smaller model.name or a machine with more memory" in str(caught.value)
+
+
+def test_start_warns_once_if_the_plan_exceeds_the_fraction(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load("--model.device=cpu", "--train.memory-fraction=0.000001")
+    start(config, tmp_path, TINY)
+    (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert "the trainer needs about " in record.getMessage()
+    assert "bin/doctor plan" in record.getMessage()
+    caplog.clear()
+    start(load("--model.device=cpu"), tmp_path, TINY)
+    start(load("--model.device=cpu"), tmp_path, {"model_type": "gpt2"})  # cannot be planned
+    assert caplog.records == []
+
+
+def test_failed_allocation_names_the_setting_to_change() -> None:
+    config = load("--model.device=cpu")
+    with pytest.raises(ConfigError) as caught, build.memory_errors(config, "trainer"):
+        torch.empty(1 << 60, dtype=torch.uint8)
+    text = str(caught.value)
+    assert "the trainer is out of memory (" in text and "can't allocate memory" in text
+    assert "planned were " in text and "it needs " in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), ConfigError),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"), ConfigError),
+        (MemoryError(), ConfigError),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), RuntimeError),
+        (ValueError("out of memory"), ValueError),
+    ],
+)
+def test_errors_of_allocations_are_recognized(error: Exception, kind: type[Exception]) -> None:
+    with pytest.raises(kind), build.memory_errors(load("--model.device=cpu"), "generator"):
+        raise error
+
+
+def test_fraction_limits_the_free_bytes_of_this_process() -> None:
+    cpu = torch.device("cpu")
+    assert models.free_bytes(cpu, fraction=1e-9) == 0 < models.free_bytes(cpu, fraction=1.0)
+    assert models.free_bytes(cpu, fraction=1.0) <= models.total_bytes(cpu)
