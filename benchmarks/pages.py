@@ -60,6 +60,15 @@ def reports_of(bench: str) -> list[Report]:
     return [each[bench] for each in by_bench if bench in each]
 
 
+def worst_of(bench: str, claim: str, field: str = "ours") -> float:
+    """The worst recorded value of a field of a claim. Raises KeyError if none is recorded."""
+    claims = [each for made in reports_of(bench) for each in made["claims"]]
+    worst = _worst([each for each in claims if each["name"] == claim], field)
+    if worst is None:
+        raise KeyError(f"no recorded report has {bench} {claim} {field}")
+    return worst
+
+
 def table(measured: Report) -> str:
     """A report as a Markdown table, with the machine above and the versions below."""
     rows = [
