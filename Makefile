@@ -83,6 +83,13 @@ test-lab: setup  ## NFS, CIFS, sshfs and power cuts in a guest kernel (ARGS='-k 
 test-lan: setup  ## bin/lan over a real sshd, and three network namespaces as three machines
 	@$(BIN)/python -m pytest -m lan -rs --timeout 300 $(ARGS)
 
+test-kubernetes: setup  ## The manifests in deploy/kubernetes against the schemas of the API
+	@$(PIP) kubernetes-validate
+	@$(BIN)/python -m pytest tests/deploy/test_kubernetes.py -rs $(ARGS)
+
+test-container: setup  ## Build the image and train in it (Debian: apt install podman runc mmdebstrap)
+	@$(BIN)/python -m pytest tests/deploy -m container -rs --timeout 1200 $(ARGS)
+
 test-skew: setup .venv-other/ready  ## Workers with another Python (PYTHON=python3.13) together with ours
 	@PERALTA_OTHER_PYTHON=.venv-other/bin/python $(BIN)/python -m pytest -m lan -rs -s \
 	  --timeout 300 tests/operate/test_version_skew.py $(ARGS)
@@ -185,4 +192,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-mlx test-vllm test-verifiers test-gpu test-trl test-lab test-lan test-skew lab-soak fuzz compare-losses time-losses time-lora lint data base-model turns-base-model clean fresh torch package test-tools docs pacing picture structure
+.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-mlx test-vllm test-verifiers test-gpu test-trl test-lab test-lan test-kubernetes test-container test-skew lab-soak fuzz compare-losses time-losses time-lora lint data base-model turns-base-model clean fresh torch package test-tools docs pacing picture structure
