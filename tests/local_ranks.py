@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from child_processes import FORKS
 from sample_data import siblings
 
+from peralta_zmq.learning.distributed import DistributedRanks
 from tools.link_proxy import free_ports
 
 DEADLINE = 50.0  # seconds
@@ -60,6 +62,12 @@ def results(folder: Path, ranks: list[multiprocessing.process.BaseProcess]) -> l
 def on_ranks(folder: Path, job: Callable[..., Any], *arguments: Any, count: int = 2) -> list[Any]:
     """The results of `job(*arguments)` on `count` ranks."""
     return results(folder, start(folder, job, *arguments, count=count))
+
+
+def join_sharded(device: torch.device) -> DistributedRanks:
+    """Join the process group with sharded parameters, as on CUDA; replaces `distributed.join`."""
+    dist.init_process_group("gloo")
+    return DistributedRanks(device, shards=True)
 
 
 def _work(

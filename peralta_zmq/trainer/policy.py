@@ -25,7 +25,7 @@ from peralta_zmq.learning.distributed import DistributedRanks, Ranks
 from peralta_zmq.models import frozen_layers, lora
 from peralta_zmq.observe.run_log import recorded_weights_ids
 from peralta_zmq.rollout import Problem
-from peralta_zmq.trainer.ranks import LeadingLearner, PolicyLearner
+from peralta_zmq.trainer.ranks import PolicyLearner, make_policy_learner
 from peralta_zmq.trainer.session import Session
 from peralta_zmq.weights import tensor_set
 from peralta_zmq.weights.http_backend import serve_weights
@@ -49,6 +49,7 @@ class Policy:
     companions: dict[str, bytes]  # files of every version: content by name; see version_files
     manifest_fields: dict[str, str]  # additional fields of each version's manifest
     learner: PolicyLearner  # learning/learner.py, or its proxy if there are several ranks
+    num_ranks: int  # processes that compute each step
     engine: registry.Engine  # samples from the model, for the trainer's own evaluations
     worker_info: Mapping[str, str]  # device and dtype, to show to users
 
@@ -68,13 +69,19 @@ def open_policy(config: Config, problems: Sequence[Problem], ranks: Ranks) -> Po
     check_tokens(problems, len(tokenizer))
     models.check_template_kwargs(tokenizer, problems)
     dtype, _ = models.training_dtype(model, config.train.dtype)
-    learner: PolicyLearner = build.make_learner(config, model, ranks)
-    if isinstance(ranks, DistributedRanks):
-        learner = LeadingLearner(learner, ranks, model)
+    learner = make_policy_learner(config, model, ranks)
     engine = build.make_live_engine(config, model, tokenizer)
     worker_info = models.worker_info(model.device, dtype)
     return Policy(
-        folder, model, tokenizer, companions, manifest_fields, learner, engine, worker_info
+        folder,
+        model,
+        tokenizer,
+        companions,
+        manifest_fields,
+        learner,
+        ranks.world_size,
+        engine,
+        worker_info,
     )
 
 

@@ -157,6 +157,12 @@ class LeadingLearner:
 PolicyLearner: TypeAlias = Learner | LeadingLearner  # the object that the trainer's loop calls
 
 
+def make_policy_learner(config: Config, model: models.Model, ranks: Ranks) -> PolicyLearner:
+    """Return rank 0's learner, which also directs the other ranks. Raises as `make_learner`."""
+    learner = build.make_learner(config, model, ranks)
+    return LeadingLearner(learner, ranks, model) if isinstance(ranks, DistributedRanks) else learner
+
+
 def run_follower(config: Config, ranks: DistributedRanks) -> None:
     """Execute rank 0's commands until "end". Raises RankError if rank 0 is gone.
 

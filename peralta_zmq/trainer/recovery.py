@@ -267,7 +267,13 @@ class Recovery:
             run_log.note(f"resumed: step={step} checkpoint={restored_step} replayed={num_replayed}")
         if not self.session.stop.requested:
             event = "resume" if run_log.resuming else "start"
-            run_log.event(event, step=step, checkpoint=restored_step, replayed=num_replayed)
+            run_log.event(
+                event,
+                step=step,
+                checkpoint=restored_step,
+                replayed=num_replayed,
+                ranks=self.policy.num_ranks,
+            )
 
     # 7. Publish the weights.
 

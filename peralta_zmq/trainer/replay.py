@@ -2,8 +2,8 @@
 
 The journal holds the rollouts of each training step. A replay needs no generators and does not
 change the run. With the run's settings it reproduces the weights that the run published,
-bit-identically on CPUs. With other settings (`--loss.name grpo`) it shows their effect on the same
-rollouts.
+bit-identically on CPUs, if it has as many ranks (`torchrun bin/replay RUN`) as the run had. With
+other settings (`--loss.name grpo`) it shows their effect on the same rollouts.
 `bin/replay export` writes a published weight version as a model folder.
 """
 
@@ -29,7 +29,7 @@ from peralta_zmq.errors import (
     printable,
     program_name,
 )
-from peralta_zmq.learning.learner import Learner
+from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks
 from peralta_zmq.models import frozen_base, lora
 from peralta_zmq.observe.metrics import EVENTS, METRICS, number, read_rows
 from peralta_zmq.observe.terminal import progress_on_stderr
@@ -37,6 +37,13 @@ from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint, journal
 from peralta_zmq.trainer.collector import size_of, step_size
 from peralta_zmq.trainer.policy import group_limits, write_merged
+from peralta_zmq.trainer.ranks import (
+    PolicyLearner,
+    join,
+    make_policy_learner,
+    run_follower,
+    shutdown,
+)
 from peralta_zmq.trainer.recovery import ALL_REFUSED, skip_step
 from peralta_zmq.trainer.session import known_run_id
 from peralta_zmq.weights.replica import STATE, load_version
@@ -57,44 +64,59 @@ def main(arguments: Sequence[str]) -> int:
     Each step uses the learning rate in metrics.jsonl, unless options of this command change the
     schedule. Weights are compared only if the options change no setting. If metrics.jsonl lacks the
     learning rate of a step, different weights of this step and later ones are not an error, because
-    the step may have been trained with another rate. Raises ConfigError or JournalError if there is
-    nothing to replay, StoreError if the weights folder cannot be listed.
+    the step may have been trained with another rate. Neither are they if a session of the run had
+    another number of ranks, because the order of a sum changes its last bits. Raises ConfigError or
+    JournalError if there is nothing to replay, StoreError if the weights folder cannot be listed.
     """
     options, settings = replay_options(arguments)
     if arguments[:1] == ["export"]:
         return export(options.run, options.step, options.folder)
     run: Path = options.run
-    config, run_config = _load_config(run, settings), _load_config(run)
+    config, ranks = join(_load_config(run, settings))
+    if isinstance(ranks, DistributedRanks) and ranks.rank > 0:
+        run_follower(config, ranks)
+        return 0
+    run_config = _load_config(run)
     rates = _recorded_rates(run)
     schedule = build.learning_rate_schedule  # returns a partial whose keywords are the settings
     is_same_schedule = schedule(config).keywords == schedule(run_config).keywords
     published, problems = _published(run, config) if config == run_config else ({}, [])
-    sys.stderr.writelines(f"{printable(problem)}\n" for problem in problems)
+    other_ranks = sorted(_recorded_ranks(run) - {ranks.world_size})
+    notes = [_other_ranks_text(run, other_ranks, ranks)] if published and other_ranks else []
+    sys.stderr.writelines(f"{printable(text)}\n" for text in (*problems, *notes))
     without_rate = [step for step in journal.files_in(run / journal.JOURNAL) if step not in rates]
     num_different = 0
     for step, metrics, digest in replay(
-        config, run, options.first, options.last, rates if is_same_schedule else {}
+        config, run, options.first, options.last, rates if is_same_schedule else {}, ranks
     ):
         result = ""
         if step in published:
             missing = next((other for other in without_rate if other <= step), None)
             if digest == published[step]:
                 result = "  as published"
-            elif missing is None:
-                result, num_different = "  NOT as published", num_different + 1
-            else:
+            elif missing is not None:
                 result = f"  not compared: {METRICS} lacks the learning rate of step {missing}"
+            elif other_ranks:
+                result = "  not compared: other number of ranks"
+            else:
+                result, num_different = "  NOT as published", num_different + 1
         numbers = "  ".join(f"{name}={metrics[name]:.6g}" for name in PRINTED if name in metrics)
         numbers = numbers or f"skipped: {ALL_REFUSED}"
         sys.stdout.write(f"step={step}  {numbers}  weights={digest[:16]}{result}\n")
         sys.stdout.flush()
+    shutdown(ranks)
     if num_different:
         return DIFFERENT
     return DAMAGED if problems else 0
 
 
 def replay(
-    config: Config, folder: Path, first: int | None, last: int | None, rates: Mapping[int, float]
+    config: Config,
+    folder: Path,
+    first: int | None,
+    last: int | None,
+    rates: Mapping[int, float],
+    ranks: Ranks = SINGLE,
 ) -> Iterator[tuple[int, dict[str, float], str]]:
     """Yield each step with its metrics and the sha256 of the weights it would publish.
 
@@ -102,11 +124,10 @@ def replay(
     before `first`, or from the base model, so steps before `first` may be trained but are not
     yielded. `rates` (step -> learning rate) replace the learning rates of the settings. A step
     whose groups all exceed the limits of the run is skipped and has no metrics. Raises JournalError
-    if the journal starts too late, has a gap, or ends before `first`.
+    if the journal starts too late, has a gap, or ends before `first`. Only rank 0 calls it.
     """
-    models.use_threads(config.train.num_workers)
     model = build.load_policy(config, models.model_folder(config.model.name))
-    learner = build.make_learner(config, model)
+    learner = make_policy_learner(config, model, ranks)
     steps = journal.files_in(folder / journal.JOURNAL)
     if not steps:
         raise JournalError(f"{folder}/journal is empty; there is nothing to replay")
@@ -225,7 +246,21 @@ def _recorded_rates(run: Path) -> dict[int, float]:
     return rates
 
 
-def _restore(learner: Learner, folder: Path, earliest: int, first: int | None) -> None:
+def _recorded_ranks(run: Path) -> set[int]:
+    """The numbers of ranks of the run's sessions, from events.jsonl."""
+    return {int(number(row, "ranks", 1)) for row in read_rows(run / EVENTS) if "ranks" in row}
+
+
+def _other_ranks_text(run: Path, other_ranks: Sequence[int], ranks: Ranks) -> str:
+    counts = " and ".join(map(str, other_ranks))
+    return (
+        f"number of ranks: {counts} in the run, {ranks.world_size} in this replay, which rounds "
+        "differently; for the same bits: "
+        f"torchrun --nproc-per-node {other_ranks[0]} {program_name('replay')} {run}"
+    )
+
+
+def _restore(learner: PolicyLearner, folder: Path, earliest: int, first: int | None) -> None:
     """Restore the newest checkpoint before step `first`.
 
     `earliest` is the first step in the journal, and the default of `first`. Raises JournalError if

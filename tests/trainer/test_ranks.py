@@ -7,8 +7,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import failing_losses
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from local_ranks import DEADLINE, GROUPS, results, start
+from local_ranks import DEADLINE, GROUPS, join_sharded, on_ranks, results, start
 from sample_data import RUN
+from trainer_sessions import ONE_THREAD
 
 from peralta_zmq import models, wire
 from peralta_zmq.config import Config, load_config
@@ -26,7 +27,7 @@ from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning import distributed
 from peralta_zmq.observe.metrics import Row, read_rows
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer import checkpoint
+from peralta_zmq.trainer import checkpoint, replay
 from peralta_zmq.trainer import loop as trainer
 from peralta_zmq.trainer.ranks import local_rank
 from peralta_zmq.trainer.session import write_identity
@@ -137,11 +138,6 @@ def run_one_rank(config: Config, options: dict[str, bool]) -> None:
     trainer.run(config)
 
 
-def join_sharded(device: torch.device) -> distributed.DistributedRanks:
-    dist.init_process_group("gloo")
-    return distributed.DistributedRanks(device, shards=True)
-
-
 @pytest.fixture(scope="module")
 def single_rank(tmp_path_factory: pytest.TempPathFactory) -> Tensors:
     """The checkpoint of one rank."""
@@ -158,6 +154,7 @@ def assert_same(tensors: Tensors, expected: Tensors) -> None:
     "counts",
     [
         pytest.param((2, 1), id="sharded to one", marks=pytest.mark.slow),
+        pytest.param((2, 4), id="sharded to more shards", marks=pytest.mark.slow),
         pytest.param((1, 2), id="one to sharded"),
     ],
 )
@@ -179,6 +176,34 @@ def test_run_resumes_after_a_killed_rank(tmp_path: Path, single_rank: Tensors) -
         with pytest.raises(RuntimeError, match="RankError: another rank of this trainer is gone"):
             run.feed(session, to=4)
     assert_same(run.train(to=STEPS, num_ranks=2), single_rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [False, True], ids=["whole", "sharded"])
+def test_replay_on_the_ranks_of_the_run_is_bit_identical(tmp_path: Path, shards: bool) -> None:
+    run = Run(tmp_path, "--checkpoint.keep-journal", "--weights.keep-last=9", ONE_THREAD)
+    run.train(to=3, num_ranks=2, shards=shards)
+    run.train(to=STEPS, num_ranks=2, shards=shards)
+    folder = str(run.config.run_folder)
+    (code, lines, notes), _ = on_ranks(tmp_path, replay_here, [folder], shards)
+    assert (code, len(lines)) == (0, STEPS) and "number of ranks" not in notes
+    assert all(line.endswith("  as published") for line in lines)
+    code, lines, notes = replay_here([folder])  # one rank
+    assert (code, len(lines)) == (0, STEPS)
+    assert lines[-1].endswith("  not compared: other number of ranks")
+    assert (
+        "number of ranks: 2 in the run, 1 in this replay, which rounds differently; for the same "
+        f"bits: torchrun --nproc-per-node 2 bin/replay {folder}\n"
+    ) in notes
+
+
+def replay_here(arguments: Sequence[str], shards: bool = False) -> tuple[int, list[str], str]:
+    """Exit code, lines of the steps, and messages of bin/replay."""
+    if shards:
+        distributed.join = join_sharded
+    with redirect_stdout(StringIO()) as output, redirect_stderr(StringIO()) as notes:
+        code = replay.main(arguments)
+    return code, output.getvalue().splitlines(), notes.getvalue()
 
 
 # Steps without a finite gradient.
