@@ -17,7 +17,7 @@ Nothing here imports torch: `--help` and configuration errors take less than hal
 """
 
 from peralta_zmq.config.load import files_given, load_config
-from peralta_zmq.config.resolved import RESOLVED, earlier_config, write_resolved
+from peralta_zmq.config.resolved import RESOLVED, earlier_config, load_resolved, write_resolved
 from peralta_zmq.config.schema import Config, check_memory_fractions
 
 __all__ = [
@@ -27,5 +27,6 @@ __all__ = [
     "earlier_config",
     "files_given",
     "load_config",
+    "load_resolved",
     "write_resolved",
 ]

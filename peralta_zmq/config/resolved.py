@@ -7,7 +7,7 @@ settings into the run folder (`write_resolved`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,6 +51,19 @@ def write_resolved(config: Config, folder: Path) -> None:
     atomic_files.replace_file(folder / RESOLVED, toml_text(config).encode())
 
 
+def load_resolved(program: str, folder: Path, settings: Sequence[str] = ()) -> Config:
+    """Load config.toml in a run folder, changed by the command-line options `settings`.
+
+    A setting that the version of the run did not have gets the value with its behavior. Raises
+    ConfigError.
+    """
+    config = load_config(program, ["@", str(folder / RESOLVED), *settings])
+    if config.lora.rank is not None and "base_dtype" not in config.lora.model_fields_set:
+        lora = config.lora.model_copy(update={"base_dtype": "float32"})
+        config = config.model_copy(update={"lora": lora})
+    return config
+
+
 def earlier_config(config: Config, folder: Path) -> Config:
     """Return the settings of the last start of the run in `folder`.
 
@@ -64,8 +77,7 @@ def earlier_config(config: Config, folder: Path) -> Config:
     except (FileNotFoundError, NotADirectoryError):
         return config
     try:
-        # As if the command line were `@ run_folder/config.toml`.
-        earlier = load_config("config", ["@", str(folder / RESOLVED)])
+        earlier = load_resolved("config", folder)
     except ConfigError as error:
         raise ConfigError(
             f"run folder {folder} cannot be resumed, its {RESOLVED} does not load "
@@ -73,9 +85,6 @@ def earlier_config(config: Config, folder: Path) -> Config:
         ) from None
     if "num_minibatches" not in earlier.train.model_fields_set:
         _check_older(earlier, folder)
-    if earlier.lora.rank is not None and "base_dtype" not in earlier.lora.model_fields_set:
-        lora = earlier.lora.model_copy(update={"base_dtype": "float32"})  # before this setting
-        earlier = earlier.model_copy(update={"lora": lora})
     before, now = dict(_settings(earlier)), dict(_settings(config))
     changes = [
         f"{key} {shorten(before[key])} -> {shorten(now[key])}"

@@ -19,7 +19,7 @@ import torch
 
 from peralta_zmq import build, models
 from peralta_zmq.atomic_files import MANIFEST
-from peralta_zmq.config import RESOLVED, Config, load_config
+from peralta_zmq.config import RESOLVED, Config, load_resolved
 from peralta_zmq.config.programs import replay_options
 from peralta_zmq.errors import (
     ConfigError,
@@ -224,10 +224,9 @@ def weights_sha256(weights: Mapping[str, torch.Tensor]) -> str:
 
 def _load_config(run: Path, settings: Sequence[str] = ()) -> Config:
     """Load the settings of the run, changed by the command-line options `settings`."""
-    file = run / RESOLVED
-    if not file.exists():
+    if not (run / RESOLVED).exists():
         raise ConfigError(f"{run} has no {RESOLVED}; give the folder of a run, such as runs/demo")
-    return load_config(f"{program_name('replay')} RUN", ["@", str(file), *settings])
+    return load_resolved(f"{program_name('replay')} RUN", run, settings)
 
 
 def _recorded_rates(run: Path) -> dict[int, float]:

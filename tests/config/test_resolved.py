@@ -10,7 +10,7 @@ from config_files import load
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from peralta_zmq.config import Config, earlier_config, write_resolved
+from peralta_zmq.config import Config, earlier_config, load_resolved, write_resolved
 from peralta_zmq.config.resolved import toml_text
 from peralta_zmq.config.schema import known_fields
 from peralta_zmq.errors import ConfigError
@@ -138,6 +138,16 @@ def test_earlier_config_of_older_lora_run_has_a_float32_base(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"lora\.base_dtype 'float32' -> 'bfloat16'"):
         earlier_config(adapters, tmp_path)
     earlier_config(load("--lora.rank=4", "--lora.base-dtype=float32"), tmp_path)
+
+
+def test_settings_of_an_older_lora_run_change_only_by_name(tmp_path: Path) -> None:
+    write_resolved(load("--lora.rank=4"), tmp_path)
+    file = tmp_path / "config.toml"
+    file.write_text(file.read_text().replace('base_dtype = "bfloat16"\n', ""))
+    assert load_resolved("replay", tmp_path).lora.base_dtype == "float32"
+    assert load_resolved("replay", tmp_path, ["--lora.rank=8"]).lora.base_dtype == "float32"
+    chosen = load_resolved("replay", tmp_path, ["--lora.base-dtype=nf4"])
+    assert chosen.lora.base_dtype == "nf4"
 
 
 def of_older_version(file: Path) -> None:
