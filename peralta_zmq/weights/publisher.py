@@ -2,8 +2,9 @@
 
 The trainer waits only until a copy (a snapshot) is made. If the store is slow, a newer snapshot
 replaces the snapshot that waits for the thread, so versions are skipped and training never waits. A
-version is a keyframe (all weights) or a delta (the changes since the previous version). The thread
-first moves a snapshot to a temporary file, to free its memory for the gradients of the next step.
+version is a keyframe (all weights) or a delta (the changes since the previous version). While a
+large snapshot is written, it is moved to a temporary file, to free its memory for the gradients of
+the next step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,9 +30,10 @@ from peralta_zmq.weights.version import Version
 
 # Between two renewals of the publishing lease, with which the trainer keeps other trainers out.
 LEASE_RENEWAL_SECONDS = 10.0
-# Size of a snapshot from which its memory is returned to the system. The memory of small models is
-# kept (models/device.py), because getting it again would take a large part of a short step.
-RELEASED_BYTES = 256 << 20
+# Size of a snapshot from which it is moved to a temporary file, and its memory is returned to the
+# system. The memory of small models is kept (models/device.py), because getting it again would take
+# a large part of a short step.
+MOVED_BYTES = 256 << 20
 Tensors = dict[str, torch.Tensor]
 logger = logging.getLogger(__name__)
 
@@ -41,15 +43,11 @@ class Snapshot:
     """A copy of the weights after a training step."""
 
     step: int
-    tensors: Mapping[str, torch.Tensor]  # buffers in memory, or a temporary file
+    tensors: Tensors  # in memory; if moved, views of a temporary file
     wait_for_copies: Callable[[], None]  # returns when copies from the GPU are complete
     stall_seconds: float  # for which the trainer waited for the copy
     keyframe: bool  # write all weights; also true if a replaced snapshot required it
-
-    @property
-    def buffers(self) -> Tensors:
-        """The tensors if they are in memory, else {}."""
-        return self.tensors if isinstance(self.tensors, dict) else {}
+    is_moved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +59,22 @@ class PublishReport:
     reason: str
     stall_seconds: float  # of the snapshot
     encode_seconds: float
-    write_seconds: float  # everything else: temporary file, hashing, disk or network, pruning
+    write_seconds: float  # everything else: hashing, disk or network, pruning
 
 
 class WeightPublisher:
-    """Owns the publishing thread and the buffers of the copies. Use with `closing`.
+    """Owns the publishing thread. Use with `closing`.
 
     A second thread renews the publishing lease, also while a version takes long to write.
     """
 
     def __init__(self, writer: VersionWriter, *, dtype: torch.dtype = torch.bfloat16) -> None:
         self._writer, self._dtype = writer, dtype
-        self._spare: Tensors = {}  # buffers for the next copy; {} = allocate new buffers
         self._logged_reason = ""  # last logged reason to keep a snapshot in memory
         self._waiting: Snapshot | None = None  # the next one for the thread
         self._reports: list[PublishReport] = []
         self._failure: BaseException | None = None
-        self._publishing = self._closing = self._backing_off = False
+        self._publishing = self._moving = self._closing = self._backing_off = False
         self._changed = threading.Condition()  # guards the fields above
         self._threads = [
             threading.Thread(target=self._run, name="weight-publisher", daemon=True),
@@ -96,12 +93,10 @@ class WeightPublisher:
         """
         started = time.monotonic()
         with self._changed:
-            replaced = self._waiting
-            if replaced:
-                buffers = replaced.buffers
+            buffers: Tensors = {}
+            if replaced := self._waiting:
+                buffers = {} if replaced.is_moved else replaced.tensors
                 keyframe = keyframe or replaced.keyframe
-            else:
-                buffers, self._spare = self._spare, {}
             copies, wait_for_copies = _copy(tensors, buffers, self._dtype)
             stall = time.monotonic() - started
             self._waiting = Snapshot(step, copies, wait_for_copies, stall, keyframe)
@@ -165,6 +160,7 @@ class WeightPublisher:
                 else:
                     self._back_off(snapshot, delay)
                     delay = min(LONGEST_OUTAGE_DELAY, 2 * delay)
+                del snapshot  # its memory, until the next one arrives
         except BaseException as error:  # noqa: BLE001  (take_reports raises it)
             with self._changed:
                 self._failure, self._publishing = error, False
@@ -184,34 +180,40 @@ class WeightPublisher:
 
     def _publish(self, snapshot: Snapshot) -> bool:
         """Write a snapshot as a version; returns False if that failed."""
-        started = time.monotonic()
-        self._move_to_file(snapshot)
-        is_large = sum(tensor.nbytes for tensor in snapshot.tensors.values()) >= RELEASED_BYTES
-        if is_large:
-            _release_memory()  # the buffers, and the gradients of the last step
-        moving = time.monotonic() - started
+        snapshot.wait_for_copies()
+        is_large = sum(tensor.nbytes for tensor in snapshot.tensors.values()) >= MOVED_BYTES
+        if is_large and not snapshot.is_moved:
+            with self._changed:
+                self._moving = True
+            threading.Thread(
+                target=self._move_to_file, args=(snapshot,), name="snapshot-mover", daemon=True
+            ).start()
         report = self._writer.write(snapshot)
         if is_large:
             _release_memory()  # activations of the next step, between its gradients
         with self._changed:
-            self._reports.append(replace(report, write_seconds=report.write_seconds + moving))
+            self._reports.append(report)
+            self._publishing = report.version is None  # a failure is settled by `_back_off`
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._moving or self._closing)
         return report.version is not None
 
     def _move_to_file(self, snapshot: Snapshot) -> None:
         """Move a snapshot to a temporary file; if that fails, it stays in memory."""
-        snapshot.wait_for_copies()
-        if not (buffers := snapshot.buffers):
-            return  # another attempt
         try:
-            snapshot.tensors = tensor_set.temporary_copy(buffers)
+            copies = tensor_set.temporary_copy(snapshot.tensors)
         except OSError as error:
             if (reason := failure_text(error)) != self._logged_reason:
                 logger.info("weights to publish stay in memory reason=%s", reason)
             self._logged_reason = reason
-            return
-        if any(tensor.is_pinned() for tensor in buffers.values()):  # takes long to allocate
+        else:
+            snapshot.is_moved = True
+            snapshot.tensors.update(copies)  # the writer may be reading the equal tensors in memory
+            _release_memory()  # the copies in memory, and the gradients of the last step
+        finally:
             with self._changed:
-                self._spare = self._spare or buffers
+                self._moving = False
+                self._changed.notify_all()
 
     def _back_off(self, snapshot: Snapshot, delay: float) -> None:
         """Wait up to `delay` s for a newer snapshot; then queue the newest for a retry."""
@@ -224,7 +226,6 @@ class WeightPublisher:
                 self._waiting = snapshot
             else:
                 self._waiting.keyframe |= snapshot.keyframe
-                self._spare = self._spare or snapshot.buffers
 
 
 def _release_memory() -> None:
@@ -262,7 +263,10 @@ def _copy(
 def _copy_tensor(
     tensor: torch.Tensor, buffer: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """A copy in CPU memory, pinned for a GPU tensor so that the copy does not block."""
+    """A copy in CPU memory, pinned for a GPU tensor so that the copy does not block.
+
+    torch keeps pinned memory that is freed for the next copy.
+    """
     tensor = tensor.detach()
     if buffer is None or buffer.shape != tensor.shape:
         buffer = torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
@@ -293,7 +297,7 @@ class VersionWriter:
         self._store, self._companions, self._about = store, companions, about
         self._keyframe_interval, self._on_published = keyframe_interval, on_published
         self._pruner = Pruner(store, retention)
-        self._base: Base | None = None  # of the next delta: the last version
+        self._base: Base | None = None  # of the next delta: the last version; None: no delta
         self._logged_reason = ""  # last logged reason to write keyframes only
         self._encode_seconds = 0.0  # of the current version
         self._seconds_per_byte = 8e-6 / max_mbit_per_s if max_mbit_per_s else 0.0
@@ -313,12 +317,12 @@ class VersionWriter:
                 snapshot.tensors,
                 companions=self._companions,
                 about=self._about,
-                base=self._base_for(snapshot),
+                base=None if snapshot.keyframe else self._base,
                 stream=self._paced,
             )
             self._on_published(version)
             self._pruner.prune(version)
-            self._base = version, snapshot.tensors
+            self._base = self._next_base(version, snapshot.tensors)
         except StoreError as error:
             reason = str(error)
         stall, encode = snapshot.stall_seconds, self._encode_seconds
@@ -329,17 +333,15 @@ class VersionWriter:
         """Write the rest of the current version, and all further versions, at full speed."""
         self._unlimited.set()
 
-    def _base_for(self, snapshot: Snapshot) -> Base | None:
-        """The previous version, as the base of a delta; None if a keyframe is needed."""
-        if snapshot.keyframe or self._base is None:
+    def _next_base(self, version: Version, tensors: Tensors) -> Base | None:
+        """This version as the base of a delta; None if the next one must be a keyframe."""
+        if version.depth + 1 >= self._keyframe_interval:
             return None
-        if self._base[0].depth + 1 >= self._keyframe_interval:
-            return None
-        reason = delta.reason_against(snapshot.tensors)
+        reason = delta.reason_against(tensors)
         if reason and reason != self._logged_reason:
             self._logged_reason = reason
             logger.info("publishing keyframes only reason=%s", reason)
-        return None if reason else self._base
+        return None if reason else (version, tensors)
 
     def _paced(self, pieces: Iterator[Any]) -> Iterator[Any]:
         """Pass on the pieces of a file; measures the encoding time, limits the rate."""

@@ -6,6 +6,7 @@ of a set identifies names, dtypes, shapes and bytes; the fingerprint identifies 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -124,19 +125,27 @@ def copy_set(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[st
     }
 
 
-def temporary_copy(tensors: Mapping[str, torch.Tensor]) -> MappedTensors:
-    """A copy of a set in a deleted temporary file, which exists as long as the copy is used.
+def temporary_copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A copy of a set, of one dtype and not empty, as views of a temporary file without a name.
 
-    Raises OSError.
+    The system deletes the file with the last view, or when the process ends. Raises OSError, also
+    if less than twice the size of the set is free.
     """
     folder = os.environ.get("TMPDIR") or DISK_FOLDER
-    descriptor, name = tempfile.mkstemp(prefix="peralta-", dir=folder)
-    try:
-        with open(descriptor, "wb") as file:
-            file.writelines(file_of(tensors, {}))
-        return MappedTensors(Path(name))
-    finally:
-        os.unlink(name)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    with tempfile.TemporaryFile(dir=folder) as file:
+        disk = os.statvfs(folder)
+        if disk.f_bavail * disk.f_frsize < 2 * size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
+        file.writelines(_bytes_of(tensor) for tensor in tensors.values())
+        file.flush()
+        content = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+    sizes = [tensor.nbytes for tensor in tensors.values()]
+    views = torch.frombuffer(content, dtype=torch.uint8).split(sizes)
+    return {
+        name: view.view(tensor.dtype).view(tensor.shape)
+        for (name, tensor), view in zip(tensors.items(), views, strict=True)
+    }
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:

@@ -21,6 +21,7 @@ from weight_sets import COMPANIONS, loaded, reports_of, same, weights_at
 from benchmarks.reader_memory import anonymous_bytes
 from peralta_zmq import models
 from peralta_zmq.weights import publisher as publisher_module
+from peralta_zmq.weights import tensor_set
 from peralta_zmq.weights.publisher import Snapshot, VersionWriter, WeightPublisher
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import Version
@@ -92,44 +93,103 @@ def test_deltas_are_published_of_16_bit_models_only(
     assert torch.equal(loaded(store, version)[name], (weights * 1.001).to(dtype))
 
 
-def test_copies_are_freed_when_their_version_is_published(
-    open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy, copies = publisher_module._copy, list[Any]()
+class RecordedCopies:
+    """Weak references to the copies of weights that publishers make in memory."""
 
-    def recorded_copy(*arguments: Any) -> Any:
-        tensors, wait_for_copies = copy(*arguments)
-        copies.extend(map(weakref.ref, tensors.values()))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._copy, self._found = publisher_module._copy, list[Any]()
+        monkeypatch.setattr(publisher_module, "_copy", self._recorded_copy)
+
+    def _recorded_copy(self, *arguments: Any) -> Any:
+        tensors, wait_for_copies = self._copy(*arguments)
+        self._found = [weakref.ref(tensor) for tensor in tensors.values()]
         return tensors, wait_for_copies
 
-    monkeypatch.setattr(publisher_module, "_copy", recorded_copy)
+    def are_freed(self) -> bool:
+        """Whether no copy of the newest weights is in memory."""
+        return bool(self._found) and not any(each() is not None for each in self._found)
+
+
+def test_large_copies_are_freed_while_their_version_is_written(
+    store: WeightStore, open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "MOVED_BYTES", 0)
+    copies, publisher = RecordedCopies(monkeypatch), open_publisher()
+    disk_works = stuck_disk(monkeypatch, publisher)
+    until(copies.are_freed)
+    assert publisher.is_pending
+    disk_works.set()
+    assert [report.step for report in reports_of(publisher)] == [90]
+    versions = [published(publisher, step) for step in (91, 92)]
+    assert [each.kind for each in versions] == ["delta", "delta"]
+    assert same(loaded(store, versions[1]), weights_at(92))
+
+
+def test_small_copies_need_no_temporary_file(
+    open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_set, "temporary_copy", None)
     publisher = open_publisher()
     assert [published(publisher, step).kind for step in range(2)] == ["keyframe", "delta"]
-    until(lambda: copies and not any(each() is not None for each in copies))
+
+
+@pytest.mark.parametrize("options", [{"dtype": torch.float32}, {"keyframe_interval": 1}])
+def test_copies_that_are_no_base_of_a_delta_are_freed(
+    open_publisher: Opener, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    copies, publisher = RecordedCopies(monkeypatch), open_publisher(**options)
+    published(publisher, 0)
+    until(copies.are_freed)
+
+
+def test_writer_reads_copies_while_they_are_moved(
+    store: WeightStore, open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "MOVED_BYTES", 0)
+    temporary_copy, is_published = tensor_set.temporary_copy, threading.Event()
+
+    def slow_copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        is_published.wait(10)
+        return temporary_copy(tensors)
+
+    monkeypatch.setattr(tensor_set, "temporary_copy", slow_copy)
+    publisher = open_publisher()
+    first = published(publisher, 0)  # before its copies are moved
+    publisher.publish(1, masters(1))
+    is_published.set()
+    (report,) = reports_of(publisher)
+    assert report.version is not None and report.version.kind == "delta"
+    assert same(loaded(store, first), weights_at(0))
+    assert same(loaded(store, report.version), weights_at(1))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs malloc_trim")
 def test_memory_of_a_large_copy_is_returned_to_the_system(
     open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher_module, "RELEASED_BYTES", 1 << 20)
+    monkeypatch.setattr(publisher_module, "MOVED_BYTES", 1 << 20)
     models.keep_memory()
     weights = {"w": torch.ones(1 << 24)}  # the copy has 32 MiB
     before = anonymous_bytes()
     publisher = open_publisher()
     publisher.publish(0, weights)
     assert reports_of(publisher)[0].version is not None
-    assert anonymous_bytes() - before < 16 << 20
+    until(lambda: anonymous_bytes() - before < 16 << 20)
 
 
-def test_delta_is_published_without_a_temporary_folder(
+def test_copies_stay_in_memory_until_there_is_a_temporary_folder(
     store: WeightStore, open_publisher: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(publisher_module, "MOVED_BYTES", 0)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
-    publisher = open_publisher()
+    copies, publisher = RecordedCopies(monkeypatch), open_publisher()
     versions = [published(publisher, step) for step in range(3)]
     assert [each.kind for each in versions] == ["keyframe", "delta", "delta"]
     assert same(loaded(store, versions[2]), weights_at(2))
+    assert not copies.are_freed()
+    (tmp_path / "missing").mkdir()
+    assert published(publisher, 3).kind == "delta"
+    until(copies.are_freed)
 
 
 def test_gpu_copies_that_arrive_late_are_published(
