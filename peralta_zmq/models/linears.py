@@ -44,7 +44,9 @@ class _CastLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows, weight)
+        rows_needed, weight_needed, _ = ctx.needs_input_grad
+        ctx.save_for_backward(rows if weight_needed else None, weight if rows_needed else None)
+        ctx.dtype = weight.dtype
         return linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
 
     @staticmethod
@@ -54,9 +56,9 @@ class _CastLinear(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         rows, weight = ctx.saved_tensors
         rows_needed, weight_needed, bias_needed = ctx.needs_input_grad
-        flat, flat_rows = (each.reshape(-1, each.shape[-1]) for each in (grads[0], rows))
+        flat = grads[0].reshape(-1, grads[0].shape[-1])
         return (
             grads[0] @ weight.to(grads[0].dtype) if rows_needed else None,
-            (flat.t() @ flat_rows).to(weight.dtype) if weight_needed else None,
-            flat.sum(0, dtype=weight.dtype) if bias_needed else None,
+            (flat.t() @ rows.reshape(-1, rows.shape[-1])).to(ctx.dtype) if weight_needed else None,
+            flat.sum(0, dtype=ctx.dtype) if bias_needed else None,
         )

@@ -53,6 +53,29 @@ def test_output_and_gradients_are_as_exact_as_torch(bias: bool) -> None:
         assert is_as_exact_as_torch(our, their, reference)
 
 
+@pytest.mark.parametrize("frozen", ["weight", "rows"])
+def test_only_tensors_that_gradients_need_are_kept(frozen: str) -> None:
+    model, kept = Model(bias=True), list[tuple[int, ...]]()
+    replace_linears(model)
+    model.layer.weight.requires_grad_(frozen != "weight")
+    rows = torch.randn(40, 64, requires_grad=frozen != "rows")
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        out = model.layer(rows)
+    out.sum().backward()
+    assert kept == [(96, 64) if frozen == "weight" else (40, 64)]
+    assert model.layer.bias.grad is not None
+    assert (rows.grad is None) == (frozen == "rows")
+    assert (model.layer.weight.grad is None) == (frozen == "weight")
+
+
 def test_output_without_autocast_is_that_of_torch() -> None:
     model = Model(bias=True)
     rows = torch.randn(5, 64)
