@@ -117,13 +117,14 @@ def _update_in_parts(
 
     On a CPU this needs 20 bytes per element of its tensors, so it gets one part after another.
     """
-    state = optimizer.state[parameter]
-    if parameter.device.type != "cpu" or state["state1"].dtype != torch.uint8:
+    state, kinds = optimizer.state[parameter], ("state1", "state2", "absmax1", "absmax2")
+    tensors = (parameter, cast(Tensor, parameter.grad), *(state[kind] for kind in kinds[:2]))
+    has_codes = state["state1"].dtype == torch.uint8
+    if parameter.device.type != "cpu" or not has_codes or not _is_divisible(*tensors):
         return update_step(group, parameter, *index)
-    kinds = ("state1", "state2", "absmax1", "absmax2")
-    codes = _parts(parameter, cast(Tensor, parameter.grad), *(state[kind] for kind in kinds[:2]))
     scales = zip(*(state[kind].split(PART // BLOCK) for kind in kinds[2:]), strict=True)
-    for (weights, gradients, *moments), part_scales in zip(codes, scales, strict=True):
+    parts = zip(_parts(*tensors), scales, strict=True)
+    for (weights, gradients, *moments), part_scales in parts:
         part = torch.nn.Parameter(weights)
         part.grad = gradients
         part_state = dict(zip(kinds, (*moments, *part_scales), strict=True))
@@ -133,9 +134,15 @@ def _update_in_parts(
     state["step"] += 1
 
 
+def _is_divisible(*tensors: Tensor) -> bool:
+    """Whether tensors of one shape have more than one part; sharded tensors stay whole."""
+    is_flat = not any(is_sharded(each) or not each.is_contiguous() for each in tensors)
+    return is_flat and tensors[0].numel() > PART
+
+
 def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of at most PART elements of tensors of one shape; sharded tensors stay whole."""
-    if any(is_sharded(each) or not each.is_contiguous() for each in tensors):
+    """Views of at most PART elements of tensors of one shape, or the tensors themselves."""
+    if not _is_divisible(*tensors):
         return iter([tensors])
     return zip(*(each.detach().view(-1).split(PART) for each in tensors), strict=True)
 

@@ -179,7 +179,10 @@ def test_learning_rate_schedule_by_hand(
 
 
 @small
-def test_step_in_parts_equals_a_whole_step(optim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_step_in_parts_equals_a_whole_step(
+    optim: Any, is_transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = dict[int, list[torch.Tensor]]()
     for part in (1 << 30, 1024):
         monkeypatch.setattr(adamw, "PART", part)
@@ -188,7 +191,8 @@ def test_step_in_parts_equals_a_whole_step(optim: Any, monkeypatch: pytest.Monke
         optimizer = make_optimizer({"w": weight}, betas=(0.9, 0.95), weight_decay=0.1, optim=optim)
         adamw.set_learning_rate(optimizer, 1e-3)
         for _ in range(3):
-            weight.grad = torch.randn(70, 111, generator=random)
+            gradient = torch.randn(111, 70, generator=random).t()
+            weight.grad = gradient if is_transposed else gradient.contiguous()
             optimizer.step()
         state = adamw.state_of(optimizer, {"w": weight})["w"]
         found[part] = [weight.detach(), *state.values()]
