@@ -27,8 +27,9 @@ send them again, because the trainer has not acknowledged them as durable (in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from peralta_zmq import atomic_files, build, wire
 from peralta_zmq.config import Config, write_resolved
@@ -118,6 +119,13 @@ class Recovery:
                 f"the checkpoint in {folder} has adapters for {saved.progress.get('adapts_name')} "
                 f"({saved_base}), but model.name is another model ({base}); "
                 "choose another --run.name"
+            )
+        stored = [_storage_of(fields) for fields in (saved.progress, self.policy.manifest_fields)]
+        if saved_base is not None and stored[0] != stored[1]:
+            raise JournalError(
+                f"the checkpoint in {folder} has adapters for a base model stored as {stored[0]}, "
+                f"but here it is stored as {stored[1]}; set lora.base_dtype to the same format, "
+                "and install the version of peralta_zmq that made the run"
             )
         self.collector.restore(saved.progress)
         self.checkpoints.saved_step = saved.step
@@ -370,3 +378,9 @@ def _decode(
             "--run.name"
         )
     return group
+
+
+def _storage_of(fields: Mapping[str, Any]) -> str:
+    """Format of the base model of adapters, and digest if packed, from its manifest fields."""
+    digest = fields.get("adapts_packed")
+    return str(fields.get("adapts_dtype", "float32")) + (f" ({digest})" if digest else "")

@@ -396,6 +396,15 @@ def checkpoint_of_another_model(trainer: Trainer) -> None:
     saved_by(trainer, tensors={"model/model.norm.weight": torch.zeros(3)})
 
 
+def adapters_of_another_base(trainer: Trainer) -> None:
+    fields = trainer.policy.manifest_fields
+    fields |= {"adapts": "12", "adapts_name": "x"}  # of a version without lora.base_dtype
+    trainer.checkpoints.update_progress()
+    folder, content = trainer.session.folder / "checkpoints", trainer.checkpoints.state(step=0)
+    checkpoint.write_checkpoint(folder, content, run_id=trainer.session.run_id)
+    fields |= {"adapts_dtype": "nf4", "adapts_packed": "ab"}
+
+
 def group_in_both(trainer: Trainer) -> None:
     ledger = Ledger()
     ledger.settle(group_of([1, 0]).sender, 0, "trained")
@@ -414,6 +423,10 @@ GAP = r"step_000001\.msgpack is missing or .* steps 1 to 3 away to continue from
 INCONSISTENT: dict[str, tuple[Callable[[Trainer], None], str]] = {
     "checkpoint of another model": (
         checkpoint_of_another_model, r"does not fit.*norm\.weight.*--run\.name",
+    ),
+    "adapters of another base": (
+        adapters_of_another_base,
+        r"adapters for a base model stored as float32, but here it is stored as nf4 \(ab\); set",
     ),
     "group in checkpoint and journal": (group_in_both, r"disagree.*in both; move the newer"),
     "step missing": (gap, GAP),
