@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import failpoint
@@ -174,7 +175,10 @@ def _read(path: Path, manifest: atomic_files.Manifest) -> Checkpoint:
     progress = cast("dict[str, Any]", json.loads(text))
     for _ in atomic_files.read_verified(path, TENSORS, manifest):
         pass
-    tensors = safetensors.torch.load_file(path / TENSORS)  # mapped, not copied
+    try:
+        tensors = safetensors.torch.load_file(path / TENSORS)  # mapped, not copied
+    except SafetensorError as error:
+        raise ValueError(f"{TENSORS}: {error}") from None
     return Checkpoint(int(manifest.about["step"]), tensors, progress)
 
 

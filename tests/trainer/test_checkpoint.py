@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
-import tracemalloc
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from damage import flip_bit, remove, truncate
+from measured_memory import PeakMemory
 from trainer_sessions import states_of
 
 from peralta_zmq import atomic_files
@@ -56,17 +57,22 @@ def test_newest_comes_back_bit_identical_with_shape_and_type(tmp_path: Path) -> 
     assert newest(tmp_path / "nothing", run_id="run-1") is None
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_neither_writing_nor_reading_copies_all_tensors(tmp_path: Path) -> None:
-    tensors = {"model/w": torch.ones(1 << 23)}
-    tracemalloc.start()
-    try:
+    tensors = {f"model/w{number}": torch.ones(1 << 23) for number in range(4)}
+    with PeakMemory() as memory:
         write_checkpoint(tmp_path, Checkpoint(1, tensors, {}), run_id="run-1")
         restored = newest(tmp_path, run_id="run-1")
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert restored is not None and torch.equal(restored.tensors["model/w"], tensors["model/w"])
-    assert peak < tensors["model/w"].nbytes / 2
+    assert memory.peak - memory.before < tensors["model/w0"].nbytes
+    assert restored is not None
+    assert all(torch.equal(restored.tensors[name], each) for name, each in tensors.items())
+
+
+def test_verified_checkpoint_that_is_no_safetensors_file_is_skipped(tmp_path: Path) -> None:
+    saved(tmp_path, 10)
+    files = {"state.safetensors": b"12345678", "progress.json": b"{}"}
+    atomic_files.write_folder(tmp_path / "step_000020", files, {"run_id": "run-1", "step": 20})
+    assert step_of(tmp_path) == 10
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "progress.json", "manifest.json", "STABLE"])
