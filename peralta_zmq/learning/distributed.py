@@ -130,7 +130,11 @@ class DistributedRanks:
         with _rank_errors():
             for tensor in model.state_dict().values():
                 dist.broadcast(tensor, 0)
-        return self._sharded(copy.deepcopy(model)) if self.lockstep else model
+        if not self.lockstep:
+            return model
+        # Buffers, such as the frozen base of LoRA adapters, are not sharded and never change.
+        shared = {id(buffer): buffer for buffer in model.buffers()}
+        return self._sharded(copy.deepcopy(model, cast("dict[int, Any]", shared)))
 
     def _sharded(self, model: Module) -> Module:
         """Shard each layer of `model`, then all its other parameters, in place."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,18 @@ def join_ranks(*, shards: bool) -> DistributedRanks:
         return join(CPU)
     dist.init_process_group("gloo")
     return DistributedRanks(CPU, shards=True)
+
+
+def prepared_with_a_frozen_base() -> tuple[bool, bool]:
+    """Whether the sharded model has the same buffer, and still the same parameter."""
+    model: Any = torch.nn.Linear(4, 4)
+    model.register_buffer("base", torch.ones(8))
+    sharded = join_ranks(shards=True).prepare(model)
+    return sharded.base.data_ptr() == model.base.data_ptr(), sharded.weight is model.weight
+
+
+def test_sharded_copy_shares_the_frozen_base(tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, prepared_with_a_frozen_base, count=1) == [(True, False)]
 
 
 LOSSES = {
