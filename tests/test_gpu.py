@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from peralta_zmq.learning.losses import preset
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
 from peralta_zmq.learning.packing import Packing, make_micro_batches
 from peralta_zmq.learning.update import UpdateResult, update_parameters
+from peralta_zmq.models import base_formats
+from peralta_zmq.models.base_formats import PACKED_FORMATS
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Sampling
 from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
@@ -51,6 +54,20 @@ def generated(device: str) -> Sampled:
         each.index: (each.token_ids.tolist(), each.logprobs.tolist())
         for each in across_weights(engine, lambda seed: sharp_model(seed, "cpu"), sampling)
     }
+
+
+@pytest.mark.parametrize("base_dtype", PACKED_FORMATS)
+def test_cuda_unpacks_a_base_to_the_bits_of_the_cpu(
+    base_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_formats, "CHUNK_BLOCKS_OFF_CPU", 100)
+    random = torch.Generator().manual_seed(0)
+    scales = torch.randint(-126, 120, (300, 1), generator=random)
+    packed = base_formats.pack(torch.randn(300, 200, generator=random) * 2.0**scales, base_dtype)
+    on_gpu = replace(packed, codes=packed.codes.cuda(), scales=packed.scales.cuda())
+    for dtype in (torch.bfloat16, torch.float32):
+        assert torch.equal(on_gpu.unpack(dtype).cpu(), packed.unpack(dtype))
+    assert on_gpu.checksum() == packed.checksum()
 
 
 def agree(one: Sampled, other: Sampled, *, within: float) -> bool:

@@ -14,7 +14,8 @@ A block is 64 consecutive weights of a matrix in row-major order; the last one m
 scale is the largest absolute value of its weights in bfloat16. A code is the index of the value in
 [-1, 1] nearest to weight / scale: for nf4 among the 16 values of NF4 (QLoRA, arXiv 2305.14314),
 for int8 among the multiples of 1 / 127. An unpacked weight is value * scale in float32, rounded to
-bfloat16. All operations are exactly rounded ones, so every machine packs and unpacks to equal bits.
+bfloat16; for int8 it is code * (scale * (1 / 127)). These are single IEEE 754 operations, and tests
+compare their bits on a CPU with those on CUDA.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ NF4 = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 INT8_MAX = 127
-MIN_SCALE = 1e-38  # divisor for a block of zeros
-CHUNK_BLOCKS = 1 << 13  # blocks converted at a time: 2 MiB of float32, which a CPU cache holds
+MIN_SCALE = 2.0**-126  # divisor for a block of zeros: the smallest normal number
+# Blocks converted at a time: 2 MiB of float32, which the cache of a CPU holds, or 128 MiB on other
+# devices, where many small kernels would take longer.
+CHUNK_BLOCKS, CHUNK_BLOCKS_OFF_CPU = 1 << 13, 1 << 19
 CELLS = 32  # parts of [-1, 1], each with at most one of the bounds between the codes of nf4
 
 
@@ -64,8 +67,9 @@ class PackedTensor:
         result = torch.empty(num_blocks, BLOCK, dtype=dtype, device=self.codes.device)
         codes = self.codes.view(num_blocks, -1)
         decode = _decode_nf4 if self.base_dtype == "nf4" else _decode_int8
-        for start in range(0, num_blocks, CHUNK_BLOCKS):
-            chunk = slice(start, start + CHUNK_BLOCKS)
+        size = CHUNK_BLOCKS if codes.device.type == "cpu" else CHUNK_BLOCKS_OFF_CPU
+        for start in range(0, num_blocks, size):
+            chunk = slice(start, start + size)
             result[chunk] = decode(codes[chunk], self.scales[chunk, None]).bfloat16()
         return result.view(-1)[: math.prod(self.shape)].view(self.shape)
 

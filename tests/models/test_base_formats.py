@@ -67,6 +67,21 @@ def test_codes_of_nf4_are_those_of_the_nearest_values() -> None:
     assert torch.equal(found.long(), expected)
 
 
+@pytest.mark.parametrize("scale", [2.0**-100, 1.0, 2.0**120])
+def test_codes_of_a_packed_matrix_are_those_of_the_nearest_values(scale: float) -> None:
+    weight = torch.linspace(-1, 1, 4 * BLOCK).bfloat16().view(4, BLOCK)
+    weight[:, 0] = 1
+    for base_dtype, values in (("nf4", torch.tensor(NF4)), ("int8", torch.arange(-127, 128) / 127)):
+        packed = pack(weight * scale, base_dtype)
+        codes = packed.codes
+        if base_dtype == "nf4":
+            codes = torch.stack([codes >> 4, codes & 15], 1)
+        found = values[codes.view(weight.shape).long() + (127 if base_dtype == "int8" else 0)]
+        nearest = (weight.float()[..., None] - values).abs().amin(-1)
+        assert bool(((weight.float() - found).abs() <= nearest + 1e-6).all())
+        assert packed.scales.tolist() == [scale] * 4
+
+
 @pytest.mark.parametrize("base_dtype", PACKED_FORMATS)
 @pytest.mark.parametrize("shape", [(48, 64), (3, 50), (1, 1), (2048, 200)])
 def test_unpacked_weights_are_near_the_packed_ones(base_dtype: str, shape: tuple[int, int]) -> None:
