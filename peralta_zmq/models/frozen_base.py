@@ -39,6 +39,8 @@ from peralta_zmq.models.loading import (
     weights_of,
 )
 
+COMPUTED = ".rotary_emb.inv_freq"  # in the files of some older models
+
 
 def load_frozen_base(
     folder: Path, base_dtype: str, *, device: torch.device, trust_remote_code: bool = False
@@ -52,8 +54,7 @@ def load_frozen_base(
     if base_dtype in PACKED_FORMATS:
         model, packed = _load_packed(folder, base_dtype, trust_remote_code)
     else:
-        trust = {"trust_remote_code": trust_remote_code}
-        model = load_model(folder, device=cpu, dtype=torch.bfloat16, **trust)
+        model = _load_bfloat16(folder, cpu, trust_remote_code)
     freeze(model, packed, device)
     return cast(Any, model).to(device)
 
@@ -125,8 +126,11 @@ def load_base_weights(
     `load_frozen_base`.
     """
     if base_dtype not in PACKED_FORMATS:
-        values = torch.bfloat16 if base_dtype == "bfloat16" else dtype
-        model = load_model(folder, device=device, dtype=values, trust_remote_code=trust_remote_code)
+        if base_dtype == "bfloat16":
+            model = _load_bfloat16(folder, device, trust_remote_code)
+        else:
+            trust = {"trust_remote_code": trust_remote_code}
+            model = load_model(folder, device=device, dtype=dtype, **trust)
         return BaseWeights(weights_of(model), None)
     architecture = _Architecture.of(folder, base_dtype, trust_remote_code)
     tensors, checksums = dict[str, Tensor](), dict[str, str]()
@@ -137,6 +141,18 @@ def load_base_weights(
         else:
             tensors[name] = tensor.to(device, torch.bfloat16, copy=True)
     return BaseWeights(tensors, digest_of(checksums))
+
+
+def _load_bfloat16(folder: Path, device: torch.device, trust_remote_code: bool) -> Model:
+    """Load a model with all parameters in bfloat16.
+
+    transformers leaves some parameters of some models in float32.
+    """
+    trust = {"trust_remote_code": trust_remote_code}
+    model = load_model(folder, device=device, dtype=torch.bfloat16, **trust)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    return model
 
 
 def check_base_dtype(base_dtype: str) -> None:
@@ -175,7 +191,8 @@ class _Architecture(NamedTuple):
         names = set(_names_in(folder))
         unknown = sorted((names - model.state_dict().keys()) | (linears - names))
         if unknown or not linears:
-            reason = f"{unknown[0]} is a tensor of only one" if unknown else "there are none"
+            place = "files" if unknown and unknown[0] in names else "model"
+            reason = f"{unknown[0]} is only in the {place}" if unknown else "there are none"
             raise ConfigError(
                 f"lora.base_dtype {base_dtype} packs the linear layers of the blocks, which must "
                 f"have equal names in transformers and in the files of {folder}: {reason}; use "
@@ -232,5 +249,7 @@ def _names_in(folder: Path) -> Iterator[str]:
 
 
 def _names_of(path: Path) -> list[str]:
+    """Names of the tensors in a file, without those that models compute from their config."""
     with safe_open(path, framework="pt") as opened:
-        return list(cast(Any, opened).keys())
+        names: list[str] = list(cast(Any, opened).keys())
+    return [name for name in names if not name.endswith(COMPUTED)]

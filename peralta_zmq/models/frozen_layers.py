@@ -6,6 +6,7 @@ it. Weights are buffers, because the dtype of a transformers model is that of it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -18,13 +19,22 @@ from peralta_zmq.models.base_formats import PackedTensor, digest_of
 from peralta_zmq.models.loading import weights_of
 
 SCALES = ".packed_scales"  # end of the name of a packed layer's scales
+REPLACED = (nn.Embedding, nn.Linear)  # exactly these classes, not their subclasses
+logger = logging.getLogger(__name__)
 
 
 def freeze(model: nn.Module, packed: Mapping[str, PackedTensor], device: torch.device) -> None:
     """Replace linear layers and embeddings by frozen ones on `device`; freeze other parameters.
 
-    Weights that layers share stay shared. Other parameters get the dtype float32.
+    Weights that layers share stay shared. Other parameters, also those of subclasses of these
+    layers, get the dtype float32.
     """
+    kept = {
+        parameter.data_ptr()
+        for module in model.modules()
+        if type(module) not in REPLACED
+        for parameter in module.parameters(recurse=False)
+    }
     moved = dict[int, Tensor]()  # by address
 
     def move(weight: Tensor) -> Tensor:
@@ -35,15 +45,17 @@ def freeze(model: nn.Module, packed: Mapping[str, PackedTensor], device: torch.d
 
     for path, module in list(model.named_modules()):
         layer = packed.get(f"{path}.weight")
-        if type(module) is nn.Embedding:
+        if type(module) is nn.Embedding and module.weight.data_ptr() not in kept:
             frozen = FrozenEmbedding(module, move(module.weight))
-        elif type(module) is nn.Linear:
+        elif type(module) is nn.Linear and (layer or module.weight.data_ptr() not in kept):
             frozen = FrozenLinear(module, layer or move(module.weight))
         else:
             continue
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, frozen)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            logger.info("frozen weight stays in float32 name=%s", name)
         parameter.data = parameter.data.float()
         parameter.requires_grad_(False)
 
@@ -85,18 +97,17 @@ class FrozenLinear(nn.Linear):
         device = input.device.type
         autocasts = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocasts else input.dtype
-        output = cast(Tensor, _FrozenProduct.apply(input, self, dtype))
-        bias = cast("Tensor | None", self.bias)
-        return output if bias is None else output + bias.to(dtype)
+        return cast(Tensor, _FrozenProduct.apply(input, self, dtype))
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """Multiplies rows by a frozen weight, which both passes unpack and neither keeps."""
+    """The output of a frozen layer for rows; both passes unpack the weight and neither keeps it."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layer: FrozenLinear, dtype: torch.dtype) -> Tensor:
         ctx.layer, ctx.dtype = layer, rows.dtype
-        return linear(rows.to(dtype), layer.unpack(dtype))
+        bias = cast("Tensor | None", layer.bias)
+        return linear(rows.to(dtype), layer.unpack(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
     @once_differentiable

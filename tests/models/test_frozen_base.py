@@ -14,15 +14,22 @@ import torch
 from peak_memory import PeakMemory
 from safetensors.torch import load_file, save_file
 from sample_data import VOCAB_SIZE, tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from peralta_zmq import models
+from peralta_zmq.engines.loading import merger_of_files
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.models import lora
 from peralta_zmq.models.base_formats import BLOCK, BYTES_PER_WEIGHT, CHUNK_BLOCKS
 from peralta_zmq.models.frozen_base import load_base_weights, load_frozen_base
-from peralta_zmq.models.frozen_layers import FrozenLinear, UnpackedWeights
+from peralta_zmq.models.frozen_layers import (
+    FrozenLinear,
+    UnpackedWeights,
+    freeze,
+    packed_digest,
+)
 from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.rollout import PrefixTree, TreeSpan
 
 CPU = torch.device("cpu")
@@ -126,6 +133,7 @@ def test_no_unpacked_weight_is_kept_for_the_backward_pass(folder: Path) -> None:
         gradients(model)
     layers = [each for each in model.modules() if isinstance(each, FrozenLinear)]
     shapes = {(each.out_features, each.in_features) for each in layers[:-1]}  # the last is the head
+    shapes |= {shape[::-1] for shape in shapes}
     assert kept and shapes.isdisjoint(kept)
 
 
@@ -149,11 +157,15 @@ def test_model_that_cannot_be_packed_is_refused(tmp_path: Path, folder: Path) ->
     weights["model.layers.0.mlp.wide_proj.weight"] = weights.pop(name)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     words = (
-        r"base_dtype nf4 packs .*: model\.layers\.0\.mlp\.up_proj\.weight is a tensor of only one"
+        r"base_dtype nf4 packs .*: model\.layers\.0\.mlp\.up_proj\.weight is only in the model; use"
     )
     with pytest.raises(ConfigError, match=words):
         load_frozen_base(folder, "nf4", device=CPU)
-    weights[name] = weights.pop("model.layers.0.mlp.wide_proj.weight")
+    weights[name] = weights["model.layers.0.mlp.wide_proj.weight"].clone()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"wide_proj\.weight is only in the files; use"):
+        load_frozen_base(folder, "nf4", device=CPU)
+    del weights["model.layers.0.mlp.wide_proj.weight"]
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=r"tensor model\.norm\.weight is missing"):
@@ -161,6 +173,62 @@ def test_model_that_cannot_be_packed_is_refused(tmp_path: Path, folder: Path) ->
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"it has no model\*\.safetensors"):
         load_frozen_base(folder, "nf4", device=CPU)
+
+
+def test_files_with_computed_frequencies_are_packed(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    names = load_base_weights(folder, "nf4", device=CPU).tensors.keys()
+    assert names == UnpackedWeights(load_frozen_base(folder, "nf4", device=CPU)).keys()
+
+
+@pytest.mark.parametrize("base_dtype", FORMATS)
+def test_parameters_that_transformers_keeps_in_float32_are_rounded(
+    base_dtype: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] += 2**-12
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    model: Any = models.load_model(folder, device=CPU, dtype=torch.float32)
+    monkeypatch.setattr(type(model), "_keep_in_fp32_modules_strict", ["norm"])
+    kept: Any = models.load_model(folder, device=CPU, dtype=torch.bfloat16)
+    assert kept.model.norm.weight.dtype == torch.float32
+    merger = merger_of_files(folder, trust_remote_code=False)
+    with_adapters(base := load_frozen_base(folder, base_dtype, device=CPU))
+    found = merger.weights_of(
+        WeightUpdate(
+            1,
+            lora.published_weights(base),
+            is_adapter=True,
+            base_dtype=base_dtype,
+            base_digest=packed_digest(base),
+        )
+    )
+    sampled = load_base_weights(folder, base_dtype, device=CPU).tensors["model.norm.weight"]
+    trained = UnpackedWeights(base)["model.norm.weight"]
+    assert torch.equal(trained, sampled.float())
+    assert torch.equal(trained, found["model.norm.weight"].float())
+    assert not torch.equal(trained, weights["model.norm.weight"])
+
+
+class ScaledEmbedding(nn.Embedding):
+    """An embedding with another forward pass, as in Gemma."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 3
+
+
+def test_head_that_is_tied_to_another_embedding_stays_tied() -> None:
+    model: Any = nn.Module()
+    model.embed, model.head = ScaledEmbedding(40, 16), nn.Linear(16, 40, bias=False)
+    model.head.weight = model.embed.weight
+    model.bfloat16()
+    expected = model.embed(torch.arange(5)).float()
+    freeze(model, {}, CPU)
+    assert model.head.weight is model.embed.weight
+    assert model.embed.weight.dtype == torch.float32 and not model.embed.weight.requires_grad
+    torch.testing.assert_close(model.embed(torch.arange(5)), expected, rtol=2**-8, atol=0)
 
 
 def test_teacher_stays_in_bfloat16_if_its_files_are(tmp_path: Path) -> None:
