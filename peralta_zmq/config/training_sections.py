@@ -316,8 +316,8 @@ class LoraSection(Section):
     dropout: Decay = 0.0
     """dropout on the input of the adapters while training"""
     base_dtype: Literal["bfloat16", "float32", "int8", "nf4"] = "bfloat16"
-    """storage of the base model on the trainer: 2, 4, 1.03 or 0.53 bytes per weight; generators
-    sample from the same values"""
+    """format of the base model on the trainer: 2, 4, 1.03 or 0.53 bytes per weight of a linear
+    layer; generators sample from the same values"""
     target_modules: Names = ("all-linear",)
     """linear layers with an adapter, by the ends of their names (q_proj,v_proj);
     all-linear = all of them except the head"""
