@@ -5,7 +5,8 @@ takes steps and writes a checkpoint. `*_memory` is the peak of the memory that t
 drop: anonymous and shared memory, and swapped pages; its bound is the limit of the cell.
 `*_resident` is the peak of all resident pages, also of mapped files (libraries, weights), which the
 kernel can drop and read again. `*_needed` are the weights, gradients and optimizer state alone.
-`before` is the package at commit BEFORE.
+`before` is the package at commit BEFORE. Such a cell and the one without `before` are measured by
+turns, TURNS times each; their largest memory and median time count.
 
 `CELLS="lora_4b_nf4 full_0.6b_fp32" bin/bench memory` measures only these cells. `--quick` uses tiny
 shapes. Linux only.
@@ -20,7 +21,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from peralta_zmq import models
 from peralta_zmq.weights import tensor_set
 
 BEFORE = "52dee932"  # the last commit that computed whole logits
+TURNS = 3
 PERIOD = 0.01  # seconds between two samples of a process
 NUM_PROMPT = 110
 SHORT, LONG = (12, 18, 26, 40), (512,) * 8  # tokens of the completions
@@ -98,17 +100,33 @@ class Usage(NamedTuple):
 
 
 def run(*, quick: bool) -> Iterator[Claim]:
-    """Measure the cells one after another; a failed one is reported and left out."""
+    """Measure the cells in processes; a failed one is reported and left out."""
     chosen = os.environ.get("CELLS", "").split() or list(CELLS)
     if unknown := set(chosen) - CELLS.keys():
         raise SystemExit(f"CELLS has {min(unknown)}; choose from {', '.join(CELLS)}")
-    measured = dict[str, list[Claim]]()
+    rounds: dict[str, list[list[Claim]]] = {name: [] for name in chosen}
     with tempfile.TemporaryDirectory(prefix="bench-memory-") as folder:
-        for name in chosen:
-            claims = measure(name, Path(folder), quick=quick)
-            measured[name] = claims
-            yield from claims
+        for name in by_turns(chosen):
+            rounds[name].append(measure(name, Path(folder), quick=quick))
+    measured = {name: combined(found) for name, found in rounds.items()}
+    for claims in measured.values():
+        yield from claims
     yield from comparisons(measured)
+
+
+def by_turns(names: Sequence[str]) -> list[str]:
+    """The cells in the order of their measurements."""
+    compared = [name for name in names if f"{name}_before" in names]
+    pairs = [[f"{name}_before", name] * TURNS for name in compared]
+    order = [name for pair in pairs for name in pair]
+    return order + [name for name in names if name not in order]
+
+
+def combined(rounds: Sequence[list[Claim]]) -> list[Claim]:
+    """The largest memory and the median time of measurements of one cell."""
+    found = [claims for claims in rounds if claims]
+    same = [sorted(claims, key=lambda claim: claim.ours) for claims in zip(*found, strict=True)]
+    return [each[len(each) // 2 if each[0].unit == "s" else -1] for each in same]
 
 
 def comparisons(measured: Mapping[str, list[Claim]]) -> Iterator[Claim]:

@@ -50,6 +50,19 @@ def test_cells_are_compared_with_those_before() -> None:
     )  # fmt: skip
 
 
+def test_cells_are_measured_by_turns_with_those_before() -> None:
+    assert memory.by_turns(["b", "a_before", "a", "c_before"]) == (
+        ["a_before", "a"] * 3 + ["b", "c_before"]
+    )
+    rounds = [
+        [Claim("a_memory", memory_used, "bytes"), Claim("a_step", seconds, "s")]
+        for memory_used, seconds in ((3.0, 7.0), (5.0, 9.0), (4.0, 1.0))
+    ]
+    found = memory.combined([*rounds, []])
+    assert [each.ours for each in found] == [5.0, 7.0]
+    assert memory.combined([[]]) == []
+
+
 def test_unknown_cell_is_refused_with_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CELLS", "full_70b")
     with pytest.raises(SystemExit, match="full_70b; choose from full_0"):
