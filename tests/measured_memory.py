@@ -86,7 +86,7 @@ def group(config: Config, vocab_size: int, *, number: int) -> RolloutGroup:
 
 
 def train(config: Config) -> None:
-    """Evaluate, take steps and publish each, as the trainer does."""
+    """Take steps and publish each, with an evaluation before and after, as the trainer does."""
     opened = policy.open_policy(config, [], SINGLE)
     vocab_size = int(opened.model.config.vocab_size)
     groups = [group(config, vocab_size, number=each) for each in range(config.groups_per_step)]
@@ -102,6 +102,7 @@ def train(config: Config) -> None:
                 assert not result.skip_reason, result
                 publisher.publish(step, lora.published_weights(opened.model))
                 assert publisher.wait(60.0)
+            sample(config, opened.engine)
 
 
 def serve(config: Config, folder: Path, machine: Machine) -> None:
@@ -126,11 +127,10 @@ def main(role: Role, name: str, *arguments: str) -> None:
     folder = Path(name)
     config = load_config("measured_memory", ["--model.name", name, *arguments])
     models.keep_memory()
-    shape = build.read_shape(folder)
-    machine = build.machine_for(config, folder, shape)
-    plan = build.planner(config, role, shape, machine)(config)
+    planner = build.MemoryPlanner.of(config, folder)
+    plan = planner.plan(config, role)
     with PeakMemory() as memory:
-        train(config) if role == "trainer" else serve(config, folder, machine)
+        train(config) if role == "trainer" else serve(config, folder, planner.machine)
     parts = {name: int(size) for name, size in plan.parts.items()}
     row = {
         "process": memory.before,

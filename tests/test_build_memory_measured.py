@@ -34,12 +34,14 @@ BATCH = ("--sampling.num-generations=4", "--train.batch-size=4", "--engine.max-m
          "--sampling.max-completion-length=96")  # fmt: skip
 LARGE = ("--sampling.num-generations=8", "--train.batch-size=32", "--engine.max-model-len=512",
          "--sampling.max-completion-length=128")  # fmt: skip
+ADAPTERS = (*BATCH, "--train.dtype=bfloat16", "--lora.rank=16", "--engine.slots=4")
 SETTINGS = {
     "full_float32": ("trainer", *BATCH, "--train.dtype=float32"),
     "full_bfloat16": ("trainer", *BATCH, "--train.dtype=bfloat16"),
     "adamw_bf16": ("trainer", *BATCH, "--train.dtype=bfloat16", "--train.optim=adamw_bf16"),
     "adamw_8bit": ("trainer", *BATCH, "--train.dtype=bfloat16", "--train.optim=adamw_8bit"),
-    "lora": ("trainer", *BATCH, "--train.dtype=bfloat16", "--lora.rank=16"),
+    "lora": ("trainer", *ADAPTERS),
+    "lora_nf4": ("trainer", *ADAPTERS, "--lora.base-dtype=nf4"),
     "checkpointing": ("trainer", *LARGE, "--train.dtype=bfloat16", "--train.gradient-checkpointing",
                       "--train.max-tokens-per-microbatch=4096"),
     "micro_batches": ("trainer", *LARGE, "--train.dtype=bfloat16",

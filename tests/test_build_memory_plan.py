@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from config_files import load
+from engine_data import save_model
 from sample_data import TINY, packed, siblings
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from peralta_zmq import build, models
 from peralta_zmq.build.memory_plan import Machine, layer_bytes, plan_generator, plan_trainer
 from peralta_zmq.build.memory_remedies import changed
-from peralta_zmq.build.model_shape import ModelShape
+from peralta_zmq.build.model_shape import ModelShape, read_shape
 from peralta_zmq.config import Config
 from peralta_zmq.engines.native.cache import KVCache, cache_shape
 from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS
@@ -31,11 +32,12 @@ QWEN = {**TINY, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_hea
         "vocab_size": 151936, "max_position_embeddings": 40960}  # fmt: skip
 NUM_PARAMETERS = 596_049_920  # of Qwen3-0.6B
 MACHINE = Machine("cpu", 16 * 2**30)
+LORA_FP32 = ("--lora.rank=8", "--lora.base-dtype=float32")
 
 
 def shape_of(folder: Path, settings: dict[str, Any]) -> ModelShape:
     (folder / "config.json").write_text(json.dumps(settings))
-    return build.read_shape(folder)
+    return read_shape(folder)
 
 
 @pytest.fixture
@@ -75,7 +77,7 @@ def test_size_of_a_named_model(qwen: ModelShape) -> None:
 def test_config_without_sizes_is_refused(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
-        build.read_shape(tmp_path)
+        read_shape(tmp_path)
 
 
 # Parts of a plan.
@@ -83,11 +85,12 @@ def test_config_without_sizes_is_refused(content: str, message: str, tmp_path: P
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("completion", [40, 160])  # trees of 192 and 672 tokens
-def test_layer_saves_the_planned_bytes(dtype: str, completion: int, tmp_path: Path) -> None:
-    """The tensors that autograd saves, as the difference between three layers and two.
-
-    With autocast these include a copy of each weight.
-    """
+@pytest.mark.parametrize("options", [(), ("--lora.rank=8",), LORA_FP32])
+def test_layer_saves_the_planned_bytes(
+    dtype: str, completion: int, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The tensors that autograd saves, as the difference between three layers and two."""
+    config = load("--model.device=cpu", f"--model.name={tmp_path}", *options)
     settings = {**TINY, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
                 "head_dim": 32, "intermediate_size": 160,
                 "max_position_embeddings": 1024}  # fmt: skip
@@ -98,11 +101,11 @@ def test_layer_saves_the_planned_bytes(dtype: str, completion: int, tmp_path: Pa
     (batch,) = make_micro_batches(packed([group], max_tokens=1000)[0], packing)
     for num_layers in (2, 3):
         model = new_model({**settings, "num_hidden_layers": num_layers}, seed=0)
-        saved.append(_saved_bytes(model, batch, models.DTYPES[dtype]))
+        save_model(model.to(torch.bfloat16), tmp_path)
+        policy = build.load_policy(config, tmp_path)
+        saved.append(_saved_bytes(policy, batch, models.DTYPES[dtype]))
     num_tokens = len(batch.token_ids)
-    planned = num_tokens * layer_bytes(shape, machine, tree=num_tokens)
-    if dtype == "bfloat16":
-        planned += 2 * shape.linear_parameters / shape.num_layers
+    planned = num_tokens * layer_bytes(config, shape, machine, tree=num_tokens)
     assert planned == pytest.approx(saved[1] - saved[0], rel=0.03)
 
 
@@ -117,7 +120,8 @@ def _saved_bytes(model: Any, batch: Any, dtype: torch.dtype) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         scorer(batch.token_ids, batch.trees, batch.scored)
-    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    weights = *model.parameters(), *model.buffers()
+    own = {each.untyped_storage()._cdata for each in weights}
     return sum(t.untyped_storage().nbytes() for key, t in storages.items() if key not in own)
 
 
@@ -126,15 +130,30 @@ def test_parts_follow_the_settings(qwen: ModelShape) -> None:
     assert plan.certain == pytest.approx(16 * NUM_PARAMETERS)
     assert plan.parts["weights"] == 4 * NUM_PARAMETERS
     assert plan.parts["optimizer state (adamw)"] == 8 * NUM_PARAMETERS
-    assert plan.parts["copies to publish"] == 2 * 2 * NUM_PARAMETERS
     small = plan_trainer(load("--train.optim=adamw_8bit"), qwen, MACHINE)
     assert plan.certain - small.certain == pytest.approx((8 - 2.03125) * NUM_PARAMETERS)
     adapters = plan_trainer(load("--lora.rank=8"), qwen, MACHINE)
-    assert adapters.certain - 4 * NUM_PARAMETERS < 0.02 * plan.certain
-    on_card = plan_trainer(load(), qwen, Machine("cuda", 1))
-    assert "copies to publish" not in on_card.parts
+    assert adapters.certain - 2 * NUM_PARAMETERS < 0.02 * plan.certain
     with_reference = plan_trainer(load(), qwen, MACHINE, num_references=1)
     assert with_reference.parts["reference model"] == 4 * NUM_PARAMETERS
+
+
+@pytest.mark.parametrize("base_dtype", ["float32", "bfloat16", "int8", "nf4"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_planned_weights_are_those_of_the_policy(
+    base_dtype: str, is_tied: bool, tmp_path: Path
+) -> None:
+    settings = {**TINY, "tie_word_embeddings": is_tied}
+    save_model(new_model(settings, seed=0).to(torch.bfloat16), tmp_path)
+    config = load("--model.device=cpu", "--lora.rank=4", f"--lora.base-dtype={base_dtype}")
+    policy: Any = build.load_policy(config, tmp_path)
+    weights = [
+        *policy.parameters(),
+        *(each for name, each in policy.named_buffers() if "inv_freq" not in name),
+    ]
+    storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in weights}
+    plan = plan_trainer(config, read_shape(tmp_path), MACHINE)
+    assert plan.parts["weights"] == sum(each.nbytes() for each in storages.values())
 
 
 @pytest.mark.parametrize(
@@ -145,6 +164,7 @@ def test_parts_follow_the_settings(qwen: ModelShape) -> None:
         ("--train.optim=adamw_bf16",),
         ("--train.optim=adamw_8bit",),
         ("--lora.rank=16",),
+        ("--lora.rank=16", "--lora.base-dtype=nf4"),
         ("--engine.max-model-len=256", "--sampling.max-completion-length=64"),
     ],
 )
@@ -176,27 +196,28 @@ def test_remedies_are_tried_with_the_least_harm_first(qwen: ModelShape) -> None:
     config = load("--sampling.max-completion-length=256", "--engine.max-model-len=1024")
 
     def chosen(memory_gib: float) -> list[str]:
-        machine = Machine("cpu", memory_gib * 2**30)
-        make_plan = build.planner(config, "trainer", qwen, machine)
-        attempts = build.attempts_for(config, "trainer", qwen, machine, make_plan)
-        return [each.option for each in build.sufficient(attempts)]
+        planner = build.MemoryPlanner(qwen, Machine("cpu", memory_gib * 2**30))
+        return planner.advise(config, "trainer").options.split(" --")
 
     assert chosen(40) == ["--train.max-tokens-per-microbatch 8192"]
-    assert chosen(1) == []
+    assert chosen(1) == [""]
     needed = [len(chosen(memory)) for memory in (40, 9, 8)]
     assert needed == sorted(needed)
 
 
-def test_proposed_option_is_accepted_and_gives_the_planned_peak(qwen: ModelShape) -> None:
-    config, machine = load("--engine.max-model-len=1024"), Machine("cpu", 2**30)
+@pytest.mark.parametrize("options", [(), ("--lora.rank=4",)])
+def test_proposed_option_is_accepted_and_gives_the_planned_peak(
+    options: tuple[str, ...], qwen: ModelShape
+) -> None:
+    settings = ("--engine.max-model-len=1024", *options)
+    config, planner = load(*settings), build.MemoryPlanner(qwen, Machine("cpu", 2**30))
     for role in ("trainer", "generator"):
-        make_plan = build.planner(config, role, qwen, machine)
-        attempts = build.attempts_for(config, role, qwen, machine, make_plan)
-        assert len({each.setting for each in attempts}) >= 2
+        attempts = planner.advise(config, role).attempts
+        assert len({each.options for each in attempts}) >= 2
         for each in attempts:
-            proposed = load("--engine.max-model-len=1024", *each.option.split())
-            assert proposed == changed(config, each.setting, each.value)
-            assert make_plan(proposed).peak == each.alone.peak
+            proposed = load(*settings, *each.options.split())
+            assert proposed == changed(config, each.changes)
+            assert planner.plan(proposed, role).peak == each.alone.peak
 
 
 # Checks of the machine.

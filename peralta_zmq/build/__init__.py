@@ -7,7 +7,9 @@ components    learner, loss, reference models
 engines       engine, sampling
 environments  problems, reward functions and demonstrations
 
-These modules compute the memory that a run needs; the model is not loaded.
+These modules compute the memory that a run needs; the model is not loaded. Trainer and
+generator use `check_start` and `memory_errors`; the checks of bin/doctor use `check_memory`, and
+`bin/doctor plan` uses `MemoryPlanner`; both print sizes with `gib`.
 
 model_shape       sizes of a model, from its config.json
 memory_plan       the memory of trainer and generator
@@ -46,19 +48,15 @@ from peralta_zmq.build.environments import (
     open_environments,
 )
 from peralta_zmq.build.memory_checks import (
-    attempts_for,
+    MemoryPlanner,
     check_memory,
     check_start,
-    machine_for,
     memory_errors,
-    planner,
 )
-from peralta_zmq.build.memory_plan import gib, workload_of
-from peralta_zmq.build.memory_remedies import sufficient
-from peralta_zmq.build.model_shape import read_shape
+from peralta_zmq.build.memory_plan import gib
 
 __all__ = [
-    "attempts_for",
+    "MemoryPlanner",
     "base_dtype",
     "base_folder",
     "check_memory",
@@ -69,7 +67,6 @@ __all__ = [
     "gib",
     "learning_rate_schedule",
     "load_policy",
-    "machine_for",
     "make_advantage",
     "make_demonstrations",
     "make_engine",
@@ -85,11 +82,7 @@ __all__ = [
     "make_scorer",
     "memory_errors",
     "open_environments",
-    "planner",
-    "read_shape",
     "reference_models_used",
     "sampling_overrides",
-    "sufficient",
     "weight_update",
-    "workload_of",
 ]

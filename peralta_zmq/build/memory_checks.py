@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -22,14 +22,18 @@ from peralta_zmq.build.memory_plan import (
     Machine,
     Plan,
     Role,
+    Workload,
+    frozen_bytes,
     gib,
     plan_generator,
     plan_trainer,
+    workload_of,
 )
 from peralta_zmq.build.memory_remedies import (
     Attempt,
     MakePlan,
     generator_remedies,
+    options_of,
     sufficient,
     trainer_remedies,
     try_remedies,
@@ -37,6 +41,7 @@ from peralta_zmq.build.memory_remedies import (
 from peralta_zmq.build.model_shape import ModelShape, read_shape
 from peralta_zmq.config import Config, files_given
 from peralta_zmq.errors import ConfigError, program_name
+from peralta_zmq.models.frozen_base import has_only_bfloat16
 
 # In the text of a RuntimeError of torch for an allocation on cuda, mps and cpu.
 MEMORY_TEXTS = ("out of memory", "can't allocate memory")
@@ -46,14 +51,82 @@ CERTAIN = {"trainer": "weights, gradients and optimizer state", "generator": "we
 logger = logging.getLogger(__name__)
 
 
-def machine_for(
-    config: Config, folder: Path, shape: ModelShape, *, memory_gib: float | None = None
-) -> Machine:
-    """Device, memory and dtypes for the model in `folder`.
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Settings that make a plan smaller."""
 
-    They are those of this machine, except that `memory_gib` replaces its memory. With it, `cuda`
-    may name the card of another machine. Raises ConfigError for a device that cannot be used.
-    """
+    attempts: Sequence[Attempt]
+    options: str  # of the command line, with which the plan fits; empty if no setting is enough
+    plan: Plan | None  # with these options
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlanner:
+    """Plans the memory of one model on one machine, for any settings."""
+
+    shape: ModelShape
+    machine: Machine
+
+    @classmethod
+    def of(cls, config: Config, folder: Path, *, memory_gib: float | None = None) -> MemoryPlanner:
+        """The planner for the model in `folder`, which is not loaded.
+
+        `memory_gib` replaces the memory of this machine; with it, `cuda` may be the card of another
+        machine. Raises ConfigError for a model that cannot be planned, and for a device that cannot
+        be used.
+        """
+        shape = read_shape(folder)
+        return cls(shape, _machine_of(config, folder, shape, memory_gib))
+
+    def plan(self, config: Config, role: Role) -> Plan:
+        """The plan of a role."""
+        return self._function(config, role)(config)
+
+    def workload(self, config: Config) -> Workload:
+        """The tokens that the plan of the trainer assumes."""
+        return workload_of(config, self.shape, self.machine)
+
+    def advise(self, config: Config, role: Role, *, limit: float | None = None) -> Advice:
+        """What each remedy of a role saves, and which to choose; `limit` replaces the plan's."""
+        plan_of = self._function(config, role)
+
+        def make_plan(changed: Config) -> Plan:
+            plan = plan_of(changed)
+            return plan if limit is None else replace(plan, limit=limit)
+
+        remedies = trainer_remedies if role == "trainer" else generator_remedies
+        chosen = remedies(config, self.shape, self.machine)
+        attempts = try_remedies(config, chosen, make_plan)
+        needed = sufficient(attempts)
+        if not needed:
+            return Advice(attempts, "", None)
+        plan = needed[-1].alone if len(needed) == 1 else needed[-1].combined
+        return Advice(attempts, options_of(needed), plan)
+
+    def _function(self, config: Config, role: Role) -> MakePlan:
+        """The function from settings to the plan of a role; `config` sets the reference models."""
+        shape, machine = self.shape, self.machine
+        if role == "generator":
+            return partial(plan_generator, shape=shape, machine=machine)
+        used, teacher_bytes = reference_models_used(config), 0.0
+        teacher = config.model.teacher if "teacher" in used else None
+        if teacher is not None:
+            folder = models.model_folder(teacher)
+            base_dtype = "bfloat16" if has_only_bfloat16(folder) else "float32"
+            teacher_bytes = frozen_bytes(read_shape(folder), base_dtype)
+        return partial(
+            plan_trainer,
+            shape=shape,
+            machine=machine,
+            num_references=len(used) - (teacher is not None),
+            teacher_bytes=teacher_bytes,
+        )
+
+
+def _machine_of(
+    config: Config, folder: Path, shape: ModelShape, memory_gib: float | None
+) -> Machine:
+    """Device, memory and dtypes for the model in `folder`."""
     name, engine = config.model.device, config.engine.name
     engine = "native" if engine == "auto" else engine
     memory = None if memory_gib is None else memory_gib * GIB
@@ -74,31 +147,6 @@ def machine_for(
     )
 
 
-def planner(
-    config: Config, role: Role, shape: ModelShape, machine: Machine, *, limit: float | None = None
-) -> MakePlan:
-    """The function from settings to the plan of a role; `limit` replaces that of the plan."""
-    if role == "generator":
-        make: MakePlan = partial(plan_generator, shape=shape, machine=machine)
-    else:
-        used, teacher = reference_models_used(config), None
-        if config.model.teacher is not None and "teacher" in used:
-            teacher = read_shape(models.model_folder(config.model.teacher))
-        num_copies = len(used) - (teacher is not None)
-        make = partial(
-            plan_trainer, shape=shape, machine=machine, num_references=num_copies, teacher=teacher
-        )
-    return make if limit is None else lambda changed: replace(make(changed), limit=limit)
-
-
-def attempts_for(
-    config: Config, role: Role, shape: ModelShape, machine: Machine, make_plan: MakePlan
-) -> list[Attempt]:
-    """What each remedy of a role saves."""
-    remedies = trainer_remedies if role == "trainer" else generator_remedies
-    return try_remedies(config, remedies(config, shape, machine), make_plan)
-
-
 class MemoryCheck(NamedTuple):
     """A plan compared with this machine."""
 
@@ -112,22 +160,21 @@ def check_memory(config: Config, role: Role, folder: Path) -> MemoryCheck:
 
     Raises ConfigError if the model cannot be planned.
     """
-    shape = read_shape(folder)
-    machine = machine_for(config, folder, shape)
-    plan = planner(config, role, shape, machine)(config)
+    planner = MemoryPlanner.of(config, folder)
+    plan = planner.plan(config, role)
     device = models.choose_device(config.model.device)
     # A GPU refuses allocations beyond the limit; a CPU also has swap space, and does not know it.
-    most = {"cuda": plan.limit, "cpu": machine.memory + psutil.swap_memory().total}
-    if plan.certain > most.get(machine.kind, math.inf):
+    most = {"cuda": plan.limit, "cpu": planner.machine.memory + psutil.swap_memory().total}
+    if plan.certain > most.get(planner.machine.kind, math.inf):
         return MemoryCheck(
             plan,
             f"the {role} needs {gib(plan.certain)} GiB for {CERTAIN[role]} alone, and {device} has "
-            f"{gib(plan.limit)}; {_remedy(config, role, shape, machine, plan.limit)}",
+            f"{gib(plan.limit)}; {_remedy(planner, config, role, plan.limit)}",
             is_certain=True,
         )
     free = min(plan.limit, models.free_bytes(device))
     if plan.peak > free:
-        remedy = _remedy(config, role, shape, machine, free)
+        remedy = _remedy(planner, config, role, free)
         return MemoryCheck(
             plan,
             f"the {role} needs about {gib(plan.peak)} GiB ({_parts_text(plan)}), {gib(free)} GiB "
@@ -168,28 +215,23 @@ def _out_of_memory_text(config: Config, role: Role, text: str) -> str:
     """The message for an allocation that failed with `text`."""
     start = f"the {role} is out of memory ({text[:200]})"
     try:
-        folder = models.model_folder(config.model.name)
-        shape = read_shape(folder)
-        machine = machine_for(config, folder, shape)
-        plan = planner(config, role, shape, machine)(config)
+        planner = MemoryPlanner.of(config, models.model_folder(config.model.name))
+        plan = planner.plan(config, role)
     except ConfigError:
         hint = f"{program_name('doctor')} plan{files_given()} shows what each setting needs"
         return f"{start}; {hint}"
     limit = min(plan.limit, SAVING * plan.peak)
-    remedy = _remedy(config, role, shape, machine, limit)
+    remedy = _remedy(planner, config, role, limit)
     return f"{start}; planned were {gib(plan.peak)} GiB ({_parts_text(plan)}); {remedy}"
 
 
-def _remedy(config: Config, role: Role, shape: ModelShape, machine: Machine, limit: float) -> str:
+def _remedy(planner: MemoryPlanner, config: Config, role: Role, limit: float) -> str:
     """The settings that bring the plan below `limit`, with the numbers."""
-    make_plan = planner(config, role, shape, machine, limit=limit)
-    chosen = sufficient(attempts_for(config, role, shape, machine, make_plan))
+    advice = planner.advise(config, role, limit=limit)
     hint = f"{program_name('doctor')} plan{files_given()} shows all"
-    if not chosen:
+    if advice.plan is None:
         return f"choose a smaller model.name or a machine with more memory; {hint}"
-    plan = chosen[-1].alone if len(chosen) == 1 else chosen[-1].combined
-    options = " ".join(each.option for each in chosen)
-    return f"with {options} it needs {gib(plan.peak)}; {hint}"
+    return f"with {advice.options} it needs {gib(advice.plan.peak)}; {hint}"
 
 
 def _parts_text(plan: Plan) -> str:

@@ -2,7 +2,8 @@
 
 A plan lists the parts of the memory at the moment at which their sum is largest. Each formula says
 which tensors of the code it counts. Prompts are assumed to be as long as engine.max_model_len
-permits, so a run with short prompts needs less.
+permits, so a run with short prompts needs less. Copies of weights to publish are not counted: they
+exist for seconds, when the optimizer step has freed the gradients, which need at least as much.
 
 Letters in formulas: H hidden size, I intermediate size, V vocabulary, A attention heads, K key
 heads, D head size, L layers, M tokens of a micro-batch, T tokens of a prefix tree (a group), N
@@ -18,6 +19,8 @@ from peralta_zmq.build.model_shape import ModelShape
 from peralta_zmq.config import Config
 from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS
 from peralta_zmq.engines.native.turn_cache import KEPT_FRACTION
+from peralta_zmq.learning.optimizer import PART
+from peralta_zmq.models.base_formats import BYTES_PER_WEIGHT, PACKED_FORMATS
 from peralta_zmq.models.head import KEPT_BYTES, MIN_CHUNK
 from peralta_zmq.models.logprobs import CHUNK_LOGITS, DEFAULT_CHUNK_LOGITS
 from peralta_zmq.models.scoring import MATMUL_LENGTHS
@@ -26,11 +29,12 @@ GIB = 1 << 30
 # Bytes of a number, or of a parameter with its share of scales.
 NUMBER_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0 + 8 / 256}
-# Bytes per element of the parameter that is being updated: fp32 copies of both moments, and what
-# bitsandbytes allocates on a CPU.
+# Bytes per element that is updated at a time, of at most PART: fp32 copies of both moments, and
+# what bitsandbytes allocates on a CPU.
 OPTIMIZER_WORK = {"adamw": 0.0, "adamw_bf16": 8.0, "adamw_8bit": 20.0}
-PROCESS_BYTES = 0.5 * GIB  # of Python, torch and transformers; on a GPU of the CUDA context
-NUM_COPIES = 2  # of the published weights: the last version, and the buffers of the next one
+# Of Python, torch and transformers in RAM: 0.26 GiB after the imports, more in use (measured on
+# Linux). On a GPU of the CUDA context.
+PROCESS_BYTES = {"cpu": 0.35 * GIB, "cuda": 0.5 * GIB, "mps": 0.35 * GIB}
 VLLM_FRACTION = 0.9  # of the GPU's memory, if engine.gpu_memory_utilization is not set
 Role: TypeAlias = Literal["trainer", "generator"]
 Parts: TypeAlias = dict[str, float]  # bytes by name
@@ -76,6 +80,7 @@ class Workload(NamedTuple):
     tree: int  # T
     scored: int  # N
     update: int  # of an update of the parameters
+    prompt: int
 
 
 def gib(num_bytes: float) -> str:
@@ -94,7 +99,7 @@ def workload_of(config: Config, shape: ModelShape, machine: Machine) -> Workload
     update = max(1, step // config.train.num_minibatches)
     tokens = min(config.train.max_tokens_per_microbatch, update)
     scored = int(tokens * num_generations * completion / group)
-    return Workload(tokens, min(group, tokens), scored, update)
+    return Workload(tokens, min(group, tokens), scored, update, length - completion)
 
 
 # Trainer.
@@ -106,36 +111,39 @@ def plan_trainer(
     machine: Machine,
     *,
     num_references: int = 0,
-    teacher: ModelShape | None = None,
+    teacher_bytes: float = 0.0,
 ) -> Plan:
     """The memory of the trainer.
 
     `num_references` is the number of copies of the trained parameters as reference model or
-    teacher; `teacher` is the shape of model.teacher if the loss uses it.
+    teacher; `teacher_bytes` are those of model.teacher if the loss uses it.
     """
-    rank = config.lora.rank
-    trained = shape.num_parameters if rank is None else shape.adapter_parameters(rank)
-    base_parameters = shape.num_parameters + (0 if rank is None else trained)
+    rank, base_dtype = config.lora.rank, config.lora.base_dtype
+    if rank is None:
+        trained, weights = shape.num_parameters, 4.0 * shape.num_parameters
+    else:
+        trained = shape.adapter_parameters(rank)
+        weights = frozen_bytes(shape, base_dtype) + 4.0 * trained
     always: Parts = {
-        "weights": 4.0 * base_parameters,
+        "weights": weights,
         f"optimizer state ({config.train.optim})": OPTIMIZER_BYTES[config.train.optim] * trained,
     }
     gradients = 4.0 * trained
     certain = sum(always.values()) + gradients
     always["reference model"] = 4.0 * trained * num_references
-    if teacher is not None:
-        always["teacher"] = 4.0 * teacher.num_parameters
-    if machine.kind != "cuda":  # copies of weights on a card are in the machine's memory
-        always["copies to publish"] = NUM_COPIES * NUMBER_BYTES[config.weights.dtype] * trained
-    always["process"] = PROCESS_BYTES
+    always["teacher"] = teacher_bytes
+    always["process"] = PROCESS_BYTES[machine.kind]
     live = replace(machine, engine="native", sampling_dtype="float32")  # samples from the policy
+    evaluation = _cache_parts(config, shape, live)
+    if rank is not None and base_dtype != "float32":  # the engine converts a weight for its product
+        evaluation["converted weight"] = 4.0 * max(shape.embedding, shape.largest_linear)
     moments = {
         **_backward_moments(config, shape, machine, gradients),
         "optimizer step": {
             "gradients": gradients,
             "work of the optimizer": _optimizer_work(config, shape),
         },
-        "evaluation": _cache_parts(config, shape, live),
+        "evaluation": evaluation,
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {name: size for name, size in {**always, **moments[moment]}.items() if size}
@@ -143,44 +151,49 @@ def plan_trainer(
     return Plan("trainer", parts, moment, certain, fraction * machine.memory)
 
 
+def frozen_bytes(shape: ModelShape, base_dtype: str) -> float:
+    """Bytes of a model that is not trained, in a format of models/base_formats.py."""
+    linears = BYTES_PER_WEIGHT[base_dtype] * shape.linear_parameters
+    embeddings = shape.num_parameters - shape.linear_parameters - shape.vectors
+    return linears + (4.0 if base_dtype == "float32" else 2.0) * embeddings + 4.0 * shape.vectors
+
+
 def _backward_moments(
     config: Config, shape: ModelShape, machine: Machine, gradients: float
 ) -> dict[str, Parts]:
-    """Parts at the end of a forward pass, and at both ends of its backward pass."""
-    work = workload_of(config, shape, machine)
-    is_full, saves_layers = config.lora.rank is None, not config.train.gradient_checkpointing
-    layer = work.tokens * layer_bytes(shape, machine, tree=work.tree)
-    activations = layer * shape.num_layers
-    if not saves_layers:  # the input of each layer is kept, and one layer is computed again
-        activations = 4.0 * work.tokens * shape.hidden_size * shape.num_layers
-    # Autocast converts fp32 weights. The copies of trained weights live until the end of the
-    # forward pass; without checkpointing, the backward pass reads all copies again.
-    copies = 2.0 * shape.linear_parameters if machine.training_dtype != "float32" else 0.0
-    forward_copies = copies if is_full or saves_layers else copies / shape.num_layers
-    backward_copies = copies if saves_layers else copies / shape.num_layers
-    head = head_bytes(shape, machine, work.scored, is_trained=is_full)
+    """Parts at three moments of the backward pass: in the head, the last and the first layer."""
+    work, is_full = workload_of(config, shape, machine), config.lora.rank is None
+    layer = work.tokens * layer_bytes(config, shape, machine, tree=work.tree)
+    kept, computed_again = layer, 0.0
+    if config.train.gradient_checkpointing:  # keeps the input of each layer
+        kept, computed_again = 4.0 * work.tokens * shape.hidden_size, layer
+    activations = kept * shape.num_layers
+    one_layer = work.tokens * backward_bytes(shape, machine) + _linear_work(config, shape, machine)
     head_gradient = 4.0 * shape.embedding if is_full else 0.0
-    # Gradients of earlier micro-batches. On a CPU the process keeps freed memory, and activations
-    # seldom fit into the holes that gradients leave, so that it has memory for both.
+    # Gradients of earlier micro-batches. On a CPU the process keeps freed memory, and gradients
+    # seldom fit into the holes that activations leave, so that it has memory for both.
     earlier = gradients if work.update > work.tokens or machine.kind == "cpu" else 0.0
-    names = f"activations of {work.tokens} tokens", "weights in bfloat16", "output head"
+    name, layer_name = f"activations of {work.tokens} tokens", "backward pass of a layer"
     return {
-        "forward pass": {
-            "gradients": earlier,
-            **dict(zip(names, (activations, forward_copies, head), strict=True)),
-        },
-        "backward pass": {
+        "backward pass of the output head": {
             "gradients": earlier or head_gradient,
-            **dict(zip(names, (activations + layer, backward_copies, head), strict=True)),
+            name: activations,
+            "output head": head_bytes(shape, machine, work.scored, is_trained=is_full),
         },
-        "end of the backward pass": {
+        "backward pass of the last layer": {
+            "gradients": earlier or head_gradient,
+            name: activations + computed_again,
+            layer_name: one_layer,
+        },
+        "backward pass of the first layer": {
             "gradients": gradients,
-            **dict(zip(names, (2 * layer, backward_copies / shape.num_layers, 0.0), strict=True)),
+            name: layer,
+            layer_name: one_layer,
         },
     }
 
 
-def layer_bytes(shape: ModelShape, machine: Machine, *, tree: int) -> float:
+def layer_bytes(config: Config, shape: ModelShape, machine: Machine, *, tree: int) -> float:
     """Bytes per token of the tensors that a layer saves for its backward pass."""
     c = NUMBER_BYTES[machine.training_dtype]
     hidden, query, key = shape.hidden_size, shape.query_size, shape.key_size
@@ -199,7 +212,31 @@ def layer_bytes(shape: ModelShape, machine: Machine, *, tree: int) -> float:
         attention = number * (2 * query + 2 * key + tree) + 4.0 * shape.num_heads
     output = c * query  # input of o_proj
     mlp = 4 * c * inner  # gate, its activation, up, and their product
-    return norms + linears + query_norms + attention + output + mlp
+    rank = config.lora.rank or 0
+    adapters = c * rank * len(shape.linear_layers)  # results of the first matrices
+    if rank and is_narrow and config.lora.base_dtype == "float32":
+        # Such a base layer keeps a copy of its input, as its adapter does.
+        adapters += c * (5 * hidden + query + inner)
+    return norms + linears + query_norms + attention + output + mlp + adapters
+
+
+def backward_bytes(shape: ModelShape, machine: Machine) -> float:
+    """Bytes per token of the gradients that exist together in the backward pass of a layer."""
+    c, hidden = NUMBER_BYTES[machine.training_dtype], shape.hidden_size
+    number = 4.0 if machine.kind == "cpu" else c  # of attention
+    attention = number * 2 * (shape.query_size + shape.key_size)
+    # Of the MLP's result, and of gate, its activation and up.
+    mlp = c * (hidden + 3 * shape.intermediate_size * shape.experts_per_token)
+    return 4.0 * hidden + max(attention, mlp)  # and of the layer's result, in fp32
+
+
+def _linear_work(config: Config, shape: ModelShape, machine: Machine) -> float:
+    """Bytes of the weights and their gradients that the largest linear layer computes."""
+    c, base_dtype = NUMBER_BYTES[machine.training_dtype], config.lora.base_dtype
+    if config.lora.rank is None:  # the gradient in both dtypes
+        return shape.largest_linear * (4.0 if c == 4 else c + 4.0)
+    is_stored = c == NUMBER_BYTES.get(base_dtype)  # in the dtype of the products
+    return 0.0 if is_stored else shape.largest_linear * c
 
 
 def head_bytes(shape: ModelShape, machine: Machine, scored: int, *, is_trained: bool) -> float:
@@ -214,9 +251,10 @@ def head_bytes(shape: ModelShape, machine: Machine, scored: int, *, is_trained: 
 
 
 def _optimizer_work(config: Config, shape: ModelShape) -> float:
-    """Bytes of the temporary tensors of an optimizer step, for the largest parameter."""
-    largest = shape.embedding if config.lora.rank is None else 0
-    return OPTIMIZER_WORK[config.train.optim] * largest
+    """Bytes of the temporary tensors of an optimizer step."""
+    rank = config.lora.rank
+    largest = shape.embedding if rank is None else rank * max(map(max, shape.linear_layers))
+    return OPTIMIZER_WORK[config.train.optim] * min(PART, largest)
 
 
 # Generator.
@@ -232,14 +270,25 @@ def plan_generator(config: Config, shape: ModelShape, machine: Machine) -> Plan:
     parts: Parts = {"weights": weights / (config.engine.tensor_parallel_size or 1)}
     if machine.engine == "native" and machine.kind == "cpu" and shape.is_tied:
         parts["packed output head"] = c * shape.embedding  # the embedding needs it unpacked
-    if config.lora.rank is not None and machine.engine in ("native", "hf"):
-        parts["base weights, to merge adapters"] = c * shape.num_parameters
+    if config.lora.rank is not None and (base_bytes := _base_bytes(config, shape, machine)):
+        parts["base weights, to merge adapters"] = base_bytes
     certain = sum(parts.values())
     parts |= _cache_parts(config, shape, machine)
-    parts["process"] = PROCESS_BYTES
+    parts["process"] = PROCESS_BYTES[machine.kind]
     default = VLLM_FRACTION if machine.engine == "vllm" and machine.kind == "cuda" else 1.0
     fraction = config.engine.gpu_memory_utilization or default
     return Plan("generator", parts, "sampling", certain, fraction * machine.memory)
+
+
+def _base_bytes(config: Config, shape: ModelShape, machine: Machine) -> float:
+    """Bytes of the base model into which a generator merges adapters (engines/loading.py)."""
+    base_dtype = config.lora.base_dtype
+    if machine.engine in ("native", "hf"):
+        c = NUMBER_BYTES[machine.sampling_dtype] if base_dtype == "float32" else 2.0
+        return c * shape.num_parameters
+    # Other engines read the files, or unpack the weights in the machine's memory.
+    is_unpacked = base_dtype in PACKED_FORMATS and machine.kind != "cuda"
+    return 2.0 * shape.num_parameters if is_unpacked else 0.0
 
 
 def _cache_parts(config: Config, shape: ModelShape, machine: Machine) -> Parts:

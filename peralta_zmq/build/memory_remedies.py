@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from peralta_zmq.build.memory_plan import Machine, Plan, workload_of
@@ -11,31 +11,30 @@ from peralta_zmq.config import Config
 
 MIN_LENGTH = 256  # tokens; a shorter engine.max_model_len is not proposed
 RANK = 16  # of proposed adapters
+BASE_DTYPES = ("float32", "bfloat16", "int8", "nf4")  # largest first
 MakePlan: TypeAlias = Callable[[Config], Plan]
+Changes: TypeAlias = Mapping[str, Any]  # values by setting, such as lora.rank
 
 
 class Remedy(NamedTuple):
-    """A setting with the values to try, of which later ones save more memory."""
+    """Changes of settings to try, of which later ones save more memory."""
 
-    setting: str
-    values: tuple[Any, ...]
+    values: tuple[Changes, ...]
     cost: str
 
 
 class Attempt(NamedTuple):
-    """A value of a setting: the plan with it alone, and with the values of earlier attempts too."""
+    """Changes of settings: the plan with them alone, and with those of earlier attempts too."""
 
-    setting: str
-    value: Any
+    changes: Changes
     cost: str
     alone: Plan
     combined: Plan
 
     @property
-    def option(self) -> str:
-        """The value as an option of the command line."""
-        name = self.setting.replace("_", "-")
-        return f"--{name}" if self.value is True else f"--{name} {self.value}"
+    def options(self) -> str:
+        """The changes as options of the command line."""
+        return options_of([self])
 
 
 def trainer_remedies(config: Config, shape: ModelShape, machine: Machine) -> list[Remedy]:
@@ -43,7 +42,7 @@ def trainer_remedies(config: Config, shape: ModelShape, machine: Machine) -> lis
     train, length = config.train, _length(config, shape)
     tokens = workload_of(config, shape, machine).tokens
     remedies = [
-        Remedy(
+        _remedy(
             "train.max_tokens_per_microbatch",
             _powers_below(tokens, length),
             "same gradient, less speed",
@@ -51,14 +50,18 @@ def trainer_remedies(config: Config, shape: ModelShape, machine: Machine) -> lis
     ]
     if not train.gradient_checkpointing:
         cost = "same gradient, a third more time"
-        remedies.append(Remedy("train.gradient_checkpointing", (True,), cost))
+        remedies.append(_remedy("train.gradient_checkpointing", (True,), cost))
+    rank: Changes = {}
     if config.lora.rank is None:
         optims = ("adamw", "adamw_bf16", "adamw_8bit")
         smaller = optims[optims.index(train.optim) + 1 :]
-        remedies += [
-            Remedy("train.optim", (each,), "rounds the optimizer state") for each in smaller
-        ]
-        remedies.append(Remedy("lora.rank", (RANK,), "trains adapters instead of all weights"))
+        cost = "rounds the optimizer state"
+        remedies += [_remedy("train.optim", (each,), cost) for each in smaller]
+        rank = {"lora.rank": RANK}
+        remedies.append(Remedy((rank,), "trains adapters instead of all weights"))
+    base_dtypes = BASE_DTYPES[BASE_DTYPES.index(config.lora.base_dtype) + 1 :]
+    smaller_bases = tuple({**rank, "lora.base_dtype": each} for each in base_dtypes)
+    remedies.append(Remedy(smaller_bases, "rounds the weights under the adapters"))
     remedies.append(_shorter(config, shape))
     return [remedy for remedy in remedies if remedy.values]
 
@@ -67,13 +70,13 @@ def generator_remedies(config: Config, shape: ModelShape, machine: Machine) -> l
     """Remedies for a generator, least harm first."""
     engine = config.engine
     remedies = [
-        Remedy("engine.slots", _powers_below(engine.slots, 1), "fewer completions at a time")
+        _remedy("engine.slots", _powers_below(engine.slots, 1), "fewer completions at a time")
     ]
     if machine.sampling_dtype == "float32":
         cost = "rounds the weights that sample"
-        remedies.append(Remedy("model.dtype", ("bfloat16",), cost))
+        remedies.append(_remedy("model.dtype", ("bfloat16",), cost))
     if machine.engine == "mlx" and engine.quantize is None:
-        remedies.append(Remedy("engine.quantize", (8, 4), "logprobs differ from the trainer's"))
+        remedies.append(_remedy("engine.quantize", (8, 4), "logprobs differ from the trainer's"))
     remedies.append(_shorter(config, shape))
     return [remedy for remedy in remedies if remedy.values]
 
@@ -84,11 +87,11 @@ def try_remedies(config: Config, remedies: Sequence[Remedy], make_plan: MakePlan
     Of its values it takes the first that fits alone, else the last.
     """
     attempts, combined = list[Attempt](), config
-    for setting, values, cost in remedies:
-        plans = [(value, make_plan(changed(config, setting, value))) for value in values]
-        value, alone = next((pair for pair in plans if pair[1].fits), plans[-1])
-        combined = changed(combined, setting, value)
-        attempts.append(Attempt(setting, value, cost, alone, make_plan(combined)))
+    for values, cost in remedies:
+        plans = [(value, make_plan(changed(config, value))) for value in values]
+        changes, alone = next((pair for pair in plans if pair[1].fits), plans[-1])
+        combined = changed(combined, changes)
+        attempts.append(Attempt(changes, cost, alone, make_plan(combined)))
     return attempts
 
 
@@ -103,16 +106,32 @@ def sufficient(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
     return attempts[: next(fitting, 0)]
 
 
-def changed(config: Config, setting: str, value: Any) -> Config:
-    """The settings with another value of one of them."""
-    section, leaf = setting.split(".")
-    updated = getattr(config, section).model_copy(update={leaf: value})
-    return config.model_copy(update={section: updated})
+def options_of(attempts: Sequence[Attempt]) -> str:
+    """The changes of all attempts as options of the command line."""
+    changes = {name: value for each in attempts for name, value in each.changes.items()}
+    return " ".join(
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        for name, value in changes.items()
+    )
+
+
+def changed(config: Config, changes: Changes) -> Config:
+    """The settings with other values of some of them."""
+    for setting, value in changes.items():
+        section, leaf = setting.split(".")
+        updated = getattr(config, section).model_copy(update={leaf: value})
+        config = config.model_copy(update={section: updated})
+    return config
+
+
+def _remedy(setting: str, values: Sequence[Any], cost: str) -> Remedy:
+    """Values of one setting."""
+    return Remedy(tuple({setting: value} for value in values), cost)
 
 
 def _shorter(config: Config, shape: ModelShape) -> Remedy:
     lengths = _powers_below(_length(config, shape), MIN_LENGTH)
-    return Remedy("engine.max_model_len", lengths, "shorter prompts and completions")
+    return _remedy("engine.max_model_len", lengths, "shorter prompts and completions")
 
 
 def _length(config: Config, shape: ModelShape) -> int:

@@ -77,6 +77,11 @@ class ModelShape:
         return self.num_layers * sum(inputs * outputs for inputs, outputs in self.linear_layers)
 
     @property
+    def largest_linear(self) -> int:
+        """Parameters of the largest linear layer, without the output head."""
+        return max(inputs * outputs for inputs, outputs in self.linear_layers)
+
+    @property
     def vectors(self) -> int:
         """Parameters of norms and biases."""
         biases = (self.query_size + 2 * self.key_size) * self.has_bias

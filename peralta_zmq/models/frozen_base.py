@@ -81,7 +81,7 @@ def load_teacher(
             f"{policy_name}; choose a teacher with the same tokenizer"
         )
     options: dict[str, Any] = {"device": policy.device, "trust_remote_code": trust_remote_code}
-    if _has_only_bfloat16(folder):
+    if has_only_bfloat16(folder):
         teacher = load_frozen_base(folder, "bfloat16", **options)
     else:
         teacher = load_model(folder, dtype=torch.float32, **options).requires_grad_(False)
@@ -94,7 +94,7 @@ def load_teacher(
     return teacher
 
 
-def _has_only_bfloat16(folder: Path) -> bool:
+def has_only_bfloat16(folder: Path) -> bool:
     """Whether a model folder has safetensors files, and all tensors in them are bfloat16."""
     dtypes = set[str]()
     for path in folder.glob(WEIGHT_FILES):

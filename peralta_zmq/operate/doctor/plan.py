@@ -16,10 +16,11 @@ from peralta_zmq.config import Config, check_memory_fractions, load_config
 from peralta_zmq.errors import ConfigError, program_name
 
 if TYPE_CHECKING:
-    from peralta_zmq.build.memory_plan import Machine, Plan, Role
-    from peralta_zmq.build.memory_remedies import Attempt
-    from peralta_zmq.build.model_shape import ModelShape
+    from peralta_zmq.build import MemoryPlanner
+    from peralta_zmq.build.memory_checks import Advice
+    from peralta_zmq.build.memory_plan import Plan, Role
 
+SMALL = 0.005 * 2**30  # bytes, which GiB with two decimals show as 0.00
 NOTHING_HELPS = "choose a smaller model.name, or a machine with more memory"
 PROGRAM = f"{program_name('doctor')} plan"
 USAGE = f"""\
@@ -53,24 +54,22 @@ def main(arguments: Sequence[str]) -> int:
     from peralta_zmq import build, models  # import torch, too slow for --help
 
     folder = models.model_folder(config.model.name)
-    shape = build.read_shape(folder)
-    machine = build.machine_for(config, folder, shape, memory_gib=options.memory)
-    _print_model(config, shape, machine)
+    planner = build.MemoryPlanner.of(config, folder, memory_gib=options.memory)
+    _print_model(config, planner)
     plans: list[Plan] = []
     rows: list[dict[str, Any]] = []
     for role in roles:
-        make_plan = build.planner(config, role, shape, machine)
-        plan = make_plan(config)
-        attempts: list[Attempt] = []
+        plan = planner.plan(config, role)
         _print_plan(plan, count=num_generators if role == "generator" else 1)
+        advice = None
         if not plan.fits:
-            attempts = build.attempts_for(config, role, shape, machine, make_plan)
-            _print_attempts(attempts)
+            advice = planner.advise(config, role)
+            _print_advice(advice)
         plans.append(plan)
-        rows.append(_row(plan, attempts))
+        rows.append(_row(plan, advice))
     fits = all(plan.fits for plan in plans)
     if not options.role:
-        fits &= _print_together(config, machine, plans)
+        fits &= _print_together(config, planner.machine.memory, plans)
     if options.json:
         _write(json.dumps({"plans": rows}))
     return int(not fits)
@@ -87,10 +86,10 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(arguments)
 
 
-def _print_model(config: Config, shape: ModelShape, machine: Machine) -> None:
-    from peralta_zmq.build import gib, workload_of
+def _print_model(config: Config, planner: MemoryPlanner) -> None:
+    from peralta_zmq.build import gib
 
-    work = workload_of(config, shape, machine)
+    shape, machine, work = planner.shape, planner.machine, planner.workload(config)
     layers = f"{shape.num_layers} layers of hidden size {shape.hidden_size}"
     size = f"{shape.num_parameters / 1e6:.1f} M parameters"
     _write(f"{config.model.name}: {shape.model_type}, {layers}, {size}")
@@ -101,52 +100,51 @@ def _print_model(config: Config, shape: ModelShape, machine: Machine) -> None:
         f"{machine.training_dtype}, sampling in {machine.sampling_dtype} (engine {machine.engine})"
     )
     _write(
-        f"an update has at most {work.update} tokens, in micro-batches of {work.tokens}, "
-        f"if prompts fill engine.max_model_len {config.engine.max_model_len}"
+        f"assumes prompts of {work.prompt} tokens, which engine.max_model_len "
+        f"{config.engine.max_model_len} permits; set it lower if yours are shorter"
     )
+    _write(f"an update then has at most {work.update} tokens, in micro-batches of {work.tokens}")
 
 
 def _print_plan(plan: Plan, *, count: int) -> None:
     from peralta_zmq.build import gib
 
-    title = plan.role if count == 1 else f"{plan.role}, each of {count}"
-    _write(f"\n{title}: {gib(plan.peak)} GiB of {gib(plan.limit)}, {_verdict(plan.fits)}")
+    title = plan.role if count == 1 else f"each of {count} generators"
+    _write(f"\n{title}: {_verdict(plan.peak, plan.limit)}")
+    small = [name for name, size in plan.parts.items() if size < SMALL]
     for name, size in sorted(plan.parts.items(), key=lambda part: -part[1]):
-        _write(f"  {gib(size):>8}  {name}")
-    _write(f"  the peak is at: {plan.moment}")
+        if size >= SMALL:
+            _write(f"  {gib(size):>8}  {name}")
+    if small:
+        _write(f"  {'< 0.01':>8}  {', '.join(small)}")
+    _write(f"  most is needed during: {plan.moment}")
 
 
-def _print_attempts(attempts: Sequence[Attempt]) -> None:
+def _print_advice(advice: Advice) -> None:
     """Print what each setting saves, and which to choose."""
-    from peralta_zmq.build import gib, sufficient
+    from peralta_zmq.build import gib
 
     _write("  GiB with one setting, and with those above it too:")
-    for each in attempts:
-        _write(
-            f"  {gib(each.alone.peak):>8} {gib(each.combined.peak):>8}  {each.option} ({each.cost})"
-        )
-    chosen = sufficient(attempts)
-    if chosen:
-        _write(f"  it fits with {' '.join(each.option for each in chosen)}")
+    for each in advice.attempts:
+        sizes = f"{gib(each.alone.peak):>8} {gib(each.combined.peak):>8}"
+        _write(f"  {sizes}  {each.options} ({each.cost})")
+    if advice.options:
+        _write(f"  it fits with {advice.options}")
     else:
         _write(f"  no setting is enough; {NOTHING_HELPS}")
 
 
-def _print_together(config: Config, machine: Machine, plans: Sequence[Plan]) -> bool:
+def _print_together(config: Config, memory: float, plans: Sequence[Plan]) -> bool:
     """Compare the trainer and all generators of this machine with its memory; True if they fit."""
-    from peralta_zmq.build import gib
-
     trainer, generator = (plan.peak for plan in plans)
     count = config.run.num_local_generators
     total = trainer + count * generator
-    fits = total <= machine.memory
-    _write(
-        f"\ntrainer and {count} generator{'s' * (count > 1)} on one machine (bin/lan local): "
-        f"{gib(total)} GiB of {gib(machine.memory)}, {_verdict(fits)}"
-    )
+    fits = total <= memory
+    title = f"trainer and {count} generator{'s' * (count > 1)} together (bin/lan local)"
+    _write(f"\n{title}: {_verdict(total, memory)}")
     if fits or not all(plan.fits for plan in plans):
         return fits
-    most = int((machine.memory - trainer) / generator)
+    most = int((memory - trainer) / generator)
     if most > 0:
         _write(f"  it fits with --run.num-local-generators {most}")
     else:
@@ -154,15 +152,19 @@ def _print_together(config: Config, machine: Machine, plans: Sequence[Plan]) -> 
     return fits
 
 
-def _verdict(fits: bool) -> str:
-    return "fits" if fits else "does not fit"
+def _verdict(peak: float, limit: float) -> str:
+    from peralta_zmq.build import gib
+
+    if peak <= limit:
+        return f"fits, {gib(peak)} of {gib(limit)} GiB needed"
+    return f"does not fit, {gib(peak)} GiB needed, only {gib(limit)} there"
 
 
-def _row(plan: Plan, attempts: Sequence[Attempt]) -> dict[str, Any]:
+def _row(plan: Plan, advice: Advice | None) -> dict[str, Any]:
     """A plan for --json; sizes in bytes."""
     tried = [
-        {"option": a.option, "alone": int(a.alone.peak), "combined": int(a.combined.peak)}
-        for a in attempts
+        {"option": a.options, "alone": int(a.alone.peak), "combined": int(a.combined.peak)}
+        for a in (advice.attempts if advice else ())
     ]
     return {
         "role": plan.role,

@@ -34,10 +34,11 @@ def test_plan_that_fits_lists_parts_of_both_roles(
     out = capsys.readouterr().out
     assert "qwen3, 28 layers of hidden size 1024, 596.0 M parameters" in out
     assert "device cpu with 64.00 GiB" in out
-    for part in ("weights", "gradients", "optimizer state (adamw)", "copies to publish",
-                 "KV cache of 32 slots", "packed output head"):  # fmt: skip
+    for part in ("weights", "gradients", "optimizer state (adamw)", "KV cache of 32 slots",
+                 "packed output head"):  # fmt: skip
         assert f"  {part}\n" in out
-    assert "trainer and 1 generator on one machine (bin/lan local): " in out
+    assert "assumes prompts of 464 tokens, which engine.max_model_len 512 permits" in out
+    assert "trainer and 1 generator together (bin/lan local): fits, " in out
     assert "does not fit" not in out
 
 
@@ -74,7 +75,13 @@ def test_plan_for_a_card_needs_no_card(model: str, capsys: pytest.CaptureFixture
     words = ("plan", model, SMALL, "--model.device=cuda", "--memory=24", "--role=trainer")
     assert doctor.main(list(words)) == 0
     out = capsys.readouterr().out
-    assert "device cuda with 24.00 GiB" in out and "copies to publish" not in out
+    assert "device cuda with 24.00 GiB" in out
+
+
+def test_small_parts_are_not_shown_as_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--memory=8", "--role=generator") == 0
+    out = capsys.readouterr().out
+    assert "    < 0.01  weights, packed output head\n" in out and " 0.00 " not in out
 
 
 def test_unknown_architecture_is_marked_as_estimated(
@@ -116,4 +123,4 @@ def test_fractions_of_one_machine_may_add_up_to_one(
     fractions = ("--train.memory-fraction=0.6", "--engine.gpu-memory-utilization=0.4")
     assert plan(model, SMALL, "--memory=40", "--run.num-local-generators=1", *fractions) == 0
     out = capsys.readouterr().out
-    assert "GiB of 24.00, fits" in out and "GiB of 16.00, fits" in out
+    assert " of 24.00 GiB needed" in out and " of 16.00 GiB needed" in out
