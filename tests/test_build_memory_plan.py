@@ -18,7 +18,7 @@ from peralta_zmq import build, models
 from peralta_zmq.build.memory_plan import Machine, layer_bytes, plan_generator, plan_trainer
 from peralta_zmq.build.memory_remedies import changed
 from peralta_zmq.build.model_shape import ModelShape, read_shape
-from peralta_zmq.config import Config
+from peralta_zmq.config import Config, write_resolved
 from peralta_zmq.engines.native.cache import KVCache, cache_shape
 from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS
 from peralta_zmq.errors import ConfigError
@@ -252,13 +252,20 @@ def test_start_warns_once_if_the_plan_exceeds_the_fraction(
     assert caplog.records == []
 
 
-def test_failed_allocation_names_the_setting_to_change() -> None:
-    config = load("--model.device=cpu")
-    with pytest.raises(ConfigError) as caught, build.memory_errors(config, "trainer"):
-        torch.empty(1 << 60, dtype=torch.uint8)
-    text = str(caught.value)
+def test_failed_allocation_names_the_setting_to_change(tmp_path: Path) -> None:
+    config = load("--model.device=cpu", f"--run.dir={tmp_path}", "--run.name=small")
+
+    def failure() -> str:
+        with pytest.raises(ConfigError) as caught, build.memory_errors(config, "trainer"):
+            torch.empty(1 << 60, dtype=torch.uint8)
+        return str(caught.value)
+
+    text = failure()
     assert "the trainer is out of memory (" in text and "can't allocate memory" in text
     assert "planned were " in text and "it needs " in text and "\n" not in text
+    assert "--run.name" not in text  # a run that has not begun may change every setting
+    write_resolved(config, config.run_folder)
+    assert failure() == f"{text}; run small keeps its settings: choose another --run.name"
 
 
 @pytest.mark.parametrize(

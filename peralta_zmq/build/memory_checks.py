@@ -39,13 +39,13 @@ from peralta_zmq.build.memory_remedies import (
     try_remedies,
 )
 from peralta_zmq.build.model_shape import ModelShape, read_shape
-from peralta_zmq.config import Config, files_given
+from peralta_zmq.config import RESOLVED, Config, files_given
 from peralta_zmq.errors import ConfigError, program_name
 from peralta_zmq.models.frozen_base import has_only_bfloat16
 
 # In the text of a RuntimeError of torch for an allocation on cuda, mps and cpu.
 MEMORY_TEXTS = ("out of memory", "can't allocate memory")
-SAVING = 0.8  # a setting proposed after an error needs at most this part of the planned peak
+MAX_SHARE_AFTER_OOM = 0.8  # of the planned peak, for a setting proposed after an error
 # Names of the parts in `Plan.certain`.
 CERTAIN = {"trainer": "weights, gradients and optimizer state", "generator": "weights"}
 logger = logging.getLogger(__name__)
@@ -220,8 +220,10 @@ def _out_of_memory_text(config: Config, role: Role, text: str) -> str:
     except ConfigError:
         hint = f"{program_name('doctor')} plan{files_given()} shows what each setting needs"
         return f"{start}; {hint}"
-    limit = min(plan.limit, SAVING * plan.peak)
+    limit = min(plan.limit, MAX_SHARE_AFTER_OOM * plan.peak)
     remedy = _remedy(planner, config, role, limit)
+    if (config.run_folder / RESOLVED).exists():
+        remedy += f"; run {config.run.name} keeps its settings: choose another --run.name"
     return f"{start}; planned were {gib(plan.peak)} GiB ({_parts_text(plan)}); {remedy}"
 
 

@@ -35,8 +35,6 @@ FREE_SETTINGS = {
     *("curriculum.easy_fraction", "curriculum.hard_fraction", "curriculum.oversampling_factor"),
     *("task.reward_timeout", "task.reward_workers", "task.reward_concurrency"),
     *("train.num_workers", "train.max_mismatch_kl", "train.memory_fraction"),
-    # A run that ended out of memory continues with less per pass.
-    *("train.max_tokens_per_microbatch", "train.gradient_checkpointing"),
     "train.on_mismatch",  # "drop" lets a run continue without a faulty generator
 }
 GROWING_SETTINGS = {"train.max_steps"}  # a resumed run may only increase them

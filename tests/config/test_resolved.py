@@ -83,6 +83,8 @@ def test_earlier_config_accepts_free_settings(argument: str, tmp_path: Path) -> 
     "--data.train=math_10k", "--sampling.temperature=0.9", "--engine.slots=2",
     "--train.learning-rate=1e-5", "--train.max-steps=59", "--loss.epsilon=0.1",
     "--advantage.name=group_zscore",
+    # The replay of the journal has to repeat the bits of the published weights.
+    "--train.max-tokens-per-microbatch=512", "--train.gradient-checkpointing",
 ])  # fmt: skip
 def test_earlier_config_refuses_changed_learning(argument: str, tmp_path: Path) -> None:
     write_resolved(Config(), tmp_path)
