@@ -127,13 +127,12 @@ def _saved_bytes(model: Any, batch: Any, dtype: torch.dtype) -> int:
 
 def test_parts_follow_the_settings(qwen: ModelShape) -> None:
     plan = plan_trainer(load(), qwen, MACHINE)
-    assert plan.certain == pytest.approx(16 * NUM_PARAMETERS)
     assert plan.parts["weights"] == 4 * NUM_PARAMETERS
     assert plan.parts["optimizer state (adamw)"] == 8 * NUM_PARAMETERS
     small = plan_trainer(load("--train.optim=adamw_8bit"), qwen, MACHINE)
-    assert plan.certain - small.certain == pytest.approx((8 - 2.03125) * NUM_PARAMETERS)
+    assert small.parts["optimizer state (adamw_8bit)"] == 2.03125 * NUM_PARAMETERS
     adapters = plan_trainer(load("--lora.rank=8"), qwen, MACHINE)
-    assert adapters.certain - 2 * NUM_PARAMETERS < 0.02 * plan.certain
+    assert adapters.parts["optimizer state (adamw)"] < 0.02 * 8 * NUM_PARAMETERS
     with_reference = plan_trainer(load(), qwen, MACHINE, num_references=1)
     assert with_reference.parts["reference model"] == 4 * NUM_PARAMETERS
 
@@ -229,13 +228,13 @@ def start(config: Config, folder: Path, settings: dict[str, Any], role: Any = "t
 
 
 @pytest.mark.parametrize("role", ["trainer", "generator"])
-def test_start_is_refused_if_weights_alone_do_not_fit(role: str, tmp_path: Path) -> None:
-    huge = {**QWEN, "num_hidden_layers": 100_000}
-    with pytest.raises(ConfigError) as caught:
-        start(load("--model.device=cpu"), tmp_path, huge, role)
-    assert f"the {role} needs " in str(caught.value)
-    assert " alone, and cpu has " in str(caught.value)
-    assert "choose a smaller model.name or a machine with more memory" in str(caught.value)
+def test_start_warns_if_weights_alone_are_larger_than_the_memory(
+    role: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(load("--model.device=cpu"), tmp_path, {**QWEN, "num_hidden_layers": 100_000}, role)
+    (text,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert f"the {role} needs about " in text and " GiB of cpu are free; " in text
+    assert "choose a smaller model.name or a machine with more memory" in text
 
 
 def test_start_warns_once_if_the_plan_exceeds_the_fraction(

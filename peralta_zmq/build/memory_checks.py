@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -11,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import torch
 
 from peralta_zmq import models
@@ -46,8 +44,6 @@ from peralta_zmq.models.frozen_base import has_only_bfloat16
 # In the text of a RuntimeError of torch for an allocation on cuda, mps and cpu.
 MEMORY_TEXTS = ("out of memory", "can't allocate memory")
 MAX_SHARE_AFTER_OOM = 0.8  # of the planned peak, for a setting proposed after an error
-# Names of the parts in `Plan.certain`.
-CERTAIN = {"trainer": "weights, gradients and optimizer state", "generator": "weights"}
 logger = logging.getLogger(__name__)
 
 
@@ -148,11 +144,10 @@ def _machine_of(
 
 
 class MemoryCheck(NamedTuple):
-    """A plan compared with this machine."""
+    """A plan compared with the free memory of this machine."""
 
     plan: Plan
     problem: str  # with the remedy; empty if the plan fits
-    is_certain: bool  # weights, gradients and optimizer state alone do not fit
 
 
 def check_memory(config: Config, role: Role, folder: Path) -> MemoryCheck:
@@ -163,40 +158,28 @@ def check_memory(config: Config, role: Role, folder: Path) -> MemoryCheck:
     planner = MemoryPlanner.of(config, folder)
     plan = planner.plan(config, role)
     device = models.choose_device(config.model.device)
-    # A GPU refuses allocations beyond the limit; a CPU also has swap space, and does not know it.
-    most = {"cuda": plan.limit, "cpu": planner.machine.memory + psutil.swap_memory().total}
-    if plan.certain > most.get(planner.machine.kind, math.inf):
-        return MemoryCheck(
-            plan,
-            f"the {role} needs {gib(plan.certain)} GiB for {CERTAIN[role]} alone, and {device} has "
-            f"{gib(plan.limit)}; {_remedy(planner, config, role, plan.limit)}",
-            is_certain=True,
-        )
     free = min(plan.limit, models.free_bytes(device))
-    if plan.peak > free:
-        remedy = _remedy(planner, config, role, free)
-        return MemoryCheck(
-            plan,
-            f"the {role} needs about {gib(plan.peak)} GiB ({_parts_text(plan)}), {gib(free)} GiB "
-            f"of {device} are free; {remedy}",
-            is_certain=False,
-        )
-    return MemoryCheck(plan, "", is_certain=False)
+    if plan.peak <= free:
+        return MemoryCheck(plan, "")
+    remedy = _remedy(planner, config, role, free)
+    return MemoryCheck(
+        plan,
+        f"the {role} needs about {gib(plan.peak)} GiB ({_parts_text(plan)}), {gib(free)} GiB of "
+        f"{device} are free; {remedy}",
+    )
 
 
 def check_start(config: Config, role: Role, folder: Path) -> None:
-    """Check the memory of this machine before the model is loaded; a model without plan passes.
+    """Log a warning, before the model is loaded, if the plan exceeds the memory of this machine.
 
-    Raises ConfigError if the memory is certainly too small; logs one warning if it may be.
+    It is no error, because the plan is an estimate: a run with short prompts needs less.
     """
     try:
-        check = check_memory(config, role, folder)
+        problem = check_memory(config, role, folder).problem
     except ConfigError as error:
         return logger.debug("memory not planned: %s", error)
-    if check.is_certain:
-        raise ConfigError(check.problem)
-    if check.problem:
-        logger.warning("%s", check.problem)
+    if problem:
+        logger.warning("%s", problem)
 
 
 @contextmanager

@@ -59,7 +59,6 @@ class Plan:
     role: Role
     parts: Parts
     moment: str
-    certain: float  # bytes that no estimate changes: weights, gradients, optimizer state
     limit: float  # bytes that the process may use
 
     @property
@@ -129,7 +128,6 @@ def plan_trainer(
         f"optimizer state ({config.train.optim})": OPTIMIZER_BYTES[config.train.optim] * trained,
     }
     gradients = 4.0 * trained
-    certain = sum(always.values()) + gradients
     always["reference model"] = 4.0 * trained * num_references
     always["teacher"] = teacher_bytes
     always["process"] = PROCESS_BYTES[machine.kind]
@@ -148,7 +146,7 @@ def plan_trainer(
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {name: size for name, size in {**always, **moments[moment]}.items() if size}
     fraction = config.train.memory_fraction or 1.0
-    return Plan("trainer", parts, moment, certain, fraction * machine.memory)
+    return Plan("trainer", parts, moment, fraction * machine.memory)
 
 
 def frozen_bytes(shape: ModelShape, base_dtype: str) -> float:
@@ -272,12 +270,11 @@ def plan_generator(config: Config, shape: ModelShape, machine: Machine) -> Plan:
         parts["packed output head"] = c * shape.embedding  # the embedding needs it unpacked
     if config.lora.rank is not None and (base_bytes := _base_bytes(config, shape, machine)):
         parts["base weights, to merge adapters"] = base_bytes
-    certain = sum(parts.values())
     parts |= _cache_parts(config, shape, machine)
     parts["process"] = PROCESS_BYTES[machine.kind]
     default = VLLM_FRACTION if machine.engine == "vllm" and machine.kind == "cuda" else 1.0
     fraction = config.engine.gpu_memory_utilization or default
-    return Plan("generator", parts, "sampling", certain, fraction * machine.memory)
+    return Plan("generator", parts, "sampling", fraction * machine.memory)
 
 
 def _base_bytes(config: Config, shape: ModelShape, machine: Machine) -> float:

@@ -138,12 +138,12 @@ def check_memory(config: Config, role: Literal["trainer", "generator"]) -> Check
     except ConfigError:
         return None  # a generator gets its model from the trainer
     try:
-        plan, problem, is_certain = build.check_memory(config, role, folder)
+        plan, problem = build.check_memory(config, role, folder)
     except ConfigError as error:  # no reason not to start
         return Check(True, str(error))
     if problem:
         detail, _, remedy = problem.partition("; ")
-        return Check(not is_certain, detail, remedy)
+        return Check(True, detail, remedy)
     return Check(True, f"about {build.gib(plan.peak)} of {build.gib(plan.limit)} GiB are needed")
 
 
