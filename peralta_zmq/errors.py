@@ -13,6 +13,7 @@ PeraltaError
  +-- EngineError        the sampling engine
  |    +-- EngineProcessError  a process of the engine that has died or hangs
  +-- TrainingError      the optimization of the model
+ +-- OutOfMemoryError   memory of the machine or of its GPU
  +-- RankError          a rank: one process of a distributed trainer
 
 The message of an error is one line with the invalid value and the remedy. If no caller handles the
@@ -93,6 +94,10 @@ class EngineProcessError(EngineError):
 
 class TrainingError(PeraltaError):
     """Steps in a row had no finite gradient, or metrics beyond a limit of [early_stop]."""
+
+
+class OutOfMemoryError(PeraltaError):
+    """An allocation failed; the message names settings that need less memory."""
 
 
 class RankError(PeraltaError):

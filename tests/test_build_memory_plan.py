@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from peralta_zmq.build.memory_plan import Machine, layer_bytes, plan_generator, 
 from peralta_zmq.build.memory_remedies import changed
 from peralta_zmq.build.model_shape import ModelShape, read_shape
 from peralta_zmq.config import Config, write_resolved
+from peralta_zmq.engines.loading import loading_errors
 from peralta_zmq.engines.native.cache import KVCache, cache_shape
 from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import ConfigError, OutOfMemoryError
 from peralta_zmq.learning.packing import Packing, make_micro_batches
+from peralta_zmq.models.loading import model_loading_errors
 from peralta_zmq.models.scoring import Scorer
 from tools.base_model import new_model
 
@@ -255,7 +258,7 @@ def test_failed_allocation_names_the_setting_to_change(tmp_path: Path) -> None:
     config = load("--model.device=cpu", f"--run.dir={tmp_path}", "--run.name=small")
 
     def failure() -> str:
-        with pytest.raises(ConfigError) as caught, build.memory_errors(config, "trainer"):
+        with pytest.raises(OutOfMemoryError) as caught, build.memory_errors(config, "trainer"):
             torch.empty(1 << 60, dtype=torch.uint8)
         return str(caught.value)
 
@@ -270,9 +273,12 @@ def test_failed_allocation_names_the_setting_to_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), ConfigError),
-        (RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"), ConfigError),
-        (MemoryError(), ConfigError),
+        (
+            torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+            OutOfMemoryError,
+        ),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"), OutOfMemoryError),
+        (MemoryError(), OutOfMemoryError),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), RuntimeError),
         (ValueError("out of memory"), ValueError),
     ],
@@ -280,6 +286,22 @@ def test_failed_allocation_names_the_setting_to_change(tmp_path: Path) -> None:
 def test_errors_of_allocations_are_recognized(error: Exception, kind: type[Exception]) -> None:
     with pytest.raises(kind), build.memory_errors(load("--model.device=cpu"), "generator"):
         raise error
+
+
+@pytest.mark.parametrize(
+    "context",
+    [model_loading_errors("model folder x cannot be loaded"), loading_errors(Path("x"))],
+    ids=["trainer", "engine"],
+)
+def test_failed_allocation_while_loading_is_no_damaged_folder(
+    context: AbstractContextManager[None],
+) -> None:
+    with (
+        pytest.raises(OutOfMemoryError, match="the generator is out of memory"),
+        build.memory_errors(load("--model.device=cpu"), "generator"),
+        context,
+    ):
+        torch.empty(1 << 60, dtype=torch.uint8)
 
 
 def test_fraction_limits_the_free_bytes_of_this_process() -> None:

@@ -38,11 +38,9 @@ from peralta_zmq.build.memory_remedies import (
 )
 from peralta_zmq.build.model_shape import ModelShape, read_shape
 from peralta_zmq.config import RESOLVED, Config, files_given
-from peralta_zmq.errors import ConfigError, program_name
+from peralta_zmq.errors import ConfigError, OutOfMemoryError, program_name
 from peralta_zmq.models.frozen_base import has_only_bfloat16
 
-# In the text of a RuntimeError of torch for an allocation on cuda, mps and cpu.
-MEMORY_TEXTS = ("out of memory", "can't allocate memory")
 MAX_SHARE_AFTER_OOM = 0.8  # of the planned peak, for a setting proposed after an error
 logger = logging.getLogger(__name__)
 
@@ -184,14 +182,14 @@ def check_start(config: Config, role: Role, folder: Path) -> None:
 
 @contextmanager
 def memory_errors(config: Config, role: Role) -> Generator[None]:
-    """Turn an error of an allocation into a ConfigError that names the setting to change."""
+    """Turn the error of an allocation into OutOfMemoryError, which names a setting to change."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if not isinstance(error, MemoryError) and not any(each in text for each in MEMORY_TEXTS):
+        if not models.is_out_of_memory(error):
             raise
-        raise ConfigError(_out_of_memory_text(config, role, text)) from None
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise OutOfMemoryError(_out_of_memory_text(config, role, text)) from None
 
 
 def _out_of_memory_text(config: Config, role: Role, text: str) -> str:

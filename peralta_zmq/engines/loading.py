@@ -74,6 +74,8 @@ def loading_errors(folder: Path) -> Generator[None]:
     except ConfigError as error:
         raise StoreError(str(error)) from None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        if models.is_out_of_memory(error):
+            raise
         reason = " ".join(str(error).split())
         raise StoreError(f"model folder {folder} cannot be loaded: {reason}") from None
 

@@ -52,7 +52,8 @@ def run(config: Config) -> None:
     """Sample, score and send groups until the trainer announces the end of the run.
 
     Waits for the first weights, and for an absent trainer. Raises ConfigError, StoreError (no
-    weights in time), TaskError (unusable problems) and WireError (the trainer refuses the keys).
+    weights in time), TaskError (unusable problems), WireError (the trainer refuses the keys) and
+    OutOfMemoryError.
     """
     build.choose_engine(config)  # refuses settings before it waits for weights
     serving.check_settings(config)

@@ -21,6 +21,7 @@ from peralta_zmq.models.device import (
     choose_dtype,
     device_name,
     free_bytes,
+    is_out_of_memory,
     keep_memory,
     limit_memory,
     total_bytes,

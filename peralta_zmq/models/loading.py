@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from peralta_zmq.atomic_files import MALFORMED, PLAIN_NAME
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.models.device import is_out_of_memory
 
 transformers_logging.disable_progress_bar()
 # transformers' log handler prints texts of a model folder, such as names of tensors, unescaped. The
@@ -131,6 +132,8 @@ def model_loading_errors(message: str) -> Generator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         raise ConfigError(f"{message}: {str(error).splitlines()[0]}") from None
 
 

@@ -51,9 +51,8 @@ def run(config: Config) -> None:
     A session is one start of the trainer. Under torchrun this process is one of several ranks: rank
     0 is the trainer, the other ranks compute their share of each step. Raises ConfigError,
     TaskError, WireError, StoreError or JournalError, before anything is written, if a setting, a
-    file, a port or a folder cannot be used; ConfigError also if memory is lacking, at any time.
-    Raises TrainingError, after the run is saved, if a
-    limit of [early_stop] is exceeded.
+    file, a port or a folder cannot be used. Raises OutOfMemoryError at any time, and TrainingError,
+    after the run is saved, if a limit of [early_stop] is exceeded.
     """
     config, ranks = join(config)
     models.keep_memory()  # malloc reuses freed memory, which makes steps faster

@@ -172,10 +172,11 @@ def run_follower(config: Config, ranks: DistributedRanks) -> None:
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger("peralta_zmq").setLevel(logging.WARNING)  # rank 0 logs the other messages
     try:
-        model = build.load_policy(config, models.model_folder(config.model.name))
-        learner = build.make_learner(config, model, ranks)
-        while (command := ranks.receive_command())["do"] != "end":
-            _execute(command, learner, ranks, wire.GroupLimits(int(model.config.vocab_size)))
+        with build.memory_errors(config, "trainer"):
+            model = build.load_policy(config, models.model_folder(config.model.name))
+            learner = build.make_learner(config, model, ranks)
+            while (command := ranks.receive_command())["do"] != "end":
+                _execute(command, learner, ranks, wire.GroupLimits(int(model.config.vocab_size)))
     except TrainingError:
         return  # every rank raises it, and rank 0 reports it
     except PeraltaError as error:

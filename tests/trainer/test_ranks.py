@@ -25,11 +25,12 @@ from peralta_zmq import models, wire
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning import distributed
+from peralta_zmq.learning.distributed import SingleRank
 from peralta_zmq.observe.metrics import Row, read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint, replay
 from peralta_zmq.trainer import loop as trainer
-from peralta_zmq.trainer.ranks import local_rank
+from peralta_zmq.trainer.ranks import local_rank, run_follower
 from peralta_zmq.trainer.session import write_identity
 from tools.link_proxy import free_ports
 
@@ -241,6 +242,22 @@ def test_steps_without_finite_loss_are_skipped_on_all_ranks(tmp_path: Path, num_
     norm, saved = "model.norm.weight", run.saved(4)  # with the weights of step 2
     assert not torch.equal(saved[f"model/{norm}"], base.state_dict()[norm])
     assert all(tensor.isfinite().all() for tensor in saved.values() if tensor.is_floating_point())
+
+
+class SmallMemory(SingleRank):
+    """A follower whose next command needs more memory than there is."""
+
+    rank = 1
+
+    def receive_command(self) -> None:
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def test_follower_out_of_memory_names_its_rank_and_the_plan(tmp_path: Path) -> None:
+    config = load_config("bin/trainer", ["--model.device=cpu"])
+    message = r"rank 1: the trainer is out of memory \(.*; planned were .* GiB"
+    with pytest.raises(RuntimeError, match=f"OutOfMemoryError: {message}"):
+        on_ranks(tmp_path, run_follower, config, SmallMemory(), count=1)
 
 
 # The environment of torchrun.
