@@ -65,9 +65,9 @@ class MemoryPlanner:
     def of(cls, config: Config, folder: Path, *, memory_gib: float | None = None) -> MemoryPlanner:
         """The planner for the model in `folder`, which is not loaded.
 
-        `memory_gib` replaces the memory of this machine; with it, `cuda` may be the card of another
-        machine. Raises ConfigError for a model that cannot be planned, and for a device that cannot
-        be used.
+        `memory_gib` replaces the memory of this machine; with it, `cuda` or `mps` may be the
+        device of another machine. Raises ConfigError for a model that cannot be planned, and for a
+        device that cannot be used.
         """
         shape = read_shape(folder)
         return cls(shape, _machine_of(config, folder, shape, memory_gib))
@@ -121,19 +121,21 @@ def _machine_of(
     config: Config, folder: Path, shape: ModelShape, memory_gib: float | None
 ) -> Machine:
     """Device, memory and dtypes for the model in `folder`."""
-    name, engine = config.model.device, config.engine.name
-    engine = "native" if engine == "auto" else engine
-    memory = None if memory_gib is None else memory_gib * GIB
-    if memory is not None and name.startswith("cuda") and not torch.cuda.is_available():
-        return Machine("cuda", memory, engine=engine)
-    with suppress(ConfigError):  # the engine runs elsewhere: its generator reports why it cannot
-        engine = choose_engine(config, folder)[0]
-    device = models.choose_device(name)
+    engine = "native" if config.engine.name == "auto" else config.engine.name
+    try:
+        device = models.choose_device(config.model.device)
+        with suppress(ConfigError):  # the engine runs elsewhere: its generator reports a refusal
+            engine = choose_engine(config, folder)[0]
+    except ConfigError:
+        kind = config.model.device.partition(":")[0]
+        if memory_gib is None or kind not in ("cuda", "mps"):
+            raise
+        device = torch.device(kind)
     sampling, _ = models.choose_dtype(device, config.model.dtype)
     training, _ = models.training_dtype_of(device, shape.hidden_size, config.train.dtype)
     return Machine(
         kind=device.type,
-        memory=models.total_bytes(device) if memory is None else memory,
+        memory=models.total_bytes(device) if memory_gib is None else memory_gib * GIB,
         training_dtype=str(training).removeprefix("torch."),
         sampling_dtype=str(sampling).removeprefix("torch."),
         engine=engine,

@@ -109,7 +109,10 @@ def choose_dtype(device: torch.device, name: str = "auto") -> tuple[torch.dtype,
     if name != "auto":
         return DTYPES[name], "set by model.dtype"
     if device.type == "cuda":
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        # A plan may be for a card that this machine lacks.
+        has_bf16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(
+            including_emulation=False
+        )
     else:
         cpuinfo = Path("/proc/cpuinfo")
         text = cpuinfo.read_text("ascii", errors="replace") if cpuinfo.exists() else ""

@@ -84,6 +84,36 @@ def test_small_parts_are_not_shown_as_zero(capsys: pytest.CaptureFixture[str]) -
     assert "    < 0.01  weights, packed output head\n" in out and " 0.00 " not in out
 
 
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (("--model.device=cuda",), "training in bfloat16, sampling in bfloat16"),
+        (("--model.device=mps",), "training in float32, sampling in float16"),
+        (
+            ("--model.device=cuda:1", "--train.dtype=float32", "--model.dtype=float16"),
+            "training in float32, sampling in float16",
+        ),
+    ],
+)
+def test_plan_for_an_absent_gpu_follows_the_settings(
+    model: str, settings: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    doctor.main(["plan", model, *settings, "--memory=24", "--engine.slots=3"])
+    device = settings[0].partition("=")[2].partition(":")[0]
+    assert f"device {device} with 24.00 GiB, {text} (engine native)" in capsys.readouterr().out
+
+
+def test_plan_for_an_absent_gpu_counts_the_cache_of_turns(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cache_bytes(*settings: str) -> int:
+        doctor.main(["plan", model, "--model.device=cuda", "--memory=24", "--json", *settings])
+        rows = json.loads(capsys.readouterr().out.splitlines()[-1])["plans"]
+        return rows[1]["parts"]["KV cache of 32 slots"]
+
+    assert cache_bytes("--task.name=guess_number") > cache_bytes()
+
+
 def test_unknown_architecture_is_marked_as_estimated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
