@@ -16,7 +16,13 @@ from sample_data import TINY, packed, siblings
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from peralta_zmq import build, models
-from peralta_zmq.build.memory_plan import Machine, layer_bytes, plan_generator, plan_trainer
+from peralta_zmq.build.memory_plan import (
+    Machine,
+    Role,
+    layer_bytes,
+    plan_generator,
+    plan_trainer,
+)
 from peralta_zmq.build.memory_remedies import changed
 from peralta_zmq.build.model_shape import ModelShape, read_shape
 from peralta_zmq.config import Config, write_resolved
@@ -220,6 +226,27 @@ def test_proposed_option_is_accepted_and_gives_the_planned_peak(
             proposed = load(*settings, *each.options.split())
             assert proposed == changed(config, each.changes)
             assert planner.plan(proposed, role).peak == each.alone.peak
+
+
+@pytest.mark.parametrize(
+    ("role", "settings", "option"),
+    [
+        # bfloat16 rounds away most updates of the state with the default adam_beta2.
+        ("trainer", (), "--train.optim adamw_bf16"),
+        ("trainer", ("--sampling.max-completion-length=400",), "--engine.max-model-len 256"),
+        ("generator", ("--sampling.max-completion-length=512",), "--engine.max-model-len 512"),
+    ],
+)
+def test_useless_or_contradictory_option_is_not_proposed(
+    role: Role, settings: tuple[str, ...], option: str, qwen: ModelShape
+) -> None:
+    config = load("--engine.max-model-len=1024", "--train.adam-beta2=0.999", *settings)
+    machine = Machine("cpu", 2**30)
+    planner = build.MemoryPlanner(qwen, machine)
+    attempts = planner.advise(config, role).attempts
+    assert option not in [each.options for each in attempts]
+    peaks = [planner.plan(config, role).peak, *(each.combined.peak for each in attempts)]
+    assert peaks == sorted(set(peaks), reverse=True)
 
 
 # Checks of the machine.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 from peralta_zmq.build.memory_plan import Machine, Plan, workload_of
 from peralta_zmq.build.model_shape import ModelShape
 from peralta_zmq.config import Config
+from peralta_zmq.errors import ConfigError
 
 MIN_LENGTH = 256  # tokens; a shorter engine.max_model_len is not proposed
 RANK = 16  # of proposed adapters
@@ -56,9 +58,11 @@ def trainer_remedies(config: Config, shape: ModelShape, machine: Machine) -> lis
         optims = ("adamw", "adamw_bf16", "adamw_8bit")
         smaller = optims[optims.index(train.optim) + 1 :]
         cost = "rounds the optimizer state"
-        remedies += [_remedy("train.optim", (each,), cost) for each in smaller]
+        costs = {"adamw_bf16": cost, "adamw_8bit": f"{cost}; needs the extra optim"}
+        remedies += [_remedy("train.optim", (each,), costs[each]) for each in smaller]
         rank = {"lora.rank": RANK}
-        remedies.append(Remedy((rank,), "trains adapters instead of all weights"))
+        cost = "trains adapters instead of all weights; needs the extra lora"
+        remedies.append(Remedy((rank,), cost))
     base_dtypes = BASE_DTYPES[BASE_DTYPES.index(config.lora.base_dtype) + 1 :]
     smaller_bases = tuple({**rank, "lora.base_dtype": each} for each in base_dtypes)
     remedies.append(Remedy(smaller_bases, "rounds the weights under the adapters"))
@@ -84,14 +88,22 @@ def generator_remedies(config: Config, shape: ModelShape, machine: Machine) -> l
 def try_remedies(config: Config, remedies: Sequence[Remedy], make_plan: MakePlan) -> list[Attempt]:
     """Try each remedy alone and after the ones before it.
 
-    Of its values it takes the first that fits alone, else the last.
+    Of its values it takes the first that fits alone, else the first that fits after the ones before
+    it, else the last. Leaves out values that contradict other settings or save nothing.
     """
-    attempts, combined = list[Attempt](), config
+    attempts, combined, peak = list[Attempt](), config, make_plan(config).peak
     for values, cost in remedies:
-        plans = [(value, make_plan(changed(config, value))) for value in values]
-        changes, alone = next((pair for pair in plans if pair[1].fits), plans[-1])
-        combined = changed(combined, changes)
-        attempts.append(Attempt(changes, cost, alone, make_plan(combined)))
+        tried = list[Attempt]()
+        for changes in values:
+            with suppress(ConfigError):
+                plans = [make_plan(changed(each, changes)) for each in (config, combined)]
+                tried.append(Attempt(changes, cost, *plans))
+        if saving := [each for each in tried if each.combined.peak < peak]:
+            fitting = [each for each in saving if each.alone.fits]
+            fitting += [each for each in saving if each.combined.fits]
+            attempts.append((fitting or saving[-1:])[0])
+            combined = changed(combined, attempts[-1].changes)
+            peak = attempts[-1].combined.peak
     return attempts
 
 
@@ -116,12 +128,12 @@ def options_of(attempts: Sequence[Attempt]) -> str:
 
 
 def changed(config: Config, changes: Changes) -> Config:
-    """The settings with other values of some of them."""
+    """The settings with other values of some of them; ConfigError if these contradict others."""
+    tables = config.model_dump()
     for setting, value in changes.items():
         section, leaf = setting.split(".")
-        updated = getattr(config, section).model_copy(update={leaf: value})
-        config = config.model_copy(update={section: updated})
-    return config
+        tables[section][leaf] = value
+    return Config.model_validate(tables)
 
 
 def _remedy(setting: str, values: Sequence[Any], cost: str) -> Remedy:
@@ -130,7 +142,9 @@ def _remedy(setting: str, values: Sequence[Any], cost: str) -> Remedy:
 
 
 def _shorter(config: Config, shape: ModelShape) -> Remedy:
-    lengths = _powers_below(_length(config, shape), MIN_LENGTH)
+    completions = (config.sampling_of(env).max_completion_length for env in config.environments)
+    longest = max(length or 0 for length in completions)  # None: as long as the context permits
+    lengths = _powers_below(_length(config, shape), max(MIN_LENGTH, longest + 1))
     return _remedy("engine.max_model_len", lengths, "shorter prompts and completions")
 
 
