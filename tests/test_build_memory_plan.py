@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,14 @@ def test_planned_cache_is_that_of_the_native_engine(tmp_path: Path) -> None:
     assert plan.parts["KV cache of 5 slots"] == cache._memory.nbytes
 
 
+def test_vllm_reserves_its_fraction_of_a_card(qwen: ModelShape) -> None:
+    card = Machine("cuda", 24 * 2**30, engine="vllm")
+    plan = plan_generator(load(), qwen, card)
+    assert plan.fits and plan.peak == pytest.approx(0.9 * card.memory)
+    assert plan_generator(load("--engine.gpu-memory-utilization=0.5"), qwen, card).peak < plan.peak
+    assert not plan_generator(load(), qwen, replace(card, memory=2**30)).fits
+
+
 # Settings that make a plan fit.
 
 
@@ -226,6 +235,12 @@ def test_proposed_option_is_accepted_and_gives_the_planned_peak(
             proposed = load(*settings, *each.options.split())
             assert proposed == changed(config, each.changes)
             assert planner.plan(proposed, role).peak == each.alone.peak
+
+
+def test_vllm_on_a_used_card_is_proposed_a_smaller_fraction(qwen: ModelShape) -> None:
+    config, card = load(), Machine("cuda", 24 * 2**30, engine="vllm")
+    advice = build.MemoryPlanner(qwen, card).advise(config, "generator", limit=20 * 2**30)
+    assert advice.options == "--engine.gpu-memory-utilization 0.8"
 
 
 @pytest.mark.parametrize(

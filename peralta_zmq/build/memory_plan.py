@@ -272,9 +272,22 @@ def plan_generator(config: Config, shape: ModelShape, machine: Machine) -> Plan:
         parts["base weights, to merge adapters"] = base_bytes
     parts |= _cache_parts(config, shape, machine)
     parts["process"] = PROCESS_BYTES[machine.kind]
-    default = VLLM_FRACTION if machine.engine == "vllm" and machine.kind == "cuda" else 1.0
-    fraction = config.engine.gpu_memory_utilization or default
-    return Plan("generator", parts, "sampling", fraction * machine.memory)
+    limit = generator_fraction(config, machine) * machine.memory
+    # The difference is rounded down, so that the sum of all parts is within the limit.
+    if reserves_memory(machine) and (rest := int(limit - sum(parts.values()))) > 0:
+        parts["more KV cache, reserved by vLLM"] = float(rest)
+    return Plan("generator", parts, "sampling", limit)
+
+
+def reserves_memory(machine: Machine) -> bool:
+    """Whether a generator reserves its fraction of the memory at the start."""
+    return machine.engine == "vllm" and machine.kind == "cuda"
+
+
+def generator_fraction(config: Config, machine: Machine) -> float:
+    """Fraction of the memory that a generator may use."""
+    default = VLLM_FRACTION if reserves_memory(machine) else 1.0
+    return config.engine.gpu_memory_utilization or default
 
 
 def _base_bytes(config: Config, shape: ModelShape, machine: Machine) -> float:

@@ -6,7 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
-from peralta_zmq.build.memory_plan import Machine, Plan, workload_of
+from peralta_zmq.build.memory_plan import (
+    Machine,
+    Plan,
+    generator_fraction,
+    reserves_memory,
+    workload_of,
+)
 from peralta_zmq.build.model_shape import ModelShape
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError
@@ -81,6 +87,10 @@ def generator_remedies(config: Config, shape: ModelShape, machine: Machine) -> l
         remedies.append(_remedy("model.dtype", ("bfloat16",), cost))
     if machine.engine == "mlx" and engine.quantize is None:
         remedies.append(_remedy("engine.quantize", (8, 4), "logprobs differ from the trainer's"))
+    if reserves_memory(machine):
+        tenths = int(10 * generator_fraction(config, machine) - 1e-9)
+        fractions = tuple(number / 10 for number in range(tenths, 0, -1))
+        remedies.append(_remedy("engine.gpu_memory_utilization", fractions, "a smaller KV cache"))
     remedies.append(_shorter(config, shape))
     return [remedy for remedy in remedies if remedy.values]
 

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         rows.append(_row(plan, advice))
     fits = all(plan.fits for plan in plans)
     if not options.role:
-        fits &= _print_together(config, planner.machine.memory, plans)
+        fits &= _print_together(config, planner, plans)
     if options.json:
         _write(json.dumps({"plans": rows}))
     return int(not fits)
@@ -134,16 +134,25 @@ def _print_advice(advice: Advice) -> None:
         _write(f"  no setting is enough; {NOTHING_HELPS}")
 
 
-def _print_together(config: Config, memory: float, plans: Sequence[Plan]) -> bool:
+def _print_together(config: Config, planner: MemoryPlanner, plans: Sequence[Plan]) -> bool:
     """Compare the trainer and all generators of this machine with its memory; True if they fit."""
+    from peralta_zmq.build.memory_remedies import changed
+
     trainer, generator = (plan.peak for plan in plans)
-    count = config.run.num_local_generators
+    memory, count = planner.machine.memory, config.run.num_local_generators
     total = trainer + count * generator
     fits = total <= memory
     title = f"trainer and {count} generator{'s' * (count > 1)} together (bin/lan local)"
     _write(f"\n{title}: {_verdict(total, memory)}")
     if fits or not all(plan.fits for plan in plans):
         return fits
+    share = int(100 * (memory - trainer) / memory / count) / 100
+    if share > 0:  # engine vllm reserves less
+        lowered = changed(config, {"engine.gpu_memory_utilization": share})
+        smaller = planner.plan(lowered, "generator")
+        if smaller.fits and trainer + count * smaller.peak <= memory:
+            _write(f"  it fits with --engine.gpu-memory-utilization {share}")
+            return False
     most = int((memory - trainer) / generator)
     if most > 0:
         _write(f"  it fits with --run.num-local-generators {most}")

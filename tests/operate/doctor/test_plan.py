@@ -71,6 +71,20 @@ def test_roles_that_fit_alone_may_not_fit_together(
     assert plan(model, "--memory=64", "--run.num-local-generators=1") == 0
 
 
+def test_vllm_beside_a_trainer_needs_a_smaller_fraction(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("plan", model, SMALL, "--model.device=cuda", "--memory=40", "--engine.name=vllm",
+             "--run.num-local-generators=1")  # fmt: skip
+    assert doctor.main(list(words)) == 1
+    out = capsys.readouterr().out
+    assert "generator: fits, 36.00 of 36.00 GiB needed" in out
+    (advice,) = (line for line in out.splitlines() if line.startswith("  it fits with "))
+    option = advice.removeprefix("  it fits with ")
+    assert option.startswith("--engine.gpu-memory-utilization 0.")
+    assert doctor.main([*words, *option.split()]) == 0
+
+
 def test_plan_for_a_card_needs_no_card(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("plan", model, SMALL, "--model.device=cuda", "--memory=24", "--role=trainer")
     assert doctor.main(list(words)) == 0
