@@ -33,6 +33,7 @@ PROGRAM = program_name("lan")
 STARTING = ("up", "sync")  # commands that need the code and the settings
 HOSTS_FILE, EXAMPLE = host_setup.HOSTS_FILE, Path("configs/hosts.example.toml")
 LOOPBACK = ("127.0.0.1", "localhost")  # not 127.0.0.2, which tests use for another machine
+FIRST_GPU = ("auto", "cuda", "cuda:0", "mps")  # names of the same GPU, on a machine that has one
 StepsOf: TypeAlias = Callable[[Host], list[ssh.Command]]  # commands of one phase for a host
 
 
@@ -272,7 +273,9 @@ def check_memory(hosts: Hosts, config: Config) -> None:
     by_device = defaultdict[tuple[str, str, str], list[Host]](list)
     for host in hosts.host:
         visible = host.env.get("CUDA_VISIBLE_DEVICES", "")
-        by_device[host.ssh or "", host.device or config.model.device, visible].append(host)
+        device = host.device or config.model.device
+        device = "auto" if device in FIRST_GPU else device
+        by_device[host.ssh or "", device, visible].append(host)
     for together in by_device.values():
         check_memory_fractions(
             config,

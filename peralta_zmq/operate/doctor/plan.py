@@ -48,9 +48,12 @@ def main(arguments: Sequence[str]) -> int:
     roles: list[Role] = [options.role] if options.role else ["trainer", "generator"]
     num_generators = config.run.num_local_generators if "generator" in roles else 0
     if not options.role:
-        check_memory_fractions(
-            config, has_trainer=True, num_generators=num_generators, machine="this machine"
-        )
+        try:
+            check_memory_fractions(
+                config, has_trainer=True, num_generators=num_generators, machine="this machine"
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{error}, or plan for one of the two with --role") from None
     from peralta_zmq import build, models  # import torch, too slow for --help
 
     folder = models.model_folder(config.model.name)

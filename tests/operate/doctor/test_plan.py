@@ -147,7 +147,8 @@ def test_unknown_architecture_is_marked_as_estimated(
         (
             ("--train.memory-fraction=0.5", "--engine.gpu-memory-utilization=0.3"),
             "train.memory_fraction 0.5 and engine.gpu_memory_utilization 0.3 for each of 2 "
-            "generators are 1.1 of the memory of this machine; lower them to 1 together",
+            "generators are 1.1 of the memory of this machine; lower them to 1 together, or start "
+            "fewer generators, or plan for one of the two with --role",
         ),
         (
             ("--engine.gpu-memory-utilization=0.6",),
@@ -159,6 +160,11 @@ def test_plan_is_refused_for(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         doctor.main(["plan", *words])
     assert message in str(caught.value)
+
+
+def test_fractions_of_two_machines_are_planned_by_role(model: str) -> None:
+    words = (model, "--memory=40", "--engine.gpu-memory-utilization=0.6")
+    assert plan(*words, "--role=generator") == 0
 
 
 def test_fractions_of_one_machine_may_add_up_to_one(
