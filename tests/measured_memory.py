@@ -136,7 +136,7 @@ def main(role: Role, name: str, *arguments: str) -> None:
         "process": memory.before,
         "measured": memory.peak,
         "planned": int(plan.peak),
-        "moment": plan.moment,
+        "phase": plan.phase,
     }
     print(json.dumps({**row, "parts": parts}))
 

@@ -75,5 +75,5 @@ def test_plan_is_within_15_percent_of_the_measured_peak(name: str, folder: Path)
     sizes = "planned {planned}, measured {measured}, imports {process} GiB".format(
         **{key: gib(row[key]) for key in ("planned", "measured", "process")}
     )
-    print(f"\n{name}: {sizes}, ratio {ratio:.3f}, {row['moment']}: {parts}")
+    print(f"\n{name}: {sizes}, ratio {ratio:.3f}, {row['phase']}: {parts}")
     assert 0.85 <= ratio <= 1.15

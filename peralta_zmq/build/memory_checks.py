@@ -28,11 +28,12 @@ from peralta_zmq.build.memory_plan import (
     workload_of,
 )
 from peralta_zmq.build.memory_remedies import (
+    NOTHING_HELPS,
     Attempt,
     MakePlan,
+    first_fitting,
     generator_remedies,
     options_of,
-    sufficient,
     trainer_remedies,
     try_remedies,
 )
@@ -91,7 +92,7 @@ class MemoryPlanner:
         remedies = trainer_remedies if role == "trainer" else generator_remedies
         chosen = remedies(config, self.shape, self.machine)
         attempts = try_remedies(config, chosen, make_plan)
-        needed = sufficient(attempts)
+        needed = first_fitting(attempts)
         if not needed:
             return Advice(attempts, "", None)
         plan = needed[-1].alone if len(needed) == 1 else needed[-1].combined
@@ -215,7 +216,7 @@ def _remedy(planner: MemoryPlanner, config: Config, role: Role, limit: float) ->
     advice = planner.advise(config, role, limit=limit)
     hint = f"{program_name('doctor')} plan{files_given()} shows all"
     if advice.plan is None:
-        return f"choose a smaller model.name or a machine with more memory; {hint}"
+        return f"{NOTHING_HELPS}; {hint}"
     return f"with {advice.options} it needs {gib(advice.plan.peak)}; {hint}"
 
 

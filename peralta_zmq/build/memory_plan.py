@@ -1,6 +1,6 @@
 """Memory that a trainer and a generator need, computed from the settings and a model's shape.
 
-A plan lists the parts of the memory at the moment at which their sum is largest. Each formula says
+A plan lists the parts of the memory in the phase in which their sum is largest. Each formula says
 which tensors of the code it counts. Prompts are assumed to be as long as engine.max_model_len
 permits, so a run with short prompts needs less. Copies of weights to publish are not counted: they
 exist for seconds, when the optimizer step has freed the gradients, which need at least as much.
@@ -54,11 +54,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Memory of one process, in bytes; `parts` are those at the moment of the peak."""
+    """Memory of one process, in bytes; `parts` are those in the phase of the peak."""
 
     role: Role
     parts: Parts
-    moment: str
+    phase: str
     limit: float  # bytes that the process may use
 
     @property
@@ -135,18 +135,18 @@ def plan_trainer(
     evaluation = _cache_parts(config, shape, live)
     if rank is not None and base_dtype != "float32":  # the engine converts a weight for its product
         evaluation["converted weight"] = 4.0 * max(shape.embedding, shape.largest_linear)
-    moments = {
-        **_backward_moments(config, shape, machine, gradients),
+    phases = {
+        **_backward_phases(config, shape, machine, gradients),
         "optimizer step": {
             "gradients": gradients,
             "work of the optimizer": _optimizer_work(config, shape),
         },
         "evaluation": evaluation,
     }
-    moment = max(moments, key=lambda name: sum(moments[name].values()))
-    parts = {name: size for name, size in {**always, **moments[moment]}.items() if size}
+    phase = max(phases, key=lambda name: sum(phases[name].values()))
+    parts = {name: size for name, size in {**always, **phases[phase]}.items() if size}
     fraction = config.train.memory_fraction or 1.0
-    return Plan("trainer", parts, moment, fraction * machine.memory)
+    return Plan("trainer", parts, phase, fraction * machine.memory)
 
 
 def frozen_bytes(shape: ModelShape, base_dtype: str) -> float:
@@ -156,10 +156,10 @@ def frozen_bytes(shape: ModelShape, base_dtype: str) -> float:
     return linears + (4.0 if base_dtype == "float32" else 2.0) * embeddings + 4.0 * shape.vectors
 
 
-def _backward_moments(
+def _backward_phases(
     config: Config, shape: ModelShape, machine: Machine, gradients: float
 ) -> dict[str, Parts]:
-    """Parts at three moments of the backward pass: in the head, the last and the first layer."""
+    """Parts in three phases of the backward pass: in the head, the last and the first layer."""
     work, is_full = workload_of(config, shape, machine), config.lora.rank is None
     layer = work.tokens * layer_bytes(config, shape, machine, tree=work.tree)
     kept, computed_again = layer, 0.0

@@ -1,4 +1,4 @@
-"""Settings that make a memory plan fit, tried in the order of their harm to training."""
+"""Settings that make a memory plan fit, the least costly first."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from peralta_zmq.errors import ConfigError
 
 MIN_LENGTH = 256  # tokens; a shorter engine.max_model_len is not proposed
 RANK = 16  # of proposed adapters
+NOTHING_HELPS = "choose a smaller model.name or a machine with more memory"
 BASE_DTYPES = ("float32", "bfloat16", "int8", "nf4")  # largest first
 MakePlan: TypeAlias = Callable[[Config], Plan]
 Changes: TypeAlias = Mapping[str, Any]  # values by setting, such as lora.rank
@@ -46,7 +47,7 @@ class Attempt(NamedTuple):
 
 
 def trainer_remedies(config: Config, shape: ModelShape, machine: Machine) -> list[Remedy]:
-    """Remedies for the trainer, least harm first."""
+    """Remedies for the trainer, the least costly first."""
     train, length = config.train, _length(config, shape)
     tokens = workload_of(config, shape, machine).tokens
     remedies = [
@@ -77,7 +78,7 @@ def trainer_remedies(config: Config, shape: ModelShape, machine: Machine) -> lis
 
 
 def generator_remedies(config: Config, shape: ModelShape, machine: Machine) -> list[Remedy]:
-    """Remedies for a generator, least harm first."""
+    """Remedies for a generator, the least costly first."""
     engine = config.engine
     remedies = [
         _remedy("engine.slots", _powers_below(engine.slots, 1), "fewer completions at a time")
@@ -117,7 +118,7 @@ def try_remedies(config: Config, remedies: Sequence[Remedy], make_plan: MakePlan
     return attempts
 
 
-def sufficient(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
+def first_fitting(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
     """The attempts to make together so that the plan fits; empty if all are not enough.
 
     That is the first that fits alone, else as many of the first ones as are needed.

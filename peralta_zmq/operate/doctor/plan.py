@@ -1,7 +1,7 @@
 """`bin/doctor plan`: the memory that a run needs, before anything is loaded.
 
 Reads only the config.json of the model. For each role that does not fit, prints what each setting
-would save, least harm first.
+would save, the least costly first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from peralta_zmq.build.memory_plan import Plan, Role
 
 SMALL = 0.005 * 2**30  # bytes, which GiB with two decimals show as 0.00
-NOTHING_HELPS = "choose a smaller model.name, or a machine with more memory"
 PROGRAM = f"{program_name('doctor')} plan"
 USAGE = f"""\
 usage: {PROGRAM} [--json] [--role trainer|generator] [--memory GIB] [@ FILE.toml ...] [OPTIONS]
@@ -120,12 +119,13 @@ def _print_plan(plan: Plan, *, count: int) -> None:
             _write(f"  {gib(size):>8}  {name}")
     if small:
         _write(f"  {'< 0.01':>8}  {', '.join(small)}")
-    _write(f"  most is needed during: {plan.moment}")
+    _write(f"  most is needed during: {plan.phase}")
 
 
 def _print_advice(advice: Advice) -> None:
     """Print what each setting saves, and which to choose."""
     from peralta_zmq.build import gib
+    from peralta_zmq.build.memory_remedies import NOTHING_HELPS
 
     _write("  GiB with one setting, and with those above it too:")
     for each in advice.attempts:
@@ -183,7 +183,7 @@ def _row(plan: Plan, advice: Advice | None) -> dict[str, Any]:
         "peak": int(plan.peak),
         "limit": int(plan.limit),
         "fits": plan.fits,
-        "moment": plan.moment,
+        "phase": plan.phase,
         "parts": {name: int(size) for name, size in plan.parts.items()},
         "settings": tried,
     }

@@ -59,7 +59,7 @@ def test_plan_that_does_not_fit_names_a_setting_that_does(
 def test_plan_that_cannot_fit_says_so(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(model, "--memory=1", "--role=trainer") == 1
     out = capsys.readouterr().out
-    assert "no setting is enough; choose a smaller model.name, or a machine with more memory" in out
+    assert "no setting is enough; choose a smaller model.name or a machine with more memory" in out
 
 
 def test_roles_that_fit_alone_may_not_fit_together(
