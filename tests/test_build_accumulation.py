@@ -11,12 +11,14 @@ import pytest
 from sample_data import tiny_model
 
 from peralta_zmq import build
+from peralta_zmq.build.components import early_divisor
 from peralta_zmq.config import load_config
 
 MINE = """
 def loss(tokens): return -(tokens.advantages * tokens.logprobs).sum() / tokens.step_tokens, {}
 def centered(rewards, lengths): return [reward - 0.5 for reward in rewards]
 def by_step(rewards, lengths, *, step_rewards=()): return [r - max(step_rewards) for r in rewards]
+def scaled(rewards, lengths, *, scale_rewards="group", step_rewards=()): return [*rewards]
 def whole(rewards, lengths, *, group_adv_norm=False): return [*rewards]
 """
 # Settings that let micro-batches be computed early -> the total that the loss divides by.
@@ -50,6 +52,7 @@ WHOLE = {
     ),
     "--advantage.name=token_whitening": "advantage.group_adv_norm false",
     "--advantage.name=mine.by_step": "an advantage function with step_rewards",
+    "--advantage.name=mine.scaled": "an advantage function with step_rewards",
     "--advantage.name=mine.whole": "advantage.group_adv_norm false",
     "--loss.name=mine.loss": "loss 'mine.loss' is not one of this package",
     "--loss.top-entropy-quantile=0.2": "loss.top_entropy_quantile",
@@ -71,7 +74,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("settings", EARLY)
 def test_loss_with_one_divisor_and_one_update_is_computed_early(settings: str) -> None:
     config = load_config("bin/trainer", settings.split())
-    assert build.early_divisor(config) == (EARLY[settings], "")
+    assert early_divisor(config) == (EARLY[settings], "")
 
 
 @pytest.mark.parametrize("settings", WHOLE)
@@ -79,12 +82,12 @@ def test_setting_that_compares_groups_or_repeats_a_step_needs_the_whole_step(
     settings: str,
 ) -> None:
     config = load_config("bin/trainer", settings.split())
-    assert build.early_divisor(config) == (None, WHOLE[settings])
+    assert early_divisor(config) == (None, WHOLE[settings])
 
 
 def test_several_ranks_need_the_whole_step() -> None:
     config = load_config("bin/trainer", [])
-    assert build.early_divisor(config, num_ranks=2) == (None, "2 ranks")
+    assert early_divisor(config, num_ranks=2) == (None, "2 ranks")
 
 
 def test_learner_logs_when_a_step_is_computed(caplog: pytest.LogCaptureFixture) -> None:

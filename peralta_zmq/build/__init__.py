@@ -18,7 +18,6 @@ memory_checks     plans against this machine, and errors of allocations
 """
 
 from peralta_zmq.build.components import (
-    early_divisor,
     learning_rate_schedule,
     load_policy,
     make_advantage,
@@ -62,7 +61,6 @@ __all__ = [
     "check_memory",
     "check_start",
     "choose_engine",
-    "early_divisor",
     "eval_sampling_overrides",
     "gib",
     "learning_rate_schedule",

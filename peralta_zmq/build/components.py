@@ -201,20 +201,21 @@ def early_divisor(config: Config, *, num_ranks: int = 1) -> tuple[Divisor | None
     train, section, parts = config.train, config.loss, make_composition(config)
     is_by_token = parts is not None and parts.aggregation == "token"
     step_wide = step_wide_setting(make_advantage(config))
-    reasons = {
-        f"{num_ranks} ranks": num_ranks > 1,
-        f"train.num_minibatches {train.num_minibatches}": train.num_minibatches > 1,
-        f"train.num_iterations {train.num_iterations}": train.num_iterations > 1,
-        step_wide: bool(step_wide),
-        f"loss '{section.name}' is not one of this package": parts is None,
-        "loss.top_entropy_quantile": parts is not None and parts.top_entropy_quantile < 1.0,
-        "loss.m2_threshold": parts is not None and parts.m2_threshold is not None,
+    reasons = [
+        (f"{num_ranks} ranks", num_ranks > 1),
+        (f"train.num_minibatches {train.num_minibatches}", train.num_minibatches > 1),
+        (f"train.num_iterations {train.num_iterations}", train.num_iterations > 1),
+        (step_wide, bool(step_wide)),
+        (f"loss '{section.name}' is not one of this package", parts is None),
+        ("loss.top_entropy_quantile", parts is not None and parts.top_entropy_quantile < 1.0),
+        ("loss.m2_threshold", parts is not None and parts.m2_threshold is not None),
         # The bonus divides by the tokens, the loss by the rollouts.
-        "loss.entropy_coef without loss.aggregation token": (
-            bool(section.entropy_coef) and not is_by_token
+        (
+            "loss.entropy_coef without loss.aggregation token",
+            bool(section.entropy_coef) and not is_by_token,
         ),
-    }
-    reason = next((reason for reason, applies in reasons.items() if applies), "")
+    ]
+    reason = next((reason for reason, applies in reasons if applies), "")
     return (None if reason else "tokens" if is_by_token else "rollouts"), reason
 
 

@@ -184,12 +184,13 @@ def check_turn_rewards(advantage: AdvantageFunction, shaping: RewardShaping) -> 
     Those are estimators that compare different turns or groups, and changes of the reward.
     """
     is_normalized = shaping.multi_objective_aggregation == "normalize_then_sum"
-    refused = {
-        (setting := step_wide_setting(advantage)): bool(setting),
-        "advantage.multi_objective_aggregation normalize_then_sum": is_normalized,
-        f"advantage.length_penalty {shaping.length_penalty}": shaping.length_penalty is not None,
-    }
-    for setting, is_set in refused.items():
+    step_wide, penalty = step_wide_setting(advantage), shaping.length_penalty
+    refused = [
+        (step_wide, bool(step_wide)),
+        ("advantage.multi_objective_aggregation normalize_then_sum", is_normalized),
+        (f"advantage.length_penalty {penalty}", penalty is not None),
+    ]
+    for setting, is_set in refused:
         if is_set:
             raise ConfigError(
                 f"{setting} cannot be combined with the rewards of turns that a task gives, which "
@@ -202,10 +203,12 @@ def step_wide_setting(advantage: AdvantageFunction) -> str:
     options = {name: each.default for name, each in inspect.signature(advantage).parameters.items()}
     if options.get("group_adv_norm") is False:
         return "advantage.group_adv_norm false"
-    if "step_rewards" in options and "scale_rewards" not in options:
-        return "an advantage function with step_rewards"
-    is_by_step = options.get("scale_rewards") == "batch"
-    return "advantage.scale_rewards batch" if is_by_step else ""
+    if options.get("scale_rewards") == "batch":
+        return "advantage.scale_rewards batch"
+    # These use step_rewards with scale_rewards "batch" only; a user's function may always use it.
+    is_by_group = getattr(advantage, "func", advantage) in (group_zscore, leave_one_out)
+    uses_step_rewards = "step_rewards" in options and not is_by_group
+    return "an advantage function with step_rewards" if uses_step_rewards else ""
 
 
 def token_advantages(rollout: Rollout, advantage: Advantage) -> NDArray[np.float64]:
