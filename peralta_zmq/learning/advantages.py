@@ -348,23 +348,23 @@ class Filter:
 
 def apply_filters(
     groups: Sequence[RolloutGroup], filters: Sequence[Filter]
-) -> tuple[list[list[bool]], dict[str, float]]:
-    """Return one flag per rollout for each group, and the metrics.
+) -> tuple[list[list[bool]], dict[str, int]]:
+    """Return one flag per rollout for each group, and numbers of rollouts.
 
-    A flag is False for a rollout removed from the loss. The metric `filter/NAME` is the share of
-    rollouts that filter NAME detected; `filter/taken_out` is the share removed from the loss.
+    A flag is False for a rollout removed from the loss. `filter/NAME` is the number of rollouts
+    that filter NAME detected; `filter/taken_out` is the number removed from the loss.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    included, metrics = [True] * len(rollouts), dict[str, float]()
+    included, counts = [True] * len(rollouts), dict[str, int]()
     for rule in filters:
         detected = [rule.detects(rollout) for rollout in rollouts]
-        metrics[f"filter/{rule.name}"] = fmean(detected)
+        counts[f"filter/{rule.name}"] = sum(detected)
         if rule.enforce:
             included = [flag and not hit for flag, hit in zip(included, detected, strict=True)]
     if filters:
-        metrics["filter/taken_out"] = fmean(not flag for flag in included)
+        counts["filter/taken_out"] = included.count(False)
     flags = iter(included)
-    return [list(islice(flags, len(group.rollouts))) for group in groups], metrics
+    return [list(islice(flags, len(group.rollouts))) for group in groups], counts
 
 
 def gibberish(

@@ -110,9 +110,12 @@ class StepResult:
 class PackedGroups:
     """The first groups of a step, packed into samples, of which some may have been computed."""
 
+    names: list[str] = field(default_factory=list[str])  # of the groups
     advantages: list[list[Advantage]] = field(default_factory=list[list[Advantage]])  # by group
     samples: list[PackedSample] = field(default_factory=list[PackedSample])  # not computed yet
+    num_sampled: int = 0  # groups that have samples, computed or not
     metrics: Counter[str] = field(default_factory=Counter[str])  # of `pack_groups`
+    num_detected: Counter[str] = field(default_factory=Counter[str])  # of `apply_filters`
     computed: list[ComputedBatch] = field(default_factory=list[ComputedBatch])
     random_state: Tensor | None = None  # torch's, before the first computed micro-batch
 
@@ -157,26 +160,27 @@ class Learner:
             optim=settings.optim,
         )
 
-    def fills_micro_batch(self, groups: Sequence[RolloutGroup]) -> bool:
-        """True if `accumulate` would compute a micro-batch of these groups."""
-        if self._settings.divisor is None:
-            return False
-        new = groups[len(self._packed.advantages) :]
-        self._pack(new, apply_filters(new, self._settings.filters)[0] if new else [])
+    def add_groups(self, groups: Sequence[RolloutGroup]) -> None:
+        """Add those of the first groups of step `self.step + 1` that have not been added.
+
+        Later calls, and the call of `learn`, must pass these groups first. Has no effect if
+        `LearnerSettings.divisor` is None.
+        """
+        if self._settings.divisor is not None:
+            self._pack(groups)
+
+    @property
+    def has_full_micro_batch(self) -> bool:
+        """True if the added groups fill a micro-batch that has not been computed."""
         return bool(full_micro_batch(self._packed.samples, self._settings.packing))
 
-    def accumulate(self, groups: Sequence[RolloutGroup]) -> None:
-        """Add the gradient of a full micro-batch of the first groups of step `self.step + 1`.
-
-        Later calls, and the call of `learn`, must pass these groups first. Has no effect if the
-        groups do not fill a micro-batch, or if `LearnerSettings.divisor` is None.
-        """
-        if not self.fills_micro_batch(groups):
-            return
+    def accumulate(self) -> None:
+        """Add the gradient of a full micro-batch of the added groups; no effect without one."""
         packed, settings = self._packed, self._settings
+        if not (indices := full_micro_batch(packed.samples, settings.packing)):
+            return
         if packed.random_state is None:
             packed.random_state = torch.get_rng_state()
-        indices = full_micro_batch(packed.samples, settings.packing)
         chosen = [packed.samples[index] for index in indices]
         batch = to_micro_batch(chosen, settings.packing, self._device)
         (batch,) = self._with_reference_logprobs([batch])
@@ -205,10 +209,9 @@ class Learner:
         rate = self._learning_rate(self.step) if learning_rate is None else learning_rate
         adamw.set_learning_rate(self._optimizer, rate)
         settings = self._settings
-        included, filter_metrics = apply_filters(groups, settings.filters)
-        num_packed = len(self._packed.advantages)
-        self._pack(groups[num_packed:], included[num_packed:])
+        self._pack(groups)
         packed, self._packed = self._packed, PackedGroups()
+        num_rollouts = sum(len(group.rollouts) for group in groups)
         mini_batches, selection_metrics = self._mini_batches(packed.samples)
         sft = None
         if self._demonstrations is not None:
@@ -236,7 +239,7 @@ class Learner:
         excluded = {name: why for update in updates for name, why in update.excluded.items()}
         metrics = {
             **step_metrics.describe_groups(groups, step=self.step),
-            **filter_metrics,
+            **{name: count / num_rollouts for name, count in packed.num_detected.items()},
             **step_metrics.mean_metrics([update.metrics for update in updates]),
             **selection_metrics,
             "skipped_steps": self._num_skipped,
@@ -249,19 +252,34 @@ class Learner:
         means = [*map(mean_advantages, groups, packed.advantages)]
         return StepResult(metrics, skip_reason, mismatch, excluded, means)
 
-    def _pack(self, groups: Sequence[RolloutGroup], included: Sequence[Sequence[bool]]) -> None:
-        """Pack the next groups of the step; `included` are their flags of `apply_filters`."""
+    def _pack(self, groups: Sequence[RolloutGroup]) -> None:
+        """Pack those of the first groups of the step that have not been packed."""
         settings, packed = self._settings, self._packed
+        names = [group.name for group in groups]
+        new = groups[len(packed.names) :]
+        assert names[: len(packed.names)] == packed.names, "other groups were added before"
+        if not new:
+            return
+        included, num_detected = apply_filters(new, settings.filters)
         advantages = advantages_of(
-            groups,
+            new,
             settings.advantage,
             shaping=settings.shaping,
             keep_zero_std=settings.keep_zero_std,
         )
-        samples, metrics = pack_groups(groups, advantages, settings.packing, included=included)
+        samples, metrics = pack_groups(
+            new,
+            advantages,
+            settings.packing,
+            included=included,
+            first_group=packed.num_sampled,
+        )
+        packed.names = names
         packed.advantages += advantages
         packed.samples += samples
+        packed.num_sampled = samples[-1].group + 1 if samples else packed.num_sampled
         packed.metrics.update(metrics)
+        packed.num_detected.update(num_detected)
 
     def _mini_batches(
         self, samples: Sequence[PackedSample]

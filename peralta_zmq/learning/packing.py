@@ -113,15 +113,16 @@ def pack_groups(
     packing: Packing,
     *,
     included: Sequence[Sequence[bool]] | None = None,
+    first_group: int = 0,
 ) -> tuple[list[PackedSample], dict[str, int]]:
     """Pack the rollouts of each group into samples of at most max_tokens tokens.
 
     `advantages` has one value per rollout for each group; a group with an empty list is left out.
     `included` has one flag per rollout for each group: False leaves the rollout out; None includes
-    all. Also returns metrics: of the rollouts longer than max_tokens, the number whose end was cut
-    off (num_truncated) and the number left out (num_dropped); the number of tokens in the loss
-    (num_loss_tokens); and of generated tokens in groups with an advantage of 0 in all rollouts
-    (num_no_signal_tokens).
+    all. `PackedSample.group` counts from `first_group`. Also returns metrics: of the rollouts
+    longer than max_tokens, the number whose end was cut off (num_truncated) and the number left out
+    (num_dropped); the number of tokens in the loss (num_loss_tokens); and of generated tokens in
+    groups with an advantage of 0 in all rollouts (num_no_signal_tokens).
     """
     samples, num_truncated, num_dropped = list[PackedSample](), 0, 0
     max_kept = packing.max_tokens if packing.oversize == "truncate" else 0
@@ -139,7 +140,7 @@ def pack_groups(
             num_dropped += too_long and not has_target
             if has_target:
                 packable.append((fitting, value))
-        number = samples[-1].group + 1 if samples else 0
+        number = samples[-1].group + 1 if samples else first_group
         while packable:
             samples.append(
                 _next_sample(packable, max_shared, name=group.name, task=group.task, group=number)

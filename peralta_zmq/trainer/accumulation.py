@@ -10,8 +10,10 @@ such micro-batch, so that a repeated step has the same micro-batches in the same
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from peralta_zmq.atomic_files import failpoint
+from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.journal import ACCUMULATED, encode_number
 from peralta_zmq.trainer.ranks import PolicyLearner
@@ -26,26 +28,38 @@ class GradientAccumulation:
 
     def begin_step(self) -> None:
         """Repeat what an earlier session has computed of the batch, according to the journal."""
-        self.seconds = 0.0
-        for num_groups in self._collector.accumulated:
-            self._accumulate(num_groups)
-        self._collector.accumulated = []
+        self.seconds, collector = 0.0, self._collector
+        if sizes := collector.accumulated_sizes:
+            started = time.monotonic()
+            repeat_micro_batches(self._learner, collector.batch, sizes)
+            self.seconds = time.monotonic() - started
+            collector.accumulated_sizes = []
 
     def compute(self) -> bool:
         """Compute a micro-batch if the batch fills one; returns False otherwise."""
         collector, learner = self._collector, self._learner
-        if not learner.fills_micro_batch(collector.batch):
+        learner.add_groups(collector.batch)
+        if not learner.has_full_micro_batch:
             return False
         num_groups, step = len(collector.batch), learner.step + 1
         collector.journal.begin_commit()  # writes in a thread, meanwhile
         collector.acknowledgements.publish(step - 1, started_step=step - 1)  # not waiting
-        self._accumulate(num_groups)
+        started = time.monotonic()
+        learner.accumulate()
+        self.seconds += time.monotonic() - started
         failpoint("trainer.accumulated")  # a test can kill the process here
         collector.commit()
         collector.journal.append(step, encode_number(num_groups), ACCUMULATED)
         return True
 
-    def _accumulate(self, num_groups: int) -> None:
-        started = time.monotonic()
-        self._learner.accumulate(self._collector.batch[:num_groups])
-        self.seconds += time.monotonic() - started
+
+def repeat_micro_batches(
+    learner: PolicyLearner, groups: Sequence[RolloutGroup], sizes: Sequence[int]
+) -> None:
+    """Compute the first micro-batches of a step as an earlier session did.
+
+    `sizes` are its ACCUMULATED records in the journal: how many of the groups were there at each.
+    """
+    for num_groups in sizes:
+        learner.add_groups(groups[:num_groups])
+        learner.accumulate()

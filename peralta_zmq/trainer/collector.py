@@ -58,9 +58,9 @@ MAX_SUPPLIERS = 1024  # suppliers named in an announcement, which has a maximum 
 class BatchCollector:
     """Collects the batch of one training step at a time.
 
-    Attributes: `batch` holds the groups admitted so far, `accumulated` the ACCUMULATED records that
-    were read from the journal with it. `journal_seconds` is the time spent on journal commits for
-    the current step. `session` has the settings and the run log.
+    Attributes: `batch` holds the groups admitted so far, `accumulated_sizes` the ACCUMULATED
+    records that were read from the journal with it. `journal_seconds` is the time spent on journal
+    commits for the current step. `session` has the settings and the run log.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BatchCollector:
     ) -> None:
         train, curriculum = session.config.train, session.config.curriculum
         self.batch: list[RolloutGroup] = []
-        self.accumulated: list[int] = []
+        self.accumulated_sizes: list[int] = []
         self.journal_seconds = 0.0
         self.journal = journal
         self.admission = Admission(
@@ -231,9 +231,9 @@ class BatchCollector:
             self.acknowledgements.mark_durable()
             self.journal_seconds += time.monotonic() - started
 
-    def restore_batch(self, groups: list[RolloutGroup], accumulated: Sequence[int] = ()) -> None:
-        """Replace the batch by groups, and `accumulated`, that were read from the journal."""
-        self.batch, self.accumulated = groups, [*accumulated]
+    def restore_batch(self, groups: list[RolloutGroup], sizes: Sequence[int] = ()) -> None:
+        """Replace the batch, and `accumulated_sizes`, by what was read from the journal."""
+        self.batch, self.accumulated_sizes = groups, [*sizes]
         self._size = sum(size_of(self.session.config, group) for group in groups)
         self.acknowledgements.mark_durable()
 

@@ -109,12 +109,13 @@ class LeadingLearner:
         """As `Learner.step`."""
         return self._learner.step
 
-    def fills_micro_batch(self, groups: Sequence[RolloutGroup]) -> bool:
-        """False: several ranks compute a step when all its groups are there."""
-        return False
+    has_full_micro_batch = False  # several ranks compute a step when all its groups are there
 
-    def accumulate(self, groups: Sequence[RolloutGroup]) -> None:
-        """No effect, as of `Learner.accumulate` if no micro-batch is full."""
+    def add_groups(self, groups: Sequence[RolloutGroup]) -> None:
+        """No effect, as of `Learner.add_groups` without a divisor."""
+
+    def accumulate(self) -> None:
+        """No effect, as of `Learner.accumulate` without a full micro-batch."""
 
     def learn(
         self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None

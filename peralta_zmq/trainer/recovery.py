@@ -38,6 +38,7 @@ from peralta_zmq.learning.admission import OUTCOMES
 from peralta_zmq.observe.run_log import abandoned_weights
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint, roll_back
+from peralta_zmq.trainer.accumulation import repeat_micro_batches
 from peralta_zmq.trainer.checkpoint import CHECKPOINTS
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.journal import (
@@ -172,10 +173,9 @@ class Recovery:
                     break  # the previous session did not train this full batch: it is a new step
                 if self.session.stop.requested:
                     return False
-                accumulated = self.collector.accumulated
+                sizes = self.collector.accumulated_sizes
                 if groups := self.collector.take_batch():
-                    for num_groups in accumulated:
-                        learner.accumulate(groups[:num_groups])
+                    repeat_micro_batches(learner, groups, sizes)
                     self.train_again(groups, learning_rate(learner.step + 1))
                 else:
                     self._skip_step()
@@ -313,7 +313,7 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
     while the journal cannot be read.
     """
     journal, wait_out = collector.journal, collector.session.wait_out
-    groups, accumulated = list[RolloutGroup](), list[int]()
+    groups, accumulated_sizes = list[RolloutGroup](), list[int]()
     num_refused = 0
     for record in wait_out(lambda: journal.read(step)):
         if record.kind == LEASED:
@@ -321,7 +321,7 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
             leases.next_index = max(leases.next_index, decode_number(record.content))
             continue
         if record.kind == ACCUMULATED:
-            accumulated.append(decode_number(record.content))
+            accumulated_sizes.append(decode_number(record.content))
             continue
         group = _decode(collector, step, record, limits)
         if isinstance(group, RolloutGroup):
@@ -339,7 +339,7 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
                 "disagree: a group is in both; move the newer of the two away"
             )
         collector.curriculum.update(group, outcome)
-    collector.restore_batch(groups, accumulated)
+    collector.restore_batch(groups, accumulated_sizes)
     if collector.is_full:
         return True
     if num_refused and step < max(wait_out(journal.steps)):

@@ -35,6 +35,7 @@ from peralta_zmq.observe.metrics import EVENTS, METRICS, number, read_rows
 from peralta_zmq.observe.terminal import progress_on_stderr
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint, journal
+from peralta_zmq.trainer.accumulation import repeat_micro_batches
 from peralta_zmq.trainer.collector import size_of, step_size
 from peralta_zmq.trainer.policy import group_limits, write_merged
 from peralta_zmq.trainer.ranks import (
@@ -161,9 +162,12 @@ def replay(
                     )
                 break
             if groups:
-                for record in records:
-                    if record.kind == journal.ACCUMULATED:
-                        learner.accumulate(groups[: journal.decode_number(record.content)])
+                sizes = [
+                    journal.decode_number(record.content)
+                    for record in records
+                    if record.kind == journal.ACCUMULATED
+                ]
+                repeat_micro_batches(learner, groups, sizes)
                 metrics = learner.learn(groups, learning_rate=rates.get(step)).metrics
             else:
                 skip_step(learner)

@@ -15,12 +15,13 @@ from sample_data import siblings, tiny_learner, tiny_model
 from torch import Tensor
 
 from peralta_zmq.learning.advantages import Filter, overlong
+from peralta_zmq.learning.exclusion import MISMATCH
 from peralta_zmq.learning.learner import Learner, StepResult
 from peralta_zmq.learning.losses import TokenLoss, Tokens, preset, with_entropy_bonus
 from peralta_zmq.learning.packing import Packing, full_micro_batch
 from peralta_zmq.learning.reference_models import PolicyCopy
 from peralta_zmq.models.scoring import Scorer
-from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.rollout import Rollout, RolloutGroup
 
 # Of one step. The third has no signal, and the fifth is too long for one sample.
 GROUPS = [
@@ -43,8 +44,9 @@ def accumulate_all(learner: Learner, groups: Sequence[RolloutGroup]) -> int:
     """Compute each micro-batch as soon as it is full; returns their number."""
     count = 0
     for number in range(1, len(groups)):
-        while learner.fills_micro_batch(groups[:number]):
-            learner.accumulate(groups[:number])
+        learner.add_groups(groups[:number])
+        while learner.has_full_micro_batch:
+            learner.accumulate()
             count += 1
     return count
 
@@ -86,7 +88,8 @@ def test_gradient_and_metrics_equal_those_of_the_whole_step(name: str) -> None:
         if name == "reference":
             options["reference"] = PolicyCopy(dict(model.named_parameters()), scorer)
         learner = learner_of(model, loss=loss, divisor=divisor, **options)
-        assert (accumulate_all(learner, GROUPS) if is_early else 3) >= 3
+        if is_early:
+            assert accumulate_all(learner, GROUPS) >= 3
         results.append(learner.learn(GROUPS))
         gradients.append(gradient_of(learner))
     whole, early = results
@@ -100,10 +103,13 @@ def test_same_calls_give_the_same_bits_and_none_those_of_a_whole_step() -> None:
     for model, sizes in zip(models, (calls, calls, [], []), strict=True):
         learner = learner_of(model, divisor=None if model is models[3] else "tokens")
         for size in sizes:
-            assert learner.fills_micro_batch(GROUPS[:size])
-            # Asking more often, as a live trainer does, changes nothing.
-            assert learner.fills_micro_batch(GROUPS[:size]) and learner.step == 0
-            learner.accumulate(GROUPS[:size])
+            learner.add_groups(GROUPS[:size])
+            learner.add_groups(GROUPS[:size])  # repeated, as by a live trainer: no effect
+            assert learner.has_full_micro_batch and learner.step == 0
+            learner.accumulate()
+        if sizes:
+            with pytest.raises(AssertionError, match="other groups were added"):
+                learner.add_groups(GROUPS[1:])
         learner.learn(GROUPS)
     live, repeated, whole, without = map(weights, models)
     assert identical(live, repeated) and identical(whole, without)
@@ -113,8 +119,39 @@ def test_same_calls_give_the_same_bits_and_none_those_of_a_whole_step() -> None:
 def test_learner_without_divisor_computes_no_micro_batch() -> None:
     learner = learner_of(tiny_model(), divisor=None)
     assert accumulate_all(learner, GROUPS) == 0
-    learner.accumulate(GROUPS)
+    learner.accumulate()
     assert all(parameter.grad is None for parameter in learner._parameters.values())
+
+
+@pytest.mark.parametrize("name", ["token", "rollout"])
+def test_group_excluded_early_is_excluded_as_in_the_whole_step(name: str) -> None:
+    bad = GROUPS[1]  # in one micro-batch
+    poisoned = replace(
+        bad.rollouts[0], logprobs=(bad.rollouts[0].loss_mask * -9000.0).astype("float32")
+    )
+    groups = [GROUPS[0], replace(bad, rollouts=(poisoned, *bad.rollouts[1:])), *GROUPS[2:]]
+    divisor, loss = LOSSES[name]
+    results, gradients = list[StepResult](), list[Tensor]()
+    for is_early in (False, True):
+        learner = learner_of(tiny_model().double(), loss=loss, divisor=divisor)
+        if is_early:
+            learner.add_groups(groups[:3])
+            learner.accumulate()
+            assert {bad.name} <= {*learner._packed.computed[0].groups}
+        results.append(learner.learn(groups))
+        gradients.append(gradient_of(learner))
+    whole, early = results
+    assert early.excluded == whole.excluded == {bad.name: MISMATCH}
+    assert (gradients[1] - gradients[0]).norm() <= 1e-6 * gradients[0].norm()
+    assert metrics_of(early) == pytest.approx(metrics_of(whole), rel=1e-6, abs=1e-9)
+    assert early.metrics["num_excluded"] == 1 and not early.skip_reason
+
+
+def test_samples_of_later_groups_are_numbered_after_those_of_earlier_groups() -> None:
+    learner = learner_of(tiny_model(), max_tokens=1000)
+    for number in range(len(GROUPS) + 1):
+        learner.add_groups(GROUPS[:number])
+    assert [sample.group for sample in learner._packed.samples] == [0, 1, 2, 3, 4]
 
 
 def test_metrics_of_filters_count_all_groups_of_the_step() -> None:
@@ -122,9 +159,17 @@ def test_metrics_of_filters_count_all_groups_of_the_step() -> None:
     groups = [replace(GROUPS[0], rollouts=(*cut_off, *GROUPS[0].rollouts[2:])), *GROUPS[1:]]
     rows = list[dict[str, float]]()
     for is_early in (False, True):
-        learner = learner_of(tiny_model(), filters=[Filter("overlong", overlong, enforce=True)])
-        assert (accumulate_all(learner, groups) if is_early else 2) >= 2
+        calls = list[Rollout]()
+
+        def detects(rollout: Rollout, calls: list[Rollout] = calls) -> bool:
+            calls.append(rollout)
+            return overlong(rollout)
+
+        learner = learner_of(tiny_model(), filters=[Filter("overlong", detects, enforce=True)])
+        if is_early:
+            assert accumulate_all(learner, groups) >= 2
         rows.append(metrics_of(learner.learn(groups)))
+        assert len(calls) == 17  # each rollout once
     assert rows[0]["filter/taken_out"] == pytest.approx(2 / 17)
     assert rows[1] == pytest.approx(rows[0], rel=1e-4, abs=1e-6)
 

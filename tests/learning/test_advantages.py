@@ -410,16 +410,16 @@ GROUP = dataclasses.replace(PLAIN, rollouts=(*PLAIN.rollouts, long_rollout(), lo
 
 
 def test_filter_without_enforce_only_counts() -> None:
-    stays, metrics = apply_filters([GROUP], [Filter("overlong", overlong)])
+    stays, counts = apply_filters([GROUP], [Filter("overlong", overlong)])
     assert stays == [[True] * 4]
-    assert metrics == {"filter/overlong": 0.5, "filter/taken_out": 0}
+    assert counts == {"filter/overlong": 2, "filter/taken_out": 0}
 
 
 def test_rollout_detected_twice_is_counted_once() -> None:
     both = [Filter("overlong", overlong, enforce=True), Filter("all", lambda _: True, enforce=True)]
-    stays, metrics = apply_filters([GROUP], both)
+    stays, counts = apply_filters([GROUP], both)
     assert stays == [[False] * 4]
-    assert metrics == {"filter/overlong": 0.5, "filter/all": 1, "filter/taken_out": 1}
+    assert counts == {"filter/overlong": 2, "filter/all": 4, "filter/taken_out": 4}
 
 
 def test_no_filters_keep_all_and_report_nothing() -> None:

@@ -19,6 +19,7 @@ from peralta_zmq.trainer.loop import Trainer
 STEPS, GROUPS_PER_STEP = 2, 2
 # A group of four rollouts needs at least two micro-batches.
 SETTINGS = ("--train.max-tokens-per-microbatch=20", "--train.dtype=float32")
+DROPOUT = ("--lora.rank=4", "--lora.dropout=0.2")
 
 
 class Killed(Exception):
@@ -98,12 +99,18 @@ def test_replay_computes_the_micro_batches_of_the_run(
     assert is_as_published(continued, capsys) == [False] * STEPS
 
 
+@pytest.mark.parametrize("more", [(), DROPOUT], ids=["full", "lora_dropout"])
 def test_sessions_that_end_within_a_step_continue_as_the_journal_says(
-    continued: Continued, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    continued: Continued,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    more: tuple[str, ...],
 ) -> None:
+    if more:
+        pytest.importorskip("peft", reason="the extra lora is not installed")
     for end, num_journaled in (("killed", 0), ("killed after a commit", 1), ("stopped", 1)):
         with ExitStack() as stack:
-            trainer = continued.open(stack, *SETTINGS, max_steps=STEPS)
+            trainer = continued.open(stack, *SETTINGS, *more, max_steps=STEPS)
             trainer.recover()
             generator = SlowGenerator(continued, groups_for(trainer), kills=True)
             with pytest.raises(Killed):
@@ -117,9 +124,9 @@ def test_sessions_that_end_within_a_step_continue_as_the_journal_says(
         kinds = kinds_of(continued, 1)
         assert (kinds.count(GROUP), kinds.count(ACCUMULATED)) == (1, num_journaled)
     with ExitStack() as stack:
-        trainer = continued.open(stack, *SETTINGS, max_steps=STEPS)
+        trainer = continued.open(stack, *SETTINGS, *more, max_steps=STEPS)
         trainer.recover()
-        assert trainer.collector.accumulated == [1]
+        assert trainer.collector.accumulated_sizes == [1]
         generator = SlowGenerator(continued, groups_for(trainer))  # from the first one
         for _ in range(STEPS):
             generator.advance(trainer, monkeypatch)
@@ -140,7 +147,7 @@ def test_dropped_groups_of_a_step_change_no_micro_batch(
     with ExitStack() as stack:
         trainer = continued.open(stack, *SETTINGS, "--checkpoint.skip-buffer", max_steps=1)
         trainer.recover()  # drops the first group, of which a micro-batch has been computed
-        assert ACCUMULATED not in kinds_of(continued, 1) and not trainer.collector.accumulated
+        assert ACCUMULATED not in kinds_of(continued, 1) and not trainer.collector.accumulated_sizes
         dropped, first, second, last, *_ = groups_for(trainer)
         # From weights that do not exist; it would complete the batch.
         undone = changed(second, rollouts=tuple(
