@@ -35,22 +35,22 @@ class GradientAccumulation:
             self.seconds = time.monotonic() - started
             collector.accumulated_sizes = []
 
-    def compute(self) -> bool:
-        """Compute a micro-batch if the batch fills one; returns False otherwise."""
-        collector, learner = self._collector, self._learner
+    def compute(self) -> float:
+        """Compute a micro-batch if the batch fills one; returns the seconds it took, or 0."""
+        started, collector, learner = time.monotonic(), self._collector, self._learner
         learner.add_groups(collector.batch)
         if not learner.has_full_micro_batch:
-            return False
+            return 0.0
         num_groups, step = len(collector.batch), learner.step + 1
         collector.journal.begin_commit()  # writes in a thread, meanwhile
         collector.acknowledgements.publish(step - 1, started_step=step - 1)  # not waiting
-        started = time.monotonic()
+        computing_since = time.monotonic()
         learner.accumulate()
-        self.seconds += time.monotonic() - started
+        self.seconds += time.monotonic() - computing_since
         failpoint("trainer.accumulated")  # a test can kill the process here
         collector.commit()
         collector.journal.append(step, encode_number(num_groups), ACCUMULATED)
-        return True
+        return time.monotonic() - started
 
 
 def repeat_micro_batches(

@@ -21,7 +21,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from peralta_zmq import wire
@@ -99,7 +98,7 @@ class BatchCollector:
         self,
         step: int,
         between_groups: Callable[[bool], None],
-        compute: Callable[[], bool] = lambda: False,
+        compute: Callable[[], float] = lambda: 0.0,
     ) -> tuple[list[RolloutGroup], int]:
         """Receive groups until the batch of `step` is full; return it and the queue depth.
 
@@ -107,8 +106,8 @@ class BatchCollector:
         the first time. Returns no groups if a stop is requested. The last journal commit continues
         in the background while the step computes; the caller must call `commit`, which waits for
         its end. `between_groups` is called before each receive. Its argument is True if the
-        previous receive timed out after 0.2 s. `compute` is called when the queue is empty; True
-        means that groups may have arrived meanwhile.
+        previous receive timed out after 0.2 s. `compute` is called when the queue is empty; it
+        returns the seconds it took, 0 if it had nothing to compute.
         """
         depth, queued, idle, self.journal_seconds = 0, True, False, 0.0
         last_group = last_warning = time.monotonic()
@@ -121,7 +120,8 @@ class BatchCollector:
             if received is None:
                 self._commit_and_acknowledge_if_due(step)
                 queued = False
-                if compute():
+                if seconds := compute():  # groups may have arrived meanwhile
+                    last_group, last_warning = last_group + seconds, last_warning + seconds
                     continue
                 received = self._receiver.receive(timeout=0.2)  # seconds
             idle = received is None
@@ -340,7 +340,7 @@ class Acknowledgements:
     """Sender -> number of its consumed groups, minus 1; -1 = none. A number, not a sequence,
     because a group can be dropped, and so consumed, before earlier groups."""
     groups_in_step: int = 0  # groups in the batch of the newest step
-    supplied: deque[Counter[str]] = field(default_factory=partial(deque, maxlen=SUPPLY_STEPS))
+    supplied: deque[Counter[str]] = field(default_factory=lambda: deque(maxlen=SUPPLY_STEPS))
     """For each of the newest steps: generator -> number of its groups in the batch."""
     next_publish: float = 0.0  # monotonic seconds: earliest time of the next announcement
 

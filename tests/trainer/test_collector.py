@@ -470,9 +470,10 @@ def test_computation_is_called_when_no_group_waits_until_it_has_nothing_to_compu
     receiver, calls = SlowReceiver(2), list[int]()
     scene = opened(stack, tmp_path, groups=2, receiver=receiver)
 
-    def compute() -> bool:
+    def compute() -> float:
         calls.append(len(scene.collector.batch))
-        return len(calls) in (1, 3)  # computed a micro-batch of the empty batch, and of one group
+        # Seconds: computed a micro-batch of the empty batch, and of one group.
+        return float(len(calls) in (1, 3))
 
     scene.collector.collect(1, lambda idle: None, compute)
     assert calls == [0, 0, 1, 1]
@@ -481,6 +482,31 @@ def test_computation_is_called_when_no_group_waits_until_it_has_nothing_to_compu
     scene.collector.commit()
     scene.collector.collect(2, lambda idle: None, compute)
     assert len(calls) == 4
+
+
+def test_warning_without_rollouts_counts_no_seconds_of_computing(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, warned = SlowReceiver(0), list[tuple[float, str]]()
+    monkeypatch.setattr(journals.time, "monotonic", lambda: receiver.now)
+    scene = opened(stack, tmp_path, groups=1, receiver=receiver)
+    computing, started = [100.0, 0.0, 50.0], receiver.now
+
+    def compute() -> float:
+        seconds = computing.pop(0) if computing else 0.0
+        receiver.now += seconds
+        return seconds
+
+    def until_warned(idle: bool) -> None:
+        scene.session.stop.requested = len(warned) == 2
+
+    def note(text: str) -> None:
+        warned.append((receiver.now - started, text.partition(" s on ")[0]))
+
+    monkeypatch.setattr(scene.session.run_log, "note", note)
+    scene.collector.collect(1, until_warned, compute)
+    assert [seconds for seconds, _ in warned] == pytest.approx([170, 190], abs=0.5)
+    assert [text for _, text in warned] == ["no rollouts for 20", "no rollouts for 40"]
 
 
 def test_commits_of_single_groups_are_batched_and_end_before_the_step(
