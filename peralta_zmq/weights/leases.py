@@ -55,6 +55,7 @@ class FolderLeases:
         self._lease = self._folder / f"{LEASE}{os.getpid()}-{PROCESS_TAG}"
         pid = os.getpid()
         owner = {"host": socket.gethostname(), "pid": pid, "started": _start_of(pid)}
+        owner["pid_space"] = _pid_space()
         replace_file(self._lease, json.dumps(owner).encode())
         if holder := self.holder(now=self._lease.stat().st_mtime):
             self._lease.unlink(missing_ok=True)
@@ -165,7 +166,7 @@ def _may_be_running(owner: Mapping[str, Any]) -> bool:
     distinguishes a process from a later one with the same pid.
     """
     pid = int(owner["pid"])
-    if owner["host"] != socket.gethostname():
+    if owner.get("pid_space") != _pid_space():
         return True
     try:
         os.kill(pid, 0)  # only checks whether the process exists
@@ -174,6 +175,19 @@ def _may_be_running(owner: Mapping[str, Any]) -> bool:
         return True
     except (ProcessLookupError, FileNotFoundError):
         return False
+
+
+def _pid_space() -> str:
+    """What all processes among which a pid is unique have in common.
+
+    On Linux the boot and the PID namespace. The host name does not suffice: containers on several
+    machines can have the same, such as the pods of a StatefulSet, and in each pid 1 is another
+    process.
+    """
+    if sys.platform == "linux":
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    return socket.gethostname()
 
 
 def _start_of(pid: int) -> float:

@@ -20,11 +20,9 @@ from peralta_zmq.errors import OutageError, StoreError
 from peralta_zmq.weights.store import WeightStore
 
 
-def write_lease(
-    folder: Path, *, age: float, pid: int = 1, host: str = "elsewhere", started: float = 0.0
-) -> None:
+def write_lease(folder: Path, *, age: float) -> None:
     file = folder / ".lease-other"
-    file.write_text(json.dumps({"pid": pid, "host": host, "started": started}))
+    file.write_text(json.dumps({"pid": 1, "host": "elsewhere", "started": 0.0}))
     os.utime(file, (time.time() - age, time.time() - age))
 
 
@@ -36,14 +34,8 @@ def test_valid_lease_of_another_trainer_is_refused_without_a_change(tmp_path: Pa
     assert sorted(os.listdir(tmp_path)) == [".lease-other", ".tmp-step_00000001-7"]
 
 
-@pytest.mark.parametrize("host, age", [("elsewhere", 60), ("here", 0)])
-def test_lease_that_expired_or_of_a_dead_process_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, age: float
-) -> None:
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    monkeypatch.setattr("socket.gethostname", lambda: "here")
-    write_lease(tmp_path, pid=dead.pid, host=host, age=age)
+def test_expired_lease_is_replaced(tmp_path: Path) -> None:
+    write_lease(tmp_path, age=60)
     store = WeightStore.open(tmp_path)
     store.claim("run")
     assert store.run_id == "run"
@@ -54,6 +46,20 @@ HOLD_LEASE = """
 import sys; from pathlib import Path; from peralta_zmq.weights.leases import FolderLeases
 print(FolderLeases(Path(sys.argv[1])).acquire(), flush=True); input()
 """
+
+
+def test_fresh_lease_of_a_dead_process_is_replaced_only_in_its_pid_space(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD_LEASE, str(tmp_path)]
+    subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # crashes
+    (lease,) = tmp_path.glob(".lease-*")
+    store, owner = WeightStore.open(tmp_path), json.loads(lease.read_bytes())
+    # A pod of the same StatefulSet on another machine: the same host name.
+    lease.write_text(json.dumps({**owner, "pid_space": "elsewhere"}))
+    with pytest.raises(OutageError, match=rf"another trainer \(pid {owner['pid']} on "):
+        store.claim("run")
+    lease.write_text(json.dumps(owner))
+    store.claim("run")
+    assert store.run_id == "run" and not lease.exists()
 
 
 def test_lease_is_bound_to_the_start_of_its_process_whatever_the_clock_says(
