@@ -22,6 +22,12 @@ from benchmarks.wire import group_of
 from peralta_zmq import wire
 from peralta_zmq.config.programs import OPEN_FILES
 from peralta_zmq.config.sections import WeightsSection
+from peralta_zmq.config.training_sections import TrainSection
+from peralta_zmq.trainer.collector import (
+    ACKNOWLEDGE_FACTOR,
+    MAX_ACKNOWLEDGE_SECONDS,
+    RECEIVE_SECONDS,
+)
 from peralta_zmq.trainer.generator_registry import MAX_LIVE
 
 BEGIN = "<!-- written by python -m benchmarks.capacity: begin -->"
@@ -29,11 +35,12 @@ END = "<!-- written by python -m benchmarks.capacity: end -->"
 COUNTS = (10, 100, 1_000, 10_000)
 LINK = 125_000_000  # bytes/s of 1 Gbit/s
 SLOW_LINK = 12_500_000  # bytes/s of 100 Mbit/s
+DISK = 100_000_000  # bytes/s that a disk writes
 STEP_SECONDS = 60.0  # between two versions
 CONNECTIONS = 4  # of a generator to the trainer, that of bin/doctor included
 GROUP = (16, 200, 180)  # rollouts, prompt tokens and generated tokens of a group
 KEYFRAME_INTERVAL = int(WeightsSection().keyframe_interval)
-RARE_KEYFRAMES = 100  # a keyframe_interval for many generators
+MAX_OFF_POLICY_STEPS = TrainSection().max_off_policy_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +49,17 @@ class Constants:
 
     announcement: float  # bytes for each listed generator
     group: int  # bytes
-    core_seconds: float  # CPU time of the trainer per group
+    core_seconds: Mapping[int, float]  # CPU time of the trainer per group, by number of generators
     delta: float  # bytes
     keyframe: float  # bytes
     checkpoint: float  # bytes of the original's update
     memory: float  # bytes of the trainer without generators
     memory_per_generator: float  # bytes
 
-    def version(self, keyframe_interval: int) -> float:
+    @property
+    def version(self) -> float:
         """Mean bytes of a version for a generator that reads all of them."""
-        return self.delta + (self.keyframe - self.delta) / keyframe_interval
+        return self.delta + (self.keyframe - self.delta) / KEYFRAME_INTERVAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +69,11 @@ class Limit:
     name: str
     measured: str
     share: Callable[[float], float]  # used share of the resource with n generators
-    most: float  # number of generators that use all of it
+    capacity: float  # number of generators that use all of it
     remedy: str
 
 
-def constants() -> Constants:
+def measured_constants() -> Constants:
     """The constants from benchmarks/results."""
     most = MEASURED_COUNTS[-1]
     memory = {count: worst_of("scale", f"memory_{count}") for count in (1, most)}
@@ -73,7 +81,10 @@ def constants() -> Constants:
     return Constants(
         announcement=worst_of("scale", f"announcement_{most}") / most,
         group=len(wire.encode_group(group_of(*GROUP))),
-        core_seconds=worst_of("scale", f"cpu_per_group_{most}_at_4000") / 1e6,
+        core_seconds={
+            count: worst_of("scale", f"cpu_per_group_{count}_paced") / 1e6
+            for count in MEASURED_COUNTS
+        },
         delta=worst_of("weights", "delta_vs_full_bf16_lr2e-6"),
         keyframe=worst_of("weights", "keyframe_bytes"),
         checkpoint=worst_of("weights", "keyframe_bytes", "peer"),
@@ -82,37 +93,49 @@ def constants() -> Constants:
     )
 
 
-def limits(known: Constants, *, keyframe_interval: int = KEYFRAME_INTERVAL) -> list[Limit]:
+def limits(constants: Constants) -> list[Limit]:
     """The limits, in the order in which a growing number of generators reaches them."""
-    version = known.version(keyframe_interval)
-    rare = math.floor(STEP_SECONDS * LINK / known.version(RARE_KEYFRAMES))
+    weights = min(
+        STEP_SECONDS * LINK / constants.version,
+        # All generators read a keyframe at once. Groups sampled meanwhile are from older weights.
+        MAX_OFF_POLICY_STEPS * STEP_SECONDS * LINK / constants.keyframe,
+    )
+    most = max(constants.core_seconds)
     found = [
         _linear(
             "link of the NAS",
-            f"{version / 1e6:.0f} MB per version and generator",
-            STEP_SECONDS * LINK / version,
-            f"`weights.keyframe_interval = {RARE_KEYFRAMES}` ({rare:,} generators), a larger "
-            "`weights.interval`, adapters ([lora.md](lora.md)), an object store",
+            f"{constants.version / 1e6:,.0f} MB per version and generator on average, "
+            f"{constants.keyframe / 1e6:,.0f} MB of a keyframe",
+            weights,
+            f"10 Gbit/s ({10 * weights:,.0f} generators), adapters ([lora.md](lora.md)), "
+            "an object store",
         ),
         Limit(
-            "link of the trainer: announcements",
-            f"{known.announcement:.0f} bytes per second for each pair of generators",
-            lambda n: n * n * known.announcement / LINK,
-            math.sqrt(LINK / known.announcement),
-            f"10 Gbit/s ({math.sqrt(10 * LINK / known.announcement):,.0f} generators); a topic "
+            "link of the trainer: announcements, while it collects",
+            f"{constants.announcement:.0f} bytes for each pair of generators",
+            lambda n: n * n * constants.announcement / LINK / _announcement_seconds(n),
+            math.sqrt(MAX_ACKNOWLEDGE_SECONDS * LINK / constants.announcement),
+            f"10 Gbit/s ({math.sqrt(10 * LINK / constants.announcement):,.0f} generators); a topic "
             "per generator is not implemented",
         ),
         _linear("senders", "`MAX_LIVE`", MAX_LIVE, "raise it: memory per generator is below"),
-        _linear(
+        Limit(
             "core of the trainer",
-            f"{known.core_seconds * 1e6:.0f} us per group",
-            1 / (RATE * known.core_seconds),
+            f"{constants.core_seconds[most] * 1e6:.0f} us per group of short completions",
+            lambda n: n * RATE * _core_seconds(constants, n),
+            1 / (RATE * constants.core_seconds[most]),
             "larger groups or models, with fewer groups/s; several receivers are not implemented",
         ),
         _linear(
+            "disk of the trainer: journal",
+            f"{constants.group:,} bytes per group",
+            DISK / (RATE * constants.group),
+            "a faster disk",
+        ),
+        _linear(
             "link of the trainer: groups",
-            f"{known.group:,} bytes per group",
-            LINK / (RATE * known.group),
+            f"{constants.group:,} bytes per group",
+            LINK / (RATE * constants.group),
             "10 Gbit/s",
         ),
         _linear(
@@ -122,54 +145,62 @@ def limits(known: Constants, *, keyframe_interval: int = KEYFRAME_INTERVAL) -> l
             "a larger limit in `config/programs.py`",
         ),
     ]
-    return sorted(found, key=lambda each: each.most)
+    return sorted(found, key=lambda each: each.capacity)
 
 
-def _linear(name: str, measured: str, most: float, remedy: str) -> Limit:
-    return Limit(name, measured, lambda n: n / most, most, remedy)
+def _linear(name: str, measured: str, capacity: float, remedy: str) -> Limit:
+    return Limit(name, measured, lambda n: n / capacity, capacity, remedy)
+
+
+def _announcement_seconds(count: float) -> float:
+    """Time between two announcements while groups arrive."""
+    return min(MAX_ACKNOWLEDGE_SECONDS, max(RECEIVE_SECONDS, ACKNOWLEDGE_FACTOR * count**2))
+
+
+def _core_seconds(constants: Constants, count: float) -> float:
+    """CPU time per group: that of the next lower measured number of generators."""
+    lower = [measured for measured in constants.core_seconds if measured <= count]
+    return constants.core_seconds[max(lower)]
 
 
 def tables() -> str:
     """Three Markdown tables: the limits, their use, and the transfer of weights."""
-    known = constants()
-    found = limits(known)
-    rows = [[each.name, each.measured, f"{each.most:,.0f}", each.remedy] for each in found]
+    constants = measured_constants()
+    found = limits(constants)
+    rows = [[each.name, each.measured, f"{each.capacity:,.0f}", each.remedy] for each in found]
     used = {each.name: [_cell(each.share(count)) for count in COUNTS] for each in found} | {
-        "first limit that is exceeded": [exceeded(found, count) for count in COUNTS],
-        "memory of the trainer, GB": [
-            _cell((known.memory + count * known.memory_per_generator) / 1e9) for count in COUNTS
+        "memory for receiving, GB, without model and optimizer": [
+            _cell((constants.memory + count * constants.memory_per_generator) / 1e9)
+            for count in COUNTS
         ],
     }
     counts = [f"{count:,}" for count in COUNTS]
     return "\n".join([
         *_table(["limit", "measured", "carries", "what to do then"], rows),
         *_table(["share of each limit, with generators:", *counts], _rows(used)),
-        *_table(["seconds per version, with generators:", *counts], _rows(transfer(known))),
+        *_table(["seconds per version, with generators:", *counts], _rows(transfer(constants))),
     ])  # fmt: skip
 
 
-def exceeded(found: Sequence[Limit], count: int) -> str:
-    """The name of the limit that `count` generators exceed most."""
-    most = max(found, key=lambda each: each.share(count))
-    return most.name if most.share(count) > 1 else "none"
-
-
-def transfer(known: Constants) -> Mapping[str, list[str]]:
+def transfer(constants: Constants) -> Mapping[str, list[str]]:
     """Seconds until all generators have read a version, for each way of distribution."""
     from_one = {
-        "the original's checkpoint": known.checkpoint,
-        "all weights (`keyframe_interval = 1`)": known.keyframe,
-        f"`keyframe_interval = {KEYFRAME_INTERVAL}`": known.version(KEYFRAME_INTERVAL),
-        f"`keyframe_interval = {RARE_KEYFRAMES}`": known.version(RARE_KEYFRAMES),
-        "a delta only": known.delta,
+        "the original's checkpoint": constants.checkpoint,
+        "a keyframe": constants.keyframe,
+        "a delta": constants.delta,
+        f"mean, `keyframe_interval = {KEYFRAME_INTERVAL}`": constants.version,
     }
     rows = {
         f"one link of 1 Gbit/s, {name}": [_cell(count * size / LINK) for count in COUNTS]
         for name, size in from_one.items()
     }
-    own = known.version(KEYFRAME_INTERVAL) / SLOW_LINK
-    name = "an object store, each generator with 100 Mbit/s of its own"
-    return rows | {f"{name}, `keyframe_interval = {KEYFRAME_INTERVAL}`": [_cell(own)] * len(COUNTS)}
+    own = {"a keyframe": constants.keyframe, "a delta": constants.delta}
+    return rows | {
+        f"an object store, each generator with 100 Mbit/s of its own, {name}": (
+            [_cell(size / SLOW_LINK)] * len(COUNTS)
+        )
+        for name, size in own.items()
+    }
 
 
 def _cell(value: float) -> str:

@@ -42,9 +42,9 @@ from peralta_zmq.trainer.session import ProgressAnnouncer, Session
 # fsyncs, but each generator must keep its groups longer, because it may have to resend every group
 # that is not durable yet.
 COMMIT_GROUPS, COMMIT_SECONDS = 32, 0.5
+RECEIVE_SECONDS = 0.005  # wait for a group; an announcement may follow each wait
 # An announcement is a message to all n live senders and lists all of them, so its cost is O(n^2).
-# Announcements that only acknowledge groups are ACKNOWLEDGE_FACTOR * n^2 seconds apart: 20 ms for
-# n = 100.
+# Those that only acknowledge groups are ACKNOWLEDGE_FACTOR * n^2 seconds apart: 20 ms for n = 100.
 ACKNOWLEDGE_FACTOR, MAX_ACKNOWLEDGE_SECONDS = 2e-6, 1.0
 WARNING_SECONDS = 20.0  # interval of warnings while no group arrives, or only mismatched ones
 SUPPLY_STEPS = 4  # newest steps whose groups show which generators supply the run
@@ -116,7 +116,7 @@ class BatchCollector:
             between_groups(idle)
             if self.session.stop.requested:
                 return [], depth
-            received = self._receiver.receive(timeout=0.005)
+            received = self._receiver.receive(timeout=RECEIVE_SECONDS)
             if received is None:
                 self._commit_and_acknowledge_if_due(step)
                 queued = False
