@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import yaml
 from peralta_zmq.config import load_config
 from peralta_zmq.observe.metrics import read_toml
 from peralta_zmq.observe.prometheus import MEANINGS, exposition
-from peralta_zmq.trainer.generator_registry import MAX_STARTS
+from peralta_zmq.trainer.generator_registry import LIVE_SECONDS, MAX_STARTS
 
 REPO = Path(__file__).parents[2]
 EXAMPLE = REPO / "deploy/kubernetes"
@@ -145,9 +146,14 @@ def test_pods_run_an_installed_program_as_the_user_of_the_image() -> None:
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
 
 
-def test_autoscaler_uses_exported_metrics_and_leaves_room_for_restarts() -> None:
+def test_autoscaler_uses_exported_metrics_and_leaves_room_for_an_update() -> None:
     scaler = in_files()["HorizontalPodAutoscaler", "generator"]["spec"]
-    assert scaler["maxReplicas"] < MAX_STARTS
+    deployment = in_files()["Deployment", "generator"]["spec"]
+    update = deployment["strategy"]["rollingUpdate"]
+    assert update["maxSurge"] == 0
+    replaced = ceil(scaler["maxReplicas"] * int(update["maxUnavailable"].rstrip("%")) / 100)
+    assert scaler["maxReplicas"] + replaced <= MAX_STARTS
+    assert deployment["minReadySeconds"] > LIVE_SECONDS  # then they are no longer counted
     metric = scaler["metrics"][0]["external"]["metric"]["name"]
     rule = PAGE.partition("```yaml\nrules:")[2].partition("```")[0]
     [external] = yaml.safe_load(rule)["external"]
@@ -155,6 +161,7 @@ def test_autoscaler_uses_exported_metrics_and_leaves_room_for_restarts() -> None
     exported = exposition({"run": {name: 1.0 for name in MEANINGS}})
     used = set(re.findall(r"peralta_\w+", external["metricsQuery"] + external["seriesQuery"]))
     assert used == {"peralta_queue_depth", "peralta_num_groups"}
+    assert external["metricsQuery"].startswith("max(")  # the autoscaler adds up all series
     assert all(f"\n{name}{{" in exported for name in used)
 
 
