@@ -13,6 +13,7 @@ import hashlib
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -65,9 +66,10 @@ def main(arguments: Sequence[str]) -> int:
     Each step uses the learning rate in metrics.jsonl, unless options of this command change the
     schedule. Weights are compared only if the options change no setting. If metrics.jsonl lacks the
     learning rate of a step, different weights of this step and later ones are not an error, because
-    the step may have been trained with another rate. Neither are they if a session of the run had
-    another number of ranks, because the order of a sum changes its last bits. Raises ConfigError or
-    JournalError if there is nothing to replay, StoreError if the weights folder cannot be listed.
+    the step may have been trained with another rate. Neither are they if a session of the run with
+    another number of ranks trained this step or an earlier one of this replay, because the order of
+    a sum changes its last bits. Raises ConfigError or JournalError if there is nothing to replay,
+    StoreError if the weights folder cannot be listed.
     """
     options, settings = replay_options(arguments)
     if arguments[:1] == ["export"]:
@@ -82,22 +84,26 @@ def main(arguments: Sequence[str]) -> int:
     schedule = build.learning_rate_schedule  # returns a partial whose keywords are the settings
     is_same_schedule = schedule(config).keywords == schedule(run_config).keywords
     published, problems = _published(run, config) if config == run_config else ({}, [])
-    other_ranks = sorted(_recorded_ranks(run) - {ranks.world_size})
-    notes = [_other_ranks_text(run, other_ranks, ranks)] if published and other_ranks else []
+    other_ranks = [
+        session
+        for session in _recorded_sessions(run, newest_step=max(published, default=0))
+        if session.num_ranks != ranks.world_size
+    ]
+    notes = [_other_ranks_text(other_ranks, ranks.world_size)] if other_ranks else []
     sys.stderr.writelines(f"{printable(text)}\n" for text in (*problems, *notes))
     without_rate = [step for step in journal.files_in(run / journal.JOURNAL) if step not in rates]
     num_different = 0
-    for step, metrics, digest in replay(
+    for trained, metrics, digest in replay(
         config, run, options.first, options.last, rates if is_same_schedule else {}, ranks
     ):
-        result = ""
+        step, result = trained[-1], ""
         if step in published:
             missing = next((other for other in without_rate if other <= step), None)
             if digest == published[step]:
                 result = "  as published"
             elif missing is not None:
                 result = f"  not compared: {METRICS} lacks the learning rate of step {missing}"
-            elif other_ranks:
+            elif any(_overlap(trained, session.steps) for session in other_ranks):
                 result = "  not compared: other number of ranks"
             else:
                 result, num_different = "  NOT as published", num_different + 1
@@ -118,14 +124,15 @@ def replay(
     last: int | None,
     rates: Mapping[int, float],
     ranks: Ranks = SINGLE,
-) -> Iterator[tuple[int, dict[str, float], str]]:
-    """Yield each step with its metrics and the sha256 of the weights it would publish.
+) -> Iterator[tuple[range, dict[str, float], str]]:
+    """Yield the steps trained so far, metrics of the last one, and the sha256 of its weights.
 
-    `first` and `last` limit the steps; None: no limit. Training starts from the newest checkpoint
-    before `first`, or from the base model, so steps before `first` may be trained but are not
-    yielded. `rates` (step -> learning rate) replace the learning rates of the settings. A step
-    whose groups all exceed the limits of the run is skipped and has no metrics. Raises JournalError
-    if the journal starts too late, has a gap, or ends before `first`. Only rank 0 calls it.
+    The weights are those that the step would publish. `first` and `last` limit the steps that are
+    yielded; None: no limit. Training starts from the newest checkpoint before `first`, or from the
+    base model, so steps before `first` may be trained but are not yielded. `rates` (step ->
+    learning rate) replace the learning rates of the settings. A step whose groups all exceed the
+    limits of the run is skipped and has no metrics. Raises JournalError if the journal starts too
+    late, has a gap, or ends before `first`. Only rank 0 calls it.
     """
     model = build.load_policy(config, models.model_folder(config.model.name))
     learner = make_policy_learner(config, model, ranks)
@@ -174,7 +181,8 @@ def replay(
                 metrics = dict[str, float]()
             progress.hide()
             if first is None or step >= first:
-                yield step, metrics, weights_sha256(lora.published_weights(model))
+                weights = lora.published_weights(model)
+                yield range(begin + 1, step + 1), metrics, weights_sha256(weights)
             progress.update(step - begin)
     if first is not None and learner.step < first:
         raise JournalError(f"--from {first}: the last step that can be replayed is {learner.step}")
@@ -249,17 +257,42 @@ def _recorded_rates(run: Path) -> dict[int, float]:
     return rates
 
 
-def _recorded_ranks(run: Path) -> set[int]:
-    """The numbers of ranks of the run's sessions, from events.jsonl."""
-    return {int(number(row, "ranks", 1)) for row in read_rows(run / EVENTS) if "ranks" in row}
+@dataclass(frozen=True, slots=True)
+class _RecordedSession:
+    """A start of the run's trainer."""
+
+    steps: range  # the steps that it trained, including those replayed from the journal
+    num_ranks: int
 
 
-def _other_ranks_text(run: Path, other_ranks: Sequence[int], ranks: Ranks) -> str:
-    counts = " and ".join(map(str, other_ranks))
+def _recorded_sessions(run: Path, *, newest_step: int) -> list[_RecordedSession]:
+    """The sessions of the run that trained steps up to `newest_step`, from events.jsonl."""
+    found: list[_RecordedSession] = []
+    end = newest_step  # of the session; a later session begins with the step where it ended
+    first = newest_step + 1  # roll-backs during the session return to earlier steps
+    for row in reversed(read_rows(run / EVENTS)):
+        if row.get("event") == "roll_back":
+            first = min(first, int(number(row, "step", 0)) + 1)
+        elif "ranks" in row:
+            first = min(first, int(number(row, "checkpoint", 0)) + 1)
+            found.append(_RecordedSession(range(first, end + 1), int(number(row, "ranks", 1))))
+            first, end = newest_step + 1, min(newest_step, int(number(row, "step", 0)))
+    return [session for session in reversed(found) if session.steps]
+
+
+def _overlap(one: range, other: range) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
+
+
+def _other_ranks_text(sessions: Sequence[_RecordedSession], num_ranks: int) -> str:
+    counts = ", ".join(
+        f"{session.num_ranks} in steps {session.steps[0]} to {session.steps[-1]}"
+        for session in sessions
+    )
     return (
-        f"number of ranks: {counts} in the run, {ranks.world_size} in this replay, which rounds "
-        "differently; for the same bits: "
-        f"torchrun --nproc-per-node {other_ranks[0]} {program_name('replay')} {run}"
+        f"number of ranks: {counts} of the run, {num_ranks} in this replay, which rounds "
+        "differently; for the same bits start the replay of these steps with torchrun on as many "
+        "ranks, each with as many threads"
     )
 
 

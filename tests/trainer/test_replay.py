@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from weight_sets import COMPANIONS, names_in, publish_chain, same, weights_at
 
 from peralta_zmq.config import load_config, write_resolved
 from peralta_zmq.errors import ConfigError, StoreError
-from peralta_zmq.observe.metrics import METRICS, read_rows
+from peralta_zmq.observe.metrics import EVENTS, METRICS, read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
 from peralta_zmq.weights.store import WeightStore
@@ -43,6 +45,54 @@ def test_replay_of_a_continued_run_uses_each_steps_learning_rate(
     assert replay.main([str(continued.folder)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.endswith("  not compared: metrics.jsonl lacks the learning rate of step 2")
+
+
+@pytest.mark.parametrize(
+    "num_ranks, saved, options, wrong, code, results",
+    [  # of the two sessions; checkpoint of the second; step with a wrong learning rate
+        ((1, 1), 2, [], 1, 1, ["NOT", "NOT", "NOT", "NOT"]),
+        ((1, 2), 2, [], 1, 1, ["NOT", "NOT", "not", "not"]),
+        ((1, 2), 0, [], 1, 0, ["not", "not", "not", "not"]),  # it trained steps 1 and 2 again
+        ((1, 2), 2, [], 3, 0, ["as", "as", "not", "not"]),
+        ((2, 1), 2, [], 1, 0, ["not", "not", "not", "not"]),
+        ((2, 1), 2, ["--from=3"], 3, 1, ["NOT", "NOT"]),
+    ],
+)
+def test_replay_excuses_other_weights_only_after_steps_on_other_ranks(
+    continued: Continued,
+    capsys: pytest.CaptureFixture[str],
+    num_ranks: tuple[int, int],
+    saved: int,
+    options: list[str],
+    wrong: int,
+    code: int,
+    results: list[str],
+) -> None:
+    for max_steps in (2, 4):
+        with ExitStack() as stack:
+            continued.train(continued.open(stack, max_steps=max_steps), until=max_steps)
+    change_rows(continued.folder / METRICS, "learning_rate", {wrong - 1: 0.03})
+    starts = [
+        index for index, row in enumerate(read_rows(continued.folder / EVENTS)) if "ranks" in row
+    ]
+    change_rows(continued.folder / EVENTS, "ranks", dict(zip(starts, num_ranks, strict=True)))
+    change_rows(continued.folder / EVENTS, "checkpoint", {starts[1]: saved})
+    capsys.readouterr()
+    assert replay.main([str(continued.folder), *options]) == code
+    output = capsys.readouterr()
+    assert [line.split("  ")[-1].split()[0] for line in output.out.splitlines()] == results
+    first, last = (1, 2) if num_ranks[0] == 2 else (saved + 1, 4)
+    text = f"number of ranks: 2 in steps {first} to {last} of the run, 1 in this replay, "
+    assert (text in output.err) == (2 in num_ranks)
+
+
+def change_rows(file: Path, name: str, values: Mapping[int, float]) -> None:
+    """Set a field of some rows of a file, by index."""
+    rows = read_rows(file)
+    changed = [
+        {**row, name: values[index]} if index in values else row for index, row in enumerate(rows)
+    ]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in changed))
 
 
 def with_turn_rewards(group: RolloutGroup) -> RolloutGroup:

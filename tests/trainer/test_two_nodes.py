@@ -78,7 +78,7 @@ class Cluster:
         return self._started[-1]
 
     def stop(self, programs: list[Program]) -> str:
-        """Stop a trainer as Ctrl-C does; returns what rank 0 printed."""
+        """Stop a trainer with SIGTERM; returns what rank 0 printed."""
         programs[0].signal(signal.SIGTERM)
         for program in programs:
             program.wait(timeout=60)
