@@ -85,13 +85,28 @@ def group(config: Config, vocab_size: int, *, number: int) -> RolloutGroup:
     return RolloutGroup("", "ann", bytes(8), number, "", "", 0, "", tuple(rollouts))
 
 
-def train(config: Config) -> None:
-    """Take steps and publish each, with an evaluation before and after, as the trainer does."""
+def mapped_bytes(folder: Path) -> int:
+    """Resident bytes of mapped files in `folder`: a base model in bfloat16 stays in its files."""
+    total, is_inside = 0, False
+    for line in Path("/proc/self/smaps").read_text("utf-8").splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):  # a mapping: addresses, mode, ..., path
+            is_inside = rest[-1].startswith(str(folder))
+        elif is_inside and name in ("Shared_Clean:", "Private_Clean:"):
+            total += int(rest[0]) << 10
+    return total
+
+
+def train(config: Config, folder: Path) -> int:
+    """Take steps and publish each, with an evaluation before and after, as the trainer does.
+
+    Returns the bytes of mapped weights.
+    """
     opened = policy.open_policy(config, [], SINGLE)
     vocab_size = int(opened.model.config.vocab_size)
     groups = [group(config, vocab_size, number=each) for each in range(config.groups_per_step)]
-    with tempfile.TemporaryDirectory() as folder:
-        store = WeightStore.open(folder)
+    with tempfile.TemporaryDirectory() as published:
+        store = WeightStore.open(published)
         store.claim("run")
         writer = VersionWriter(store, companions={})
         dtype = models.DTYPES[config.weights.dtype]
@@ -103,6 +118,7 @@ def train(config: Config) -> None:
                 publisher.publish(step, lora.published_weights(opened.model))
                 assert publisher.wait(60.0)
             sample(config, opened.engine)
+    return mapped_bytes(folder)
 
 
 def serve(config: Config, folder: Path, machine: Machine) -> None:
@@ -130,11 +146,15 @@ def main(role: Role, name: str, *arguments: str) -> None:
     planner = build.MemoryPlanner.of(config, folder)
     plan = planner.plan(config, role)
     with PeakMemory() as memory:
-        train(config) if role == "trainer" else serve(config, folder, planner.machine)
+        if role == "trainer":
+            mapped = train(config, folder)
+        else:
+            mapped = 0  # the engine has copied the weights
+            serve(config, folder, planner.machine)
     parts = {name: int(size) for name, size in plan.parts.items()}
     row = {
         "process": memory.before,
-        "measured": memory.peak,
+        "measured": memory.peak + mapped,
         "planned": int(plan.peak),
         "phase": plan.phase,
     }

@@ -32,8 +32,9 @@ SHAPE = {
 }  # fmt: skip
 BATCH = ("--sampling.num-generations=4", "--train.batch-size=4", "--engine.max-model-len=256",
          "--sampling.max-completion-length=96")  # fmt: skip
-LARGE = ("--sampling.num-generations=8", "--train.batch-size=32", "--engine.max-model-len=512",
+LARGE = ("--sampling.num-generations=8", "--train.batch-size=16", "--engine.max-model-len=512",
          "--sampling.max-completion-length=128")  # fmt: skip
+STEP = (*LARGE, "--train.dtype=bfloat16", "--engine.slots=8")
 ADAPTERS = (*BATCH, "--train.dtype=bfloat16", "--lora.rank=16", "--engine.slots=4")
 SETTINGS = {
     "full_float32": ("trainer", *BATCH, "--train.dtype=float32"),
@@ -42,10 +43,9 @@ SETTINGS = {
     "adamw_8bit": ("trainer", *BATCH, "--train.dtype=bfloat16", "--train.optim=adamw_8bit"),
     "lora": ("trainer", *ADAPTERS),
     "lora_nf4": ("trainer", *ADAPTERS, "--lora.base-dtype=nf4"),
-    "checkpointing": ("trainer", *LARGE, "--train.dtype=bfloat16", "--train.gradient-checkpointing",
+    "checkpointing": ("trainer", *STEP, "--train.gradient-checkpointing",
                       "--train.max-tokens-per-microbatch=4096"),
-    "micro_batches": ("trainer", *LARGE, "--train.dtype=bfloat16",
-                      "--train.max-tokens-per-microbatch=2048"),
+    "micro_batches": ("trainer", *STEP, "--train.max-tokens-per-microbatch=2048"),
     "engine_bfloat16": ("generator", *LARGE, "--model.dtype=bfloat16", "--engine.slots=32"),
     "engine_float32": ("generator", *LARGE, "--model.dtype=float32", "--engine.slots=64"),
 }  # fmt: skip

@@ -180,7 +180,9 @@ def test_planned_weights_are_those_of_the_policy(
 def test_setting_lowers_the_peak_of_the_trainer(
     arguments: tuple[str, ...], qwen: ModelShape
 ) -> None:
-    large = ("--sampling.max-completion-length=256", "--engine.max-model-len=1024")
+    large = (
+        "--sampling.max-completion-length=256", "--engine.max-model-len=1024", "--engine.slots=8",
+    )  # fmt: skip
     before = plan_trainer(load(*large), qwen, MACHINE)
     assert plan_trainer(load(*large, *arguments), qwen, MACHINE).peak < before.peak
 
@@ -210,7 +212,9 @@ def test_vllm_reserves_its_fraction_of_a_card(qwen: ModelShape) -> None:
 
 
 def test_remedies_are_tried_with_the_least_harm_first(qwen: ModelShape) -> None:
-    config = load("--sampling.max-completion-length=256", "--engine.max-model-len=1024")
+    config = load(
+        "--sampling.max-completion-length=256", "--engine.max-model-len=1024", "--engine.slots=8"
+    )
 
     def chosen(memory_gib: float) -> list[str]:
         planner = build.MemoryPlanner(qwen, Machine("cpu", memory_gib * 2**30))

@@ -24,6 +24,7 @@ from peralta_zmq.models.base_formats import BYTES_PER_WEIGHT, PACKED_FORMATS
 from peralta_zmq.models.head import KEPT_BYTES, MIN_CHUNK
 from peralta_zmq.models.logprobs import CHUNK_LOGITS, DEFAULT_CHUNK_LOGITS
 from peralta_zmq.models.scoring import MATMUL_LENGTHS
+from peralta_zmq.weights.publisher import MOVED_BYTES
 
 GIB = 1 << 30
 # Bytes of a number, or of a parameter with its share of scales.
@@ -141,8 +142,12 @@ def plan_trainer(
             "gradients": gradients,
             "work of the optimizer": _optimizer_work(config, shape),
         },
-        "evaluation": evaluation,
     }
+    published = NUMBER_BYTES[config.weights.dtype] * trained
+    if machine.kind == "cpu" and published < MOVED_BYTES:
+        # The process keeps the freed memory of the training, and a cache fits into no hole of it.
+        evaluation |= max(phases.values(), key=lambda parts: sum(parts.values()))
+    phases["evaluation"] = evaluation
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     parts = {name: size for name, size in {**always, **phases[phase]}.items() if size}
     fraction = config.train.memory_fraction or 1.0
@@ -212,9 +217,6 @@ def layer_bytes(config: Config, shape: ModelShape, machine: Machine, *, tree: in
     mlp = 4 * c * inner  # gate, its activation, up, and their product
     rank = config.lora.rank or 0
     adapters = c * rank * len(shape.linear_layers)  # results of the first matrices
-    if rank and is_narrow and config.lora.base_dtype == "float32":
-        # Such a base layer keeps a copy of its input, as its adapter does.
-        adapters += c * (5 * hidden + query + inner)
     return norms + linears + query_norms + attention + output + mlp + adapters
 
 
