@@ -99,7 +99,13 @@ def test_replay_computes_the_micro_batches_of_the_run(
     assert is_as_published(continued, capsys) == [False] * STEPS
 
 
-@pytest.mark.parametrize("more", [(), DROPOUT], ids=["full", "lora_dropout"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), id="full"),
+        pytest.param(DROPOUT, id="lora_dropout", marks=pytest.mark.slow),
+    ],
+)
 def test_sessions_that_end_within_a_step_continue_as_the_journal_says(
     continued: Continued,
     monkeypatch: pytest.MonkeyPatch,
