@@ -42,12 +42,12 @@ def recover(folder: Path, plan: str) -> None:
     [pytest.param(name, marks=() if name == "atomic_files.opened" else pytest.mark.chaos)
      for name in FAILPOINTS],
 )  # fmt: skip
-@pytest.mark.parametrize("first", [1, pytest.param(4, marks=pytest.mark.slow)])  # of three writes
+@pytest.mark.parametrize(("first", "last"), [(2, 3), pytest.param(1, 6, marks=pytest.mark.slow)])
 def test_first_start_killed_at_any_write_is_completed_by_the_next(
-    name: str, first: int, tmp_path: Path
+    name: str, first: int, last: int, tmp_path: Path
 ) -> None:
     count = 0
-    for count in range(first, first + 3):  # 1 to 4 are files of the run, the rest of weights
+    for count in range(first, last + 1):  # 1 to 4 are files of the run, the rest of weights
         folder = tmp_path / str(count)
         code = exit_code(recover, folder, f"{name}:{count}")
         if code == 0:

@@ -96,7 +96,8 @@ def gradients_on_rank(shards: bool) -> dict[str, tuple[Tensor, dict[str, float]]
     [
         pytest.param(2, False, marks=pytest.mark.slow),
         pytest.param(3, False, marks=pytest.mark.slow),
-        (3, True),
+        pytest.param(3, True, marks=pytest.mark.slow),
+        (2, True),
     ],
 )
 def test_gradient_is_equal_for_any_number_of_ranks(

@@ -156,7 +156,7 @@ def assert_same(tensors: Tensors, expected: Tensors) -> None:
     [
         pytest.param((2, 1), id="sharded to one", marks=pytest.mark.slow),
         pytest.param((2, 4), id="sharded to more shards", marks=pytest.mark.slow),
-        pytest.param((1, 2), id="one to sharded"),
+        pytest.param((1, 2), id="one to sharded", marks=pytest.mark.slow),
     ],
 )
 def test_run_resumes_with_another_number_of_ranks(
