@@ -6,7 +6,8 @@ drop: anonymous and shared memory, and swapped pages; its bound is the limit of 
 `*_resident` is the peak of all resident pages, also of mapped files (libraries, weights), which the
 kernel can drop and read again. `*_needed` are the weights, gradients and optimizer state alone.
 `before` is the package at commit BEFORE. Such a cell and the one without `before` are measured by
-turns, TURNS times each; their largest memory and median time count.
+turns, TURNS times each; their largest memory and median time count. `before` writes no checkpoint,
+because that package copies the weights twice for one and 24 GiB are then too little.
 
 `CELLS="lora_4b_nf4 full_0.6b_fp32" bin/bench memory` measures only these cells. `--quick` uses tiny
 shapes. Linux only.
@@ -149,7 +150,9 @@ def measure(name: str, root: Path, *, quick: bool) -> list[Claim]:
     with tempfile.TemporaryDirectory(dir=root) as folder:
         flags = [f"--model.name={model}", f"--run.dir={folder}", RATE, *cell.flags]
         lengths = [min(length, 32) for length in cell.lengths] if quick else cell.lengths
-        arguments = json.dumps([folder, flags, NUM_PROMPT, lengths, cell.num_steps])
+        arguments = json.dumps(
+            [folder, flags, NUM_PROMPT, lengths, cell.num_steps, not cell.commit]
+        )
         try:
             package = package_of(cell.commit, root / cell.commit) if cell.commit else REPO
         except subprocess.CalledProcessError:

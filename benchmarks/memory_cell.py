@@ -1,9 +1,9 @@
 """A trainer's process on a model folder: one cell of the bench `memory`.
 
 Does what `bin/trainer` does without sockets: load the model, publish it, take steps that are each
-published in the background during the next step, write a checkpoint. Prints JSON with the seconds
-of the last step and the bytes of weights, gradients and optimizer state. Imports only the package
-peralta_zmq, which may be an older one (PYTHONPATH).
+published in the background during the next step, and perhaps write a checkpoint. Prints JSON with
+the seconds of the last step and the bytes of weights, gradients and optimizer state. Imports only
+the package peralta_zmq, which may be an older one (PYTHONPATH).
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ PUBLISH_TIMEOUT = 600.0  # seconds
 
 
 def measure(
-    folder: Path, flags: Sequence[str], num_prompt: int, lengths: Sequence[int], num_steps: int
+    folder: Path,
+    flags: Sequence[str],
+    num_prompt: int,
+    lengths: Sequence[int],
+    num_steps: int,
+    with_checkpoint: bool,
 ) -> dict[str, float]:
     """Take the steps; `flags` are the settings, and `folder` gets all files."""
     policy = open_policy(load_config("bench", flags), [], SINGLE)
@@ -55,7 +60,8 @@ def measure(
         assert publisher.wait(PUBLISH_TIMEOUT)
         assert all(report.version for report in publisher.take_reports())
     state = policy.learner.state()
-    write_checkpoint(folder / "checkpoints", Checkpoint(num_steps, state, {}), run_id="bench")
+    if with_checkpoint:
+        write_checkpoint(folder / "checkpoints", Checkpoint(num_steps, state, {}), run_id="bench")
     return {"seconds": seconds[-1], **needed_bytes(policy, state)}
 
 
