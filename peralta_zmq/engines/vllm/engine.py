@@ -287,7 +287,7 @@ class Engine:
             raise
         except CoreError as error:
             self._core = None
-            if error.kind != "OutOfMemoryError":
+            if not error.is_out_of_memory:
                 raise EngineProcessError(f"vLLM raised {error.kind}: {error}") from None
             if self._slots == 1:
                 raise memory_error(error, self._slots) from None
@@ -338,7 +338,7 @@ def new_request(request: Request, sampling: Sampling) -> NewRequest:
 def start_error(error: CoreError, folder: Path, slots: int) -> ConfigError | StoreError:
     """The error for an exception of vLLM at its start."""
     text = str(error)
-    if error.kind == "OutOfMemoryError" or any(word in text for word in MEMORY_WORDS):
+    if error.is_out_of_memory or any(word in text for word in MEMORY_WORDS):
         return memory_error(error, slots)
     if any(word in text for word in MODEL_WORDS):
         return ConfigError(f"engine 'vllm' cannot serve the model in {folder}: {text}; {OTHERS}")

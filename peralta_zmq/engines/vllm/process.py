@@ -51,6 +51,11 @@ class CoreError(Exception):
         self.kind = kind
         super().__init__(" ".join(text.split())[:MAX_TEXT])
 
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether an allocation failed; that of a worker process of vLLM is a RuntimeError here."""
+        return self.kind == "OutOfMemoryError" or "out of memory" in str(self)
+
 
 class CoreProcess:
     """A process with vLLM, started with the arguments of vllm.EngineArgs; end it with `kill`.

@@ -103,8 +103,15 @@ def test_exception_in_a_call_ends_the_process_with_its_kind(core: CoreProcess) -
     core.check()
     with pytest.raises(CoreError, match=r"^no memory$") as caught:
         core.call("fail")
-    assert caught.value.kind == "OutOfMemoryError"
+    assert caught.value.kind == "OutOfMemoryError" and caught.value.is_out_of_memory
     assert_all_ended(core, child)
+
+
+def test_memory_error_of_a_worker_process_is_recognized() -> None:
+    """With tensor parallelism, vLLM raises the error of a worker as a RuntimeError."""
+    text = "Worker failed with error 'CUDA out of memory. Tried to allocate 2 GiB', please check"
+    assert CoreError("RuntimeError", text).is_out_of_memory
+    assert not CoreError("RuntimeError", "Worker failed with error 'CUDA error'").is_out_of_memory
 
 
 def test_killed_process_is_noticed_during_a_call_and_between_calls(core: CoreProcess) -> None:
