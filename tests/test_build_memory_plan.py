@@ -324,6 +324,15 @@ def test_failed_allocation_names_the_setting_to_change(tmp_path: Path) -> None:
             OutOfMemoryError,
         ),
         (RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"), OutOfMemoryError),
+        (RuntimeError("[malloc] Unable to allocate 4096 bytes."), OutOfMemoryError),
+        (
+            RuntimeError("[metal::malloc] Attempting to allocate 9000000000 bytes which is ..."),
+            OutOfMemoryError,
+        ),
+        (
+            RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory (...)"),
+            OutOfMemoryError,
+        ),
         (MemoryError(), OutOfMemoryError),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), RuntimeError),
         (ValueError("out of memory"), ValueError),

@@ -20,8 +20,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 MIN_BF16_WIDTH = 128  # hidden size from which a CPU trains faster in bfloat16 (at 192: 2x)
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # numbers of options of glibc's mallopt
 CGROUP = Path("/sys/fs/cgroup")
-# In the text of a RuntimeError of torch for an allocation on cuda, mps and cpu.
-MEMORY_TEXTS = ("out of memory", "can't allocate memory")
+# In the text of a RuntimeError of torch for an allocation on cuda, mps and cpu, and of MLX.
+MEMORY_TEXTS = (
+    *("out of memory", "can't allocate memory"),
+    *("Unable to allocate", "[metal::malloc]", "Insufficient Memory"),
+)
 MAX_INFO = 100  # characters kept of a value of worker_info; receivers accept 128
 
 
@@ -167,7 +170,7 @@ def training_dtype_of(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for an allocation that failed, in Python or in torch on any device."""
+    """True for an allocation that failed, in Python, or in torch or MLX on any device."""
     if isinstance(error, RuntimeError):
         return any(text in str(error) for text in MEMORY_TEXTS)
     return isinstance(error, MemoryError)

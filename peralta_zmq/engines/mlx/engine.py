@@ -58,6 +58,8 @@ def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> Engine:
     check_config(config, max_model_len=max_model_len)
     num_parameters = sum(tensor.numel() for tensor in weights.values())
     fraction = settings.gpu_memory_utilization
+    if fraction is not None:
+        mx.set_memory_limit(int(fraction * models.total_bytes(device)))
     check_weights_memory(num_parameters, dtype, free_bytes(device, fraction))
     with loading_errors(folder):
         model = MlxModel(config, weights, dtype=dtype, quantize=bits)

@@ -152,6 +152,16 @@ def test_weights_larger_than_the_free_memory_are_refused() -> None:
         check_weights_memory(1 << 30, torch.bfloat16, 1 << 30)
 
 
+def test_fraction_of_the_memory_is_the_limit_of_mlx(tmp_path: Path) -> None:
+    import mlx.core as mx  # pyright: ignore[reportMissingImports]
+
+    save_model(sharp_model(), tmp_path)
+    before = mx.get_memory_limit()
+    opened(tmp_path, gpu_memory_utilization=0.75)
+    expected = int(0.75 * models.total_bytes(torch.device("cpu")))
+    assert mx.set_memory_limit(before) == expected != before
+
+
 def test_cuda_device_is_refused() -> None:
     from peralta_zmq.engines.mlx.engine import mlx_device
 
