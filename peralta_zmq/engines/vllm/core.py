@@ -127,8 +127,9 @@ def pack_shared_head(model: torch.nn.Module) -> None:
 class Comparison:
     """Compares a sample of a model's tensors with those in a folder.
 
-    Only tensors that vLLM keeps under their names and in their shapes are compared. It fuses some
-    linear layers, on a CPU it repacks all, and with tensor parallelism it divides matrices.
+    Only tensors that vLLM keeps under their names and in their shapes are compared, and no
+    quantized ones. It fuses some linear layers, on a CPU it repacks all, and with tensor
+    parallelism it divides matrices.
     """
 
     def __init__(self, folder: str) -> None:
@@ -139,6 +140,8 @@ class Comparison:
         published = models.FolderWeights(Path(self._folder))
         for name, parameter in model.named_parameters():
             if name not in published or published[name].shape != parameter.shape:
+                continue
+            if parameter.dtype.itemsize == 1:  # quantized
                 continue
             stride = max(1, parameter.numel() // SAMPLE)
             ours = parameter.detach().flatten()[::stride].cpu()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from engine_data import save_model, sharp_model
 
 from peralta_zmq import models
@@ -219,6 +220,10 @@ def test_comparison_names_a_tensor_that_was_not_loaded(tmp_path: Path) -> None:
     compare, model = Comparison(str(tmp_path)), sharp_model()
     assert compare(model) is None
     assert compare(model.bfloat16()) is None  # vLLM samples in another dtype
+    quantized = sharp_model()  # as with engine.vllm_args quantization = "fp8_per_block"
+    weight = quantized.get_parameter("model.layers.1.mlp.down_proj.weight")
+    weight.data = (weight.data / 2).to(torch.float8_e4m3fn)
+    assert compare(quantized) is None
     stale = sharp_model()
     models.weights_of(stale)["model.layers.1.mlp.down_proj.weight"].add_(0.1)
     assert compare(stale) == "model.layers.1.mlp.down_proj.weight"
