@@ -8,6 +8,7 @@ loading       opening a folder as a torch model; adapters
 native        decode loop with its own KV cache and C kernels
 hf            transformers' `generate`
 mlx           decode loop with mlx-lm's models, for Macs
+vllm          vLLM in a process of its own, for CUDA
 """
 
 from peralta_zmq.engines.requests import GroupSampler, evaluate, generate_groups

@@ -71,7 +71,17 @@ def choose_engine(
     _check(chosen, settings, f" ({reason})" if name == AUTO else "")
     if name == "mlx" and folder is not None:
         _check_mlx_model(folder, settings)
+    if chosen == "native" and folder is not None:
+        reason += _fallback(folder)
     return chosen, reason
+
+
+def _fallback(folder: Path) -> str:
+    """The model in `folder` if the native engine uses transformers for it, as part of a reason."""
+    from peralta_zmq.engines.native.decoder import FAMILIES
+
+    family = read_config(folder).get("model_type")
+    return "" if family in FAMILIES else f"; it samples {family} with transformers' generate"
 
 
 def _automatic(

@@ -151,6 +151,19 @@ def test_options_of_vllm_are_refused_for_other_engines(option: str, value: Any) 
         choose_engine("hf", EngineSettings(**{option: value}), machine=OTHER)
 
 
+@pytest.mark.parametrize("name", ["native", "auto"])
+def test_reason_names_a_model_that_native_samples_with_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    config, reasons = tmp_path / "config.json", list[str]()
+    for family in ("qwen3", "mistral"):
+        config.write_text(f'{{"model_type": "{family}"}}')
+        chosen = choose_engine(name, EngineSettings(), machine=OTHER, folder=tmp_path)
+        assert chosen[0] == "native"
+        reasons.append(chosen[1])
+    assert reasons[1] == f"{reasons[0]}; it samples mistral with transformers' generate"
+
+
 @pytest.mark.skipif(find_spec("mlx_lm") is None, reason="mlx-lm is not installed")
 def test_automatic_choice_is_native_for_a_model_that_mlx_lacks(tmp_path: Path) -> None:
     machine = Machine(is_apple=True, has_mlx=True)
