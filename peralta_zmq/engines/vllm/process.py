@@ -89,7 +89,7 @@ class CoreProcess:
     def check(self) -> None:
         """Raise EngineProcessError if the process has ended."""
         if (code := self._process.poll()) is not None:
-            raise EngineProcessError(f"the process of vLLM has {_ended(code)}")
+            raise EngineProcessError(_end_text(code))
 
     def call(self, name: str, *arguments: Any, prompt_tokens: int | None = None) -> Any:
         """The result of a method of core.Core.
@@ -110,7 +110,7 @@ class CoreProcess:
         except (OSError, EOFError):
             with suppress(subprocess.TimeoutExpired):  # the socket ends before the process
                 self._process.wait(EXIT_SECONDS)
-            raise EngineProcessError(f"the process of vLLM has {_ended(self.kill())}") from None
+            raise EngineProcessError(_end_text(self.kill())) from None
         if kind is not None:
             self.kill()
             raise CoreError(kind, result)
@@ -170,9 +170,9 @@ class CoreProcess:
         return total, may_run
 
 
-def _ended(code: int) -> str:
-    """How a process ended."""
+def _end_text(code: int) -> str:
+    """How the process ended."""
     if code >= 0:
-        return f"ended with code {code}"
+        return f"the process of vLLM ended with code {code}"
     hint = " (perhaps the system was out of memory)" if code == -signal.SIGKILL else ""
-    return f"been ended by {signal.Signals(-code).name}{hint}"
+    return f"the process of vLLM was killed by {signal.Signals(-code).name}{hint}"

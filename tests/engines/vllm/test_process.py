@@ -95,7 +95,7 @@ def assert_all_ended(core: CoreProcess, child: int) -> None:
     for pid in (core.pid, child):
         with suppress(psutil.NoSuchProcess):
             psutil.Process(pid).wait(9)
-    with pytest.raises(EngineProcessError, match="has been ended by SIGKILL"):
+    with pytest.raises(EngineProcessError, match="was killed by SIGKILL"):
         core.check()
 
 
@@ -117,7 +117,7 @@ def test_memory_error_of_a_worker_process_is_recognized() -> None:
 
 def test_killed_process_is_noticed_during_a_call_and_between_calls(core: CoreProcess) -> None:
     os.kill(core.pid, signal.SIGKILL)
-    message = r"has been ended by SIGKILL \(perhaps the system was out of memory\)"
+    message = r"was killed by SIGKILL \(perhaps the system was out of memory\)"
     with pytest.raises(EngineProcessError, match=message):
         core.call("step", 1.0)
     with pytest.raises(EngineProcessError, match=message):
@@ -125,7 +125,7 @@ def test_killed_process_is_noticed_during_a_call_and_between_calls(core: CorePro
 
 
 def test_process_that_ends_at_its_start_raises_its_code() -> None:
-    with pytest.raises(EngineProcessError, match="has ended with code 7"):
+    with pytest.raises(EngineProcessError, match="of vLLM ended with code 7"):
         CoreProcess({"code": 7}, threads=1)
 
 
