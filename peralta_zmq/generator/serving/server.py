@@ -126,7 +126,8 @@ class AccessControl:
     def _refusal(self, request: Request) -> ApiError | None:
         header, has_token = request.headers.get("host", ""), self._token is not None
         if not names_this_machine(header, bound=self._host, has_token=has_token):
-            return ApiError("the Host header is not a name of this machine")
+            address = "its IP address" if self._host == "0.0.0.0" else self._host
+            return ApiError(f"the Host header is not a name of this machine; use {address}")
         key = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self._token is not None and not hmac.compare_digest(key.encode(), self._token.encode()):
             message = "wrong API key; use the one in generator.token_file"
