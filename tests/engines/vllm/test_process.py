@@ -54,7 +54,7 @@ while True:
 """
 
 COMPILES = """
-import sys, time, torch
+import sys, time, torch, torch._dynamo
 from peralta_zmq.engines.vllm import core
 
 class Core:
