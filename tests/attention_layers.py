@@ -1,4 +1,4 @@
-"""Random inputs of an attention layer, for tests of the kernels, and their float64 reference."""
+"""Random inputs of a layer for tests of the kernels, and comparisons with float64."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from peralta_zmq.engines.native.kernels import decode_layer
 ROWS, HEADS, SHARED, CAPACITY = 5, 2, 70, 160
 SPANS = [[0, 70], [3, 70], [3, 9], [0, 0], [69, 70]]
 COLUMNS = [130, 0, 63, 64, 100]  # of the first new tokens; the kernel's blocks have 64 keys
+SCALES = 0.1, 3, 40  # of inputs of norm and gate; with 40, exp(-gate) overflows for some gates
 CPU = torch.device("cpu")
 
 
@@ -84,10 +85,27 @@ class Layer:
         exact.inputs = tuple(part.double() for part in self.inputs)
         exact.module = SimpleNamespace(**vars(self.module))
         for name in {"q_norm", "k_norm"} & vars(self.module).keys():
-            norm = getattr(self.module, name)
-            weight, epsilon = norm.weight.double(), norm.variance_epsilon
-            setattr(exact.module, name, SimpleNamespace(weight=weight, variance_epsilon=epsilon))
+            setattr(exact.module, name, in_float64(getattr(self.module, name)))
         return exact
+
+
+def in_float64(norm: Any) -> Any:
+    """The same RMS norm in double precision."""
+    return SimpleNamespace(weight=norm.weight.double(), variance_epsilon=norm.variance_epsilon)
+
+
+def assert_norm_and_gate_are_as_exact_as_torchs(
+    library: Any, dtype: torch.dtype, scale: float
+) -> None:
+    layer = Layer(dtype, 2, 64, normed=False)
+    ours, torchs = layer.compiled_ops(library), layer.torch_ops()
+    hidden, norm = scale * layer.random(ROWS, 1, 48), layer.norm(48)
+    exact = torchs.norm(in_float64(norm), hidden.double())
+    assert is_as_exact_as_torch(ours.norm(norm, hidden), torchs.norm(norm, hidden), exact)
+    gates, ups = (scale * layer.random(ROWS, 1, 2 * 80)).split(80, -1)
+    mlp = SimpleNamespace(act_fn=torch.nn.functional.silu)
+    exact = torchs.gate(mlp, gates.double(), ups.double())
+    assert is_as_exact_as_torch(ours.gate(mlp, gates, ups), torchs.gate(mlp, gates, ups), exact)
 
 
 def is_as_exact_as_torch(ours: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor) -> bool:

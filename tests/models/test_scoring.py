@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_layers import is_as_exact_as_torch
 from sample_data import VOCAB_SIZE, tiny_model, token_logprobs
 from torch import Tensor
 
@@ -41,13 +42,25 @@ def row(seed: int = 0) -> tuple[Tensor, Tensor]:
     return tokens, torch.tensor(SCORED)
 
 
-def plainly(model: Any, tokens: Tensor, temperature: float = 1.0) -> list[float]:
+def plainly(model: Any, tokens: Tensor, temperature: float = 1.0) -> Tensor:
     """Logprobs of the scored tokens, computed sequence by sequence."""
-    found = list[float]()
+    found = list[Tensor]()
     for places, first in SEQUENCES:
         logprobs = token_logprobs(model, tokens[places][None], temperature=temperature)
-        found += logprobs[0, first:].tolist()
-    return found
+        found.append(logprobs[0, first:])
+    return torch.cat(found)
+
+
+def assert_as_exact_as_plainly(
+    ours: Tensor, tokens: Tensor, temperature: float = 1.0, **settings: Any
+) -> None:
+    """Compare the logprobs of `tiny_model(**settings)` with those computed in float64.
+
+    In float64, too, transformers' norms and rotary embeddings compute in fp32.
+    """
+    model = tiny_model(**settings)
+    plain = plainly(model, tokens, temperature)
+    assert is_as_exact_as_torch(ours, plain, plainly(model.double(), tokens, temperature))
 
 
 def scorer_of(model: Any, way: str) -> Scorer:
@@ -62,7 +75,7 @@ def scorer_of(model: Any, way: str) -> Scorer:
 def test_scorer_matches_each_sequence_alone(way: str, temperature: float) -> None:
     model, (tokens, scored) = tiny_model(), row()
     ours = scorer_of(model, way)(tokens, TREES, scored, temperature=temperature)
-    assert ours.tolist() == pytest.approx(plainly(model, tokens, temperature), abs=1e-5)
+    assert_as_exact_as_plainly(ours, tokens, temperature)
 
 
 def test_gradients_are_those_of_each_sequence_alone() -> None:
@@ -86,8 +99,11 @@ def test_scorer_takes_a_temperature_per_token() -> None:
     model, (tokens, scored) = tiny_model(), row()
     few, temperatures = [1, 4, 9], [0.5, 1.0, 2.0]
     ours = Scorer(model)(tokens, TREES, scored[few], temperature=torch.tensor(temperatures))
-    plain = [plainly(model, tokens, t)[n] for n, t in zip(few, temperatures, strict=True)]
-    assert ours.tolist() == pytest.approx(plain, abs=1e-5)
+    plain, exact = (
+        torch.stack([plainly(each, tokens, t)[n] for n, t in zip(few, temperatures, strict=True)])
+        for each in (tiny_model(), tiny_model().double())
+    )
+    assert is_as_exact_as_torch(ours, plain, exact)
 
 
 @torch.no_grad()
@@ -116,7 +132,7 @@ def test_model_that_cannot_pack_is_padded_with_reason(kind: str) -> None:
     assert not scorer.packs
     assert scorer.padding_reason.startswith("padded rows: ") and "\n" not in scorer.padding_reason
     ours = scorer(tokens, TREES, scored)
-    assert ours.tolist() == pytest.approx(plainly(model, tokens), abs=1e-5)
+    assert_as_exact_as_plainly(ours, tokens, model_type=kind, **OTHERS[kind])
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma"])
@@ -283,4 +299,5 @@ def test_model_that_changes_its_logits_computes_whole_logits(kind: str) -> None:
     scorer = Scorer(model)
     assert scorer.whole_logits_reason.startswith("whole logits: ")
     assert "\n" not in scorer.whole_logits_reason
-    assert scorer(tokens, TREES, scored).tolist() == pytest.approx(plainly(model, tokens), abs=1e-5)
+    ours = scorer(tokens, TREES, scored)
+    assert_as_exact_as_plainly(ours, tokens, model_type=kind, **REPLACED_LOGITS[kind])

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from attention_layers import is_as_exact_as_torch
+from torch.nn.functional import linear
 
 from peralta_zmq.engines.native.kernels.gemm import can_pack
 from peralta_zmq.engines.native.linears import FusedLinear, PackedLinear
@@ -22,35 +24,35 @@ def dtype(request: Any) -> torch.dtype:
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 40])
-def test_packed_linears_match_plain_ones(num_rows: int, dtype: torch.dtype) -> None:
+def test_packed_linears_are_as_exact_as_plain_ones(num_rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     linears = [torch.nn.Linear(48, size).to(dtype) for size in (64, 16)]
     fused = FusedLinear(linears, NAMES, [f"{name}_bias" for name in NAMES])
     packed = [PackedLinear(fused, index) for index in (0, 1)]
-    tolerance = 1e-5 if dtype == torch.float32 else 0.02
 
     def compare() -> None:
         inputs = torch.randn(num_rows, 3, 48).to(dtype)
         for ours, torchs in zip(packed, linears, strict=True):
-            assert torch.allclose(ours(inputs), torchs(inputs), atol=tolerance, rtol=tolerance)
+            exact = linear(inputs.double(), torchs.weight.double(), torchs.bias.double())
+            assert is_as_exact_as_torch(ours(inputs), torchs(inputs), exact)
 
     with torch.inference_mode():
         compare()
         compare()  # other inputs, the same layers
-        for linear in linears:
-            linear.weight.mul_(2)
-            linear.bias.mul_(2)
-        weights = {name: linear.weight for name, linear in zip(NAMES, linears, strict=True)}
-        biases = {f"{name}_bias": linear.bias for name, linear in zip(NAMES, linears, strict=True)}
+        for plain in linears:
+            plain.weight.mul_(2)
+            plain.bias.mul_(2)
+        weights = {name: plain.weight for name, plain in zip(NAMES, linears, strict=True)}
+        biases = {f"{name}_bias": plain.bias for name, plain in zip(NAMES, linears, strict=True)}
         fused.load({**weights, **biases})
         compare()
 
 
 def test_packed_bias_is_a_copy(dtype: torch.dtype) -> None:
     """The source may be a mapped file, which changes before the next version is applied."""
-    linear, inputs = torch.nn.Linear(48, 16).to(dtype), torch.randn(3, 48).to(dtype)
-    fused = FusedLinear([linear], ["weight"], ["bias"])
-    weights = {"weight": linear.weight.detach() * 2, "bias": linear.bias.detach() * 2}
+    plain, inputs = torch.nn.Linear(48, 16).to(dtype), torch.randn(3, 48).to(dtype)
+    fused = FusedLinear([plain], ["weight"], ["bias"])
+    weights = {"weight": plain.weight.detach() * 2, "bias": plain.bias.detach() * 2}
     fused.load(weights)
     with torch.inference_mode():
         before = fused.output(0, inputs)

@@ -1,6 +1,8 @@
 /* Runs one function of decode_layer.c on data from the standard input, for a foreign processor under
-   an emulator. The input is the struct of `attend`, then for each of its pointers the number of bytes
-   and the data (0: NULL). The output is the data of `keys`, `values` and `out` afterwards. */
+   an emulator. The first argument is the name of the function, the others are its numbers. An array
+   is the number of its bytes, then its data (0: NULL). The input of `attend` is its struct, then the
+   array of each of its pointers; its output is the data of `keys`, `values` and `out` afterwards.
+   The input of the other functions is their input arrays, and the output that of their results. */
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,7 +18,7 @@ static void *read_array(void) {
     return data;
 }
 
-int main(void) {
+static void run_attend(void) {
     Attention a;
     if (fread(&a, sizeof a, 1, stdin) != 1) exit(1);
     a.query = read_array(), a.key = read_array(), a.value = read_array();
@@ -31,5 +33,31 @@ int main(void) {
     fwrite(a.keys, cache_size, 1, stdout);
     fwrite(a.values, cache_size, 1, stdout);
     fwrite(a.out, size, 1, stdout);
+}
+
+int main(int argc, char **argv) {
+    const char *name = argv[1];
+    if (!strcmp(name, "attend")) {
+        run_attend();
+    } else if (!strcmp(name, "norm")) {
+        const int64_t rows = atoll(argv[2]), width = atoll(argv[3]);
+        const scalar *in = read_array(), *weight = read_array();
+        scalar *out = malloc(rows * width * sizeof *out);
+        norm(in, weight, out, rows, width, atof(argv[4]), 1);
+        fwrite(out, sizeof *out, rows * width, stdout);
+    } else if (!strcmp(name, "gate")) {
+        const int64_t rows = atoll(argv[2]), stride = atoll(argv[3]), width = atoll(argv[4]);
+        const scalar *gates = read_array(), *ups = read_array();
+        scalar *out = malloc(rows * width * sizeof *out);
+        gate(gates, ups, out, rows, stride, width, 1);
+        fwrite(out, sizeof *out, rows * width, stdout);
+    } else if (!strcmp(name, "sum_blocks")) {
+        const int64_t blocks = atoll(argv[2]);
+        float *results = malloc(2 * blocks * sizeof *results);
+        sum_blocks(read_array(), results, results + blocks, blocks, atof(argv[3]), 1);
+        fwrite(results, sizeof *results, 2 * blocks, stdout);
+    } else {
+        return 1;
+    }
     return 0;
 }

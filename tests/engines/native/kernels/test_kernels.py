@@ -11,18 +11,21 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from attention_layers import ROWS, Layer, is_as_exact_as_torch
+from attention_layers import (
+    SCALES,
+    Layer,
+    assert_norm_and_gate_are_as_exact_as_torchs,
+    is_as_exact_as_torch,
+)
 
 from peralta_zmq.engines.native.kernels import compiler, decode_layer, gemm
 
 CPU = torch.device("cpu")
 HAS_COMPILER = sys.platform == "linux" and shutil.which("cc") is not None
-CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -46,26 +49,20 @@ def test_attention_is_as_exact_as_torchs(
     group: int, width: int, normed: bool, new_tokens: int, dtype: torch.dtype
 ) -> None:
     layer = Layer(dtype, group, width, normed=normed, new_tokens=new_tokens)
-    in_float64 = layer.in_float64()
-    exact = in_float64.torch_ops().attend(in_float64.module, "", *in_float64.inputs)
+    exact_layer = layer.in_float64()
+    exact = exact_layer.torch_ops().attend(exact_layer.module, "", *exact_layer.inputs)
     ours = layer.compiled_ops(library(dtype, group, width)).attend(layer.module, "", *layer.inputs)
     written = [part.clone() for part in layer.cache.layers[1]]
     torchs = layer.torch_ops().attend(layer.module, "", *layer.inputs)
     assert is_as_exact_as_torch(ours, torchs, exact)
-    for parts in zip(written, layer.cache.layers[1], in_float64.cache.layers[1], strict=True):
+    for parts in zip(written, layer.cache.layers[1], exact_layer.cache.layers[1], strict=True):
         assert is_as_exact_as_torch(*parts)
     assert not any(part.any() for part in layer.cache.layers[0])
 
 
-def test_norm_and_gate_match_torch(dtype: torch.dtype) -> None:
-    layer = Layer(dtype, 2, 64, normed=False)
-    ours, torchs = layer.compiled_ops(library(dtype)), layer.torch_ops()
-    hidden, norm = 3 * layer.random(ROWS, 1, 48), layer.norm(48)
-    assert torch.allclose(ours.norm(norm, hidden), torchs.norm(norm, hidden), rtol=CLOSE[dtype])
-    gates, ups = (40 * layer.random(ROWS, 1, 2 * 80)).split(80, -1)
-    mlp = SimpleNamespace(act_fn=torch.nn.functional.silu)
-    expected = torchs.gate(mlp, gates, ups)
-    assert torch.allclose(ours.gate(mlp, gates, ups), expected, rtol=CLOSE[dtype], atol=1e-6)
+@pytest.mark.parametrize("scale", SCALES)
+def test_norm_and_gate_are_as_exact_as_torchs(scale: float, dtype: torch.dtype) -> None:
+    assert_norm_and_gate_are_as_exact_as_torchs(library(dtype), dtype, scale)
 
 
 def test_nan_stays_in_its_row(dtype: torch.dtype) -> None:
