@@ -176,7 +176,7 @@ def tables() -> str:
     }
     counts = [f"{count:,}" for count in COUNTS]
     return "\n".join([
-        *_table(["limit", "measured", "carries", "what to do then"], rows),
+        *_table(["limit", "measured", "generators it carries", "what to do then"], rows),
         *_table(["share of each limit, with generators:", *counts], _rows(used)),
         *_table(["seconds per version, with generators:", *counts], _rows(transfer(constants))),
     ])  # fmt: skip
