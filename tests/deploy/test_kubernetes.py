@@ -155,14 +155,54 @@ def test_autoscaler_uses_exported_metrics_and_leaves_room_for_an_update() -> Non
     assert scaler["maxReplicas"] + replaced <= MAX_STARTS
     assert deployment["minReadySeconds"] > LIVE_SECONDS  # then they are no longer counted
     metric = scaler["metrics"][0]["external"]["metric"]["name"]
-    rule = PAGE.partition("```yaml\nrules:")[2].partition("```")[0]
-    [external] = yaml.safe_load(rule)["external"]
-    assert external["name"]["as"] == metric
+    rule = adapter_rule()
+    assert rule["name"]["as"] == metric
     exported = exposition({"run": {name: 1.0 for name in MEANINGS}})
-    used = set(re.findall(r"peralta_\w+", external["metricsQuery"] + external["seriesQuery"]))
-    assert used == {"peralta_queue_depth", "peralta_num_groups"}
-    assert external["metricsQuery"].startswith("max(")  # the autoscaler adds up all series
+    used = set(re.findall(r"peralta_\w+", rule["metricsQuery"] + rule["seriesQuery"]))
+    names = ("queue_depth", "num_groups", "time", "step_time")
+    assert used == {f"peralta_{name}" for name in names}
+    assert rule["metricsQuery"].startswith("max(")  # the autoscaler adds up all series
     assert all(f"\n{name}{{" in exported for name in used)
+
+
+def adapter_rule() -> Any:
+    """The rule of prometheus-adapter that computes the metric of the autoscaler."""
+    text = PAGE.partition("```yaml\nrules:")[2].partition("```")[0]
+    [rule] = yaml.safe_load(text)["external"]
+    return rule
+
+
+@pytest.mark.parametrize(
+    ("depth", "end_of_step", "expected"),
+    [
+        pytest.param("4", "0+30", 0.0, id="whole batch waiting"),
+        pytest.param("9", "0+30", 0.0, id="more than a batch waiting"),
+        pytest.param("1", "0+30", 0.75, id="a quarter waiting"),
+        pytest.param("4", "600+0", 1.0, id="no step for ten minutes"),
+        pytest.param("0", "600+0", 1.0, id="empty, and no step for ten minutes"),
+    ],
+)
+def test_autoscaler_metric_is_the_missing_share(
+    tmp_path: Path, depth: str, end_of_step: str, expected: float
+) -> None:
+    if not shutil.which("promtool"):
+        pytest.skip("no promtool on this machine (Debian: apt install prometheus)")
+    query = adapter_rule()["metricsQuery"].replace("<<.LabelMatchers>>", 'namespace="n"')
+    values = {"queue_depth": f"{depth}+0", "num_groups": "4+0", "step_time": "30+0",
+              "time": end_of_step}  # fmt: skip
+    series = [
+        {"series": f'peralta_{name}{{namespace="n", run="r", pod="{pod}"}}', "values": f"{row}x40"}
+        for name, row in values.items()
+        for pod in ("trainer-0", "before the restart")
+    ]
+    sample = {"labels": "{}", "value": expected}
+    expectation = {"expr": query, "eval_time": "20m", "exp_samples": [sample]}
+    case = {"interval": "30s", "input_series": series, "promql_expr_test": [expectation]}
+    file = tmp_path / "case.yaml"
+    file.write_text(yaml.safe_dump({"tests": [case]}))
+    command = ["promtool", "test", "rules", str(file)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_page_creates_every_secret_that_the_pods_use() -> None:
