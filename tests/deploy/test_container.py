@@ -171,6 +171,13 @@ def test_sigterm_ends_a_generator_that_waits(image: str, tmp_path: Path) -> None
         waiting.kill()
 
 
+def test_whole_run_in_one_container_trains_two_steps(image: str, tmp_path: Path) -> None:
+    command = [*PODMAN, "run", "--rm", *LIMITS, image, "peralta-lan", "local"]
+    run = Program([*command, f"--wire.port={free_ports()}", *SMALL], tmp_path / "log", {})
+    assert run.wait(timeout=300) == 0, run.printed
+    assert f"steps              {STEPS} in" in run.printed
+
+
 WRITE = "touch /opt/peralta/x 2>/dev/null || echo refused"
 
 
