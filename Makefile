@@ -80,7 +80,7 @@ picture: setup  ## Take the screenshot docs/dashboard.png during a run
 test-lab: setup  ## NFS, CIFS, sshfs and power cuts in a guest kernel (ARGS='-k nfs4' for a part)
 	@$(BIN)/python -m pytest tests/lab -m lab -rs $(ARGS)
 
-test-lan: setup  ## bin/lan over a real sshd, and three network namespaces as three machines
+test-lan: setup  ## bin/lan over a real sshd, and runs on several machines (network namespaces)
 	@$(BIN)/python -m pytest -m lan -rs --timeout 300 $(ARGS)
 
 test-kubernetes: setup  ## The manifests in deploy/kubernetes against the schemas of the API

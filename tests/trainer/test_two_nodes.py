@@ -1,6 +1,7 @@
 """A trainer whose ranks are on two machines: two network namespaces, torchrun, gloo, FSDP2.
 
-.venv/bin/python -m pytest -m lan tests/trainer/test_two_nodes.py
+make test-lan ARGS='-s tests/trainer/test_two_nodes.py' also prints the steps, ranks and seconds of
+each part.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,8 @@ from tools.run_history import read_history
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(400)]
 NODES = {"peer": "10.79.1"}
 MASTER = "10.79.1.1"  # the first node
-STEPS = 14
+STEPS = 10
+SECONDS = 180.0  # deadline of a part: each starts up to six processes with torch
 
 
 class Cluster:
@@ -119,10 +122,10 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-def train(cluster: Cluster, *, per_node: int, steps: int) -> tuple[int, str]:
+def train(cluster: Cluster, generator: Program, *, per_node: int, steps: int) -> tuple[int, str]:
     """Train at least `steps` more steps; returns the step of the checkpoint, and the output."""
     before, trainer = cluster.step, cluster.trainer(per_node=per_node)
-    until(lambda: cluster.step >= before + steps, *trainer)
+    until(lambda: cluster.step >= before + steps, *trainer, generator, seconds=SECONDS)
     printed = cluster.stop(trainer)
     assert f"stopped after step {cluster.step}, saved" in printed
     return cluster.step, printed
@@ -132,24 +135,37 @@ def replayed(cluster: Cluster, *arguments: str, per_node: int) -> list[str]:
     """The lines of bin/replay on both nodes."""
     programs = cluster.ranks("replay", str(cluster.folder), *arguments, per_node=per_node)
     for program in programs:
-        assert program.wait(timeout=120) == 0, program.printed
+        assert program.wait(timeout=SECONDS) == 0, program.printed
     return [line for line in programs[0].printed.splitlines() if line.startswith("step=")]
+
+
+@contextmanager
+def measured(cluster: Cluster, name: str) -> Iterator[None]:
+    """Print the steps of a part of the test, and its seconds with the start of all processes."""
+    started, before = time.monotonic(), cluster.step
+    yield
+    print(f"{name}: steps {before + 1} to {cluster.step}, {time.monotonic() - started:.0f} s")
 
 
 def test_two_nodes_train_and_resume_with_one_and_four_ranks(cluster: Cluster) -> None:
     generator = cluster.generator()
-    on_two, _ = train(cluster, per_node=1, steps=3)
-    on_one, printed = train(cluster, per_node=0, steps=2)
+    with measured(cluster, "2 ranks on 2 nodes"):
+        on_two, _ = train(cluster, generator, per_node=1, steps=3)
+    with measured(cluster, "1 rank"):
+        on_one, printed = train(cluster, generator, per_node=0, steps=2)
     assert f" checkpoint={on_two} replayed=" in printed
     assert on_one < STEPS
-    trainer = cluster.trainer(per_node=2)
-    for program in (*trainer, generator):
-        assert program.wait(timeout=120) == 0, program.printed
+    with measured(cluster, "4 ranks on 2 nodes"):
+        trainer = cluster.trainer(per_node=2)
+        for program in (*trainer, generator):
+            assert program.wait(timeout=SECONDS) == 0, program.printed
     printed = trainer[0].printed
     assert f" checkpoint={on_one} replayed=" in printed
     assert f"steps              {STEPS} in" in printed
     assert [row["ranks"] for row in cluster.sessions] == [2, 1, 4]
     assert cluster.broken() == {}
 
+    started = time.monotonic()
     lines = replayed(cluster, "--to", str(on_two), per_node=1)
+    print(f"replay of steps 1 to {on_two} on 2 nodes: {time.monotonic() - started:.0f} s")
     assert len(lines) == on_two and all(line.endswith("  as published") for line in lines)
