@@ -1,14 +1,13 @@
-"""Fork child processes that tests may kill from a server that has already imported torch."""
+"""Fork child processes that tests may kill from a server that has already imported the trainer."""
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
 
+QWEN3 = "transformers.models.qwen3.modeling_qwen3"  # imported to load the embedded model
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["torch.distributed.tensor", "safetensors.torch", "pytest", "peralta_zmq.trainer"]
-)
+FORKS.set_forkserver_preload(["pytest", "peralta_zmq.trainer.replay", QWEN3])
 
 
 def exit_code(function: Callable[..., None], *args: object, timeout: float = 120.0) -> int:
