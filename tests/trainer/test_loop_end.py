@@ -19,12 +19,19 @@ from peralta_zmq import wire
 from peralta_zmq.observe import report
 from peralta_zmq.observe.metrics import EVENTS, Row, read_rows
 from peralta_zmq.observe.run_state import SESSION_ENDS, SESSION_STARTS
+from peralta_zmq.trainer import generator_registry
 from peralta_zmq.trainer.generator_registry import LIVE_SECONDS
 from peralta_zmq.trainer.loop import Trainer
 from peralta_zmq.trainer.session import StopSignal
 
 pytestmark = pytest.mark.timeout(60)
 FOUR = "--train.max-steps=4"
+
+
+@pytest.fixture(autouse=True)
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generator of a Session never sends a final status, so the wait for it times out."""
+    monkeypatch.setattr(generator_registry, "FINAL_STATUS_SECONDS", 0.1)
 
 
 def complete(stack: ExitStack, folder: Path) -> Trainer:

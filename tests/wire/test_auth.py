@@ -295,7 +295,10 @@ def test_accepted_generator_takes_a_refusal_for_a_fault_of_the_link(
     received(scene.receiver)
 
 
-def test_flipped_bit_of_an_encrypted_announcement_ends_no_generator(scene: Scene) -> None:
+def test_flipped_bit_of_an_encrypted_announcement_ends_no_generator(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcements, "ANNOUNCE_SECONDS", 0.05)
     publisher, proxy, subscriber = scene.link()
     for step in range(2, 5):
         proxy.damage = flip = BitFlip(b"\x07MESSAGE", 20)  # in the ciphertext

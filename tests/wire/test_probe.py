@@ -17,7 +17,7 @@ from sockets import ANYWHERE, DEADLINE, raw_socket, unused_address
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire import probe
+from peralta_zmq.wire import connection, probe
 from peralta_zmq.wire.auth import generator_keys, make_keys
 from peralta_zmq.wire.message_fields import pack_with_checksum
 from peralta_zmq.wire.sockets import open_socket
@@ -100,7 +100,11 @@ def test_probe_without_a_server_times_out(stack: ExitStack) -> None:
         client(stack, unused_address()).request("info", timeout=0.3)
 
 
-def test_probe_answers_known_keys_only(stack: ExitStack, tmp_path: Path) -> None:
+def test_probe_answers_known_keys_only(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "RETRY_SECONDS", 0.05)
     for name in ("trainer", "ann"):
         make_keys(tmp_path, name)
     authenticator = stack.enter_context(closing(wire.Authenticator(tmp_path)))
