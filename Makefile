@@ -35,8 +35,9 @@ soak: setup  ## A run with random faults for MINUTES=30; writes a report to docs
 attack-costs: setup  ## Memory, disk and speed that attacks cost; writes a table to docs/security.md
 	@$(BIN)/python -m tools.attack_costs --document docs/security.md $(ARGS)
 
+# Half of a test's time is waiting, so three processes keep two cores busy.
 test: setup  ## Run the tests (under five minutes on two cores)
-	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	@$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 test-isa: setup  ## The numeric tests with older instruction sets (ARGS=--quick for a part)
 	@$(BIN)/python -m tools.instruction_sets $(ARGS)

@@ -32,6 +32,16 @@ share = len(link_proxy.PORTS) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT",
 link_proxy.PORTS = link_proxy.PORTS[worker * share : (worker + 1) * share - link_proxy.NUM_PORTS]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run tests of whole programs first: at the end, they would leave the other cores idle."""
+
+    def timeout_of(item: pytest.Item) -> float:
+        marker = item.get_closest_marker("timeout")
+        return marker.args[0] if marker else 0
+
+    items.sort(key=lambda item: timeout_of(item) <= 60)
+
+
 @pytest.fixture(autouse=True)
 def context() -> Iterator[None]:
     """Fail a test that leaves a ZeroMQ socket open, and close the socket."""
