@@ -52,6 +52,7 @@ Other questions:
                              not on disk (generator/trainer_connection.py)
     what makes a group stale learning/admission.py
     where settings go        config/ reads them, build/ makes objects from them
+    how much memory is used  memory/ plans it; build/memory_checks.py compares with the machine
     how to extend it         registry.py has the protocols and names of tasks, engines, losses and
                              filters; CONTRIBUTING.md lists what a new task or loss touches
     how runs are watched     observe/: metrics, terminal, dashboard, and the verdict, a sentence
@@ -65,8 +66,9 @@ Import layers (tests/test_layers.py). A module may import its own package, and:
     0  rollout, errors, atomic_files, http_server: the standard library and numpy
     1  config, registry, wire, weights, models, learning, environments, observe: layer 0
     2  engines: layer 0, models, and registry for the protocol of an engine
-    3  build: layers 0 to 2
-    4  generator, trainer: layers 0 to 3, but never each other
-    5  operate and the programs in bin/: layer 0, config, observe and wire; any other package only
+    3  memory: layer 0, config, learning, models, weights and engines, whose tensors it counts
+    4  build: layers 0 to 3
+    5  generator, trainer: layers 0 to 4, but never each other
+    6  operate and the programs in bin/: layer 0, config, observe and wire; any other package only
        inside functions
 """

@@ -19,9 +19,9 @@ import numpy as np
 
 from peralta_zmq import build, models, registry
 from peralta_zmq.build.engines import engine_settings
-from peralta_zmq.build.memory_plan import Machine, Role
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.learning.distributed import SINGLE
+from peralta_zmq.memory import Machine, Role
 from peralta_zmq.models import lora
 from peralta_zmq.rollout import Request, Rollout, RolloutGroup
 from peralta_zmq.trainer import policy

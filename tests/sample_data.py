@@ -34,6 +34,10 @@ TINY = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+# Qwen3-0.6B
+QWEN = {**TINY, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
+        "vocab_size": 151936, "max_position_embeddings": 40960}  # fmt: skip
 
 
 def tiny_model(*, seed: int = 0, **settings: Any) -> Any:

@@ -3,18 +3,10 @@
 The classes that these modules build take plain values; the loops, the verifier and the programs
 that start them keep the settings (`config`).
 
-components    learner, loss, reference models
-engines       engine, sampling
-environments  problems, reward functions and demonstrations
-
-These modules compute the memory that a run needs; the model is not loaded. Trainer and
-generator use `check_start` and `memory_errors`; the checks of bin/doctor use `check_memory`, and
-`bin/doctor plan` uses `MemoryPlanner`; both print sizes with `gib`.
-
-model_shape       sizes of a model, from its config.json
-memory_plan       the memory of trainer and generator
-memory_remedies   settings that make a plan fit
-memory_checks     plans against this machine, and errors of allocations
+components     learner, loss, reference models
+engines        engine, sampling
+environments   problems, reward functions and demonstrations
+memory_checks  memory planner, its plans against this machine, errors of allocations
 """
 
 from peralta_zmq.build.components import (
@@ -52,7 +44,6 @@ from peralta_zmq.build.memory_checks import (
     check_start,
     memory_errors,
 )
-from peralta_zmq.build.memory_plan import gib
 
 __all__ = [
     "MemoryPlanner",
@@ -62,7 +53,6 @@ __all__ = [
     "check_start",
     "choose_engine",
     "eval_sampling_overrides",
-    "gib",
     "learning_rate_schedule",
     "load_policy",
     "make_advantage",

@@ -15,9 +15,12 @@ import torch
 from peralta_zmq import models
 from peralta_zmq.build.components import reference_models_used
 from peralta_zmq.build.engines import choose_engine, settings_with_turns
-from peralta_zmq.build.memory_plan import (
+from peralta_zmq.config import RESOLVED, Config, files_given
+from peralta_zmq.errors import ConfigError, OutOfMemoryError, program_name
+from peralta_zmq.memory import (
     GIB,
     Machine,
+    ModelShape,
     Plan,
     Role,
     Workload,
@@ -25,9 +28,10 @@ from peralta_zmq.build.memory_plan import (
     gib,
     plan_generator,
     plan_trainer,
+    read_shape,
     workload_of,
 )
-from peralta_zmq.build.memory_remedies import (
+from peralta_zmq.memory.remedies import (
     NOTHING_HELPS,
     Attempt,
     MakePlan,
@@ -37,9 +41,6 @@ from peralta_zmq.build.memory_remedies import (
     trainer_remedies,
     try_remedies,
 )
-from peralta_zmq.build.model_shape import ModelShape, read_shape
-from peralta_zmq.config import RESOLVED, Config, files_given
-from peralta_zmq.errors import ConfigError, OutOfMemoryError, program_name
 from peralta_zmq.models.frozen_base import has_only_bfloat16
 
 MAX_SHARE_AFTER_OOM = 0.8  # of the planned peak, for a setting proposed after an error

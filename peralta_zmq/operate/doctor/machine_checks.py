@@ -132,6 +132,7 @@ def check_memory(config: Config, role: Literal["trainer", "generator"]) -> Check
     Returns None if the model is not on this machine.
     """
     from peralta_zmq import build, models
+    from peralta_zmq.memory import gib
 
     try:
         folder = models.model_folder(config.model.name)
@@ -144,7 +145,7 @@ def check_memory(config: Config, role: Literal["trainer", "generator"]) -> Check
     if problem:
         detail, _, remedy = problem.partition("; ")
         return Check(True, detail, remedy)
-    return Check(True, f"about {build.gib(plan.peak)} of {build.gib(plan.limit)} GiB are needed")
+    return Check(True, f"about {gib(plan.peak)} of {gib(plan.limit)} GiB are needed")
 
 
 def check_reward(config: Config) -> Check:

@@ -18,7 +18,7 @@ from peralta_zmq.errors import ConfigError, program_name
 if TYPE_CHECKING:
     from peralta_zmq.build import MemoryPlanner
     from peralta_zmq.build.memory_checks import Advice
-    from peralta_zmq.build.memory_plan import Plan, Role
+    from peralta_zmq.memory import Plan, Role
 
 SMALL = 0.005 * 2**30  # bytes, which GiB with two decimals show as 0.00
 PROGRAM = f"{program_name('doctor')} plan"
@@ -89,7 +89,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _print_model(config: Config, planner: MemoryPlanner) -> None:
-    from peralta_zmq.build import gib
+    from peralta_zmq.memory import gib
 
     shape, machine, work = planner.shape, planner.machine, planner.workload(config)
     layers = f"{shape.num_layers} layers of hidden size {shape.hidden_size}"
@@ -109,7 +109,7 @@ def _print_model(config: Config, planner: MemoryPlanner) -> None:
 
 
 def _print_plan(plan: Plan, *, count: int) -> None:
-    from peralta_zmq.build import gib
+    from peralta_zmq.memory import gib
 
     title = plan.role if count == 1 else f"each of {count} generators"
     _write(f"\n{title}: {_verdict(plan.peak, plan.limit)}")
@@ -124,8 +124,8 @@ def _print_plan(plan: Plan, *, count: int) -> None:
 
 def _print_advice(advice: Advice) -> None:
     """Print what each setting saves, and which to choose."""
-    from peralta_zmq.build import gib
-    from peralta_zmq.build.memory_remedies import NOTHING_HELPS
+    from peralta_zmq.memory import gib
+    from peralta_zmq.memory.remedies import NOTHING_HELPS
 
     _write("  GiB with one setting, and with those above it too:")
     for each in advice.attempts:
@@ -139,7 +139,7 @@ def _print_advice(advice: Advice) -> None:
 
 def _print_together(config: Config, planner: MemoryPlanner, plans: Sequence[Plan]) -> bool:
     """Compare the trainer and all generators of this machine with its memory; True if they fit."""
-    from peralta_zmq.build.memory_remedies import changed
+    from peralta_zmq.memory.remedies import changed
 
     trainer, generator = (plan.peak for plan in plans)
     memory, count = planner.machine.memory, config.run.num_local_generators
@@ -165,7 +165,7 @@ def _print_together(config: Config, planner: MemoryPlanner, plans: Sequence[Plan
 
 
 def _verdict(peak: float, limit: float) -> str:
-    from peralta_zmq.build import gib
+    from peralta_zmq.memory import gib
 
     if peak <= limit:
         return f"fits, {gib(peak)} of {gib(limit)} GiB needed"

@@ -6,14 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from sample_data import TINY
+from sample_data import QWEN, TINY
 
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate import doctor
 
-LARGE = {**TINY, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
-         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
-         "vocab_size": 151936, "max_position_embeddings": 40960}  # fmt: skip
 SMALL = "--train.max-tokens-per-microbatch=2048"
 
 
@@ -23,7 +20,7 @@ def plan(*words: str) -> int:
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    (tmp_path / "config.json").write_text(json.dumps(LARGE))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
     return f"--model.name={tmp_path}"
 
 

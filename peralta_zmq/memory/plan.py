@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
-from peralta_zmq.build.model_shape import ModelShape
 from peralta_zmq.config import Config
 from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS
 from peralta_zmq.engines.native.turn_cache import KEPT_FRACTION
 from peralta_zmq.learning.optimizer import PART
+from peralta_zmq.memory.model_shape import ModelShape
 from peralta_zmq.models.base_formats import BYTES_PER_WEIGHT, PACKED_FORMATS
 from peralta_zmq.models.head import KEPT_BYTES, MIN_CHUNK
 from peralta_zmq.models.logprobs import CHUNK_LOGITS, DEFAULT_CHUNK_LOGITS

@@ -1,6 +1,6 @@
 """Planned peak memory against the measured one, each setting in a process of its own.
 
-.venv/bin/python -m pytest -s -m slow tests/test_build_memory_measured.py prints both.
+.venv/bin/python -m pytest -s -m slow tests/memory/test_measured_plans.py prints both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import torch
 from engine_data import save_model
 
-from peralta_zmq.build.memory_plan import gib
+from peralta_zmq.memory import gib
 from tools.base_model import new_model
 
 pytestmark = [
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(sys.platform != "linux", reason="/proc has the peak of a process"),
 ]
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 # A sixth of the layers of Qwen3-0.6B with a fifth of its vocabulary: 158 M parameters.
 SHAPE = {
     "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16,

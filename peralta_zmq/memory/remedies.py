@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
-from peralta_zmq.build.memory_plan import (
+from peralta_zmq.config import Config
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.memory.model_shape import ModelShape
+from peralta_zmq.memory.plan import (
     Machine,
     Plan,
     generator_fraction,
     reserves_memory,
     workload_of,
 )
-from peralta_zmq.build.model_shape import ModelShape
-from peralta_zmq.config import Config
-from peralta_zmq.errors import ConfigError
 
 MIN_LENGTH = 256  # tokens; a shorter engine.max_model_len is not proposed
 RANK = 16  # of proposed adapters

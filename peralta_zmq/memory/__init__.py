@@ -1,0 +1,37 @@
+"""Memory that a run needs, computed from its settings and the model's config.json.
+
+No model is loaded. `build` compares plans with the machine of a run; `bin/doctor plan` prints them.
+
+model_shape   sizes of a model
+plan          the memory of trainer and generator
+remedies      settings that make a plan fit
+"""
+
+from peralta_zmq.memory.model_shape import ModelShape, read_shape
+from peralta_zmq.memory.plan import (
+    GIB,
+    Machine,
+    Plan,
+    Role,
+    Workload,
+    frozen_bytes,
+    gib,
+    plan_generator,
+    plan_trainer,
+    workload_of,
+)
+
+__all__ = [
+    "GIB",
+    "Machine",
+    "ModelShape",
+    "Plan",
+    "Role",
+    "Workload",
+    "frozen_bytes",
+    "gib",
+    "plan_generator",
+    "plan_trainer",
+    "read_shape",
+    "workload_of",
+]

@@ -1,0 +1,67 @@
+"""Settings that make a plan fit."""
+
+from __future__ import annotations
+
+import pytest
+from config_files import load
+
+from peralta_zmq import build
+from peralta_zmq.memory import Machine, ModelShape, Role
+from peralta_zmq.memory.remedies import changed
+
+
+def test_remedies_are_tried_with_the_least_harm_first(qwen: ModelShape) -> None:
+    config = load(
+        "--sampling.max-completion-length=256", "--engine.max-model-len=1024", "--engine.slots=8"
+    )
+
+    def chosen(memory_gib: float) -> list[str]:
+        planner = build.MemoryPlanner(qwen, Machine("cpu", memory_gib * 2**30))
+        return planner.advise(config, "trainer").options.split(" --")
+
+    assert chosen(40) == ["--train.max-tokens-per-microbatch 8192"]
+    assert chosen(1) == [""]
+    needed = [len(chosen(memory)) for memory in (40, 9, 8)]
+    assert needed == sorted(needed)
+
+
+@pytest.mark.parametrize("options", [(), ("--lora.rank=4",)])
+def test_proposed_option_is_accepted_and_gives_the_planned_peak(
+    options: tuple[str, ...], qwen: ModelShape
+) -> None:
+    settings = ("--engine.max-model-len=1024", *options)
+    config, planner = load(*settings), build.MemoryPlanner(qwen, Machine("cpu", 2**30))
+    for role in ("trainer", "generator"):
+        attempts = planner.advise(config, role).attempts
+        assert len({each.options for each in attempts}) >= 2
+        for each in attempts:
+            proposed = load(*settings, *each.options.split())
+            assert proposed == changed(config, each.changes)
+            assert planner.plan(proposed, role).peak == each.alone.peak
+
+
+def test_vllm_on_a_used_card_is_proposed_a_smaller_fraction(qwen: ModelShape) -> None:
+    config, card = load(), Machine("cuda", 24 * 2**30, engine="vllm")
+    advice = build.MemoryPlanner(qwen, card).advise(config, "generator", limit=20 * 2**30)
+    assert advice.options == "--engine.gpu-memory-utilization 0.8"
+
+
+@pytest.mark.parametrize(
+    ("role", "settings", "option"),
+    [
+        # bfloat16 rounds away most updates of the state with the default adam_beta2.
+        ("trainer", (), "--train.optim adamw_bf16"),
+        ("trainer", ("--sampling.max-completion-length=400",), "--engine.max-model-len 256"),
+        ("generator", ("--sampling.max-completion-length=512",), "--engine.max-model-len 512"),
+    ],
+)
+def test_useless_or_contradictory_option_is_not_proposed(
+    role: Role, settings: tuple[str, ...], option: str, qwen: ModelShape
+) -> None:
+    config = load("--engine.max-model-len=1024", "--train.adam-beta2=0.999", *settings)
+    machine = Machine("cpu", 2**30)
+    planner = build.MemoryPlanner(qwen, machine)
+    attempts = planner.advise(config, role).attempts
+    assert option not in [each.options for each in attempts]
+    peaks = [planner.plan(config, role).peak, *(each.combined.peak for each in attempts)]
+    assert peaks == sorted(set(peaks), reverse=True)
