@@ -44,11 +44,12 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["plan"]:
         from peralta_zmq.operate.doctor import plan
 
-        return plan.main(arguments[1:])
+        return plan.main(*_parse(plan.PROGRAM, plan.USAGE, arguments[1:], number="--memory"))
     if arguments[:1] == ["keygen"]:
         keygen(load_config(f"{PROGRAM} keygen", arguments[1:]))
         return 0
-    options, settings = _parse(arguments)
+    options, settings = _parse(PROGRAM, USAGE, arguments, number="--wait")
+    wait_seconds = options.wait or 0.0
     report = Report()
     try:
         config = load_config(PROGRAM, settings)
@@ -61,20 +62,25 @@ def main(arguments: Sequence[str]) -> int:
     report.add("config", Check(True, f"run {config.run.name}, checked as its {role}"))
     with ExitStack() as stack:
         if role == "generator":
-            role_checks.check_generator(config, report, stack, wait_seconds=options.wait)
-        elif role_checks.check_trainer(config, report, stack, serve=options.wait > 0):
-            _serve(options.wait)
+            role_checks.check_generator(config, report, stack, wait_seconds=wait_seconds)
+        elif role_checks.check_trainer(config, report, stack, serve=wait_seconds > 0):
+            _serve(wait_seconds)
     return report.close(as_json=options.json)
 
 
-def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of bin/doctor, and the other arguments, which are settings."""
+def _parse(
+    program: str, usage: str, arguments: Sequence[str], *, number: str
+) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options --json, --role and `number`, and the other arguments, which are settings.
+
+    Prints `usage` before the help for the settings.
+    """
     if {"-h", "--help"} & set(arguments):
-        sys.stdout.write(USAGE)
-    parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
+        sys.stdout.write(usage)
+    parser = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--role", choices=("trainer", "generator"))
-    parser.add_argument("--wait", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument(number, type=float)
     return parser.parse_known_args(arguments)
 
 

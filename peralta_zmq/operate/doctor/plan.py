@@ -35,12 +35,11 @@ this machine; exit code 1 if it does not fit.
 """
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run `bin/doctor plan ARGUMENTS`; returns the exit code.
+def main(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    """Run `bin/doctor plan` with the options `json`, `role` and `memory`; returns the exit code.
 
     Raises ConfigError for settings, a model or fractions that cannot be planned.
     """
-    options, settings = _parse(arguments)
     config = load_config(PROGRAM, settings)
     if options.memory is not None and options.memory <= 0:
         raise ConfigError(f"--memory {options.memory:g} is not above 0; give GiB, such as 24")
@@ -75,17 +74,6 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         _write(json.dumps({"plans": rows}))
     return int(not fits)
-
-
-def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of bin/doctor plan, and the other arguments, which are settings."""
-    if {"-h", "--help"} & set(arguments):
-        sys.stdout.write(USAGE)
-    parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--role", choices=("trainer", "generator"))
-    parser.add_argument("--memory", type=float, metavar="GIB")
-    return parser.parse_known_args(arguments)
 
 
 def _print_model(config: Config, planner: MemoryPlanner) -> None:
