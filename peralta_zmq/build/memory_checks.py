@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,29 +31,11 @@ from peralta_zmq.memory import (
     read_shape,
     workload_of,
 )
-from peralta_zmq.memory.remedies import (
-    NOTHING_HELPS,
-    Attempt,
-    MakePlan,
-    first_fitting,
-    generator_remedies,
-    options_of,
-    trainer_remedies,
-    try_remedies,
-)
+from peralta_zmq.memory.remedies import NOTHING_HELPS, Advice, MakePlan, advise
 from peralta_zmq.models.frozen_base import has_only_bfloat16
 
 MAX_SHARE_AFTER_OOM = 0.8  # of the planned peak, for a setting proposed after an error
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """Settings that make a plan smaller."""
-
-    attempts: Sequence[Attempt]
-    options: str  # of the command line, with which the plan fits; empty if no setting is enough
-    plan: Plan | None  # with these options
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +72,7 @@ class MemoryPlanner:
             plan = plan_of(changed)
             return plan if limit is None else replace(plan, limit=limit)
 
-        remedies = trainer_remedies if role == "trainer" else generator_remedies
-        chosen = remedies(config, self.shape, self.machine)
-        attempts = try_remedies(config, chosen, make_plan)
-        needed = first_fitting(attempts)
-        if not needed:
-            return Advice(attempts, "", None)
-        plan = needed[-1].alone if len(needed) == 1 else needed[-1].combined
-        return Advice(attempts, options_of(needed), plan)
+        return advise(config, role, make_plan, shape=self.shape, machine=self.machine)
 
     def _function(self, config: Config, role: Role) -> MakePlan:
         """The function from settings to the plan of a role; `config` sets the reference models."""

@@ -12,6 +12,7 @@ from peralta_zmq.memory.model_shape import ModelShape
 from peralta_zmq.memory.plan import (
     Machine,
     Plan,
+    Role,
     generator_fraction,
     reserves_memory,
     workload_of,
@@ -23,6 +24,14 @@ NOTHING_HELPS = "choose a smaller model.name or a machine with more memory"
 BASE_DTYPES = ("float32", "bfloat16", "int8", "nf4")  # largest first
 MakePlan: TypeAlias = Callable[[Config], Plan]
 Changes: TypeAlias = Mapping[str, Any]  # values by setting, such as lora.rank
+
+
+class Advice(NamedTuple):
+    """Settings that make a plan smaller."""
+
+    attempts: Sequence[Attempt]
+    options: str  # of the command line, with which the plan fits; empty if no setting is enough
+    plan: Plan | None  # with these options
 
 
 class Remedy(NamedTuple):
@@ -43,10 +52,36 @@ class Attempt(NamedTuple):
     @property
     def options(self) -> str:
         """The changes as options of the command line."""
-        return options_of([self])
+        return _options_of([self])
 
 
-def trainer_remedies(config: Config, shape: ModelShape, machine: Machine) -> list[Remedy]:
+def advise(
+    config: Config, role: Role, make_plan: MakePlan, *, shape: ModelShape, machine: Machine
+) -> Advice:
+    """What each remedy of a role saves, and which to choose.
+
+    That is the first that fits alone, else as many of the first ones as are needed.
+    """
+    make_remedies = _trainer_remedies if role == "trainer" else _generator_remedies
+    attempts = _try_remedies(config, make_remedies(config, shape, machine), make_plan)
+    if found := next((each for each in attempts if each.alone.fits), None):
+        return Advice(attempts, _options_of([found]), found.alone)
+    for number, each in enumerate(attempts, start=1):
+        if each.combined.fits:
+            return Advice(attempts, _options_of(attempts[:number]), each.combined)
+    return Advice(attempts, "", None)
+
+
+def changed(config: Config, changes: Changes) -> Config:
+    """The settings with other values of some of them; ConfigError if these contradict others."""
+    tables = config.model_dump()
+    for setting, value in changes.items():
+        section, leaf = setting.split(".")
+        tables[section][leaf] = value
+    return Config.model_validate(tables)
+
+
+def _trainer_remedies(config: Config, shape: ModelShape, machine: Machine) -> list[Remedy]:
     """Remedies for the trainer, the least costly first."""
     train, length = config.train, _length(config, shape)
     tokens = workload_of(config, shape, machine).tokens
@@ -77,7 +112,7 @@ def trainer_remedies(config: Config, shape: ModelShape, machine: Machine) -> lis
     return [remedy for remedy in remedies if remedy.values]
 
 
-def generator_remedies(config: Config, shape: ModelShape, machine: Machine) -> list[Remedy]:
+def _generator_remedies(config: Config, shape: ModelShape, machine: Machine) -> list[Remedy]:
     """Remedies for a generator, the least costly first."""
     engine = config.engine
     remedies = [
@@ -96,7 +131,7 @@ def generator_remedies(config: Config, shape: ModelShape, machine: Machine) -> l
     return [remedy for remedy in remedies if remedy.values]
 
 
-def try_remedies(config: Config, remedies: Sequence[Remedy], make_plan: MakePlan) -> list[Attempt]:
+def _try_remedies(config: Config, remedies: Sequence[Remedy], make_plan: MakePlan) -> list[Attempt]:
     """Try each remedy alone and after the ones before it.
 
     Of its values it takes the first that fits alone, else the first that fits after the ones before
@@ -118,33 +153,13 @@ def try_remedies(config: Config, remedies: Sequence[Remedy], make_plan: MakePlan
     return attempts
 
 
-def first_fitting(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
-    """The attempts to make together so that the plan fits; empty if all are not enough.
-
-    That is the first that fits alone, else as many of the first ones as are needed.
-    """
-    if found := next((each for each in attempts if each.alone.fits), None):
-        return [found]
-    fitting = (number for number, each in enumerate(attempts, 1) if each.combined.fits)
-    return attempts[: next(fitting, 0)]
-
-
-def options_of(attempts: Sequence[Attempt]) -> str:
+def _options_of(attempts: Sequence[Attempt]) -> str:
     """The changes of all attempts as options of the command line."""
     changes = {name: value for each in attempts for name, value in each.changes.items()}
     return " ".join(
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
         for name, value in changes.items()
     )
-
-
-def changed(config: Config, changes: Changes) -> Config:
-    """The settings with other values of some of them; ConfigError if these contradict others."""
-    tables = config.model_dump()
-    for setting, value in changes.items():
-        section, leaf = setting.split(".")
-        tables[section][leaf] = value
-    return Config.model_validate(tables)
 
 
 def _remedy(setting: str, values: Sequence[Any], cost: str) -> Remedy:

@@ -17,8 +17,8 @@ from peralta_zmq.errors import ConfigError, program_name
 
 if TYPE_CHECKING:
     from peralta_zmq.build import MemoryPlanner
-    from peralta_zmq.build.memory_checks import Advice
     from peralta_zmq.memory import Plan, Role
+    from peralta_zmq.memory.remedies import Advice
 
 SMALL = 0.005 * 2**30  # bytes, which GiB with two decimals show as 0.00
 PROGRAM = f"{program_name('doctor')} plan"
