@@ -48,7 +48,7 @@ class Machine:
     kind: str  # type of the device: cpu, cuda or mps
     memory: float  # bytes of the device, or of the machine for a CPU
     training_dtype: str = "bfloat16"  # of the trainer's matrix products
-    sampling_dtype: str = "bfloat16"
+    sampling_dtype: str = "bfloat16"  # of generators, with model.dtype auto
     engine: str = "native"
     keeps_turns: bool = False  # the engine keeps keys and values of turns
 
@@ -132,8 +132,8 @@ def plan_trainer(
     always["reference model"] = 4.0 * trained * num_references
     always["teacher"] = teacher_bytes
     always["process"] = PROCESS_BYTES[machine.kind]
-    live = replace(machine, engine="native", sampling_dtype="float32")  # samples from the policy
-    evaluation = _cache_parts(config, shape, live)
+    live = replace(machine, engine="native")  # samples from the policy, in float32
+    evaluation = _cache_parts(config, shape, live, number=4.0)
     if rank is not None and base_dtype != "float32":  # the engine converts a weight for its product
         evaluation["converted weight"] = 4.0 * max(shape.embedding, shape.largest_linear)
     phases = {
@@ -262,7 +262,7 @@ def _optimizer_work(config: Config, shape: ModelShape) -> float:
 
 def plan_generator(config: Config, shape: ModelShape, machine: Machine) -> Plan:
     """The memory of one generator."""
-    c = NUMBER_BYTES[machine.sampling_dtype]
+    c = NUMBER_BYTES[sampling_dtype(config, machine)]
     weights = c * shape.num_parameters
     if machine.engine == "mlx" and config.engine.quantize:  # codes, and two numbers per 64 weights
         bits = config.engine.quantize + 2 * 8 * c / 64
@@ -270,15 +270,20 @@ def plan_generator(config: Config, shape: ModelShape, machine: Machine) -> Plan:
     parts: Parts = {"weights": weights / (config.engine.tensor_parallel_size or 1)}
     if machine.engine == "native" and machine.kind == "cpu" and shape.is_tied:
         parts["packed output head"] = c * shape.embedding  # the embedding needs it unpacked
-    if config.lora.rank is not None and (base_bytes := _base_bytes(config, shape, machine)):
-        parts["base weights, to merge adapters"] = base_bytes
-    parts |= _cache_parts(config, shape, machine)
+    if config.lora.rank is not None and (base := _base_bytes(config, shape, machine, number=c)):
+        parts["base weights, to merge adapters"] = base
+    parts |= _cache_parts(config, shape, machine, number=c)
     parts["process"] = PROCESS_BYTES[machine.kind]
     limit = generator_fraction(config, machine) * machine.memory
     # The difference is rounded down, so that the sum of all parts is within the limit.
     if reserves_memory(machine) and (rest := int(limit - sum(parts.values()))) > 0:
         parts["more KV cache, reserved by vLLM"] = float(rest)
     return Plan("generator", parts, "sampling", limit)
+
+
+def sampling_dtype(config: Config, machine: Machine) -> str:
+    """Dtype of a generator's weights and of its KV cache."""
+    return machine.sampling_dtype if config.model.dtype == "auto" else config.model.dtype
 
 
 def reserves_memory(machine: Machine) -> bool:
@@ -292,20 +297,19 @@ def generator_fraction(config: Config, machine: Machine) -> float:
     return config.engine.gpu_memory_utilization or default
 
 
-def _base_bytes(config: Config, shape: ModelShape, machine: Machine) -> float:
+def _base_bytes(config: Config, shape: ModelShape, machine: Machine, *, number: float) -> float:
     """Bytes of the base model into which a generator merges adapters (engines/loading.py)."""
     base_dtype = config.lora.base_dtype
     if machine.engine in ("native", "hf"):
-        c = NUMBER_BYTES[machine.sampling_dtype] if base_dtype == "float32" else 2.0
-        return c * shape.num_parameters
+        return (number if base_dtype == "float32" else 2.0) * shape.num_parameters
     # Other engines read the files, or unpack the weights in the machine's memory.
     is_unpacked = base_dtype in PACKED_FORMATS and machine.kind != "cuda"
     return 2.0 * shape.num_parameters if is_unpacked else 0.0
 
 
-def _cache_parts(config: Config, shape: ModelShape, machine: Machine) -> Parts:
+def _cache_parts(config: Config, shape: ModelShape, machine: Machine, *, number: float) -> Parts:
     """Keys and values of all rows, and the tensors of one decode step with new prompts."""
-    c, slots = NUMBER_BYTES[machine.sampling_dtype], config.engine.slots
+    c, slots = number, config.engine.slots
     length = min(config.engine.max_model_len, shape.max_positions)
     rows = float(slots)
     if machine.engine == "native":

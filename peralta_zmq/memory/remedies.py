@@ -15,6 +15,7 @@ from peralta_zmq.memory.plan import (
     Role,
     generator_fraction,
     reserves_memory,
+    sampling_dtype,
     workload_of,
 )
 
@@ -118,7 +119,7 @@ def _generator_remedies(config: Config, shape: ModelShape, machine: Machine) -> 
     remedies = [
         _remedy("engine.slots", _powers_below(engine.slots, 1), "fewer completions at a time")
     ]
-    if machine.sampling_dtype == "float32":
+    if sampling_dtype(config, machine) == "float32":
         cost = "rounds the weights that sample"
         remedies.append(_remedy("model.dtype", ("bfloat16",), cost))
     if machine.engine == "mlx" and engine.quantize is None:

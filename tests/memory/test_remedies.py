@@ -40,6 +40,12 @@ def test_proposed_option_is_accepted_and_gives_the_planned_peak(
             assert planner.plan(proposed, role).peak == each.alone.peak
 
 
+def test_generator_in_float32_is_proposed_bfloat16(qwen: ModelShape) -> None:
+    planner = build.MemoryPlanner(qwen, Machine("cpu", 2**30, sampling_dtype="float32"))
+    advice = planner.advise(load("--engine.slots=1"), "generator", limit=3 * 2**30)
+    assert advice.options == "--model.dtype bfloat16"
+
+
 def test_vllm_on_a_used_card_is_proposed_a_smaller_fraction(qwen: ModelShape) -> None:
     config, card = load(), Machine("cuda", 24 * 2**30, engine="vllm")
     advice = build.MemoryPlanner(qwen, card).advise(config, "generator", limit=20 * 2**30)
