@@ -96,6 +96,7 @@ def _trainer_remedies(config: Config, shape: ModelShape, machine: Machine) -> li
     if not train.gradient_checkpointing:
         cost = "same gradient, a third more time"
         remedies.append(_remedy("train.gradient_checkpointing", (True,), cost))
+    remedies.append(_fewer_slots(config))
     rank: Changes = {}
     if config.lora.rank is None:
         optims = ("adamw", "adamw_bf16", "adamw_8bit")
@@ -115,10 +116,7 @@ def _trainer_remedies(config: Config, shape: ModelShape, machine: Machine) -> li
 
 def _generator_remedies(config: Config, shape: ModelShape, machine: Machine) -> list[Remedy]:
     """Remedies for a generator, the least costly first."""
-    engine = config.engine
-    remedies = [
-        _remedy("engine.slots", _powers_below(engine.slots, 1), "fewer completions at a time")
-    ]
+    engine, remedies = config.engine, [_fewer_slots(config)]
     if sampling_dtype(config, machine) == "float32":
         cost = "rounds the weights that sample"
         remedies.append(_remedy("model.dtype", ("bfloat16",), cost))
@@ -166,6 +164,11 @@ def _options_of(attempts: Sequence[Attempt]) -> str:
 def _remedy(setting: str, values: Sequence[Any], cost: str) -> Remedy:
     """Values of one setting."""
     return Remedy(tuple({setting: value} for value in values), cost)
+
+
+def _fewer_slots(config: Config) -> Remedy:
+    slots = _powers_below(config.engine.slots, 1)
+    return _remedy("engine.slots", slots, "fewer completions at a time")
 
 
 def _shorter(config: Config, shape: ModelShape) -> Remedy:

@@ -25,6 +25,14 @@ def test_remedies_are_tried_with_the_least_harm_first(qwen: ModelShape) -> None:
     assert needed == sorted(needed)
 
 
+def test_trainer_whose_evaluation_needs_most_is_proposed_fewer_slots(qwen: ModelShape) -> None:
+    training = ("--train.max-tokens-per-microbatch=512", "--train.gradient-checkpointing")
+    config = load("--lora.rank=8", *training)
+    planner = build.MemoryPlanner(qwen, Machine("cpu", 6 * 2**30))
+    assert planner.plan(config, "trainer").phase == "evaluation"
+    assert planner.advise(config, "trainer").options == "--engine.slots 16"
+
+
 @pytest.mark.parametrize("options", [(), ("--lora.rank=4",)])
 def test_proposed_option_is_accepted_and_gives_the_planned_peak(
     options: tuple[str, ...], qwen: ModelShape
