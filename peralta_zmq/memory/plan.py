@@ -164,8 +164,9 @@ def frozen_bytes(shape: ModelShape, base_dtype: str) -> float:
 def _backward_phases(
     config: Config, shape: ModelShape, machine: Machine, gradients: float
 ) -> dict[str, Parts]:
-    """Parts in three phases of the backward pass: in the head, the last and the first layer."""
+    """Parts in phases of the backward pass: head, last layer, first layer, embedding."""
     work, is_full = workload_of(config, shape, machine), config.lora.rank is None
+    is_cpu, has_earlier = machine.kind == "cpu", work.update > work.tokens
     layer = work.tokens * layer_bytes(config, shape, machine, tree=work.tree)
     kept, computed_again = layer, 0.0
     if config.train.gradient_checkpointing:  # keeps the input of each layer
@@ -175,13 +176,17 @@ def _backward_phases(
     head_gradient = 4.0 * shape.embedding if is_full else 0.0
     # Gradients of earlier micro-batches. On a CPU the process keeps freed memory, and gradients
     # seldom fit into the holes that activations leave, so that it has memory for both.
-    earlier = gradients if work.update > work.tokens or machine.kind == "cpu" else 0.0
+    earlier = gradients if has_earlier or is_cpu else 0.0
+    # autograd adds it to that of the tied head (on a CPU models/head.py does), or of earlier
+    # micro-batches.
+    is_added = is_full and (not is_cpu if shape.is_tied else has_earlier)
+    keeps_logits = is_full or bool(config.loss.entropy_coef)
     name, layer_name = f"activations of {work.tokens} tokens", "backward pass of a layer"
     return {
         "backward pass of the output head": {
             "gradients": earlier or head_gradient,
             name: activations,
-            "output head": head_bytes(shape, machine, work.scored, is_trained=is_full),
+            "output head": head_bytes(shape, machine, work.scored, keeps_logits=keeps_logits),
         },
         "backward pass of the last layer": {
             "gradients": earlier or head_gradient,
@@ -193,6 +198,10 @@ def _backward_phases(
             name: layer,
             layer_name: one_layer,
         },
+        "backward pass of the embedding": {
+            "gradients": gradients,
+            "added gradient of the embedding": 4.0 * shape.embedding * is_added,
+        },
     }
 
 
@@ -202,10 +211,11 @@ def layer_bytes(config: Config, shape: ModelShape, machine: Machine, *, tree: in
     hidden, query, key = shape.hidden_size, shape.query_size, shape.key_size
     inner = shape.intermediate_size * shape.experts_per_token
     is_cpu, is_narrow = machine.kind == "cpu", c < 4
+    rank, has_dropout = config.lora.rank or 0, bool(config.lora.rank and config.lora.dropout)
     # Inputs of both norms, in fp32; transformers' own norms also save the normalized rows.
     norms = 8.0 * hidden * (1 if is_cpu else 2)
-    # Inputs of q, k, v, gate and up: under autocast each has a copy of its own.
-    linears = 5 * c * hidden if is_narrow else 2 * c * hidden
+    # Inputs of q, k, v, gate and up: under autocast, or after dropout, each has a copy of its own.
+    linears = 5 * c * hidden if is_narrow or has_dropout else 2 * c * hidden
     query_norms = (query + key) * (c if is_cpu else c + 4) * shape.has_query_norm
     if is_cpu and is_narrow and tree in MATMUL_LENGTHS:
         # Probabilities in fp32 and in bf16; queries, keys and values.
@@ -215,8 +225,9 @@ def layer_bytes(config: Config, shape: ModelShape, machine: Machine, *, tree: in
         attention = number * (2 * query + 2 * key + tree) + 4.0 * shape.num_heads
     output = c * query  # input of o_proj
     mlp = 4 * c * inner  # gate, its activation, up, and their product
-    rank = config.lora.rank or 0
     adapters = c * rank * len(shape.linear_layers)  # results of the first matrices
+    if has_dropout:  # masks of their inputs
+        adapters += (4.0 if is_cpu else 1.0) * sum(inputs for inputs, _ in shape.linear_layers)
     return norms + linears + query_norms + attention + output + mlp + adapters
 
 
@@ -239,14 +250,14 @@ def _linear_work(config: Config, shape: ModelShape, machine: Machine) -> float:
     return 0.0 if is_stored else shape.largest_linear * c
 
 
-def head_bytes(shape: ModelShape, machine: Machine, scored: int, *, is_trained: bool) -> float:
+def head_bytes(shape: ModelShape, machine: Machine, scored: int, *, keeps_logits: bool) -> float:
     """Bytes of the output head in both passes (models/head.py), without the weight's gradient."""
     c, hidden = NUMBER_BYTES[machine.training_dtype], shape.hidden_size
     limit = CHUNK_LOGITS.get(machine.kind, DEFAULT_CHUNK_LOGITS)
     chunk = min(shape.vocab_size, max(MIN_CHUNK, limit // max(1, scored) // MIN_CHUNK * MIN_CHUNK))
     # Logits, and three fp32 arrays of their size; the chunk of the weight and of its gradient.
     work = scored * chunk * (c + 12.0) + chunk * hidden * (c + 4.0)
-    kept = min(KEPT_BYTES, c * scored * shape.vocab_size) if is_trained else 0.0
+    kept = min(KEPT_BYTES, c * scored * shape.vocab_size) if keeps_logits else 0.0
     return work + kept + scored * hidden * (4.0 + c + 4.0)  # selected rows, their copy, gradient
 
 

@@ -20,17 +20,19 @@ from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS
 from peralta_zmq.learning.packing import Packing, make_micro_batches
 from peralta_zmq.memory import Machine, ModelShape, plan_generator, plan_trainer, read_shape
 from peralta_zmq.memory.plan import layer_bytes
+from peralta_zmq.models.head import KEPT_BYTES
 from peralta_zmq.models.scoring import Scorer
 from tools.base_model import new_model
 
 NUM_PARAMETERS = 596_049_920  # of Qwen3-0.6B
 MACHINE = Machine("cpu", 16 * 2**30)
 LORA_FP32 = ("--lora.rank=8", "--lora.base-dtype=float32")
+DROPOUT = ("--lora.rank=8", "--lora.dropout=0.1")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("completion", [40, 160])  # trees of 192 and 672 tokens
-@pytest.mark.parametrize("options", [(), ("--lora.rank=8",), LORA_FP32])
+@pytest.mark.parametrize("options", [(), ("--lora.rank=8",), LORA_FP32, DROPOUT])
 def test_layer_saves_the_planned_bytes(
     dtype: str, completion: int, options: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -119,6 +121,25 @@ def test_setting_lowers_the_peak_of_the_trainer(
     )  # fmt: skip
     before = plan_trainer(load(*large), qwen, MACHINE)
     assert plan_trainer(load(*large, *arguments), qwen, MACHINE).peak < before.peak
+
+
+def test_added_gradient_of_the_embedding_is_planned_on_a_card(qwen: ModelShape) -> None:
+    small = load(
+        "--train.gradient-checkpointing", "--train.batch-size=8", "--engine.slots=1",
+        "--engine.max-model-len=64",
+    )  # fmt: skip
+    parts = plan_trainer(small, qwen, replace(MACHINE, kind="cuda")).parts
+    assert parts["added gradient of the embedding"] == 4 * qwen.embedding
+    # On a CPU, models/head.py adds the rows of the tokens to the tied gradient.
+    assert "added gradient of the embedding" not in plan_trainer(small, qwen, MACHINE).parts
+
+
+def test_entropy_keeps_logits_also_of_a_frozen_head(qwen: ModelShape) -> None:
+    settings = ("--lora.rank=8", "--engine.slots=1", "--engine.max-model-len=64")
+    parts = plan_trainer(load(*settings), qwen, MACHINE).parts
+    assert "output head" not in parts  # the last layer needs more
+    parts = plan_trainer(load(*settings, "--loss.entropy-coef=0.01"), qwen, MACHINE).parts
+    assert parts["output head"] > KEPT_BYTES
 
 
 def test_planned_cache_is_that_of_the_native_engine(tmp_path: Path) -> None:
