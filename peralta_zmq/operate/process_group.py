@@ -36,10 +36,14 @@ GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 POLL_SECONDS = 0.2  # longest wait for a signal, and longest time between two calls of `on_tick`
 NUM_LOG_LINES = 20  # last lines of a log that are printed after a failure
 SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
-KILLED = "killed by SIGKILL"
-KILLED_HINT = (
-    f"; if the system was out of memory, {program_name('doctor')} plan shows what to change"
-)
+HINTS = {  # by the cause of a crash
+    "killed by SIGKILL": (
+        f"; if the system was out of memory, {program_name('doctor')} plan shows what to change"
+    ),
+    "killed by SIGBUS": (
+        "; a file that it had mapped became unreadable: check the disk, or mount the NAS again"
+    ),
+}
 
 # Shell script that starts a guard process and then becomes the worker (exec). The guard reads from
 # a pipe until it is closed. Only the supervisor holds the writing end, so the pipe is closed when
@@ -161,7 +165,7 @@ class ProcessGroup:
     def _start(self, process: ManagedProcess) -> None:
         if process.reason:  # a restart after a crash
             name, reason, delay = process.worker.name, process.reason, process.delay
-            hint = KILLED_HINT if reason == KILLED and not process.was_killed else ""
+            hint = "" if process.was_killed else HINTS.get(reason, "")
             self._print(f"restarted {name} ({reason}) after {delay:g} s{hint}")
             self._record(
                 "restart", worker=name, reason=reason, delay=delay, killed=process.was_killed

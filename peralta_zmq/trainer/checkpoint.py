@@ -176,7 +176,9 @@ def _read(path: Path, manifest: atomic_files.Manifest) -> Checkpoint:
     for _ in atomic_files.read_verified(path, TENSORS, manifest):
         pass
     try:
-        tensors = safetensors.torch.load_file(path / TENSORS)  # mapped, not copied
+        # Mapped, not copied. If the file becomes unreadable before the tensors are restored, SIGBUS
+        # ends the process, and the next start waits for the file.
+        tensors = safetensors.torch.load_file(path / TENSORS)
     except SafetensorError as error:
         raise ValueError(f"{TENSORS}: {error}") from None
     return Checkpoint(int(manifest.about["step"]), tensors, progress)

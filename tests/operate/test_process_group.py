@@ -119,20 +119,29 @@ def supervised(
     return record.rows
 
 
+@pytest.mark.parametrize(
+    ("death", "reason", "hint"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL",
+         "; if the system was out of memory, bin/doctor plan shows what to change"),
+        ("import mmap; file = open('mark', 'r+b'); file.write(b'1'); file.flush()\n"
+         "    content = mmap.mmap(file.fileno(), 1); file.truncate(0); content[0]",
+         "killed by SIGBUS",
+         "; a file that it had mapped became unreadable: check the disk, or mount the NAS again"),
+    ],
+)  # fmt: skip
 def test_killed_worker_is_restarted_and_recorded(
-    children: Children, capfd: pytest.CaptureFixture[str]
+    children: Children, capfd: pytest.CaptureFixture[str], death: str, reason: str, hint: str
 ) -> None:
     dies_once = (
         "send('started')\n"
-        "if not os.path.exists('mark'): open('mark', 'w'); os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"if not os.path.exists('mark'):\n    open('mark', 'w').close(); {death}\n"
         "notify('go'); stay()"
     )
     (row,) = supervised("wait('go')", dies_once)
     assert children.until_all_have_ended() == ["started", "started"]
-    reason = "killed by SIGKILL"
     assert row == {"event": "restart", "worker": "generator-0", "reason": reason, "delay": 0.02,
                    "killed": False}  # fmt: skip
-    hint = "; if the system was out of memory, bin/doctor plan shows what to change"
     assert capfd.readouterr().out == f"restarted generator-0 ({reason}) after 0.02 s{hint}\n"
 
 
