@@ -15,10 +15,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from peralta_zmq import build, models
+from peralta_zmq import build, models, wire
 from peralta_zmq.atomic_files import MANIFEST
 from peralta_zmq.config import RESOLVED, Config, load_resolved
 from peralta_zmq.config.programs import replay_options
@@ -146,39 +147,10 @@ def replay(
     with progress_on_stderr("replaying", end - begin) as progress:
         while last is None or learner.step < last:
             step = learner.step + 1
-            records, _ = journal.read_records(folder / journal.JOURNAL, step)
-            decoded = [
-                journal.decode_record(record, limits)
-                for record in records
-                if record.kind in (journal.GROUP, journal.DROPPED)
-            ]
-            groups = [group for group in decoded if isinstance(group, RolloutGroup)]
-            num_refused = sum(record.kind == journal.GROUP for record in records) - len(groups)
-            is_full = sum(size_of(config, group) for group in groups) >= step_size(config)
-            is_newest = step >= max(steps)
-            # As in recovery.py: refused groups were part of the batch, so a batch that is not full
-            # without them is trained, except in the newest step: it may never have been complete.
-            is_complete = is_full or (num_refused and not is_newest)
-            if not is_complete:
-                if not is_newest:
-                    larger = " (or train.batch_size is larger than the run's)" if groups else ""
-                    raise JournalError(
-                        f"{journal.file_of(folder / 'journal', step)} is missing or lacks groups"
-                        f"{larger}, and there are later steps; put a copy back, or replay only the "
-                        "steps before it (--to) or after a later checkpoint (--from)"
-                    )
+            journaled = _read_step(config, folder, step, limits, is_newest=step >= max(steps))
+            if journaled is None:
                 break
-            if groups:
-                sizes = [
-                    journal.decode_number(record.content)
-                    for record in records
-                    if record.kind == journal.ACCUMULATED
-                ]
-                repeat_micro_batches(learner, groups, sizes)
-                metrics = learner.learn(groups, learning_rate=rates.get(step)).metrics
-            else:
-                skip_step(learner)
-                metrics = dict[str, float]()
+            metrics = _train(learner, journaled, learning_rate=rates.get(step))
             progress.hide()
             if first is None or step >= first:
                 weights = lora.published_weights(model)
@@ -186,6 +158,59 @@ def replay(
             progress.update(step - begin)
     if first is not None and learner.step < first:
         raise JournalError(f"--from {first}: the last step that can be replayed is {learner.step}")
+
+
+class _JournaledStep(NamedTuple):
+    """A training step in the journal."""
+
+    groups: Sequence[RolloutGroup]  # without refused ones
+    accumulated_sizes: Sequence[int]  # see `repeat_micro_batches`
+
+
+def _read_step(
+    config: Config, folder: Path, step: int, limits: wire.GroupLimits, *, is_newest: bool
+) -> _JournaledStep | None:
+    """Read a step of the run in `folder`; None if it is the newest one and not complete.
+
+    Raises JournalError if another step lacks groups.
+    """
+    records, _ = journal.read_records(folder / journal.JOURNAL, step)
+    decoded = [
+        journal.decode_record(record, limits)
+        for record in records
+        if record.kind in (journal.GROUP, journal.DROPPED)
+    ]
+    groups = [group for group in decoded if isinstance(group, RolloutGroup)]
+    num_refused = sum(record.kind == journal.GROUP for record in records) - len(groups)
+    is_full = sum(size_of(config, group) for group in groups) >= step_size(config)
+    # As in recovery.py: refused groups were part of the batch, so a batch that is not full
+    # without them is trained, except in the newest step: it may never have been complete.
+    if not is_full and is_newest:
+        return None
+    if not is_full and not num_refused:
+        larger = " (or train.batch_size is larger than the run's)" if groups else ""
+        raise JournalError(
+            f"{journal.file_of(folder / 'journal', step)} is missing or lacks groups"
+            f"{larger}, and there are later steps; put a copy back, or replay only the "
+            "steps before it (--to) or after a later checkpoint (--from)"
+        )
+    sizes = [
+        journal.decode_number(record.content)
+        for record in records
+        if record.kind == journal.ACCUMULATED
+    ]
+    return _JournaledStep(groups, sizes)
+
+
+def _train(
+    learner: PolicyLearner, step: _JournaledStep, *, learning_rate: float | None
+) -> dict[str, float]:
+    """Take the learner's next step, and return its metrics; skip it if it has no groups."""
+    if not step.groups:
+        skip_step(learner)
+        return {}
+    repeat_micro_batches(learner, step.groups, step.accumulated_sizes)
+    return learner.learn(step.groups, learning_rate=learning_rate).metrics
 
 
 def export(run: Path, step: int, target: Path) -> int:
