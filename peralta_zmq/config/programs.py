@@ -48,7 +48,7 @@ def trainer() -> int:
 def generator() -> int:
     """peralta-generator: sample completions with the newest weights; score, send."""
     _end_process_on_interrupt()
-    return run_program("peralta_zmq.generator.loop:run", program_name("generator"))
+    return run_program("peralta_zmq.generator.start:run", program_name("generator"))
 
 
 def verifier() -> int:

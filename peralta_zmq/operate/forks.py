@@ -24,7 +24,7 @@ from typing import BinaryIO
 # What the trainer and a generator import; some of it they import only when they load a model.
 LIBRARIES = (
     "peralta_zmq.trainer.loop",
-    "peralta_zmq.generator.loop",
+    "peralta_zmq.generator.start",
     "peralta_zmq.engines.native",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",

@@ -1,0 +1,77 @@
+"""The start of a generator: opens all that its loop needs, and runs the loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import ExitStack, closing
+
+from peralta_zmq import build, models, wire
+from peralta_zmq.config import Config
+from peralta_zmq.environments.dataset import check_tokens
+from peralta_zmq.generator import serving
+from peralta_zmq.generator.loop import Generator
+from peralta_zmq.generator.pacing import outbox_limit
+from peralta_zmq.generator.trainer_connection import Sockets, TrainerConnection
+from peralta_zmq.generator.weight_sync import ServedWeights, open_engine, open_subscriber
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: Config) -> None:
+    """Sample, score and send groups until the trainer announces the end of the run.
+
+    Waits for the first weights, and for an absent trainer. Raises ConfigError, StoreError (no
+    weights in time), TaskError (unusable problems), WireError (the trainer refuses the keys) and
+    OutOfMemoryError.
+    """
+    build.choose_engine(config)  # refuses settings before it waits for weights
+    serving.check_settings(config)
+    models.keep_memory()  # freed memory stays in the process, for the next step
+    threads = models.use_threads(config.generator.num_workers)
+    device = models.choose_device(config.model.device)
+    worker_info = models.worker_info(device, models.choose_dtype(device, config.model.dtype)[0])
+    name = config.generator.full_name
+    address, keys_folder = f"tcp://{config.wire.host}:{config.wire.port}", config.keys_folder
+    keys = wire.generator_keys(keys_folder, name) if keys_folder else None
+    incarnation = os.urandom(8)  # identifies this start of the generator
+    with build.memory_errors(config, "generator"), ExitStack() as stack:
+        environments = stack.enter_context(closing(build.open_environments(config, "train")))
+        # Rollouts go to wire.port; announcements and statuses use the next two ports.
+        announcements = wire.AnnouncementSubscriber(wire.next_port(address), keys=keys)
+        stack.enter_context(closing(announcements))
+        subscriber = stack.enter_context(closing(open_subscriber(config, name)))
+        statuses = wire.GeneratorStatusSender(wire.next_port(address, 2), keys=keys)
+        stack.enter_context(closing(statuses))
+
+        def request_keyframe(run_id: str) -> None:
+            """Request a version with all weights from the trainer, in a status message."""
+            if statuses.check_due():
+                status = wire.GeneratorStatus(
+                    run_id, name, incarnation, wants_keyframe=True, worker_info=worker_info
+                )
+                statuses.send(status)
+
+        version, engine, tokenizer = open_engine(
+            config, subscriber, announcements, address, request_keyframe
+        )
+        logger.info("generator=%s threads=%d version=%d", name, threads, version.number)
+        engine = serving.serve_chats(config, engine, tokenizer, stack)
+        check_tokens(environments.problems, len(tokenizer))
+        models.check_template_kwargs(tokenizer, environments.problems)
+        models.check_continuations(tokenizer, environments.problems_with_turns)
+        rollouts = wire.RolloutSender(address, hwm=config.wire.hwm, keys=keys)
+        stack.enter_context(closing(rollouts))
+        weights = ServedWeights(
+            subscriber, version, between_groups=config.weights.update == "between_groups"
+        )
+        connection = TrainerConnection(
+            Sockets(announcements, rollouts, statuses),
+            weights,
+            name=name,
+            incarnation=incarnation,
+            worker_info=worker_info,
+            outbox_limit=outbox_limit(config),
+            max_steps=config.train.max_steps,
+        )
+        Generator(config, engine, tokenizer, environments, weights, connection).run()
