@@ -25,12 +25,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from peralta_zmq.models.logprobs import CHUNK_LOGITS, DEFAULT_CHUNK_LOGITS, compute_dtype
+from peralta_zmq.models.logprobs import (
+    CHUNK_LOGITS,
+    DEFAULT_CHUNK_LOGITS,
+    MIN_LOGPROB,
+    compute_dtype,
+)
 
 MIN_CHUNK = 512  # tokens of a chunk of the vocabulary; smaller matrix products are slower
 KEPT_BYTES = 256 << 20  # of logits, between the forward and the backward pass
 NO_GRADIENTS = (None,) * 6  # of the inputs after the hidden states
-EMPTY_LOGSUMEXP = -1e30  # logsumexp of no logits; finite, because inf - inf is not a number
+# Smaller logits, and the logsumexp of none, are this; finite, because inf - inf is not a number.
+MIN_LOGIT = -1e30
 
 
 def head_logprobs(
@@ -45,8 +51,7 @@ def head_logprobs(
 
     With `with_entropy` the result is [2, N]; the second row has the entropies of the softmax in
     nats. The dtype of the products is that of autocast if enabled, else that of `hidden`. All sums
-    and the result are fp32, or float64 for a float64 `hidden`. The logits must be finite: one of
-    -inf gives an entropy of NaN.
+    and the result are fp32, or float64 for a float64 `hidden`. A logit of -inf has probability 0.
 
     The backward pass adds the gradient of a trained `weight` to `weight.grad`, so it must be
     computed with `backward()`: `torch.autograd.grad` would return none.
@@ -83,7 +88,7 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx.kept = list[Tensor]()  # logits [N, v] of the first chunks, for the backward pass
         max_kept = KEPT_BYTES if has_gradient and not ctx.is_direct else 0
         selected, entropy = torch.zeros_like(temperature), torch.zeros_like(temperature)
-        total = torch.full_like(temperature, EMPTY_LOGSUMEXP)  # logsumexp of the chunks up to here
+        total = torch.full_like(temperature, MIN_LOGIT)  # logsumexp of the chunks up to here
         expected_row = torch.zeros_like(hidden, dtype=temperature.dtype) if ctx.is_direct else None
         for number, (start, rows) in enumerate(_chunks(weight, inputs)):
             logits = inputs @ rows.t()  # [N, v]
@@ -93,7 +98,7 @@ class _HeadLogprobs(torch.autograd.Function):
             scaled = logits.to(temperature.dtype) / temperature
             index, is_inside = _index(token_ids, start, len(rows))
             selected = torch.where(is_inside, scaled.gather(1, index), selected)
-            largest = scaled.amax(1, keepdim=True)
+            largest = scaled.clamp_(min=MIN_LOGIT).amax(1, keepdim=True)
             exponentials = scaled.sub_(largest).exp()
             sums = exponentials.sum(1, keepdim=True)
             chunk_total = largest + sums.log()
@@ -134,7 +139,8 @@ class _HeadLogprobs(torch.autograd.Function):
             logprobs = (logits.to(temperature.dtype) / temperature).sub_(total)
             part = logprobs.exp()
             if ctx.with_entropy:
-                part *= logprobs.add_(entropy).mul_(upstream[1]).add_(upstream[0]).neg_()
+                factor = logprobs.clamp_(min=MIN_LOGPROB).add_(entropy).mul_(upstream[1])
+                part *= factor.add_(upstream[0]).neg_()
             else:
                 part *= -upstream[0]
             index, is_inside = _index(token_ids, start, len(rows))

@@ -59,6 +59,18 @@ def test_head_logprobs_match_float64_softmax_with_gradient(
     """The limits are those of fp32 sums of 16 products and 100 probabilities."""
     monkeypatch.setattr(head, "KEPT_BYTES", kept_bytes)
     hidden, weight, token_ids = inputs(scale=scale, trained=trained)
+    assert_exact(hidden, weight, token_ids, temperature, with_entropy=with_entropy)
+
+
+def assert_exact(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    temperature: Tensor | float,
+    *,
+    with_entropy: bool,
+) -> None:
+    """Compare values and gradients with those of `exact`."""
     result, *exact_inputs = exact(hidden, weight, token_ids, temperature)
     result = result[: 1 + with_entropy]
     options = {"temperature": temperature, "with_entropy": with_entropy}
@@ -70,9 +82,25 @@ def test_head_logprobs_match_float64_softmax_with_gradient(
     (found * upstream).sum().backward()
     assert hidden.grad is not None
     assert_near(hidden.grad, of_hidden, within=1e-5)
-    assert (weight.grad is not None) == trained
+    assert (weight.grad is not None) == weight.requires_grad
     if weight.grad is not None:
         assert_near(weight.grad, of_weight, within=1e-5)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("trained", [True, False])
+def test_logit_of_minus_infinity_is_a_probability_of_zero(
+    monkeypatch: pytest.MonkeyPatch, *, trained: bool, with_entropy: bool
+) -> None:
+    """The products of a chunk and a half overflow in fp32, but not in float64."""
+    monkeypatch.setattr(head, "KEPT_BYTES", CHUNK_BYTES)
+    hidden, weight, _ = inputs(trained=trained)
+    with torch.no_grad():
+        hidden[:, 0], weight[:, 0], weight[: CHUNK * 3 // 2, 0] = 1e20, 0, -1e20
+    token_ids = torch.tensor([48, 63, 64, 95, 96, 99, 50])
+    assert_exact(hidden, weight, token_ids, 0.7, with_entropy=with_entropy)
+    impossible = head_logprobs(hidden, weight, torch.arange(NUM_TOKENS), with_entropy=with_entropy)
+    assert impossible[0].eq(-torch.inf).all()
 
 
 @pytest.mark.parametrize("num_chunks", [0, 1, 3, 4])
