@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +19,20 @@ from peralta_zmq.models.base_formats import PackedTensor, digest_of
 from peralta_zmq.models.loading import weights_of
 
 SCALES = ".packed_scales"  # end of the name of a packed layer's scales
-REPLACED = (nn.Embedding, nn.Linear)  # exactly these classes, not their subclasses
+NUM_COMPARED = 8  # rows of an embedding
 logger = logging.getLogger(__name__)
 
 
 def freeze(model: nn.Module, packed: Mapping[str, PackedTensor], device: torch.device) -> None:
     """Replace linear layers and embeddings by frozen ones on `device`; freeze other parameters.
 
-    Weights that layers share stay shared. Other parameters, also those of subclasses of these
-    layers, get the dtype float32.
+    Weights that layers share stay shared. Other parameters, also those of subclasses that compute
+    something else, get the dtype float32.
     """
     kept = {
         parameter.data_ptr()
         for module in model.modules()
-        if type(module) not in REPLACED
+        if type(module) is not nn.Linear and not _is_embedding(module)
         for parameter in module.parameters(recurse=False)
     }
     moved = dict[int, Tensor]()  # by address
@@ -45,7 +45,7 @@ def freeze(model: nn.Module, packed: Mapping[str, PackedTensor], device: torch.d
 
     for path, module in list(model.named_modules()):
         layer = packed.get(f"{path}.weight")
-        if type(module) is nn.Embedding and module.weight.data_ptr() not in kept:
+        if _is_embedding(module) and module.weight.data_ptr() not in kept:
             frozen = FrozenEmbedding(module, move(module.weight))
         elif type(module) is nn.Linear and (layer or module.weight.data_ptr() not in kept):
             frozen = FrozenLinear(module, layer or move(module.weight))
@@ -58,6 +58,16 @@ def freeze(model: nn.Module, packed: Mapping[str, PackedTensor], device: torch.d
             logger.info("frozen weight stays in float32 name=%s", name)
         parameter.data = parameter.data.float()
         parameter.requires_grad_(False)
+
+
+def _is_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Whether a module looks up rows, and at most multiplies them by its `embed_scale` (Gemma)."""
+    scale = getattr(module, "embed_scale", None)
+    if not isinstance(module, nn.Embedding) or not isinstance(scale, Tensor):
+        return type(module) is nn.Embedding
+    ids = torch.arange(min(NUM_COMPARED, module.num_embeddings), device=module.weight.device)
+    expected = embedding(ids, module.weight) * scale.to(module.weight.dtype)
+    return torch.equal(module(ids), expected)
 
 
 class FrozenLinear(nn.Linear):
@@ -118,17 +128,23 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 class FrozenEmbedding(nn.Embedding):
-    """An embedding that is not trained, with bfloat16 weights and float32 results."""
+    """An embedding that is not trained, with bfloat16 weights and float32 results.
+
+    The results are multiplied by the `embed_scale` of the replaced layer, if it has one.
+    """
 
     def __init__(self, layer: nn.Embedding, weight: Tensor) -> None:
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim = layer.num_embeddings, layer.embedding_dim
         self.padding_idx = layer.padding_idx
         self.register_buffer("weight", weight)
+        scale = cast("Tensor | None", getattr(layer, "embed_scale", None))
+        self.register_buffer("scale", None if scale is None else scale.float(), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
         """Token ids [...] -> [..., embedding_dim]."""
-        return embedding(input, self.weight).float()
+        rows, scale = embedding(input, self.weight).float(), cast("Tensor | None", self.scale)
+        return rows if scale is None else rows * scale
 
 
 # Weights and digest of a model with such layers.

@@ -212,8 +212,24 @@ def test_parameters_that_transformers_keeps_in_float32_are_rounded(
     assert not torch.equal(trained, weights["model.norm.weight"])
 
 
-class ScaledEmbedding(nn.Embedding):
-    """An embedding with another forward pass, as in Gemma."""
+@pytest.mark.parametrize("base_dtype", FORMATS)
+def test_scaled_embedding_of_gemma_is_stored_in_bfloat16(base_dtype: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, model_type="gemma3_text", hidden_size=64)  # scaled by 8
+    base: Any = load_frozen_base(folder, base_dtype, device=CPU)
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    assert embedding.weight is head.weight and head.weight.dtype == torch.bfloat16
+    plain, ids = unpacked_model(folder, base_dtype), torch.arange(3, 40)[None]
+    torch.testing.assert_close(base(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-6)
+    names = UnpackedWeights(base).keys()
+    assert names == models.weights_of(plain).keys()
+
+
+class OtherEmbedding(nn.Embedding):
+    """An embedding with another forward pass than `embed_scale` says."""
+
+    def __init__(self, *size: int) -> None:
+        super().__init__(*size)
+        self.embed_scale = torch.tensor(2.0)
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 3
@@ -221,7 +237,7 @@ class ScaledEmbedding(nn.Embedding):
 
 def test_head_that_is_tied_to_another_embedding_stays_tied() -> None:
     model: Any = nn.Module()
-    model.embed, model.head = ScaledEmbedding(40, 16), nn.Linear(16, 40, bias=False)
+    model.embed, model.head = OtherEmbedding(40, 16), nn.Linear(16, 40, bias=False)
     model.head.weight = model.embed.weight
     model.bfloat16()
     expected = model.embed(torch.arange(5)).float()
