@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from learners import identical, weights
+from learners import demonstrations_of, identical, weights
 from sample_data import siblings, tiny_learner, tiny_model
 from torch import Tensor
 
@@ -72,6 +72,7 @@ LOSSES: dict[str, tuple[str, TokenLoss]] = {
     "proximal": ("tokens", preset("decoupled_ppo")),
     "reference": ("rollouts", preset("grpo_kl", beta=0.5)),
     "entropy": ("tokens", with_entropy_bonus(preset("dapo"), 0.1)),
+    "demonstrations": ("tokens", preset("dapo")),
 }
 
 
@@ -87,6 +88,8 @@ def test_gradient_and_metrics_equal_those_of_the_whole_step(name: str) -> None:
             options["compute_with_entropy"] = scorer.with_entropy
         if name == "reference":
             options["reference"] = PolicyCopy(dict(model.named_parameters()), scorer)
+        if name == "demonstrations":
+            options["demonstrations"] = demonstrations_of(model, compute_logprobs=scorer)
         learner = learner_of(model, loss=loss, divisor=divisor, **options)
         if is_early:
             assert accumulate_all(learner, GROUPS) >= 3
