@@ -43,6 +43,7 @@ from transformers import (
 from peralta_zmq import models
 from peralta_zmq.errors import ConfigError, EngineError, StoreError
 from peralta_zmq.models import lora
+from peralta_zmq.models.frozen_base import load_base_weights
 from peralta_zmq.registry import Engine, WeightUpdate
 from peralta_zmq.rollout import Completion, Request, Sampling, TemperatureSchedule
 
@@ -478,14 +479,17 @@ def adapter_of(model: Any, seed: int) -> dict[str, torch.Tensor]:
     return adapter
 
 
-def test_adapter_is_added_to_the_opened_weights(opener: Opener) -> None:
-    base = sharp_model()
-    engine, before = opener(base), list[list[int]]()
+@pytest.mark.parametrize("base_dtype", ["float32", "nf4"])
+def test_adapter_is_added_to_the_weights_of_the_base(base_dtype: str, opener: Opener) -> None:
+    folder = opener.folder(model := sharp_model())
+    engine, before = opener.open(folder), list[list[int]]()
+    base = load_base_weights(folder, base_dtype, device=torch.device("cpu"))
+    options: dict[str, Any] = {"base_dtype": base_dtype, "base_digest": base.digest}
     for seed in (1, 2, 1):  # the second leaves no trace in the third
-        adapter = adapter_of(base, seed)
-        engine.apply(WeightUpdate(seed, adapter, is_adapter=True))
+        adapter = adapter_of(model, seed)
+        engine.apply(WeightUpdate(seed, adapter, is_adapter=True, **options))
         merged = sharp_model()
-        models.apply_weights(merged, lora.MergedWeights(models.weights_of(sharp_model()), adapter))
+        models.apply_weights(merged, lora.MergedWeights(base.tensors, adapter))
         completions = sampled(engine, GREEDY)
         assert tokens(completions) == [plain_greedy(merged, each, 12) for each in PROMPTS] != before
         before = tokens(completions)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from generators import apply_until
+from peak_memory import PeakMemory
 from real_programs import ran
 from sample_data import group_of, token_logprobs
 
@@ -25,7 +26,11 @@ from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines.choice import live_engine
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.generator.weight_sync import apply_newest
+from peralta_zmq.learning.advantages import advantages_of, group_mean
+from peralta_zmq.learning.packing import Packing, make_micro_batches, pack_groups
+from peralta_zmq.learning.reference_models import reference_logprobs
 from peralta_zmq.models import lora
+from peralta_zmq.models.frozen_base import load_frozen_base
 from peralta_zmq.models.frozen_layers import UnpackedWeights
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.registry import EngineSettings, WeightUpdate
@@ -121,6 +126,30 @@ def test_only_adapters_are_trained_and_checkpointed() -> None:
                if name.endswith(lora.B))  # fmt: skip
 
 
+def test_reference_and_teacher_are_the_packed_base_without_adapters() -> None:
+    """They hold copies of the adapters alone."""
+    losses = ("--loss.name=dapo", "--loss.beta=0.1", "--loss.teacher-tau=1")
+    config, model = trained("--lora.base-dtype=nf4", *losses)
+    base = load_frozen_base(models.EMBEDDED, "nf4", device=torch.device("cpu"))
+    policy_scorer, base_scorer = (build.make_scorer(config, each) for each in (model, base))
+    adapters = lora.trained_parameters(model).values()
+    with PeakMemory() as memory:
+        copies = build.make_reference_models(config, model, policy_scorer)
+    assert memory.peak == 2 * sum(each.nbytes for each in adapters)
+    with torch.no_grad():
+        for each in adapters:
+            each.add_(0.05)
+    groups, packing = some_groups(1), Packing(max_tokens=1000)
+    samples, _ = pack_groups(groups, advantages_of(groups, group_mean), packing)
+    batches = make_micro_batches(samples, packing)
+    (moved,) = reference_logprobs(policy_scorer, batches)
+    (expected,) = reference_logprobs(base_scorer, batches)
+    assert float((moved - expected).abs().max()) > 0.01
+    for copy in copies:
+        assert copy is not None and torch.equal(copy(batches)[0], expected)
+    assert torch.equal(reference_logprobs(policy_scorer, batches)[0], moved)
+
+
 def test_new_adapter_changes_no_output() -> None:
     _, model = trained()
     plain = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
@@ -148,9 +177,9 @@ def test_generator_merges_versions_and_matches_trainer(
         version = apply_until(sampler, subscriber, version, step)
 
 
-@pytest.mark.parametrize("engine", ["native", "hf"])
-def test_engine_over_live_model_uses_its_adapters(engine: str) -> None:
-    config, model = trained()
+@pytest.mark.parametrize(("engine", "base_dtype"), [("native", "nf4"), ("hf", "bfloat16")])
+def test_engine_over_live_model_uses_its_adapters(engine: str, base_dtype: str) -> None:
+    config, model = trained("--lora.base-dtype", base_dtype)
     tokenizer = models.load_tokenizer(models.EMBEDDED)
     live = live_engine(engine).open_live(model, tokenizer, EngineSettings(slots=4))
     before = sampled(live)
