@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from contextlib import ExitStack, closing
@@ -9,6 +10,7 @@ from contextlib import ExitStack, closing
 from peralta_zmq import build, models, wire
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import check_tokens
+from peralta_zmq.errors import OutOfMemoryError
 from peralta_zmq.generator import serving
 from peralta_zmq.generator.loop import Generator
 from peralta_zmq.generator.pacing import outbox_limit
@@ -21,10 +23,26 @@ logger = logging.getLogger(__name__)
 def run(config: Config) -> None:
     """Sample, score and send groups until the trainer announces the end of the run.
 
-    Waits for the first weights, and for an absent trainer. Raises ConfigError, StoreError (no
-    weights in time), TaskError (unusable problems), WireError (the trainer refuses the keys) and
-    OutOfMemoryError.
+    After a failed allocation it starts again with half the slots, which gives up the groups in
+    flight. Waits for the first weights, and for an absent trainer. Raises ConfigError, StoreError
+    (no weights in time), TaskError (unusable problems), WireError (the trainer refuses the keys)
+    and OutOfMemoryError (with one slot).
     """
+    while True:
+        try:
+            with build.memory_errors(config, "generator"):
+                return run_once(config)
+        except OutOfMemoryError as error:
+            if (slots := config.engine.slots // 2) == 0:
+                raise
+            logger.warning("%s; continuing with engine.slots=%d", error, slots)
+            engine = config.engine.model_copy(update={"slots": slots})
+            config = config.model_copy(update={"engine": engine})
+        gc.collect()  # of the engine, which the traceback of the error referred to
+
+
+def run_once(config: Config) -> None:
+    """As `run`, but a failed allocation ends it with the error of the library."""
     build.choose_engine(config)  # refuses settings before it waits for weights
     serving.check_settings(config)
     models.keep_memory()  # freed memory stays in the process, for the next step
@@ -35,7 +53,7 @@ def run(config: Config) -> None:
     address, keys_folder = f"tcp://{config.wire.host}:{config.wire.port}", config.keys_folder
     keys = wire.generator_keys(keys_folder, name) if keys_folder else None
     incarnation = os.urandom(8)  # identifies this start of the generator
-    with build.memory_errors(config, "generator"), ExitStack() as stack:
+    with ExitStack() as stack:
         environments = stack.enter_context(closing(build.open_environments(config, "train")))
         # Rollouts go to wire.port; announcements and statuses use the next two ports.
         announcements = wire.AnnouncementSubscriber(wire.next_port(address), keys=keys)
