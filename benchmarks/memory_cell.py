@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from peralta_zmq import models
+from peralta_zmq import build, models
 from peralta_zmq.config import load_config
 from peralta_zmq.learning.distributed import SINGLE
 from peralta_zmq.models import lora
@@ -41,13 +41,17 @@ def measure(
     with_checkpoint: bool,
 ) -> dict[str, float]:
     """Take the steps; `flags` are the settings, and `folder` gets all files."""
-    policy = open_policy(load_config("bench", flags), [], SINGLE)
+    config = load_config("bench", flags)
+    policy = open_policy(config, [], SINGLE)
     store = WeightStore.open(folder / "weights")
     store.claim("bench")
     about = cast("dict[str, str | int]", policy.manifest_fields)
     writer = VersionWriter(store, companions=policy.companions, about=about)
     seconds = list[float]()
-    with closing(WeightPublisher(writer)) as publisher:
+    options: dict[str, Any] = {}  # of a newer package
+    if hasattr(build, "moves_snapshots"):
+        options["moves_snapshots"] = build.moves_snapshots(config, policy.base_folder)
+    with closing(WeightPublisher(writer, **options)) as publisher:
         publisher.publish(0, lora.published_weights(policy.model))
         for step in range(1, num_steps + 1):
             group = random_group(step, int(policy.model.config.vocab_size), num_prompt, lengths)

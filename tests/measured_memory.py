@@ -110,7 +110,9 @@ def train(config: Config, folder: Path) -> int:
         store.claim("run")
         writer = VersionWriter(store, companions={})
         dtype = models.DTYPES[config.weights.dtype]
-        with closing(WeightPublisher(writer, dtype=dtype)) as publisher:
+        moves = build.moves_snapshots(config, opened.base_folder)
+        publisher = WeightPublisher(writer, dtype=dtype, moves_snapshots=moves)
+        with closing(publisher):
             sample(config, opened.engine)
             for step in range(1, NUM_STEPS + 1):
                 result = opened.learner.learn(groups)

@@ -43,6 +43,7 @@ from peralta_zmq.build.memory_checks import (
     check_memory,
     check_start,
     memory_errors,
+    moves_snapshots,
 )
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "make_sampling",
     "make_scorer",
     "memory_errors",
+    "moves_snapshots",
     "open_environments",
     "reference_models_used",
     "sampling_overrides",

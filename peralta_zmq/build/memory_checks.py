@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from peralta_zmq import models
+from peralta_zmq import memory, models
 from peralta_zmq.build.components import reference_models_used
 from peralta_zmq.build.engines import choose_engine, settings_with_turns
 from peralta_zmq.config import RESOLVED, Config, files_given
@@ -157,6 +157,18 @@ def check_start(config: Config, role: Role, folder: Path) -> None:
         return logger.debug("memory not planned: %s", error)
     if problem:
         logger.warning("%s", problem)
+
+
+def moves_snapshots(config: Config, folder: Path) -> bool:
+    """Whether the trainer of the model in `folder` moves snapshots to a file (memory/plan.py).
+
+    It does not if the model cannot be planned.
+    """
+    try:
+        planner = MemoryPlanner.of(config, folder)
+    except ConfigError:
+        return False
+    return memory.moves_snapshots(config, planner.shape, planner.machine)
 
 
 @contextmanager

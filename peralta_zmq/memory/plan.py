@@ -24,7 +24,6 @@ from peralta_zmq.models.base_formats import BYTES_PER_WEIGHT, PACKED_FORMATS
 from peralta_zmq.models.head import KEPT_BYTES, MIN_CHUNK
 from peralta_zmq.models.logprobs import CHUNK_LOGITS, DEFAULT_CHUNK_LOGITS
 from peralta_zmq.models.scoring import MATMUL_LENGTHS
-from peralta_zmq.weights.publisher import MOVED_BYTES
 
 GIB = 1 << 30
 # Bytes of a number, or of a parameter with its share of scales.
@@ -36,6 +35,7 @@ OPTIMIZER_WORK = {"adamw": 0.0, "adamw_bf16": 8.0, "adamw_8bit": 20.0}
 # Of Python, torch and transformers in RAM: 0.26 GiB after the imports, more in use (measured on
 # Linux). On a GPU of the CUDA context.
 PROCESS_BYTES = {"cpu": 0.35 * GIB, "cuda": 0.5 * GIB, "mps": 0.35 * GIB}
+MAX_SHARE = 0.5  # of the memory, above which the trainer saves memory at the cost of time
 VLLM_FRACTION = 0.9  # of the GPU's memory, if engine.gpu_memory_utilization is not set
 Role: TypeAlias = Literal["trainer", "generator"]
 Parts: TypeAlias = dict[str, float]  # bytes by name
@@ -119,16 +119,15 @@ def plan_trainer(
     teacher; `teacher_bytes` are those of model.teacher if the loss uses it.
     """
     rank, base_dtype = config.lora.rank, config.lora.base_dtype
-    if rank is None:
-        trained, weights = shape.num_parameters, 4.0 * shape.num_parameters
-    else:
-        trained = shape.adapter_parameters(rank)
-        weights = frozen_bytes(shape, base_dtype) + 4.0 * trained
+    trained, weights = _parameters(config, shape)
     always: Parts = {
         "weights": weights,
         f"optimizer state ({config.train.optim})": OPTIMIZER_BYTES[config.train.optim] * trained,
     }
     gradients = 4.0 * trained
+    in_memory = machine.kind != "cuda" and not moves_snapshots(config, shape, machine)
+    snapshot = NUMBER_BYTES[config.weights.dtype] * trained * in_memory
+    always["published weights"] = snapshot  # the next delta is a difference to them
     always["reference model"] = 4.0 * trained * num_references
     always["teacher"] = teacher_bytes
     always["process"] = PROCESS_BYTES[machine.kind]
@@ -142,16 +141,45 @@ def plan_trainer(
             "gradients": gradients,
             "work of the optimizer": _optimizer_work(config, shape),
         },
+        "copy of the weights to publish": {"gradients": gradients, "copy": snapshot},
     }
-    published = NUMBER_BYTES[config.weights.dtype] * trained
-    if machine.kind == "cpu" and published < MOVED_BYTES:
+    if machine.kind == "cpu" and in_memory:
         # The process keeps the freed memory of the training, and a cache fits into no hole of it.
         evaluation |= max(phases.values(), key=lambda parts: sum(parts.values()))
     phases["evaluation"] = evaluation
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     parts = {name: size for name, size in {**always, **phases[phase]}.items() if size}
-    fraction = config.train.memory_fraction or 1.0
-    return Plan("trainer", parts, phase, fraction * machine.memory)
+    return Plan("trainer", parts, phase, _trainer_limit(config, machine))
+
+
+def moves_snapshots(config: Config, shape: ModelShape, machine: Machine) -> bool:
+    """Whether the trainer moves copies of its weights to a file while it publishes them.
+
+    It does if weights, gradients, optimizer state and two copies need more than MAX_SHARE of the
+    memory; otherwise copies stay in memory, because steps are then shorter. A trainer on a CUDA
+    GPU does not: the copies are in the memory of the CPU.
+    """
+    if machine.kind == "cuda":
+        return False
+    trained, weights = _parameters(config, shape)
+    per_parameter = (
+        4.0 + OPTIMIZER_BYTES[config.train.optim] + 2 * NUMBER_BYTES[config.weights.dtype]
+    )
+    return weights + per_parameter * trained > MAX_SHARE * _trainer_limit(config, machine)
+
+
+def _trainer_limit(config: Config, machine: Machine) -> float:
+    """Bytes that the trainer may use."""
+    return (config.train.memory_fraction or 1.0) * machine.memory
+
+
+def _parameters(config: Config, shape: ModelShape) -> tuple[int, float]:
+    """Number of trained parameters, and bytes of all weights."""
+    rank = config.lora.rank
+    if rank is None:
+        return shape.num_parameters, 4.0 * shape.num_parameters
+    trained = shape.adapter_parameters(rank)
+    return trained, frozen_bytes(shape, config.lora.base_dtype) + 4.0 * trained
 
 
 def frozen_bytes(shape: ModelShape, base_dtype: str) -> float:

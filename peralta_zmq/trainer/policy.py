@@ -166,7 +166,11 @@ class PolicyPublisher:
             max_mbit_per_s=weights.max_mbit_per_s,
             on_published=self.announce,
         )
-        self._publisher = WeightPublisher(writer, dtype=models.DTYPES[weights.dtype])
+        self._publisher = WeightPublisher(
+            writer,
+            dtype=models.DTYPES[weights.dtype],
+            moves_snapshots=build.moves_snapshots(config, policy.base_folder),
+        )
         stack.callback(lambda: self._publisher.close(self._timeout()))
 
     def publish(self, step: int, *, keyframe: bool = False) -> float:

@@ -2,9 +2,9 @@
 
 The trainer waits only until a copy (a snapshot) is made. If the store is slow, a newer snapshot
 replaces the snapshot that waits for the thread, so versions are skipped and training never waits. A
-version is a keyframe (all weights) or a delta (the changes since the previous version). While a
-large snapshot is written, it is moved to a temporary file, to free its memory for the gradients of
-the next step.
+version is a keyframe (all weights) or a delta (the changes since the previous version). If memory
+is short, a snapshot is moved to a temporary file while it is written, to free its memory for the
+gradients of the next step.
 """
 
 from __future__ import annotations
@@ -30,10 +30,6 @@ from peralta_zmq.weights.version import Version
 
 # Between two renewals of the publishing lease, with which the trainer keeps other trainers out.
 LEASE_RENEWAL_SECONDS = 10.0
-# Size of a snapshot from which it is moved to a temporary file, and its memory is returned to the
-# system. The memory of small models is kept (models/device.py), because getting it again would take
-# a large part of a short step.
-MOVED_BYTES = 256 << 20
 Tensors = dict[str, torch.Tensor]
 logger = logging.getLogger(__name__)
 
@@ -65,11 +61,19 @@ class PublishReport:
 class WeightPublisher:
     """Owns the publishing thread. Use with `closing`.
 
-    A second thread renews the publishing lease, also while a version takes long to write.
+    A second thread renews the publishing lease, also while a version takes long to write. With
+    `moves_snapshots`, snapshots are moved to a temporary file, and their memory is returned to the
+    system. This lengthens steps: moving takes the processor, and so does getting memory again.
     """
 
-    def __init__(self, writer: VersionWriter, *, dtype: torch.dtype = torch.bfloat16) -> None:
-        self._writer, self._dtype = writer, dtype
+    def __init__(
+        self,
+        writer: VersionWriter,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        moves_snapshots: bool = False,
+    ) -> None:
+        self._writer, self._dtype, self._moves_snapshots = writer, dtype, moves_snapshots
         self._logged_reason = ""  # last logged reason to keep a snapshot in memory
         self._waiting: Snapshot | None = None  # the next one for the thread
         self._reports: list[PublishReport] = []
@@ -181,15 +185,14 @@ class WeightPublisher:
     def _publish(self, snapshot: Snapshot) -> bool:
         """Write a snapshot as a version; returns False if that failed."""
         snapshot.wait_for_copies()
-        is_large = sum(tensor.nbytes for tensor in snapshot.tensors.values()) >= MOVED_BYTES
-        if is_large and not snapshot.is_moved:
+        if self._moves_snapshots and not snapshot.is_moved:
             with self._changed:
                 self._moving = True
             threading.Thread(
                 target=self._move_to_file, args=(snapshot,), name="snapshot-mover", daemon=True
             ).start()
         report = self._writer.write(snapshot)
-        if is_large:
+        if self._moves_snapshots:
             _release_memory()  # activations of the next step, between its gradients
         with self._changed:
             self._reports.append(report)

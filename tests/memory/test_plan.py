@@ -18,7 +18,15 @@ from peralta_zmq import build, models
 from peralta_zmq.engines.native.cache import KVCache, cache_shape
 from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS
 from peralta_zmq.learning.packing import Packing, make_micro_batches
-from peralta_zmq.memory import Machine, ModelShape, plan_generator, plan_trainer, read_shape
+from peralta_zmq.memory import (
+    GIB,
+    Machine,
+    ModelShape,
+    moves_snapshots,
+    plan_generator,
+    plan_trainer,
+    read_shape,
+)
 from peralta_zmq.memory.plan import layer_bytes
 from peralta_zmq.models.head import KEPT_BYTES
 from peralta_zmq.models.scoring import Scorer
@@ -119,8 +127,9 @@ def test_setting_lowers_the_peak_of_the_trainer(
     large = (
         "--sampling.max-completion-length=256", "--engine.max-model-len=1024", "--engine.slots=8",
     )  # fmt: skip
-    before = plan_trainer(load(*large), qwen, MACHINE)
-    assert plan_trainer(load(*large, *arguments), qwen, MACHINE).peak < before.peak
+    machine = replace(MACHINE, memory=64 * GIB)  # in all cases with published weights in memory
+    before = plan_trainer(load(*large), qwen, machine)
+    assert plan_trainer(load(*large, *arguments), qwen, machine).peak < before.peak
 
 
 def test_added_gradient_of_the_embedding_is_planned_on_a_card(qwen: ModelShape) -> None:
@@ -162,3 +171,15 @@ def test_vllm_reserves_its_fraction_of_a_card(qwen: ModelShape) -> None:
     assert plan.fits and plan.peak == pytest.approx(0.9 * card.memory)
     assert plan_generator(load("--engine.gpu-memory-utilization=0.5"), qwen, card).peak < plan.peak
     assert not plan_generator(load(), qwen, replace(card, memory=2**30)).fits
+
+
+def test_copies_of_the_weights_are_moved_where_memory_is_short(qwen: ModelShape) -> None:
+    """16 bytes per parameter, and two copies of 2 bytes: 11.1 GiB for Qwen3-0.6B."""
+    plenty, short = Machine("cpu", 23 * GIB), Machine("cpu", 22 * GIB)
+    assert not moves_snapshots(load(), qwen, plenty)
+    assert plan_trainer(load(), qwen, plenty).parts["published weights"] == 2 * NUM_PARAMETERS
+    assert moves_snapshots(load(), qwen, short)
+    assert "published weights" not in plan_trainer(load(), qwen, short).parts
+    assert moves_snapshots(load("--train.memory-fraction=0.9"), qwen, plenty)
+    assert not moves_snapshots(load("--lora.rank=8"), qwen, short)
+    assert not moves_snapshots(load(), qwen, Machine("cuda", 22 * GIB))

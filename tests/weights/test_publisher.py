@@ -33,9 +33,11 @@ Opener = Callable[..., WeightPublisher]
 def open_publisher(store: WeightStore) -> Iterator[Opener]:
     opened: list[WeightPublisher] = []
 
-    def open_one(dtype: torch.dtype = torch.bfloat16, **options: Any) -> WeightPublisher:
+    def open_one(
+        dtype: torch.dtype = torch.bfloat16, *, moves_snapshots: bool = False, **options: Any
+    ) -> WeightPublisher:
         writer = VersionWriter(store, companions=COMPANIONS, **options)
-        opened.append(WeightPublisher(writer, dtype=dtype))
+        opened.append(WeightPublisher(writer, dtype=dtype, moves_snapshots=moves_snapshots))
         return opened[-1]
 
     yield open_one
@@ -110,11 +112,10 @@ class RecordedCopies:
         return bool(self._found) and not any(each() is not None for each in self._found)
 
 
-def test_large_copies_are_freed_while_their_version_is_written(
+def test_copies_are_freed_while_their_version_is_written(
     store: WeightStore, open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher_module, "MOVED_BYTES", 0)
-    copies, publisher = RecordedCopies(monkeypatch), open_publisher()
+    copies, publisher = RecordedCopies(monkeypatch), open_publisher(moves_snapshots=True)
     disk_works = stuck_disk(monkeypatch, publisher)
     until(copies.are_freed)
     assert publisher.is_pending
@@ -125,7 +126,7 @@ def test_large_copies_are_freed_while_their_version_is_written(
     assert same(loaded(store, versions[1]), weights_at(92))
 
 
-def test_small_copies_need_no_temporary_file(
+def test_copies_stay_in_memory_unless_it_is_short(
     open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_set, "temporary_copy", None)
@@ -145,7 +146,6 @@ def test_copies_that_are_no_base_of_a_delta_are_freed(
 def test_writer_reads_copies_while_they_are_moved(
     store: WeightStore, open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher_module, "MOVED_BYTES", 0)
     temporary_copy, is_published = tensor_set.temporary_copy, threading.Event()
 
     def slow_copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -153,7 +153,7 @@ def test_writer_reads_copies_while_they_are_moved(
         return temporary_copy(tensors)
 
     monkeypatch.setattr(tensor_set, "temporary_copy", slow_copy)
-    publisher = open_publisher()
+    publisher = open_publisher(moves_snapshots=True)
     first = published(publisher, 0)  # before its copies are moved
     publisher.publish(1, masters(1))
     is_published.set()
@@ -164,14 +164,13 @@ def test_writer_reads_copies_while_they_are_moved(
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs malloc_trim")
-def test_memory_of_a_large_copy_is_returned_to_the_system(
+def test_memory_of_a_copy_is_returned_to_the_system(
     open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher_module, "MOVED_BYTES", 1 << 20)
     models.keep_memory()
     weights = {"w": torch.ones(1 << 24)}  # the copy has 32 MiB
     before = anonymous_bytes()
-    publisher = open_publisher()
+    publisher = open_publisher(moves_snapshots=True)
     publisher.publish(0, weights)
     assert reports_of(publisher)[0].version is not None
     until(lambda: anonymous_bytes() - before < 16 << 20)
@@ -180,9 +179,8 @@ def test_memory_of_a_large_copy_is_returned_to_the_system(
 def test_copies_stay_in_memory_until_there_is_a_temporary_folder(
     store: WeightStore, open_publisher: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(publisher_module, "MOVED_BYTES", 0)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
-    copies, publisher = RecordedCopies(monkeypatch), open_publisher()
+    copies, publisher = RecordedCopies(monkeypatch), open_publisher(moves_snapshots=True)
     versions = [published(publisher, step) for step in range(3)]
     assert [each.kind for each in versions] == ["keyframe", "delta", "delta"]
     assert same(loaded(store, versions[2]), weights_at(2))
