@@ -29,8 +29,8 @@ __all__ = [
     "seconds", "spread",
 ]  # fmt: skip
 BENCHES = (
-    "generation", "training", "streaming", "head", "memory", "weights", "wire", "endtoend",
-    "original_size", "scale", "scoring",
+    "generation", "training", "streaming", "head", "memory", "memory_lora", "weights", "wire",
+    "endtoend", "original_size", "scale", "scoring",
 )  # fmt: skip
 ON_DEVICE = ("generation", "training", "head", "weights")
 

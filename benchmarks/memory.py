@@ -1,4 +1,4 @@
-"""Memory of a trainer, and time of its steps, on random weights in the shapes of Qwen3.
+"""Memory of full fine-tuning, and time of its steps, on random weights in the shapes of Qwen3.
 
 Each cell is a trainer in a process of its own (memory_cell.py): it loads the model, publishes it,
 takes steps and writes a checkpoint. `*_memory` is the peak of the memory that the kernel cannot
@@ -9,8 +9,8 @@ kernel can drop and read again. `*_needed` are the weights, gradients and optimi
 turns, TURNS times each; their largest memory and median time count. `before` writes no checkpoint,
 because that package copies the weights twice for one and 24 GiB are then too little.
 
-`CELLS="lora_4b_nf4 full_0.6b_fp32" bin/bench memory` measures only these cells. `--quick` uses tiny
-shapes. Linux only.
+`CELLS="full_1.7b_8bit full_0.6b_fp32" bin/bench memory` measures only these cells. `--quick` uses
+tiny shapes. Linux only. The cells of LoRA are the bench `memory_lora`, because they take an hour.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BEFORE = "52dee932"  # the last commit that computed whole logits
 TURNS = 3
 PERIOD = 0.01  # seconds between two samples of a process
 NUM_PROMPT = 110
-SHORT, LONG = (12, 18, 26, 40), (512,) * 8  # tokens of the completions
+LENGTHS = (12, 18, 26, 40)  # tokens of the completions
 RATE = "--train.learning-rate=2e-6"  # usual for full fine-tuning; deltas are then small
 CHECKPOINTING = "--train.gradient-checkpointing"
 GB, GIB = 10**9, 2**30
@@ -66,16 +66,10 @@ class Cell:
 
     size: str  # key of SHAPES
     flags: tuple[str, ...] = ()  # settings of the trainer
-    lengths: tuple[int, ...] = SHORT
+    lengths: tuple[int, ...] = LENGTHS
     num_steps: int = 2  # the second one has optimizer state
     limit: float | None = None  # bytes
     commit: str = ""  # of the measured package; empty = this checkout
-
-
-def lora(size: str, base_dtype: str, *, limit: float | None = None) -> Cell:
-    """Adapters on a frozen base; one step, because a step takes minutes."""
-    flags = ("--lora.rank=16", f"--lora.base-dtype={base_dtype}", CHECKPOINTING)
-    return Cell(size=size, flags=flags, lengths=LONG, num_steps=1, limit=limit)
 
 
 # A trainer whose weights, gradients, moments and copies need most of its memory saves memory at the
@@ -91,12 +85,15 @@ CELLS = {
     ),
     "full_0.6b_bf16_moments": Cell(size="0.6b", flags=(*BF16_MOMENTS, SMALL), limit=8.9 * GB),
     "full_1.7b_8bit": Cell(size="1.7b", flags=EIGHT_BIT, limit=20 * GIB),
-    "lora_1.7b_bf16": lora("1.7b", "bfloat16"),
-    "lora_4b_bf16": lora("4b", "bfloat16"),
-    "lora_4b_int8": lora("4b", "int8"),
-    "lora_4b_nf4": lora("4b", "nf4", limit=12 * GIB),
 }
-REQUIRED = {f"{name}_memory": 1.0 for name, cell in CELLS.items() if cell.limit}
+
+
+def required(cells: Mapping[str, Cell]) -> dict[str, float]:
+    """The least share of each cell that has a limit."""
+    return {f"{name}_memory": 1.0 for name, cell in cells.items() if cell.limit}
+
+
+REQUIRED = required(CELLS)
 
 
 class Usage(NamedTuple):
@@ -107,14 +104,19 @@ class Usage(NamedTuple):
 
 
 def run(*, quick: bool) -> Iterator[Claim]:
-    """Measure the cells in processes; a failed one is reported and left out."""
-    chosen = os.environ.get("CELLS", "").split() or list(CELLS)
-    if unknown := set(chosen) - CELLS.keys():
-        raise SystemExit(f"CELLS has {min(unknown)}; choose from {', '.join(CELLS)}")
+    """Measure full fine-tuning."""
+    return measured_cells(CELLS, quick=quick)
+
+
+def measured_cells(cells: Mapping[str, Cell], *, quick: bool) -> Iterator[Claim]:
+    """Measure cells in processes; a failed one is reported and left out."""
+    chosen = os.environ.get("CELLS", "").split() or list(cells)
+    if unknown := set(chosen) - cells.keys():
+        raise SystemExit(f"CELLS has {min(unknown)}; choose from {', '.join(cells)}")
     rounds: dict[str, list[list[Claim]]] = {name: [] for name in chosen}
     with tempfile.TemporaryDirectory(prefix="bench-memory-") as folder:
         for name in by_turns(chosen):
-            rounds[name].append(measure(name, Path(folder), quick=quick))
+            rounds[name].append(measure(name, cells[name], Path(folder), quick=quick))
     measured = {name: combined(found) for name, found in rounds.items()}
     for claims in measured.values():
         yield from claims
@@ -148,9 +150,8 @@ def comparisons(measured: Mapping[str, list[Claim]]) -> Iterator[Claim]:
                 yield Claim(f"{each.name}_vs_before", each.ours, each.unit, peer.ours, ratio)
 
 
-def measure(name: str, root: Path, *, quick: bool) -> list[Claim]:
+def measure(name: str, cell: Cell, root: Path, *, quick: bool) -> list[Claim]:
     """Measure a cell in a new process; no claims if it fails."""
-    cell = CELLS[name]
     if not (model := root / cell.size).exists():
         write_model({**SHAPES[cell.size], **QUICK} if quick else SHAPES[cell.size], model)
     with tempfile.TemporaryDirectory(dir=root) as folder:
