@@ -256,7 +256,7 @@ def open_collector(
     run_log = stack.enter_context(RunLog(folder / "run_log", run="scale", max_steps=1))
     announcer = ProgressAnnouncer(announcements, wire.Announcement(RUN, incarnation=os.urandom(8)))
     registry, unused = GeneratorRegistry(statuses, run_log, {}), cast(Any, None)
-    session = Session(config, RUN, run_log, announcer, StopSignal())
+    session = Session(config, RUN, run_log, announcer, unused, StopSignal())
     evaluations = EvaluationCoordinator(session, unused, unused)
     journal = stack.enter_context(closing(Journal(folder / "journal")))
     pools = DifficultyPools(["math_1k/7"], easy_threshold=None, hard_threshold=None)

@@ -77,6 +77,11 @@ class Config(Section):
         return Path(self.weights_address).expanduser()
 
     @property
+    def address_folder(self) -> Path | None:
+        """Shared folder with the trainer's address; None = wire.host and wire.port."""
+        return Path(self.wire.address_dir).expanduser() if self.wire.address_dir else None
+
+    @property
     def keys_folder(self) -> Path | None:
         """Folder of the CURVE keys (ZeroMQ authentication); None = no keys."""
         return Path(self.security.keys).expanduser() if self.security.keys else None

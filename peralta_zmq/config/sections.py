@@ -204,6 +204,10 @@ class WireSection(Section):
     """port for rollouts; the next three ports: announcements, generator status, bin/doctor"""
     bind: Text = "127.0.0.1"
     """address that the trainer binds; 0.0.0.0 = all network interfaces"""
+    address_dir: Text | None = None
+    """folder shared by all machines, in which a started trainer writes its address (host and the
+    first free ports from port on) and where generators find it, also after a move of the trainer to
+    another machine; None = generators use host and port"""
     hwm: PositiveInt = 1
     """high-water mark: groups in a generator's ZeroMQ send queue; a full queue blocks sending"""
 

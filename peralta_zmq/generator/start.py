@@ -55,12 +55,18 @@ def run_once(config: Config) -> None:
     incarnation = os.urandom(8)  # identifies this start of the generator
     with ExitStack() as stack:
         environments = stack.enter_context(closing(build.open_environments(config, "train")))
-        # Rollouts go to wire.port; announcements and statuses use the next two ports.
-        announcements = wire.AnnouncementSubscriber(wire.next_port(address), keys=keys)
+        timeout = config.weights.wait_for_weights_timeout
+        trainer = wire.find_trainer(address, config.address_folder, timeout=timeout)
+        # Rollouts go to the first port; announcements and statuses use the next two ports.
+        announcements = wire.AnnouncementSubscriber(
+            wire.next_port(trainer.current), keys=keys, has_run=trainer.has_run
+        )
         stack.enter_context(closing(announcements))
         subscriber = stack.enter_context(closing(open_subscriber(config, name)))
-        statuses = wire.GeneratorStatusSender(wire.next_port(address, 2), keys=keys)
+        statuses = wire.GeneratorStatusSender(wire.next_port(trainer.current, 2), keys=keys)
         stack.enter_context(closing(statuses))
+        trainer.add(announcements.connection, port_offset=1)
+        trainer.add(statuses.connection, port_offset=2)
 
         def request_keyframe(run_id: str) -> None:
             """Request a version with all weights from the trainer, in a status message."""
@@ -71,20 +77,21 @@ def run_once(config: Config) -> None:
                 statuses.send(status)
 
         version, engine, tokenizer = open_engine(
-            config, subscriber, announcements, address, request_keyframe
+            config, subscriber, announcements, trainer, request_keyframe
         )
         logger.info("generator=%s threads=%d version=%d", name, threads, version.number)
         engine = serving.serve_chats(config, engine, tokenizer, stack)
         check_tokens(environments.problems, len(tokenizer))
         models.check_template_kwargs(tokenizer, environments.problems)
         models.check_continuations(tokenizer, environments.problems_with_turns)
-        rollouts = wire.RolloutSender(address, hwm=config.wire.hwm, keys=keys)
+        rollouts = wire.RolloutSender(trainer.current, hwm=config.wire.hwm, keys=keys)
         stack.enter_context(closing(rollouts))
+        trainer.add(rollouts.connection)
         weights = ServedWeights(
             subscriber, version, between_groups=config.weights.update == "between_groups"
         )
         connection = TrainerConnection(
-            Sockets(announcements, rollouts, statuses),
+            Sockets(announcements, rollouts, statuses, trainer),
             weights,
             name=name,
             incarnation=incarnation,

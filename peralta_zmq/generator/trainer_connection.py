@@ -39,11 +39,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Sockets:
-    """The three sockets to the trainer."""
+    """The three sockets to the trainer, and the address to which they are connected."""
 
     announcements: wire.AnnouncementSubscriber
     rollouts: wire.RolloutSender
     statuses: wire.GeneratorStatusSender
+    trainer: wire.TrainerAddress
 
 
 @dataclass(slots=True)
@@ -194,7 +195,10 @@ class TrainerConnection:
         group of this generator for some time (see Outbox.unreceived_seconds).
         """
         self.send_status_when_due()
-        latest = self._sockets.announcements.receive(timeout=timeout)
+        announcements = self._sockets.announcements
+        latest = announcements.receive(timeout=timeout)
+        silent_seconds = time.monotonic() - announcements.received_at
+        self._sockets.trainer.poll(silent_seconds=silent_seconds)
         self._check_silence()
         if latest is not None:
             self._weights.poll_for(latest)

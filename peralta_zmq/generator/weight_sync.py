@@ -165,13 +165,13 @@ def open_engine(
     config: Config,
     subscriber: WeightSubscriber,
     announcements: wire.AnnouncementSubscriber,
-    address: str,
+    trainer: wire.TrainerAddress,
     request_keyframe: Callable[[str], None],
 ) -> tuple[Version, registry.Engine, models.Tokenizer]:
     """Wait for a loaded version; return it with an engine and its tokenizer.
 
-    `address` is the address of the trainer. While waiting, logs every LOG_SECONDS, and
-    calls `request_keyframe(run_id)` at each announcement if the store has only deltas. Raises
+    While waiting, follows the trainer to another address, logs every LOG_SECONDS, and calls
+    `request_keyframe(run_id)` at each announcement if the store has only deltas. Raises
     StoreError after weights.wait_for_weights_timeout seconds.
     """
     started = logged = time.monotonic()
@@ -185,10 +185,12 @@ def open_engine(
                 f"Start the trainer: {program_name('trainer')}{files_given()}"
             )
         announcement = announcements.receive()
+        trainer.poll(silent_seconds=now - announcements.received_at)
         if announcement is not None and subscriber.wants_keyframe:
             request_keyframe(announcement.run_id)
         if now - logged > LOG_SECONDS:
-            logged, answers = now, wire.accepts_connection(address)  # blocks for up to 1 s
+            logged, address = now, trainer.current
+            answers = wire.accepts_connection(address)  # blocks for up to 1 s
             logger.info(
                 waiting_text(address, now - started, config.weights_address, answers=answers)
             )

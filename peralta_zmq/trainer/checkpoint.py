@@ -74,11 +74,12 @@ class CheckpointWriter:
         """Write a checkpoint of the newest step unless there is one; prune older ones.
 
         Prunes the journal too, unless checkpoint.keep_journal is set. Raises OutageError if
-        checkpoints cannot be written or listed.
+        checkpoints cannot be written or listed, WireError if another trainer continues the run.
         """
         learner, settings = self._policy.learner, self._session.config.checkpoint
         if learner.step == self.saved_step:
             return
+        self._session.address_file.check()
         folder = self._session.folder / CHECKPOINTS
         try:
             write_checkpoint(folder, self.state(step=learner.step), run_id=self._session.run_id)

@@ -24,7 +24,7 @@ import re
 import shlex
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -100,8 +100,9 @@ class Journal:
     commit loses nothing: the records keep waiting, and the next commit writes them again.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, before_write: Callable[[], None] = lambda: None) -> None:
+        """`before_write` may raise an error; nothing is written then."""
+        self._folder, self._before_write = folder, before_write
         self._step = -1  # step of the waiting records and of the open file; -1: none yet
         self._descriptor = -1  # file descriptor of the open file; -1: closed
         self._size: int | None = None  # bytes of committed records in the file; None: unknown
@@ -232,6 +233,7 @@ class Journal:
 
     def _write(self, content: bytes) -> None:
         """Append the content to the step's file and fsync it. Raises OSError."""
+        self._before_write()
         if self._descriptor < 0:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             self._descriptor = os.open(self.file_of(self._step), flags, 0o644)

@@ -18,7 +18,7 @@ from contextlib import ExitStack, closing
 from peralta_zmq import models
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.build import memory_errors, open_environments
-from peralta_zmq.config import Config, earlier_config
+from peralta_zmq.config import Config
 from peralta_zmq.environments.curriculum import MAX_POSITIONS, DifficultyPools
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.errors import ConfigError
@@ -32,7 +32,7 @@ from peralta_zmq.learning.step_metrics import (
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import check_trackers
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer import evaluation, policy, session
+from peralta_zmq.trainer import evaluation, policy, session, sockets
 from peralta_zmq.trainer.accumulation import GradientAccumulation
 from peralta_zmq.trainer.checkpoint import CheckpointWriter
 from peralta_zmq.trainer.collector import BatchCollector
@@ -75,13 +75,8 @@ class Trainer:
     def __init__(self, config: Config, stack: ExitStack, ranks: Ranks = SINGLE) -> None:
         """Open all resources; `stack` closes them. Locks the run folder before any write."""
         stop = session.StopSignal()
-        folder, name = config.run_folder, config.run.name
-        known_id, self._previous_config = session.wait_out(
-            lambda: (session.known_run_id(folder), earlier_config(config, folder)),
-            folder=folder,
-            stop=stop,
-        )
-        run_id = known_id or session.new_run_id(name)
+        identity = session.identify_run(config, stack, stop)
+        run_id, self._previous_config = identity.run_id, identity.previous_config
         check_trackers(config.run.report_to)
         train = open_environments(config, "train")
         held_out = open_environments(config, "eval", limit=config.eval.num_examples)
@@ -93,16 +88,17 @@ class Trainer:
         models.check_continuations(self.policy.tokenizer, with_turns)
         worker_info = self.policy.worker_info
         limits = policy.group_limits(config, self.policy.model)
-        is_new = known_id is None
-        authenticator = session.open_authenticator(config, stack, stop, is_new=is_new)
-        receiver, status_receiver, announcer = session.open_sockets(
+        authenticator = sockets.open_authenticator(config, stack, stop, is_new=identity.is_new)
+        receiver, status_receiver, announcer, address_file = sockets.open_sockets(
             config, stack, run_id, limits, worker_info, train.digest, authenticator
         )
         store = policy.open_store(config)
         run_log, journal = session.open_run_folder(
-            config, stack, store, run_id, stop, is_new=is_new
+            config, stack, store, identity, address_file, stop
         )
-        self.session = session.Session(config, run_id, run_log, announcer, stop)
+        if ranks.world_size > 1:
+            run_log.note(f"training on {ranks.world_size} ranks")
+        self.session = session.Session(config, run_id, run_log, announcer, address_file, stop)
         self.publishing = policy.PolicyPublisher(self.session, store, self.policy, stack)
         self.generators = GeneratorRegistry(status_receiver, run_log, worker_info)
         self.evaluations = evaluation.EvaluationCoordinator(self.session, held_out, self.policy)
@@ -201,6 +197,7 @@ class Trainer:
         run_log = self.session.run_log
         result = self.policy.learner.learn(groups, learning_rate=learning_rate)
         failpoint("trainer.learned")
+        self.session.check_address()
         self.collector.commit()  # the groups are in the journal before the step is published
         if reason := result.skip_reason:
             run_log.event("skip", step=self.step, reason=reason)
@@ -299,6 +296,8 @@ class Trainer:
 
     def _between_groups(self, idle: bool) -> None:
         """Publish and report while groups are collected; `idle`: no group arrived."""
+        if idle:
+            self.session.check_address()
         self.publishing.record_reports()
         self.session.run_log.check_stall()
         # If groups arrive, the next step follows soon and publishes the keyframe.

@@ -164,6 +164,7 @@ class PolicyPublisher:
             retention=Retention(weights.keep_last, weights.keep_interval, weights.keep_seconds),
             keyframe_interval=weights.keyframe_interval,
             max_mbit_per_s=weights.max_mbit_per_s,
+            before_write=session.address_file.check,
             on_published=self.announce,
         )
         self._publisher = WeightPublisher(

@@ -1,4 +1,4 @@
-"""Resources of a trainer session: run folder, weights folder, sockets, stop flag.
+"""Resources of a trainer session: run folder, weights folder, stop flag.
 
 A session is one start of the trainer; a run continues over any number of sessions. The run folder
 has a lock file, RUN.json (the run's id and the weights folder that the run has claimed),
@@ -16,12 +16,11 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import os
 import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,13 +29,12 @@ from typing import IO, Any, TypeVar
 
 from peralta_zmq import atomic_files, http_server, wire
 from peralta_zmq.atomic_files import FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY
-from peralta_zmq.config import RESOLVED, Config, write_resolved
+from peralta_zmq.config import RESOLVED, Config, earlier_config, write_resolved
 from peralta_zmq.errors import ConfigError, JournalError, OutageError, StoreError, failure_text
 from peralta_zmq.observe.metrics import LOCK
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import open_trackers
 from peralta_zmq.trainer.journal import JOURNAL, Journal
-from peralta_zmq.weights.backends import ProbeFile
 from peralta_zmq.weights.store import WeightStore
 
 IDENTITY = "RUN.json"  # file in the run folder
@@ -54,12 +52,17 @@ class Session:
     run_id: str
     run_log: RunLog
     announcer: ProgressAnnouncer
+    address_file: wire.AddressFile
     stop: StopSignal
 
     @property
     def folder(self) -> Path:
         """The run folder."""
         return self.config.run_folder
+
+    def check_address(self) -> None:
+        """Raise WireError if another trainer continues the run; wait if that is unknown."""
+        self.wait_out(self.address_file.check)
 
     def wait_out(self, operation: Callable[[], Result]) -> Result:
         """Call `operation` until no outage prevents it (see the function `wait_out`).
@@ -164,22 +167,55 @@ def _outage_text(error: OutageError | OSError, folder: Path) -> str:
 # The run folder, its identity and its claim on the weights folder.
 
 
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """The run that a session starts or continues."""
+
+    run_id: str
+    is_new: bool  # `run_id` is not from RUN.json
+    previous_config: Config  # of the last session of the run; of this one if it is new
+    lock: IO[bytes] | None = None  # of the run folder, if it is locked already
+
+
+def identify_run(config: Config, stack: ExitStack, stop: StopSignal) -> RunIdentity:
+    """Read the identity of the run, or choose a new one.
+
+    With wire.address_dir, a cluster may start a second trainer while the first one starts a new
+    run. Therefore the folder of a new run is then locked first, until `stack` closes; another
+    trainer is waited for. Raises ConfigError if the folder cannot be written.
+    """
+    folder = config.run_folder
+
+    def read() -> tuple[str | None, Config]:
+        return known_run_id(folder), earlier_config(config, folder)
+
+    locked, (known_id, previous) = None, wait_out(read, folder=folder, stop=stop)
+    if known_id is None and config.address_folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable_error(folder, error) from None
+        locked = stack.enter_context(wait_out(lambda: _lock(config), folder=folder, stop=stop))
+        known_id, previous = wait_out(read, folder=folder, stop=stop)
+    run_id = known_id or f"{config.run.name}-{uuid.uuid4().hex[:8]}"
+    return RunIdentity(run_id, known_id is None, previous, locked)
+
+
 def open_run_folder(
     config: Config,
     stack: ExitStack,
     store: WeightStore,
-    run_id: str,
+    identity: RunIdentity,
+    address_file: wire.AddressFile,
     stop: StopSignal,
-    *,
-    is_new: bool,
 ) -> tuple[RunLog, Journal]:
     """Lock the run folder, claim the weights folder, open the run log and the journal.
 
-    `is_new`: `run_id` is new, not from RUN.json. Waits while the folders of an existing run cannot
-    be used. For a new run, raises ConfigError or StoreError instead; after StoreError the new files
-    are removed.
+    Writes the address file before the journal is read. Waits while the folders of an existing run
+    cannot be used. For a new run, raises ConfigError or StoreError instead; after StoreError the
+    new files are removed.
     """
-    folder = config.run_folder
+    folder, run_id, is_new = config.run_folder, identity.run_id, identity.is_new
 
     def waiting(operation: Callable[[], Result]) -> Result:
         return wait_out(operation, folder=folder, stop=stop)
@@ -187,19 +223,17 @@ def open_run_folder(
     try:
         if is_new:
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(_locked(config, run_id))
+            stack.enter_context(_locked(config, identity))
         else:
-            stack.enter_context(waiting(lambda: _locked(config)))
+            stack.enter_context(waiting(lambda: _locked(config, identity)))
         waiting(lambda: _claim_weights(store, config, run_id))
     except StoreError:
         if is_new:
-            _remove_new(folder)
+            _remove_new(folder, run_id)
         raise
     except OSError as error:  # only for a new run: `waiting` raises OutageError
-        raise ConfigError(
-            f"run folder {folder} cannot be written ({failure_text(error)}); "
-            "choose another with --run.dir"
-        ) from None
+        raise _unwritable_error(folder, error) from None
+    waiting(address_file.write)  # an earlier trainer then writes no more records
     settings, max_steps = config.model_dump(mode="json"), config.train.max_steps
     trackers = open_trackers(
         config.run.report_to,
@@ -210,31 +244,55 @@ def open_run_folder(
         interval=config.run.report_interval,
         settings=settings,
     )
-    journal = stack.enter_context(closing(waiting(lambda: Journal(folder / JOURNAL))))
+    journal = stack.enter_context(
+        closing(waiting(lambda: Journal(folder / JOURNAL, before_write=address_file.check)))
+    )
     run_log = waiting(
         lambda: RunLog(folder, run=config.run.name, max_steps=max_steps, trackers=trackers)
     )
     return stack.enter_context(run_log), journal
 
 
-def _locked(config: Config, new_run_id: str | None = None) -> IO[bytes]:
+def _unwritable_error(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"run folder {folder} cannot be written ({failure_text(error)}); "
+        "choose another with --run.dir"
+    )
+
+
+def _locked(config: Config, identity: RunIdentity) -> IO[bytes]:
     """Lock the run folder until the returned file is closed; write missing files.
 
-    Writes RUN.json if `new_run_id` is given, and config.toml if it is missing. Raises OutageError
-    if RUN.json is missing and `new_run_id` is None: the disk was unmounted since it was read.
+    Writes RUN.json of a new run, and config.toml if it is missing. Raises OutageError if RUN.json
+    of an existing run is missing: the disk was unmounted since it was read; and with
+    wire.address_dir, if another trainer has the lock. Raises ConfigError if another trainer has it,
+    or has started the new run meanwhile.
     """
     folder = config.run_folder
-    if not new_run_id and not (folder / IDENTITY).exists():
+    if not identity.is_new and not (folder / IDENTITY).exists():
         raise OutageError(f"{IDENTITY} in run folder {folder} is gone; is it mounted?")
     with ExitStack() as stack:
-        locked = stack.enter_context(lock(folder))
+        locked = identity.lock or stack.enter_context(_lock(config))
         # Before the claim of the weights folder: the run_id must survive a kill right after it.
-        if new_run_id:
-            write_identity(folder, run_id=new_run_id, weights=None)
+        if identity.is_new:
+            if known_run_id(folder) is not None:
+                raise _in_use_error(folder)
+            write_identity(folder, run_id=identity.run_id, weights=None)
         if not (folder / RESOLVED).exists():  # an earlier start may have been killed before this
             write_resolved(config, folder)
         stack.pop_all()  # without an error, the lock stays
     return locked
+
+
+def _lock(config: Config) -> IO[bytes]:
+    """Lock the run folder; raises OutageError if another trainer of a cluster has the lock."""
+    try:
+        return lock(config.run_folder)
+    except ConfigError as error:
+        # A cluster may start a job again while its processes on a lost machine still run.
+        if config.address_folder is not None:
+            raise OutageError(str(error)) from None
+        raise
 
 
 def lock(folder: Path) -> IO[bytes]:
@@ -250,7 +308,11 @@ def lock(folder: Path) -> IO[bytes]:
         except BlockingIOError:
             time.sleep(wait_seconds)
     opened.close()
-    raise ConfigError(f"another trainer uses {folder}; stop it, or choose another --run.name")
+    raise _in_use_error(folder)
+
+
+def _in_use_error(folder: Path) -> ConfigError:
+    return ConfigError(f"another trainer uses {folder}; stop it, or choose another --run.name")
 
 
 def known_run_id(folder: Path) -> str | None:
@@ -259,11 +321,6 @@ def known_run_id(folder: Path) -> str | None:
     Raises OSError if RUN.json cannot be read, JournalError if it is damaged.
     """
     return _read_identity(folder, "run_id")
-
-
-def new_run_id(name: str) -> str:
-    """A new id for a run called `name`."""
-    return f"{name}-{uuid.uuid4().hex[:8]}"
 
 
 def write_identity(folder: Path, *, run_id: str, weights: str | None) -> None:
@@ -306,79 +363,17 @@ def _claim_weights(store: WeightStore, config: Config, run_id: str) -> None:
         write_identity(config.run_folder, run_id=run_id, weights=store.address)
 
 
-def _remove_new(folder: Path) -> None:
-    """Remove the run folder of a new run that could not start."""
+def _remove_new(folder: Path, run_id: str) -> None:
+    """Remove the run folder of the new run `run_id`, which could not start."""
+    if known_run_id(folder) != run_id:
+        return
     for name in (IDENTITY, RESOLVED, LOCK):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):  # not empty: for example, it has logs of the supervisor
         folder.rmdir()
 
 
-# Sockets and dashboard.
-
-
-def open_authenticator(
-    config: Config, stack: ExitStack, stop: StopSignal, *, is_new: bool
-) -> wire.Authenticator:
-    """Read the keys, and accept their holders from now on; without keys, accept everyone.
-
-    Waits while the keys of an existing run cannot be read. For a new run, raises OutageError
-    instead. Raises WireError if a key cannot be used.
-    """
-
-    def start() -> wire.Authenticator:
-        return wire.Authenticator(config.keys_folder)
-
-    authenticator = start() if is_new else wait_out(start, folder=config.run_folder, stop=stop)
-    return stack.enter_context(closing(authenticator))
-
-
-def open_sockets(
-    config: Config,
-    stack: ExitStack,
-    run_id: str,
-    limits: wire.GroupLimits,
-    worker_info: Mapping[str, str],
-    train_set_digest: bytes,
-    authenticator: wire.Authenticator,
-) -> tuple[wire.RolloutReceiver, wire.GeneratorStatusReceiver, ProgressAnnouncer]:
-    """Bind four consecutive ports: rollouts, announcements, statuses, probes.
-
-    Generators receive the announcements, and send rollouts and statuses. Probes are the connection
-    tests of bin/doctor. `worker_info` describes this machine. `train_set_digest` lets a generator
-    detect that it has other training problems. Raises WireError if a port is in use.
-    """
-    address = f"tcp://{config.wire.bind}:{config.wire.port}"
-    receiver = wire.RolloutReceiver(
-        address,
-        run_id=run_id,
-        limits=limits,
-        hwm=config.wire.hwm,
-        authenticator=authenticator,
-    )
-    stack.enter_context(closing(receiver))
-    publisher = wire.AnnouncementPublisher(wire.next_port(address), authenticator=authenticator)
-    stack.enter_context(closing(publisher))
-    statuses = wire.GeneratorStatusReceiver(
-        wire.next_port(address, 2), run_id=run_id, authenticator=authenticator
-    )
-    stack.enter_context(closing(statuses))
-    info = wire.ProbeReply(config.run.name, run_id=run_id, worker_info=dict(worker_info))
-    create = None
-    if "://" not in config.weights_address:  # a folder, not a bucket
-        create = stack.enter_context(closing(ProbeFile(config.weights_folder))).create
-    probes = wire.ProbeServer(
-        wire.next_port(address, 3), info, create_file=create, authenticator=authenticator
-    )
-    stack.enter_context(closing(probes))
-    announcement = wire.Announcement(
-        run_id,
-        incarnation=os.urandom(8),
-        train_set_digest=train_set_digest,
-        max_group_bytes=limits.max_bytes,
-        grants_leases=True,
-    )
-    return receiver, statuses, ProgressAnnouncer(publisher, announcement)
+# Dashboard.
 
 
 def open_dashboard(config: Config, stack: ExitStack, run_log: RunLog) -> None:

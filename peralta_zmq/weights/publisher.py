@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from peralta_zmq.atomic_files import FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY
-from peralta_zmq.errors import StoreError, failure_text
+from peralta_zmq.errors import OutageError, StoreError, failure_text
 from peralta_zmq.weights import delta, tensor_set
 from peralta_zmq.weights.pruning import KEEP_LAST_THREE, Pruner, Retention
 from peralta_zmq.weights.store import Base, WeightStore
@@ -282,7 +282,8 @@ class VersionWriter:
     """Writes snapshots to a store. Used by one thread, except `lift_rate_limit`.
 
     `companions` are the files that a keyframe has besides its weights (config, tokenizer), `about`
-    has additional manifest fields. `on_published` is called with each version once it is visible.
+    has additional manifest fields. `before_write` is called before each version, and may raise an
+    error; `on_published` is called with each version once it is visible.
     """
 
     def __init__(
@@ -294,11 +295,13 @@ class VersionWriter:
         retention: Retention = KEEP_LAST_THREE,
         keyframe_interval: int = 10,
         max_mbit_per_s: float | None = None,
+        before_write: Callable[[], None] = lambda: None,
         on_published: Callable[[Version], None] = lambda version: None,
     ) -> None:
         self.leases = store.backend.leases
         self._store, self._companions, self._about = store, companions, about
-        self._keyframe_interval, self._on_published = keyframe_interval, on_published
+        self._keyframe_interval = keyframe_interval
+        self._before_write, self._on_published = before_write, on_published
         self._pruner = Pruner(store, retention)
         self._base: Base | None = None  # of the next delta: the last version; None: no delta
         self._logged_reason = ""  # last logged reason to write keyframes only
@@ -310,11 +313,12 @@ class VersionWriter:
     def write(self, snapshot: Snapshot) -> PublishReport:
         """Write the snapshot as the next version, then prune old ones.
 
-        A StoreError is not raised; the report has its message.
+        A StoreError or OutageError is not raised; the report has its message.
         """
         started, self._encode_seconds = time.monotonic(), 0.0
         version, reason = None, ""
         try:
+            self._before_write()
             version = self._store.publish(
                 snapshot.step,
                 snapshot.tensors,
@@ -326,7 +330,7 @@ class VersionWriter:
             self._on_published(version)
             self._pruner.prune(version)
             self._base = self._next_base(version, snapshot.tensors)
-        except StoreError as error:
+        except (StoreError, OutageError) as error:
             reason = str(error)
         stall, encode = snapshot.stall_seconds, self._encode_seconds
         write = time.monotonic() - started - encode

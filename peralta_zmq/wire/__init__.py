@@ -15,7 +15,8 @@ four consecutive ports, beginning with the setting wire.port. The sender's socke
     + 3   DEALER, REP  doctor <-> trainer    connection test by bin/doctor: probe.py
 
 All messages are msgpack maps (message_fields.py). auth.py reads key files and authenticates
-generators; connection.py reconnects a generator's sockets after a fault.
+generators; connection.py reconnects a generator's sockets after a fault, and
+trainer_address.py connects them to a trainer that has moved to another machine.
 """
 
 from peralta_zmq.wire.announcements import (
@@ -39,9 +40,16 @@ from peralta_zmq.wire.sockets import (
     next_port,
     port_in_use_message,
 )
+from peralta_zmq.wire.trainer_address import (
+    AddressFile,
+    TrainerAddress,
+    find_trainer,
+    first_free_port,
+)
 
 __all__ = [
     "SILENT_SECONDS",
+    "AddressFile",
     "Announcement",
     "AnnouncementPublisher",
     "AnnouncementSubscriber",
@@ -56,9 +64,12 @@ __all__ = [
     "ProbeServer",
     "RolloutReceiver",
     "RolloutSender",
+    "TrainerAddress",
     "accepts_connection",
     "decode_group",
     "encode_group",
+    "find_trainer",
+    "first_free_port",
     "generator_keys",
     "next_port",
     "port_in_use_message",

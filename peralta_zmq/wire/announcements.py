@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import zmq
@@ -165,7 +166,15 @@ class AnnouncementSubscriber:
     announcements in a row had it: a single wrong one must not end the generator.
     """
 
-    def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        keys: GeneratorKeys | None = None,
+        has_run: Callable[[str], bool] = lambda run_id: True,
+    ) -> None:
+        """`has_run(run_id)` is False for runs whose announcements count as silence."""
+        self._has_run = has_run
         self.latest: Announcement | None = None
         self.received_at = time.monotonic()  # time of `latest`; time of the start while it is None
         self.num_refused = 0  # invalid announcements
@@ -200,6 +209,8 @@ class AnnouncementSubscriber:
 
     def _accept(self, announcement: Announcement) -> None:
         """Set `latest`; clears `done` unless the previous announcement had it, too."""
+        if not self._has_run(announcement.run_id):
+            return
         is_confirmed = self._done_run_id == announcement.run_id
         self._done_run_id = announcement.run_id if announcement.done else ""
         if announcement.done and not is_confirmed:

@@ -57,6 +57,7 @@ class ClientConnection:
     ) -> None:
         """`name` identifies the connection in the log; `patience`: see PATIENCE_SECONDS."""
         self.num_reconnects = 0  # after silence only
+        self.raises_refusals = True  # False: `check` logs a refusal instead
         self._client, self._address, self._keys, self._name = client, address, keys, name
         self._patience = PATIENCE_SECONDS if patience is None else patience
         self._is_accepted = False  # a handshake of this socket has succeeded
@@ -102,7 +103,8 @@ class ClientConnection:
         is_due = time.monotonic() >= self._retry_at
         if is_due:
             self._connect_again()
-        if reasons and (self._is_accepted or self._keys in _accepted_keys):
+        is_known = self._is_accepted or self._keys in _accepted_keys
+        if reasons and (is_known or not self.raises_refusals):
             self._log_failure(reasons[0])
         elif reasons:
             self._check_patience(reasons)
@@ -123,6 +125,14 @@ class ClientConnection:
         logger.warning("reconnecting connection=%s silent_seconds=%.0f", self._name, seconds)
         self._connect_again()
         return True
+
+    def move(self, address: str) -> None:
+        """Connect to another address; messages in the send queue are lost."""
+        self._client.disconnect(self._address)
+        self._address, self._is_failing = address, False
+        self._failures.clear()
+        self._retry_at, self._silence_limit = float("inf"), SILENT_SECONDS
+        self._client.connect(address)
 
     def close(self) -> None:
         """Stop monitoring; call `close` before the client socket is closed."""

@@ -19,6 +19,7 @@ def sockets() -> Iterator[Sockets]:
         wire.AnnouncementSubscriber(address),
         wire.RolloutSender(address, hwm=64),
         wire.GeneratorStatusSender(address),
+        wire.TrainerAddress(address),
     )
     with closing(opened.announcements), closing(opened.rollouts), closing(opened.statuses):
         yield opened

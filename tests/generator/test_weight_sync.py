@@ -29,6 +29,8 @@ from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.version import WEIGHTS_FILE
 
+ABSENT = "tcp://127.0.0.1:9"  # nothing listens there
+
 
 class ModelEngine:
     """Applies weights to a real model."""
@@ -171,11 +173,11 @@ def test_engine_opens_on_keyframe_and_deltas_and_shares_no_memory(tmp_path: Path
     )
     requests: list[str] = []
     with (
-        closing(wire.AnnouncementSubscriber("tcp://127.0.0.1:9")) as announcements,
+        closing(wire.AnnouncementSubscriber(ABSENT)) as announcements,
         closing(open_subscriber(config, "ann")) as subscriber,
     ):
         version, engine, _ = open_engine(
-            config, subscriber, announcements, "tcp://127.0.0.1:9", requests.append
+            config, subscriber, announcements, wire.TrainerAddress(ABSENT), requests.append
         )
         assert (requests, version.step, engine.step) == ([], 6, 6)
         served = cast(Any, engine)._model.state_dict()
@@ -190,8 +192,10 @@ def test_open_engine_stops_waiting_after_the_timeout(tmp_path: Path) -> None:
     arguments = ["--run.dir", str(tmp_path), "--weights.wait-for-weights-timeout", "0.3"]
     config = load_config("bin/generator", arguments)
     with (
-        closing(wire.AnnouncementSubscriber("tcp://127.0.0.1:9")) as announcements,
+        closing(wire.AnnouncementSubscriber(ABSENT)) as announcements,
         closing(open_subscriber(config, "ann")) as subscriber,
         pytest.raises(StoreError, match=r"no weights in .* after 0\.3 s .*bin/trainer"),
     ):
-        open_engine(config, subscriber, announcements, "tcp://127.0.0.1:9", lambda run_id: None)
+        open_engine(
+            config, subscriber, announcements, wire.TrainerAddress(ABSENT), lambda run_id: None
+        )

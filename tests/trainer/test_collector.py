@@ -113,7 +113,8 @@ def opened(
     publisher = RecordingPublisher()
     session = Session(
         load_config("bin/trainer", arguments), RUN, run_log,
-        ProgressAnnouncer(cast(Any, publisher), wire.Announcement(RUN)), StopSignal(),
+        ProgressAnnouncer(cast(Any, publisher), wire.Announcement(RUN)),
+        wire.AddressFile(None, "localhost", 1, RUN), StopSignal(),
     )  # fmt: skip
     collector = BatchCollector(
         session,

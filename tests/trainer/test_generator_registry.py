@@ -446,7 +446,8 @@ def test_mismatch_is_printed_as_often_as_it_is_recorded(
     run_log = stack.enter_context(RunLog(tmp_path, run="run", max_steps=9))
     config = load_config("bin/trainer", ["--train.on-mismatch=drop"])
     announcer = ProgressAnnouncer(cast(Any, None), wire.Announcement(RUN))
-    session = Session(config, RUN, run_log, announcer, StopSignal())
+    address_file = wire.AddressFile(None, "localhost", 1, RUN)
+    session = Session(config, RUN, run_log, announcer, address_file, StopSignal())
     senders = [f"ann/{number:016x}" for number in range(3 * LIMITS["mismatch"])]
     statistics, admission = MismatchStatistics(bound=0.1), Admission(4)
     for _ in range(MIN_STEPS):

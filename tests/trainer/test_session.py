@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,17 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trainer_sessions import Session
 
 from peralta_zmq.config import Config, load_config
-from peralta_zmq.errors import ConfigError, OutageError
+from peralta_zmq.errors import ConfigError, OutageError, WireError
+from peralta_zmq.observe.metrics import METRICS, read_rows
 from peralta_zmq.trainer import loop as trainer
 from peralta_zmq.trainer import policy
+from peralta_zmq.trainer.journal import JOURNAL
 from peralta_zmq.trainer.loop import Trainer
-from peralta_zmq.trainer.session import StopSignal
+from peralta_zmq.trainer.session import StopSignal, known_run_id, lock, write_identity
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.wire.auth import TRAINER, make_keys
+from peralta_zmq.wire.trainer_address import AddressFile, read_address
 from tools.link_proxy import free_ports
 
+REPLACED = "another trainer continues run demo-.*; this one ends"
 Outage = Callable[[Config, pytest.MonkeyPatch], Callable[[], None]]  # begins; returns what ends it
 
 
@@ -201,3 +207,129 @@ def test_new_run_on_a_full_disk_is_refused_at_once(
         ConfigError, match=r"cannot be written \(No space .*; make room .*--run\.dir"
     ):
         trainer.run(config)
+
+
+def test_second_trainer_of_a_cluster_waits_until_the_first_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Slurm queues a job again whose processes may still run on a node that it has lost."""
+    addresses = tmp_path / "addresses"
+    config = config_in(tmp_path, "--wire.address-dir", str(addresses), "--wire.host", "node1")
+    port = config.wire.port
+    with ExitStack() as stack:
+        run_id = Trainer(config, stack).session.run_id
+    AddressFile(addresses, "node1", 1, run_id).write()
+    first = lock(config.run_folder)
+    seen = list[tuple[str, str] | None]()
+
+    def pause(stop: StopSignal, seconds: float) -> None:
+        seen.append(read_address(addresses))
+        first.close()
+
+    monkeypatch.setattr(StopSignal, "pause", pause)
+    with ExitStack() as stack, socket.create_server(("127.0.0.1", port + 1)):
+        Trainer(config, stack)
+        assert read_address(addresses) == (f"tcp://node1:{port + 4}", run_id)
+    assert seen == [("tcp://node1:1", run_id)]  # that of the first one, until it has ended
+    assert read_address(addresses) is None  # removed at the end
+    assert f"another trainer uses {config.run_folder}; stop it" in caplog.text
+
+
+def test_second_trainer_of_a_new_run_waits_and_continues_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_in(tmp_path, "--wire.address-dir", str(tmp_path / "addresses"))
+    config.run_folder.mkdir(parents=True)
+    first = lock(config.run_folder)  # before it writes RUN.json
+
+    def pause(stop: StopSignal, seconds: float) -> None:
+        write_identity(config.run_folder, run_id="demo-1", weights=None)
+        first.close()
+
+    monkeypatch.setattr(StopSignal, "pause", pause)
+    with ExitStack() as stack:
+        trainer = Trainer(config, stack)
+        assert trainer.session.run_id == trainer.session.announcer.announcement.run_id == "demo-1"
+
+
+def test_new_run_that_another_trainer_has_started_is_refused_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both trainers start at the same time; the other one has ended already."""
+    config = config_in(tmp_path)
+    open_policy = policy.open_policy
+
+    def opened(*arguments: Any) -> Any:
+        config.run_folder.mkdir(parents=True)
+        write_identity(config.run_folder, run_id="demo-1", weights=None)
+        return open_policy(*arguments)
+
+    monkeypatch.setattr(policy, "open_policy", opened)
+    with pytest.raises(ConfigError, match="another trainer uses "):
+        trainer.run(config)
+    assert known_run_id(config.run_folder) == "demo-1"
+
+
+def take_over(addresses: Path) -> AddressFile:
+    """Write an address as another trainer does that continues the run."""
+    other = AddressFile(addresses, "elsewhere", 1, "demo")
+    other.write()
+    return other
+
+
+def test_trainer_that_was_replaced_records_no_further_step(tmp_path: Path) -> None:
+    addresses, run = tmp_path / "addresses", tmp_path / "demo"
+    with ExitStack() as stack:
+        session = Session(stack, tmp_path, "--wire.address-dir", str(addresses))
+        session.advance()
+        session.trainer.publishing.wait()
+        before = {file: file.read_bytes() for file in (run / JOURNAL).iterdir()}
+        versions = session.trainer.publishing.store.numbers()
+        take_over(addresses)
+        with pytest.raises(WireError, match=REPLACED):
+            session.advance()
+        with pytest.raises(WireError, match=REPLACED):
+            session.trainer.finish()
+        assert len(read_rows(run / METRICS)) == 1
+        assert {file: file.read_bytes() for file in (run / JOURNAL).iterdir()} == before
+        assert session.trainer.publishing.store.numbers() == versions
+
+
+def test_trainer_that_is_replaced_while_it_computes_records_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses, run = tmp_path / "addresses", tmp_path / "demo"
+    with ExitStack() as stack:
+        session = Session(
+            stack, tmp_path, "--checkpoint.interval=1", "--wire.address-dir", str(addresses)
+        )
+        session.advance()
+        learner = session.trainer.policy.learner
+        learn = learner.learn
+
+        def suspended(*arguments: Any, **options: Any) -> Any:
+            result = learn(*arguments, **options)
+            session.trainer.collector.commit()
+            take_over(addresses)
+            return result
+
+        monkeypatch.setattr(learner, "learn", suspended)
+        with pytest.raises(WireError, match=REPLACED):
+            session.advance()
+        assert len(read_rows(run / METRICS)) == 1
+        with pytest.raises(WireError, match=REPLACED):
+            session.trainer.checkpoints.try_write()
+        assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000001"]
+        session.trainer.publish()
+        with pytest.raises(WireError, match=REPLACED):
+            session.trainer.publishing.wait()
+
+
+def test_waiting_trainer_that_was_replaced_ends(tmp_path: Path) -> None:
+    addresses = tmp_path / "addresses"
+    with ExitStack() as stack:
+        trainer = Trainer(config_in(tmp_path, "--wire.address-dir", str(addresses)), stack)
+        trainer.recover()
+        take_over(addresses).close()  # the other trainer has ended
+        with pytest.raises(WireError, match=REPLACED):
+            trainer.advance()

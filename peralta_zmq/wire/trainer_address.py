@@ -1,0 +1,191 @@
+"""The trainer's address in a shared folder, for clusters that choose the trainer's machine.
+
+Each start of the trainer adds a file with its address and the id of its run, and removes the older
+files; its end removes the file. A running trainer whose file is missing has been replaced.
+
+A generator reads the newest file at its start, and again while the trainer is silent, because a
+restarted trainer may run on another machine. An address may be old, and its port may belong to
+another trainer by now: refused connections and announcements of another run therefore count as
+silence. Every start writes a file of another name: over NFS, SMB or sshfs a changed file is visible
+late, but a new name in a listing is not.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from peralta_zmq.atomic_files import read_chunks, replace_file
+from peralta_zmq.errors import OutageError, WireError, failure_text
+from peralta_zmq.wire.connection import ClientConnection
+from peralta_zmq.wire.sockets import next_port
+
+SILENT_SECONDS = 3.0  # without an announcement (one per second) before the folder is read again
+POLL_SECONDS = 1.0  # between two listings of the folder
+LOG_SECONDS = 5.0  # between two log lines of a generator that waits for the first address
+MAX_BYTES = 512
+FILE_NAME = re.compile(r"trainer_(\d{8})-[0-9a-f]{8}\.address")
+CONTENT = re.compile(r"(tcp://[^\s/]+:\d{1,5}) (\S+)\n")
+NUM_PORTS, MAX_TRIES = 4, 100
+logger = logging.getLogger(__name__)
+
+
+class AddressFile:
+    """The address file of a started trainer. Use with `closing`.
+
+    A later start of the run removes the file. The earlier trainer, if it was suspended meanwhile or
+    could not be reached, then detects with `check` that it must not continue.
+    """
+
+    def __init__(self, folder: Path | None, host: str, port: int, run_id: str) -> None:
+        """With `folder` None, no method does anything."""
+        self._folder, self._address, self._run_id = folder, f"tcp://{host}:{port}", run_id
+        self._file: Path | None = None  # None until it is written
+
+    def write(self) -> None:
+        """Make this address the newest one in the folder; remove the older ones. Raises OSError."""
+        if self._folder is None:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        numbered = _numbered_files(self._folder)
+        name = f"trainer_{max(numbered, default=0) + 1:08}-{os.urandom(4).hex()}.address"
+        replace_file(self._folder / name, f"{self._address} {self._run_id}\n".encode())
+        self._file = self._folder / name
+        for older in numbered.values():
+            older.unlink(missing_ok=True)
+
+    def check(self) -> None:
+        """Raise WireError if another trainer has removed the file.
+
+        Raises OutageError if the folder cannot be used.
+        """
+        if self._file is None:
+            return
+        try:
+            os.utime(self._file)  # an NFS client may answer a stat from its cache
+        except FileNotFoundError:
+            if not self._file.parent.is_dir():
+                raise OutageError(f"{self._file.parent} is gone; is it mounted?") from None
+            raise WireError(
+                f"another trainer continues run {self._run_id}; this one ends, because it was "
+                "suspended or could not be reached for long"
+            ) from None
+        except OSError as error:
+            raise OutageError(f"{self._file} cannot be used: {failure_text(error)}") from None
+
+    def close(self) -> None:
+        """Remove the file."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.unlink(missing_ok=True)
+
+
+def read_address(folder: Path) -> tuple[str, str] | None:
+    """The newest address in `folder` and the id of its run.
+
+    None if there is none or the folder cannot be read.
+    """
+    try:
+        files = _numbered_files(folder)
+        newest = files[max(files)]
+        text = next(read_chunks(newest.parent, newest.name), b"")[:MAX_BYTES].decode("ascii")
+    except (OSError, ValueError):  # ValueError: no files, or not ASCII
+        return None
+    match = CONTENT.fullmatch(text)
+    return (match[1], match[2]) if match else None
+
+
+def find_trainer(
+    address: str, folder: Path | None, *, timeout: float | None = None
+) -> TrainerAddress:
+    """The trainer at `address`; with a folder, at the address that a trainer writes to it.
+
+    Waits for the first address in the folder. Raises WireError after `timeout` seconds.
+    """
+    if folder is None:
+        return TrainerAddress(address)
+    started = logged = time.monotonic()
+    while (newest := read_address(folder)) is None:
+        now = time.monotonic()
+        if timeout is not None and now - started > timeout:
+            raise WireError(
+                f"no trainer has written its address to {folder} for {timeout:.0f} s "
+                "(weights.wait_for_weights_timeout); start the trainer, with the same "
+                "wire.address_dir"
+            )
+        if now - logged > LOG_SECONDS:
+            logged = now
+            logger.info(
+                "waiting for a trainer to write its address to %s (%.0f s); is the folder shared "
+                "with the trainer's machine?",
+                folder,
+                now - started,
+            )
+        time.sleep(POLL_SECONDS)
+    return TrainerAddress(*newest, folder)
+
+
+class TrainerAddress:
+    """The trainer's current address, and the connections of a generator to it."""
+
+    def __init__(self, address: str, run_id: str = "", folder: Path | None = None) -> None:
+        """`folder` has newer addresses; None = neither address nor run are known to change."""
+        self.current, self._run_id = address, run_id
+        self._folder, self._polled_at = folder, time.monotonic()
+        self._connections: list[tuple[ClientConnection, int]] = []
+
+    def add(self, connection: ClientConnection, *, port_offset: int = 0) -> None:
+        """Keep a connection connected to the current address, with `port_offset` added."""
+        connection.raises_refusals = self._folder is None
+        self._connections.append((connection, port_offset))
+
+    def has_run(self, run_id: str) -> bool:
+        """True if an announcement of this run is one of the trainer."""
+        return self._folder is None or run_id == self._run_id
+
+    def poll(self, *, silent_seconds: float) -> None:
+        """Connect to the newest address, if the trainer has been silent; call this often."""
+        now = time.monotonic()
+        if self._folder is None or silent_seconds < SILENT_SECONDS:
+            return
+        if now - self._polled_at < POLL_SECONDS:
+            return
+        self._polled_at = now
+        newest = read_address(self._folder)
+        if newest is None or newest == (self.current, self._run_id):
+            return
+        address, self._run_id = newest
+        logger.info("the trainer has moved: from=%s to=%s", self.current, address)
+        self.current = address
+        for connection, port_offset in self._connections:
+            connection.move(next_port(address, port_offset))
+
+
+def first_free_port(host: str, port: int) -> int:
+    """The first of NUM_PORTS consecutive free ports of this machine, at or after `port`.
+
+    `host` is the address to bind. Returns `port` if MAX_TRIES blocks of ports are in use.
+    """
+    for first in range(port, min(port + MAX_TRIES * NUM_PORTS, 65_533), NUM_PORTS):
+        if all(_is_free(host, first + offset) for offset in range(NUM_PORTS)):
+            return first
+    return port
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        with socket.create_server((host, port)):
+            return True
+    except OSError:
+        return False
+
+
+def _numbered_files(folder: Path) -> dict[int, Path]:
+    """Number -> path of the address files. Raises OSError."""
+    matches = map(FILE_NAME.fullmatch, (path.name for path in folder.iterdir()))
+    return {int(match[1]): folder / match[0] for match in matches if match}
