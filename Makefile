@@ -91,6 +91,9 @@ test-kubernetes: setup  ## The manifests in deploy/kubernetes against the schema
 test-container: setup  ## Build the image and train in it (Debian: apt install podman runc mmdebstrap)
 	@$(BIN)/python -m pytest tests/deploy -m container -rs --timeout 1200 $(ARGS)
 
+test-slurm: setup  ## bin/lan on a Slurm cluster of three nodes on this machine
+	@$(BIN)/python -m pytest tests/operate/test_slurm_cluster.py -m slurm -rs --timeout 600 $(ARGS)
+
 test-skew: setup .venv-other/ready  ## Workers with another Python (PYTHON=python3.13) together with ours
 	@PERALTA_OTHER_PYTHON=.venv-other/bin/python $(BIN)/python -m pytest -m lan -rs -s \
 	  --timeout 300 tests/operate/test_version_skew.py $(ARGS)
@@ -193,4 +196,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-mlx test-vllm test-verifiers test-gpu test-trl test-lab test-lan test-kubernetes test-container test-skew lab-soak fuzz compare-losses time-losses time-lora lint data base-model turns-base-model clean fresh torch package test-tools docs pacing picture structure
+.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-mlx test-vllm test-verifiers test-gpu test-trl test-lab test-lan test-slurm test-kubernetes test-container test-skew lab-soak fuzz compare-losses time-losses time-lora lint data base-model turns-base-model clean fresh torch package test-tools docs pacing picture structure

@@ -1,8 +1,9 @@
-"""Schema of a hosts file, which lists the machines (hosts) of a run.
+"""Schema of a hosts file, which lists the machines (hosts) of a run or its jobs on a cluster.
 
 The program bin/lan copies the project to these hosts and starts their workers: one trainer, and
-generators. The docstring under a field explains that setting of the file. `load_hosts` reads and
-checks a hosts file; each error is one line with the remedy.
+generators. With a table [slurm] it submits the workers as jobs of a Slurm cluster instead. The
+docstring under a field explains that setting of the file. `load_hosts` reads and checks a hosts
+file; each error is one line with the remedy.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 from pydantic_config import ConfigFileError, cli  # pyright: ignore[reportMissingTypeStubs]
 
 from peralta_zmq.config.load import FILE_SIGN, check_files, reason_of
@@ -24,6 +25,24 @@ from peralta_zmq.errors import ConfigError, program_name
 # expand it.
 PLAIN_FOLDER = re.compile(r"(~/|/)?[A-Za-z0-9_][A-Za-z0-9._+/-]*")
 HOME_FOLDER = "~/peralta_zmq"
+TIME_LIMIT = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")  # as sbatch accepts it: 30, 4:00:00, 2-12
+MIN_MINUTES = 10  # of a time limit: a job is warned 2 to 3 minutes before it, and saves
+# Options of sbatch that bin/lan sets itself, or that the jobs need; some have a short form.
+OWN_OPTIONS = {
+    **dict.fromkeys(("array", "a"), "slurm.generators.count"),
+    **dict.fromkeys(("partition", "p"), "partition"),
+    **dict.fromkeys(("account", "A"), "account"),
+    **dict.fromkeys(("time", "t"), "time"),
+    **dict.fromkeys(("nodes", "N"), "slurm.trainer.nodes"),
+    **dict.fromkeys(("cpus-per-task", "c"), "cpus"),
+    **dict.fromkeys(("gpus-per-node", "gpus", "G", "gres"), "gpus"),
+    **dict.fromkeys(("output", "o", "error", "e", "open-mode", "requeue", "no-requeue"), ""),
+    **dict.fromkeys(("dependency", "d", "job-name", "J", "parsable", "wrap", "chdir", "D"), ""),
+    **dict.fromkeys(("signal", "ntasks-per-node", "ntasks", "n", "export", "export-file"), ""),
+    **dict.fromkeys(("clusters", "cluster", "M", "test-only", "wait", "W"), ""),
+}
+# First letter of a short option, after flags without a value: -N4, -QN4.
+SHORT_OPTION = re.compile(r"-[hHIkKOQsvV]*([^-])")
 
 
 class Host(Section):
@@ -70,13 +89,100 @@ class Host(Section):
         return self.dir or (HOME_FOLDER if self.ssh else None)
 
 
+class SlurmJob(Section):
+    """Resources of the trainer's job, or of each generator's job."""
+
+    partition: Text | None = None
+    """partition (queue); None = the cluster's default"""
+    account: Text | None = None
+    """account that is charged; None = the user's default"""
+    cpus: PositiveInt = 1
+    """cores of each process: of the generator, or of each rank of the trainer"""
+    gpus: NonNegativeInt = 0
+    """GPUs on each node; the trainer has one rank on each of them"""
+    time: Text | None = None
+    """time limit, such as 4:00:00 or 2-00:00:00; the job is then queued again and continues; None =
+    the partition's default"""
+    options: tuple[Text, ...] = ()
+    """more options of sbatch, such as --mem=16G or --constraint=a100"""
+
+    @field_validator("time", mode="after")
+    @classmethod
+    def _check_time(cls, time: str | None) -> str | None:
+        if time is not None and not TIME_LIMIT.fullmatch(time):
+            raise ConfigError(
+                f"time {time!r} is no time limit; write minutes, hours:minutes:seconds, or "
+                "days-hours:minutes:seconds, such as 4:00:00"
+            )
+        if time is not None and _minutes(time) < MIN_MINUTES:
+            raise ConfigError(
+                f"time {time!r} is too short for a worker to start and save; "
+                f"set it to {MIN_MINUTES} (minutes) or more"
+            )
+        return time
+
+    @field_validator("options", mode="after")
+    @classmethod
+    def _check_options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
+        for option in options:
+            name = option.split("=")[0]
+            if not name.strip("-") or not name.startswith("-") or " " in option:
+                raise ConfigError(
+                    f"{option!r} in options is no single option of sbatch; write it as in "
+                    '"--mem=16G", one string for each option'
+                )
+            if (setting := _setting_of(name)) is not None:
+                remedy = f"set {setting} instead" if setting else "bin/lan sets it itself"
+                raise ConfigError(f"{option!r} in options is not allowed: {remedy}")
+        return options
+
+
+def _setting_of(option: str) -> str | None:
+    """The setting in place of an option of sbatch; None if the option is allowed.
+
+    sbatch also accepts the beginning of a long name, and a value right after a short one.
+    """
+    if match := SHORT_OPTION.match(option):
+        return OWN_OPTIONS.get(match[1])
+    name = option.removeprefix("--")
+    matches = (own for own in OWN_OPTIONS if len(own) > 1 and own.startswith(name))
+    return next((OWN_OPTIONS[own] for own in matches), None)
+
+
+class SlurmTrainer(SlurmJob):
+    """Resources of the trainer's job."""
+
+    nodes: PositiveInt = 1
+    """machines of the trainer; with several, torchrun starts ranks on each of them"""
+
+
+class SlurmGenerators(SlurmJob):
+    """Resources of the generators, which are the tasks of one job array."""
+
+    count: PositiveInt = 1
+    """number of generators"""
+
+
+class Slurm(Section):
+    """The jobs of a run on a Slurm cluster."""
+
+    setup: Text | None = None
+    """line of shell that each job runs first, such as: module load cuda"""
+    trainer: SlurmTrainer = SlurmTrainer()
+    """the trainer's job, table [slurm.trainer]"""
+    generators: SlurmGenerators = SlurmGenerators()
+    """the array of generators, table [slurm.generators]"""
+
+
 class Hosts(Section):
-    """All machines of a run."""
+    """All machines of a run, or its jobs on a cluster."""
 
     config: Text = "configs/demo.toml"
     """config file on this machine; options of bin/lan override it"""
     host: tuple[Host, ...] = ()
     """the machines, one table [[host]] for each"""
+    slurm: Slurm | None = None
+    """jobs of a Slurm cluster, table [slurm]; instead of machines"""
 
     @property
     def trainer(self) -> Host:
@@ -93,8 +199,20 @@ class Hosts(Section):
         for host in self.host:
             _check_host(host)
         _check_listed_once(self.host)
-        _check_roles(self.host)
+        if self.host or self.slurm is None:
+            _check_roles(self.host)
         return self
+
+
+def _minutes(time: str) -> float:
+    """Minutes of a time limit in sbatch's notation."""
+    days, has_days, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if has_days or len(parts) == 3:  # hours[:minutes[:seconds]]
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    else:  # minutes[:seconds]
+        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
+    return 1440 * int(days or 0) + 60 * hours + minutes + seconds / 60
 
 
 def load_hosts(path: Path) -> Hosts:

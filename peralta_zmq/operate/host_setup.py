@@ -15,6 +15,8 @@ import json
 import os
 import re
 import shlex
+import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -170,6 +172,15 @@ def token_file(config: Config) -> Path | None:
     """The file with the password of the weight store, if it exists on this machine."""
     path = Path(config.weights.token_file or "").expanduser()
     return path if path.is_file() else None
+
+
+def make_keys(folder: Path, generators: Sequence[str]) -> None:
+    """Make the missing CURVE key pairs of the trainer and the generators."""
+    from peralta_zmq.wire import auth
+
+    for name in (auth.TRAINER, *generators):
+        if auth.make_keys(folder, name):
+            sys.stdout.write(f"key of {name}: made in {folder}\n")
 
 
 def key_files(host: Host, keys: Path) -> list[str]:

@@ -1,10 +1,11 @@
-"""`bin/lan`: start and control a run over ssh on the machines of a hosts file.
+"""`bin/lan`: start and control a run on the machines of a hosts file, or on a cluster.
 
 A worker is the trainer or one generator. Each worker has a supervisor on its host, which restarts
-the worker after a crash (operate/supervisor.py). The run continues when bin/lan ends. Commands:
+the worker after a crash (operate/supervisor.py). The run continues when bin/lan ends. A launcher
+starts the workers: over ssh on hosts, or as jobs of a Slurm cluster (operate/slurm.py). Commands:
 
 up       probe every host, copy the code, install, send settings, check, start; then show the logs
-sync     only probe, copy and install
+sync     only probe, copy and install (ssh)
 status   print the state of every worker
 logs, restart, stop, enable, disable   for the workers of a host, or for one worker, by name
 down     stop all workers
@@ -19,15 +20,16 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from peralta_zmq.config import Config, check_memory_fractions, load_config
-from peralta_zmq.config.hosts import Host, Hosts, load_hosts
+from peralta_zmq.config.hosts import Host, Hosts, Slurm, load_hosts
 from peralta_zmq.config.programs import LAN_COMMANDS
 from peralta_zmq.errors import ConfigError, printable, program_name
 from peralta_zmq.operate import host_setup, lan_monitor, ssh
 from peralta_zmq.operate.doctor.checks import SERVING
-from peralta_zmq.operate.lan_monitor import in_parallel
+from peralta_zmq.operate.lan_monitor import Row, in_parallel
+from peralta_zmq.operate.slurm import SlurmLauncher
 
 PROGRAM = program_name("lan")
 STARTING = ("up", "sync")  # commands that need the code and the settings
@@ -38,37 +40,121 @@ StepsOf: TypeAlias = Callable[[Host], list[ssh.Command]]  # commands of one phas
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command on the hosts of a hosts file. Raises ConfigError."""
+    """Run one command for the workers of a hosts file. Raises ConfigError."""
     options, settings = _parser().parse_known_args(arguments)
     command: str = options.command
     if settings and command not in STARTING:
         raise ConfigError(f"{command} takes no {settings[0]}; only up and sync take settings")
-    if command in STARTING and not (host_setup.REPO / "bin").exists():
-        raise ConfigError(
-            f"{command} copies a checkout of the project to the hosts, and this is an installed "
-            "package; clone the project and run bin/lan there"
-        )
     path = options.hosts or (HOSTS_FILE if HOSTS_FILE.exists() else EXAMPLE)
     hosts = load_hosts(path)
-    hosts_option = f"--hosts {path}"
+    launcher = choose_launcher(hosts, path, options)
     if command in STARTING:
         config = load_config(f"{PROGRAM} up", ["@", hosts.config, *settings])
-        check_addresses(hosts, config)
-        check_memory(hosts, config)
-        fleet = Fleet(hosts, config, path, options.partial, options.dry_run)
-        if command == "sync":
-            return fleet.sync()
-        if (code := fleet.up()) or options.dry_run:
+        code = launcher.up(config) if command == "up" else launcher.sync(config)
+        if code or command == "sync" or options.dry_run:
             return code
-        has_ended = lan_monitor.follow_logs(select_workers(hosts, ()), hosts_option, lines=0)
-        return lan_monitor.trainer_exit_code(hosts) if has_ended else 0
+        return launcher.exit_code() if launcher.follow_logs((), lines=0) else 0
     if command == "status":
-        return lan_monitor.print_status(hosts)
-    selected = select_workers(hosts, options.names)
+        return lan_monitor.print_status(launcher.rows())
     if command == "logs":
-        lan_monitor.follow_logs(selected, hosts_option, lines=lan_monitor.DEFAULT_LINES)
+        launcher.follow_logs(options.names, lines=lan_monitor.DEFAULT_LINES)
         return 0
-    return _command_supervisors(command, selected)
+    return launcher.control(command, options.names)
+
+
+class Launcher(Protocol):
+    """Starts and controls the workers of a run. Every method may raise ConfigError."""
+
+    def up(self, config: Config) -> int:
+        """Start the workers, except those that run already; returns an exit code."""
+        ...
+
+    def sync(self, config: Config) -> int:
+        """Only copy and install; returns an exit code."""
+        ...
+
+    def rows(self) -> list[Row]:
+        """The status of every worker."""
+        ...
+
+    def exit_code(self) -> int:
+        """The exit code of the trainer; 1 if it still runs or cannot be reached."""
+        ...
+
+    def follow_logs(self, names: Sequence[str], *, lines: int) -> bool:
+        """Print the logs of these workers (all without names), `lines` earlier lines of each.
+
+        Returns True when the workers have ended, False after Ctrl-C.
+        """
+        ...
+
+    def control(self, command: str, names: Sequence[str]) -> int:
+        """Restart, stop, enable or disable these workers (all without names); an exit code."""
+        ...
+
+
+def choose_launcher(hosts: Hosts, path: Path, options: argparse.Namespace) -> Launcher:
+    """The launcher that --launcher names; by default that of the tables of the hosts file."""
+    dry_run, partial = getattr(options, "dry_run", False), getattr(options, "partial", False)
+    by_default = "slurm" if hosts.slurm and not hosts.host else "ssh"
+    if (options.launcher or by_default) == "slurm":
+        if partial:
+            raise ConfigError(
+                "--partial is for hosts with ssh; leave it out: Slurm starts each generator as "
+                "soon as its job can run"
+            )
+        return SlurmLauncher(hosts.slurm or Slurm(), path, dry_run=dry_run)
+    if not hosts.host:
+        raise ConfigError(
+            f"{path} has no [[host]] for --launcher ssh; add the machines, or leave "
+            "out --launcher to use [slurm]"
+        )
+    return SshLauncher(hosts, path, partial=partial, dry_run=dry_run)
+
+
+class SshLauncher:
+    """Starts and controls the workers on the hosts of a hosts file (see `Launcher`)."""
+
+    def __init__(
+        self, hosts: Hosts, path: Path, *, partial: bool = False, dry_run: bool = False
+    ) -> None:
+        self._hosts, self._path = hosts, path
+        self._partial, self._dry_run = partial, dry_run
+
+    def up(self, config: Config) -> int:
+        """Run all phases up to running workers."""
+        return self._fleet("up", config).up()
+
+    def sync(self, config: Config) -> int:
+        """Probe, copy and install."""
+        return self._fleet("sync", config).sync()
+
+    def rows(self) -> list[Row]:
+        """The status of every worker; unknown, if its host cannot be reached."""
+        return lan_monitor.query_all(self._hosts)
+
+    def exit_code(self) -> int:
+        """The exit code of the trainer."""
+        return lan_monitor.trainer_exit_code(self._hosts)
+
+    def follow_logs(self, names: Sequence[str], *, lines: int) -> bool:
+        """Print the logs over ssh."""
+        selected = select_workers(self._hosts, names)
+        return lan_monitor.follow_logs(selected, f"--hosts {self._path}", lines=lines)
+
+    def control(self, command: str, names: Sequence[str]) -> int:
+        """Send a command to the supervisors of the workers."""
+        return _command_supervisors(command, select_workers(self._hosts, names))
+
+    def _fleet(self, command: str, config: Config) -> Fleet:
+        if not (host_setup.REPO / "bin").exists():
+            raise ConfigError(
+                f"{command} copies a checkout of the project to the hosts, and this is an "
+                "installed package; clone the project and run bin/lan there"
+            )
+        check_addresses(self._hosts, config)
+        check_memory(self._hosts, config)
+        return Fleet(self._hosts, config, self._path, self._partial, self._dry_run)
 
 
 def select_workers(hosts: Hosts, names: Sequence[str]) -> list[tuple[Host, list[str]]]:
@@ -109,7 +195,7 @@ class Fleet:
         if not self._copy_and_install():
             return 1
         if keys and not self.dry_run:
-            _make_keys(keys, self.hosts.generators)
+            host_setup.make_keys(keys, self.hosts.generators)
         is_started = (
             self._phase("settings", lambda host: host_setup.send_settings(host, self.config))
             and self._phase("check", self._supervisor_steps("check"))
@@ -241,15 +327,6 @@ def _command_supervisors(command: str, selected: Sequence[tuple[Host, list[str]]
     return int(any(problems.values()))
 
 
-def _make_keys(folder: Path, generators: Sequence[str]) -> None:
-    """Make the missing CURVE key pairs of the trainer and the generators."""
-    from peralta_zmq.wire import auth
-
-    for name in (auth.TRAINER, *generators):
-        if auth.make_keys(folder, name):
-            sys.stdout.write(f"key of {name}: made in {folder}\n")
-
-
 def check_addresses(hosts: Hosts, config: Config) -> None:
     """Raise ConfigError for a missing weights folder, or a loopback address of the trainer."""
     others = [host for host in hosts.host if host is not hosts.trainer]
@@ -291,12 +368,20 @@ def _parser() -> argparse.ArgumentParser:
     for name in LAN_COMMANDS:
         command = commands.add_parser(name, allow_abbrev=False)
         command.add_argument("--hosts", type=Path, metavar="FILE", help=f"default: {HOSTS_FILE}")
+        command.add_argument(
+            "--launcher",
+            choices=("ssh", "slurm"),
+            help="default: slurm, if the hosts file has a table [slurm] and no [[host]]; else ssh",
+        )
         if name in STARTING:
             command.add_argument("--dry-run", action="store_true", help="print every command")
             command.add_argument(
                 "--partial", action="store_true", help="continue without generator hosts that fail"
             )
-            command.usage = f"{PROGRAM} {name} [--hosts FILE] [--dry-run] [--partial] [SETTINGS]"
+            command.usage = (
+                f"{PROGRAM} {name} [--hosts FILE] [--launcher ssh|slurm] [--dry-run] [--partial] "
+                "[SETTINGS]"
+            )
         elif name not in ("status", "down"):
             command.add_argument("names", nargs="*", metavar="NAME", help="a host or a worker")
         else:

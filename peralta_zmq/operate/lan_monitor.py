@@ -20,7 +20,11 @@ from peralta_zmq.errors import printable, program_name
 from peralta_zmq.observe.run_state import format_duration
 from peralta_zmq.operate import host_setup, ssh
 
-FAILED_STATES = ("gave up", "failed", "crashed", "unknown")  # unknown: the query failed
+# unknown: the query failed. From "unshared" on: only of jobs of a Slurm cluster.
+FAILED_STATES = (
+    *("gave up", "failed", "crashed", "unknown"),
+    *("unshared", "node failed", "no memory"),
+)
 DEFAULT_LINES = 20  # earlier lines of each log that `bin/lan logs` prints
 RECONNECT_SECONDS = 5.0
 # Status of one worker: the JSON object of `supervisor.print_status` plus the host's name. The keys
@@ -30,20 +34,19 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def print_status(hosts: Hosts) -> int:
+def print_status(rows: Sequence[Row]) -> int:
     """Print a line for each worker, and the end of a failed worker's log.
 
     Returns an exit code: 1 if a worker failed or a host cannot be reached, else 0.
     """
     sys.stdout.write(_line("worker", "host", "state", "since", "restarts", "last line"))
-    rows = _query_all(hosts)
     sys.stdout.writelines(map(_status_text, rows))
     return int(any(row["state"] in FAILED_STATES for row in rows))
 
 
 def running_workers(hosts: Hosts) -> list[str]:
     """Names of the running workers on the hosts that can be reached."""
-    return [str(row["name"]) for row in _query_all(hosts) if row["state"] == "running"]
+    return [str(row["name"]) for row in query_all(hosts) if row["state"] == "running"]
 
 
 def trainer_exit_code(hosts: Hosts) -> int:
@@ -59,7 +62,8 @@ def in_parallel(function: Callable[[T], R], arguments: Mapping[str, T]) -> dict[
         return dict(zip(arguments, pool.map(function, arguments.values()), strict=True))
 
 
-def _query_all(hosts: Hosts) -> list[Row]:
+def query_all(hosts: Hosts) -> list[Row]:
+    """The status of all workers, in the order of the hosts."""
     rows_by_host = in_parallel(_query, {host.name: host for host in hosts.host})
     return [row for rows in rows_by_host.values() for row in rows]
 

@@ -74,6 +74,7 @@ def supervise(
     record: Record,
     on_tick: Callable[[ProcessGroup], None] | None = None,
     has_trained: Callable[[], bool] = lambda: False,
+    stop_signal: int | None = None,
 ) -> int:
     """Run the workers until the leader finishes; returns the exit code of the group.
 
@@ -81,10 +82,12 @@ def supervise(
     failed: if it is the leader, the group ends; any other worker is started again after 60 s. The
     group also ends if all other workers have failed and `has_trained` returns False. The first
     SIGINT or SIGTERM is passed to the leader only, the second one kills all workers. `record` gets
-    the events restart, killed and failed. `on_tick` is called at least 5 times a second.
+    the events restart, killed and failed. `on_tick` is called at least 5 times a second. With
+    `stop_signal`, the leader gets that signal instead of the first one, and later ones are ignored.
     """
     atexit.register(_discard_unwritten_output)
     with catch_signals() as wait_for_signals, ProcessGroup(workers, record, has_trained) as group:
+        group.stop_signal = stop_signal
         while (code := group.poll()) is None:
             for number in wait_for_signals(POLL_SECONDS):
                 if (code := group.interrupt(number)) is not None:
@@ -104,8 +107,9 @@ class ProcessGroup:
         self._processes = {worker.name: ManagedProcess(worker, record) for worker in workers}
         self._leader = self._processes[workers[0].name]
         self._record, self._has_trained = record, has_trained
+        self.stop_signal: int | None = None  # see `supervise`
         self._guard_pipe = os.pipe()
-        self._interrupted = False
+        self.is_interrupted = False  # a SIGINT or SIGTERM was received
         self._notices: list[str] = []  # messages not yet printed, see `_print`
 
     def __enter__(self) -> ProcessGroup:
@@ -141,9 +145,11 @@ class ProcessGroup:
         The first signal is passed to the leader, and the group continues (None). The second signal
         ends the group, and so does the first if the leader is not running.
         """
-        if self._interrupted or not self._leader.send_signal(number):
+        if self.is_interrupted and self.stop_signal:
+            return None
+        if self.is_interrupted or not self._leader.send_signal(self.stop_signal or number):
             return 128 + number
-        self._interrupted = True
+        self.is_interrupted = True
         return None
 
     def stop_all(self, wait_for_signals: WaitForSignals) -> None:
@@ -177,9 +183,9 @@ class ProcessGroup:
         worker = process.worker
         if process is self._leader:
             self._print_notices()
-            if code == 0 or self._interrupted:
+            if code == 0 or self.is_interrupted:
                 return code if code >= 0 else 128 - code  # of a signal: 128 + number, as a shell
-        if code == 0 or self._interrupted or process.is_stopped:
+        if code == 0 or self.is_interrupted or process.is_stopped:
             return None
         reason = f"killed by {SIGNAL_NAMES.get(-code, -code)}" if code < 0 else f"exit code {code}"
         process.reason = reason
@@ -334,8 +340,8 @@ class ManagedProcess:
 def catch_signals() -> Generator[WaitForSignals, None, None]:
     """Yield a function `wait(seconds)` that waits for SIGINT, SIGTERM or SIGCHLD.
 
-    That function returns the received signals except SIGCHLD (a child has ended), which only ends
-    the wait.
+    That function returns the received SIGINT and SIGTERM. SIGCHLD (a child has ended) and signals
+    with handlers of the caller only end the wait.
     """
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
@@ -348,7 +354,7 @@ def catch_signals() -> Generator[WaitForSignals, None, None]:
     def wait_for_signals(seconds: float) -> list[int]:
         ready, _, _ = select.select([reading], [], [], seconds)
         received = os.read(reading, 4096) if ready else b""
-        return [number for number in received if number != signal.SIGCHLD]
+        return [number for number in received if number in (signal.SIGINT, signal.SIGTERM)]
 
     try:
         yield wait_for_signals

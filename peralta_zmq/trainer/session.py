@@ -229,7 +229,7 @@ def open_run_folder(
         waiting(lambda: _claim_weights(store, config, run_id))
     except StoreError:
         if is_new:
-            _remove_new(folder, run_id)
+            _remove_new(folder)
         raise
     except OSError as error:  # only for a new run: `waiting` raises OutageError
         raise _unwritable_error(folder, error) from None
@@ -363,10 +363,8 @@ def _claim_weights(store: WeightStore, config: Config, run_id: str) -> None:
         write_identity(config.run_folder, run_id=run_id, weights=store.address)
 
 
-def _remove_new(folder: Path, run_id: str) -> None:
-    """Remove the run folder of the new run `run_id`, which could not start."""
-    if known_run_id(folder) != run_id:
-        return
+def _remove_new(folder: Path) -> None:
+    """Remove the run folder of a new run that could not start."""
     for name in (IDENTITY, RESOLVED, LOCK):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):  # not empty: for example, it has logs of the supervisor

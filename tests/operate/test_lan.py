@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hosts import HOSTS, MAC, PC, config
+from hosts import HOSTS, MAC, PC, config, hosts_file
 
 from peralta_zmq.config.hosts import Hosts
 from peralta_zmq.config.sections import EngineSection, SecuritySection, WireSection
@@ -41,10 +41,10 @@ def test_dry_run_prints_every_command_and_runs_none(
 
 
 def test_up_without_checkout_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # without a hosts file, nothing starts if the check is missing
     monkeypatch.setattr(host_setup, "REPO", tmp_path)
+    path = hosts_file(tmp_path / "hosts.toml", {"name": "a", "role": "trainer", "count": 1})
     with pytest.raises(ConfigError, match="up copies a checkout of the project to the hosts, and"):
-        lan.main(["up"])
+        lan.main(["up", "--hosts", str(path), "--dry-run"])
 
 
 def test_jobs_survive_serialization() -> None:

@@ -1,0 +1,331 @@
+"""Jobs for Slurm: scripts, commands, states and refusals, without Slurm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from peralta_zmq.atomic_files import replace_file
+from peralta_zmq.config import load_config
+from peralta_zmq.config.hosts import Slurm, SlurmGenerators, SlurmTrainer
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.operate import lan
+from peralta_zmq.operate.slurm import SlurmLauncher, worker_row
+from peralta_zmq.operate.slurm_job import (
+    JobState,
+    generator_command,
+    main,
+    read_state,
+    trainer_command,
+)
+from peralta_zmq.operate.slurm_queue import JobStatus, parse_squeue
+from peralta_zmq.operate.slurm_submit import check_array_size, cluster_config, plan_run, sbatch
+
+SETTINGS = Slurm(
+    setup="module load cuda",
+    trainer=SlurmTrainer(partition="gpu", nodes=2, gpus=4, cpus=8, time="1-00:00:00"),
+    generators=SlurmGenerators(partition="spare", account="lab", count=3, options=("--mem=4G",)),
+)
+HOSTS = """
+config = "configs/demo.toml"
+[slurm.trainer]
+[slurm.generators]
+count = 3
+"""
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on PATH with commands of Slurm that print MaxArraySize or refuse a partition."""
+    folder = tmp_path / "commands"
+    folder.mkdir()
+    bodies = {
+        "sbatch": "echo 'sbatch: error: invalid partition specified: gpu' >&2\n"
+                  "echo 'allocation failure: Invalid partition name specified' >&2; exit 1",
+        "scontrol": "echo 'MaxArraySize            = 2'",
+        "squeue": "exit 1", "scancel": "exit 1",
+    }  # fmt: skip
+    for name, body in bodies.items():
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+def test_dry_run_prints_both_jobs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    (tmp_path / "hosts.toml").write_text(HOSTS)
+    options = ["--hosts", str(tmp_path / "hosts.toml"), "--dry-run", "--run.dir", str(tmp_path)]
+    assert lan.main(["up", *options]) == 0
+    out = capsys.readouterr().out
+    assert "# trainer\nsbatch --requeue --open-mode=append --signal=B:USR1@120 " in out
+    assert f"--output={tmp_path}/demo/logs/generator-%a.log" in out
+    assert (
+        out.count(f"exec {sys.executable} -m peralta_zmq.operate.slurm_job {tmp_path}/demo ") == 2
+    )
+    assert os.listdir(tmp_path) == ["hosts.toml"]
+
+
+def test_jobs_have_the_resources_of_the_hosts_file(tmp_path: Path) -> None:
+    config = cluster_config(load_config("bin/lan", ["--run.dir", str(tmp_path)]))
+    assert config.wire.bind == "0.0.0.0"
+    assert config.wire.address_dir == f"{tmp_path}/demo/slurm/addresses"
+    assert config.security.keys == f"{tmp_path}/demo/slurm/keys"
+    run = plan_run(SETTINGS, config)
+    assert {"--nodes=2", "--partition=gpu", "--cpus-per-task=32", "--gpus-per-node=4",
+            "--time=1-00:00:00"} <= {*run.arguments["trainer"]}  # fmt: skip
+    generators = run.arguments["generators"]
+    assert {"--nodes=1", "--partition=spare", "--account=lab"} <= {*generators}
+    assert generators[-1] == "--mem=4G"
+    setup, command = run.scripts["trainer"].splitlines()[-2:]
+    assert setup == "module load cuda"
+    assert command.startswith(
+        'exec srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" ' + sys.executable
+    )
+    assert command.endswith(".toml trainer 4")
+    assert run.scripts["generators"].endswith(".toml generator 3\n")
+    assert "srun" not in run.scripts["generators"]
+
+
+def test_trainer_of_several_processes_starts_with_torchrun() -> None:
+    environment = {"PERALTA_ADDRESS": "node7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NODEID": "1",
+                   "SLURM_JOB_ID": "30012"}  # fmt: skip
+    command = trainer_command("c.toml", 4, environment)
+    shown = " ".join(command)
+    assert " -m torch.distributed.run --nnodes 2 --node-rank 1 --nproc-per-node 4 " in shown
+    assert "--master-addr node7 --master-port 15012 " in shown
+    assert command[-5:] == (command[-5], "@", "c.toml", "--wire.host", "node7")
+    assert command[-5].endswith("trainer")
+    alone = trainer_command("c.toml", 1, environment | {"SLURM_JOB_NUM_NODES": "1"})
+    assert "torch.distributed.run" not in alone
+
+
+@pytest.mark.parametrize("name", ["trainer", "generators"])
+def test_script_writes_the_first_state_before_the_setup(tmp_path: Path, name: str) -> None:
+    """The setup may be slow or fail, and the file shows that the run folder is shared."""
+    folder = tmp_path / "a b"
+    config = cluster_config(load_config("bin/lan", ["--run.dir", str(folder)]))
+    settings = SETTINGS.model_copy(update={"setup": "exit 7"})
+    (folder / "demo/slurm").mkdir(parents=True)
+    environment = os.environ | {
+        "SLURMD_NODENAME": "node1", "SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "8",
+        "SLURM_ARRAY_TASK_ID": "2",
+    }  # fmt: skip
+    script = plan_run(settings, config).scripts[name]
+    done = subprocess.run(["bash", "-c", script], env=environment, check=False)
+    worker, job = ("trainer", "9") if name == "trainer" else ("generator-2", "8_2")
+    assert done.returncode == 7
+    assert read_state(folder / "demo", worker, job) == JobState(job, "node1")
+
+
+WORKER = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("SIGTERM", flush=True), signal.signal(15, 0)))
+signal.signal(signal.SIGINT, lambda *_: (print("SIGINT", flush=True), time.sleep(0.5), sys.exit()))
+print("started", flush=True)
+while True: time.sleep(0.1)
+"""
+JOB = """
+import os, signal, sys; from pathlib import Path; from peralta_zmq.operate import slurm_job
+limits = [float(word) for word in sys.argv[3:6]]
+slurm_job.REQUEUE_SECONDS, slurm_job.LAST_REQUEUE_SECONDS, slurm_job.CHECK_SECONDS = limits
+slurm_job.RETRY_SECONDS = 0.1
+os.environ |= {"SLURM_JOB_ID": "9", "SLURMD_NODENAME": "node1"}
+job = slurm_job.Job(Path(sys.argv[1]), sys.argv[2], (sys.executable, *sys.argv[6:]), os.environ)
+sys.exit(job.run())
+"""
+
+
+@pytest.fixture
+def start_job(tmp_path: Path, stack: ExitStack) -> Callable[..., subprocess.Popen[str]]:
+    def start(
+        name: str, requeue: float = 90, last_requeue: float = 115, check: float = 30
+    ) -> subprocess.Popen[str]:
+        (tmp_path / "slurm").mkdir(exist_ok=True)
+        limits = map(str, (requeue, last_requeue, check))
+        words = [sys.executable, "-c", JOB, str(tmp_path), name, *limits, "-c", WORKER]
+        job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        stack.enter_context(job)
+        stack.callback(job.kill)
+        assert job.stdout and job.stdout.readline() == "started\n"
+        return job
+
+    return start
+
+
+def test_worker_that_slurm_also_signals_ends_after_it_has_saved(
+    start_job: Callable[..., subprocess.Popen[str]],
+) -> None:
+    """Slurm sends SIGTERM to all processes of a job; a second one would end a trainer at once."""
+    job = start_job("trainer")
+    (worker,) = [
+        child for child in psutil.Process(job.pid).children() if child.cmdline()[-2:-1] == ["-c"]
+    ]
+    worker.send_signal(signal.SIGTERM)
+    assert job.stdout and job.stdout.readline() == "SIGTERM\n"
+    job.terminate()
+    assert job.stdout.readline() == "SIGINT\n"
+    job.terminate()  # another one while the worker saves
+    assert job.stdout.read() == "" and job.wait(timeout=20) == 0
+
+
+def test_job_near_its_time_limit_is_queued_again(
+    tmp_path: Path, commands: Path, start_job: Callable[..., subprocess.Popen[str]]
+) -> None:
+    calls = tmp_path / "calls"
+    script = f'echo "$@" >> {calls}; [ $(wc -l < {calls}) -gt 1 ] || exit 1'
+    (commands / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
+    job = start_job("trainer")
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(timeout=20) == 0
+    assert calls.read_text() == "requeue 9\n" * 2  # the first one failed
+
+    calls.unlink()
+    (commands / "scontrol").write_text("#!/bin/sh\necho 'no permission' >&2; exit 1\n")
+    job = start_job("trainer", 0.1, 0.3)
+    job.send_signal(signal.SIGUSR1)
+    out = job.communicate(timeout=20)[0]
+    assert "job 9 could not be queued again (no permission); start it with bin/lan restart t" in out
+
+
+def test_generator_is_stopped_and_not_queued_again_after_the_end_of_the_trainer(
+    tmp_path: Path, start_job: Callable[..., subprocess.Popen[str]]
+) -> None:
+    job = start_job("generator-0")
+    replace_file(tmp_path / "slurm/trainer.json", b'{"job": "7", "node": "node1", "code": 2}')
+    job.send_signal(signal.SIGUSR1)
+    assert "queueing" not in job.communicate(timeout=20)[0]
+
+    replace_file(tmp_path / "slurm/trainer.json", b'{"job": "7", "node": "node1"}')
+    job = start_job("generator-0", check=0.1)
+    replace_file(tmp_path / "slurm/trainer.json", b'{"job": "7", "node": "node1", "code": 2}')
+    assert job.communicate(timeout=20)[0] == (
+        "generator-0: the trainer has ended; nothing to do\nSIGINT\n"
+    )
+    state = read_state(tmp_path, "generator-0")
+    assert state and state.stopped
+
+
+def test_job_on_a_lost_node_keeps_the_state_of_its_successor(
+    tmp_path: Path, start_job: Callable[..., subprocess.Popen[str]]
+) -> None:
+    job = start_job("trainer")
+    assert read_state(tmp_path, "trainer") == JobState("9", "node1")
+    replace_file(tmp_path / "slurm/trainer.json", b'{"job": "9", "node": "node2"}')
+    job.terminate()
+    assert job.wait(timeout=20) == 0
+    assert read_state(tmp_path, "trainer") == JobState("9", "node2")
+
+
+def test_generator_that_starts_after_the_end_of_the_run_does_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "config.toml").touch()
+    replace_file(tmp_path / "slurm/trainer.json", b'{"job": "7", "node": "node1", "code": 0}')
+    arguments = [str(tmp_path), str(tmp_path / "config.toml"), "generator", "3"]
+    assert main(arguments, {"SLURM_ARRAY_TASK_ID": "1"}) == 0
+    assert "generator-1: the trainer has ended; nothing to do" in capsys.readouterr().out
+
+
+def test_generator_is_named_by_its_task() -> None:
+    command = generator_command("c.toml", 8, {"SLURM_ARRAY_TASK_ID": "5"})
+    assert command[-6:] == ("--generator.name", "generator-5", "--generator.index", "5",
+                            "--generator.count", "8")  # fmt: skip
+
+
+def test_job_on_a_node_without_the_shared_folder_reports_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path), str(tmp_path / "config.toml"), "generator", "3"], {}) == 2
+    assert "/config.toml is missing on " in capsys.readouterr().err
+
+
+def test_squeue_lines_are_parsed() -> None:
+    text = (
+        "12|N/A|RUNNING|node[1-2]|None|1-02:03:04\n"
+        "13|0|PENDING||Dependency|0:00\n13|7|NODE_FAIL|node9|None|5:06\n14|N/A|FAILED|n|x|INVALID\n"
+    )
+    statuses = parse_squeue(text)
+    assert statuses["12"] == JobStatus("RUNNING", "node[1-2]", "None", 93_784)
+    assert statuses["13_0"].reason == "Dependency" and not statuses["13_0"].has_ended
+    assert statuses["13_7"] == JobStatus("NODE_FAIL", "node9", "None", 306)
+    assert statuses["13_7"].has_ended and statuses["14"].seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "shown", "last"),
+    [
+        (("PENDING", "Priority", 0), None, "queued", "waiting: Priority"),
+        (("RUNNING", "None", 9), JobState("7", "node1", restarts=2), "running", ""),
+        (("RUNNING", "None", 99), None, "unshared", "the job has written nothing to "),
+        (("CONFIGURING", "None", 99), None, "configuring", ""),
+        (("COMPLETED", "None", 9), JobState("7", "node1", code=0), "done", ""),
+        (("COMPLETED", "None", 9), JobState("7", "node1", code=0, stopped=True), "stopped", ""),
+        (("FAILED", "None", 9), JobState("7", "node1", code=2), "failed", ""),
+        (("TIMEOUT", "None", 9), JobState("7", "node1"), "time limit", ""),
+        (("CANCELLED", "None", 9), None, "stopped", ""),
+        (None, JobState("7", "node1", code=1), "gave up", ""),
+        (None, None, "ended", ""),
+    ],
+)  # fmt: skip
+def test_row_combines_queue_and_state_file(
+    tmp_path: Path, status: tuple[str, str, int] | None, state: JobState | None,
+    shown: str, last: str,
+) -> None:  # fmt: skip
+    is_queued = status is not None and status[0] == "PENDING"
+    node = "" if is_queued else "node1"
+    job = JobStatus(status[0], node, status[1], status[2]) if status else None
+    row = worker_row(tmp_path, "generator-0", job, state)
+    assert row["state"] == shown
+    assert row["host"] == ("-" if is_queued or not (status or state) else "node1")
+    assert "".join(map(str, row["tail"])).startswith(last)  # type: ignore[call-overload]
+    assert row["restarts"] == (state.restarts if state else 0)
+
+
+def test_missing_commands_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        ConfigError, match="there is no sbatch on this machine; run bin/lan on a lo"
+    ):
+        SlurmLauncher(SETTINGS, tmp_path / "hosts.toml")
+
+
+def test_refusals_of_slurm_name_the_setting(tmp_path: Path, commands: Path) -> None:
+    run = plan_run(SETTINGS, cluster_config(load_config("bin/lan", ["--run.dir", str(tmp_path)])))
+    with pytest.raises(
+        ConfigError,
+        match=r"slurm\.trainer\.partition gpu: allocation failure: Invalid partition name "
+        "specified; choose one that sinfo lists",
+    ):
+        sbatch(SETTINGS, run, "trainer", "--test-only")
+    check_array_size(2)
+    with pytest.raises(ConfigError, match=r"generators.count 3 is more than .*set it to 2 or less"):
+        check_array_size(3)
+
+
+def test_launcher_follows_the_tables_of_the_hosts_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "hosts.toml"
+    path.write_text(HOSTS)
+    with pytest.raises(ConfigError, match=r"no jobs were submitted with --hosts .*run bin/lan up"):
+        lan.main(["status", "--hosts", str(path)])
+    with pytest.raises(ConfigError, match=r"has no \[\[host\]\] for --launcher ssh; add the mach"):
+        lan.main(["status", "--hosts", str(path), "--launcher", "ssh"])
+    with pytest.raises(ConfigError, match="--partial is for hosts with ssh; leave it out"):
+        lan.main(["up", "--hosts", str(path), "--partial"])
+    path.write_text(HOSTS + '[[host]]\nname = "a"\nrole = "trainer"\ncount = 1\n')
+    with pytest.raises(ConfigError, match="no jobs were submitted"):
+        lan.main(["down", "--hosts", str(path), "--launcher", "slurm"])
