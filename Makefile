@@ -92,7 +92,7 @@ test-container: setup  ## Build the image and train in it (Debian: apt install p
 	@$(BIN)/python -m pytest tests/deploy -m container -rs --timeout 1200 $(ARGS)
 
 test-slurm: setup  ## bin/lan on a Slurm cluster of three nodes on this machine
-	@$(BIN)/python -m pytest tests/operate/test_slurm_cluster.py -m slurm -rs --timeout 600 $(ARGS)
+	@$(BIN)/python -m pytest tests/operate/test_slurm_cluster.py -m slurm -rs --timeout 1200 $(ARGS)
 
 test-skew: setup .venv-other/ready  ## Workers with another Python (PYTHON=python3.13) together with ours
 	@PERALTA_OTHER_PYTHON=.venv-other/bin/python $(BIN)/python -m pytest -m lan -rs -s \
