@@ -84,6 +84,12 @@ def keep_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # no trimming of the heap
 
 
+def release_memory() -> None:
+    """Return freed memory to the system, also after `keep_memory`."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def choose_device(device: str = "auto") -> torch.device:
     """The named device; `auto` is CUDA or MPS if present, else the CPU.
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -56,3 +58,14 @@ def test_choose_dtype_reads_this_machine_s_cpuinfo() -> None:
     cpuinfo = Path("/proc/cpuinfo")
     has_bf16 = multiplies_bf16(cpuinfo.read_text("utf-8") if cpuinfo.exists() else "")
     assert models.choose_dtype(CPU) == native_dtype("cpu", has_bf16=has_bf16)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs mallopt")
+def test_freed_memory_is_kept_until_it_is_released() -> None:
+    models.keep_memory()
+    process, blocks = psutil.Process(), [torch.ones(1 << 19) for _ in range(32)]  # 64 MiB
+    used = process.memory_info().rss
+    blocks.clear()
+    assert used - process.memory_info().rss < 16 << 20
+    models.release_memory()
+    assert used - process.memory_info().rss > 48 << 20
