@@ -8,6 +8,7 @@ Only a trainer needs the package peft.
 from __future__ import annotations
 
 import hashlib
+import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -190,4 +191,5 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
 def _peft() -> Any:
     """Import peft. Raises ConfigError if it is not installed."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; no kernel is used
     return import_extra("peft", extra="lora", needed_by="lora.rank")
