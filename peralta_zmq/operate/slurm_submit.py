@@ -37,13 +37,19 @@ from peralta_zmq.operate.slurm_job import (
 )
 
 GENERATORS = "generators"  # name of the job array, and of all generators as an argument
-# Part of an error of sbatch, the setting that causes it, and the remedy.
+# Part of an error of sbatch, the settings that may cause it, and the remedy. The first one counts:
+# "Invalid account or account/partition combination" is about the account.
 REFUSALS = (
-    ("partition", "partition", "choose one that sinfo lists"),
-    ("account", "account", "choose one of sacctmgr show associations"),
-    ("time", "time", "lower it to the limit of the partition (sinfo)"),
-    ("gres", "gpus", "sinfo --format='%P %G' lists the GPUs of each partition"),
-    ("node co", "cpus, gpus or nodes", "sinfo --Node --long lists what the nodes have"),
+    (
+        "qos policy",
+        ("count", "nodes", "cpus", "gpus", "time"),
+        "lower them to your limits (sacctmgr show associations, sacctmgr show qos)",
+    ),
+    ("account", ("account",), "choose one of sacctmgr show associations"),
+    ("partition", ("partition",), "choose one that sinfo lists as up"),
+    ("time", ("time",), "lower it to the limit of the partition (sinfo)"),
+    ("gres", ("gpus",), "sinfo --format='%P %G' lists the GPUs of each partition"),
+    ("node co", ("nodes", "cpus", "gpus"), "sinfo --Node --long lists what the nodes have"),
 )
 
 
@@ -192,9 +198,9 @@ def prepare_folder(config: Config, generators: Sequence[str]) -> None:
 
 def _refusal(name: str, job: SlurmJob, error: str) -> str:
     """Message for a job that sbatch refuses with `error`."""
-    for part, setting, remedy in REFUSALS:
+    for part, settings, remedy in REFUSALS:
         if part in error.lower():
-            value = getattr(job, setting, None)
-            shown = f"{setting} {value}" if value is not None else setting
+            values = {each: getattr(job, each) for each in settings if hasattr(job, each)}
+            shown = ", ".join(f"{each} {value}" for each, value in values.items())
             return f"slurm.{name}.{shown}: {error}; {remedy}"
     return f"slurm.{name}: {error}; correct the settings of the job in the hosts file"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from slurm_commands import SlurmCommands
 
 from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.config import load_config
@@ -43,21 +44,8 @@ count = 3
 
 
 @pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on PATH with commands of Slurm that print MaxArraySize or refuse a partition."""
-    folder = tmp_path / "commands"
-    folder.mkdir()
-    bodies = {
-        "sbatch": "echo 'sbatch: error: invalid partition specified: gpu' >&2\n"
-                  "echo 'allocation failure: Invalid partition name specified' >&2; exit 1",
-        "scontrol": "echo 'MaxArraySize            = 2'",
-        "squeue": "exit 1", "scancel": "exit 1",
-    }  # fmt: skip
-    for name, body in bodies.items():
-        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
-        (folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return folder
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmCommands:
+    return SlurmCommands(tmp_path, monkeypatch)
 
 
 def test_dry_run_prints_both_jobs(
@@ -180,18 +168,18 @@ def test_worker_that_slurm_also_signals_ends_after_it_has_saved(
 
 
 def test_job_near_its_time_limit_is_queued_again(
-    tmp_path: Path, commands: Path, start_job: Callable[..., subprocess.Popen[str]]
+    tmp_path: Path, commands: SlurmCommands, start_job: Callable[..., subprocess.Popen[str]]
 ) -> None:
     calls = tmp_path / "calls"
     script = f'echo "$@" >> {calls}; [ $(wc -l < {calls}) -gt 1 ] || exit 1'
-    (commands / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
+    commands.write("scontrol", script)
     job = start_job("trainer")
     job.send_signal(signal.SIGUSR1)
     assert job.wait(timeout=20) == 0
     assert calls.read_text() == "requeue 9\n" * 2  # the first one failed
 
     calls.unlink()
-    (commands / "scontrol").write_text("#!/bin/sh\necho 'no permission' >&2; exit 1\n")
+    commands.write("scontrol", "echo 'no permission' >&2; exit 1")
     job = start_job("trainer", 0.1, 0.3)
     job.send_signal(signal.SIGUSR1)
     out = job.communicate(timeout=20)[0]
@@ -301,21 +289,46 @@ def test_missing_commands_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         SlurmLauncher(SETTINGS, tmp_path / "hosts.toml")
 
 
-def test_refusals_of_slurm_name_the_setting(tmp_path: Path, commands: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ("Invalid partition name specified",
+         "slurm.trainer.partition gpu: {}; choose one that sinfo lists as up"),
+        ("Required partition not available (inactive or drain)",
+         "slurm.trainer.partition gpu: {}; choose one that sinfo lists as up"),
+        ("Invalid account or account/partition combination specified",
+         "slurm.trainer.account None: {}; choose one of sacctmgr show associations"),
+        ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+         "slurm.trainer.nodes 2, cpus 8, gpus 4, time 1-00:00:00: {}; lower them to your limits"),
+        ("Requested time limit is invalid (missing or exceeds some limit)",
+         "slurm.trainer.time 1-00:00:00: {}; lower it to the limit of the partition"),
+        ("Invalid generic resource (gres) specification",
+         "slurm.trainer.gpus 4: {}; sinfo --format='%P %G' lists the GPUs"),
+        ("Requested node configuration is not available",
+         "slurm.trainer.nodes 2, cpus 8, gpus 4: {}; sinfo --Node --long lists"),
+        ("Invalid qos specification",
+         "slurm.trainer: {}; correct the settings of the job in the hosts file"),
+    ],
+)  # fmt: skip
+def test_refusal_of_slurm_names_settings_and_remedy(
+    tmp_path: Path, commands: SlurmCommands, error: str, expected: str
+) -> None:
+    """The errors are those of Slurm 22.05 (slurm_strerror)."""
+    commands.write("sbatch", f'echo "allocation failure: {error}" >&2; exit 1')
     run = plan_run(SETTINGS, cluster_config(load_config("bin/lan", ["--run.dir", str(tmp_path)])))
-    with pytest.raises(
-        ConfigError,
-        match=r"slurm\.trainer\.partition gpu: allocation failure: Invalid partition name "
-        "specified; choose one that sinfo lists",
-    ):
+    with pytest.raises(ConfigError) as caught:
         sbatch(SETTINGS, run, "trainer", "--test-only")
-    check_array_size(2)
-    with pytest.raises(ConfigError, match=r"generators.count 3 is more than .*set it to 2 or less"):
-        check_array_size(3)
+    assert str(caught.value).startswith(expected.format(f"allocation failure: {error}"))
+
+
+def test_array_larger_than_the_cluster_allows_is_refused(commands: SlurmCommands) -> None:
+    check_array_size(20)
+    with pytest.raises(ConfigError, match=r"generators\.count 21 is more .* set it to 20 or less"):
+        check_array_size(21)
 
 
 def test_launcher_follows_the_tables_of_the_hosts_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: SlurmCommands
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "hosts.toml"

@@ -189,7 +189,7 @@ def test_refused_jobs_are_not_submitted(site: Site, cluster: Cluster) -> None:
     assert "slurm.trainer.gpus 1: sbatch: error: Invalid generic resource" in failed.stderr
     site.hosts.write_text(config + "[slurm.trainer]\ncpus = 99\n")
     failed = site.lan("up", *site.settings())
-    assert "slurm.trainer.cpus, gpus or nodes: " in failed.stderr
+    assert "slurm.trainer.nodes 1, cpus 99, gpus 0: " in failed.stderr
     assert not cluster.run("squeue", "--noheader") and not site.folder.exists()
 
 
