@@ -85,11 +85,14 @@ class SlurmLauncher:
         count = self._settings.generators.count
         check_array_size(count)
         jobs = self._active_jobs(plan)
-        for name in plan.scripts:  # nothing is submitted if Slurm refuses one of the jobs
-            sbatch(self._settings, plan, name, "--test-only")
         generators = [generator_name(index) for index in range(count)]
-        prepare_folder(config, generators)
         names = [name for name in (TRAINER, *generators) if name not in jobs]
+        # Nothing is submitted if Slurm refuses one of the jobs.
+        if TRAINER in names:
+            sbatch(self._settings, plan, TRAINER, "--test-only")
+        if array := _array_option(names):
+            sbatch(self._settings, plan, GENERATORS, "--test-only", *array)
+        prepare_folder(config, generators)
         logs = {name: log_file(Path(plan.run_folder), name) for name in names}
         self._log_sizes = {name: log.stat().st_size for name, log in logs.items() if log.exists()}
         return self._wait_for_trainer(self._submit(replace(plan, jobs=jobs), names))
@@ -130,12 +133,12 @@ class SlurmLauncher:
             state_file(Path(run.run_folder), TRAINER).unlink(missing_ok=True)
             job = sbatch(self._settings, run, TRAINER, "--parsable")
             run = self._record(run, {TRAINER: job})
-        if indexes := [name.rpartition("-")[2] for name in names if name != TRAINER]:
+        if array := _array_option(names):
             # Generators occupy no nodes before the trainer has started.
             wait = (f"--dependency=after:{run.jobs[TRAINER]}",) if TRAINER in names else ()
-            options = ("--parsable", f"--array={','.join(indexes)}", *wait)
-            array = sbatch(self._settings, run, GENERATORS, *options)
-            run = self._record(run, {generator_name(i): f"{array}_{i}" for i in indexes})
+            job = sbatch(self._settings, run, GENERATORS, "--parsable", *array, *wait)
+            tasks = {name: f"{job}_{_index(name)}" for name in names if name != TRAINER}
+            run = self._record(run, tasks)
         for name in names:
             sys.stdout.write(f"{name}: submitted as job {run.jobs[name]}\n")
         return run
@@ -301,6 +304,16 @@ class SlurmLauncher:
         FOLDER.mkdir(exist_ok=True)
         replace_file(self._record_file, json.dumps(asdict(run)).encode(), mode=0o600)
         return run
+
+
+def _array_option(names: Sequence[str]) -> list[str]:
+    """Option of sbatch for the generators among these workers; empty if there are none."""
+    indexes = ",".join(_index(name) for name in names if name != TRAINER)
+    return [f"--array={indexes}"] if indexes else []
+
+
+def _index(generator: str) -> str:
+    return generator.rpartition("-")[2]
 
 
 def worker_row(folder: Path, name: str, status: JobStatus | None, state: JobState | None) -> Row:
