@@ -45,7 +45,7 @@ SHARED_SECONDS = 60.0  # for the state of a started job to appear in the run fol
 STOP_SECONDS = 60.0  # for a worker to end after SIGTERM, before its job is cancelled
 POLL_SECONDS, FOLLOW_SECONDS = 3.0, 0.5  # between two calls of squeue; between two reads of logs
 MAX_TAIL = 64 << 10  # bytes of the end of a log that are read for the status table
-UNSHARED = "unshared"  # state of a worker whose job has not written its state
+UNSHARED = "unshared"  # state of a worker whose started job has not written its state
 STATE_NAMES = {  # of Slurm's states in the status table; the others are in lower case
     "PENDING": "queued", "COMPLETED": "done", "CANCELLED": "stopped", "TIMEOUT": "time limit",
     "NODE_FAIL": "node failed", "OUT_OF_MEMORY": "no memory", "COMPLETING": "ending",
@@ -334,14 +334,18 @@ def worker_row(folder: Path, name: str, status: JobStatus | None, state: JobStat
         row["tail"] = [f"waiting: {status.reason}"]
     if status and status.state == "RUNNING":
         row["since"] = time.time() - status.seconds
-        if is_unshared(status, state):
-            row.update(state=UNSHARED, tail=[_unshared_text(log_file(folder, name))])
+    if status and is_unshared(status, state):
+        row.update(state=UNSHARED, tail=[_unshared_text(log_file(folder, name))])
     return row
 
 
 def is_unshared(status: JobStatus, state: JobState | None) -> bool:
-    """True if the state of a running job should have appeared in the run folder."""
-    return state is None and status.state == "RUNNING" and status.seconds > SHARED_SECONDS
+    """True if the state of a running or failed job should have appeared in the run folder.
+
+    A job fails at once on a node that lacks the folder of its log or the current folder.
+    """
+    is_late = status.state == "RUNNING" and status.seconds > SHARED_SECONDS
+    return state is None and (is_late or status.state == "FAILED")
 
 
 def _state_name(status: JobStatus | None, state: JobState | None) -> str:

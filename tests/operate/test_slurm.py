@@ -257,6 +257,7 @@ def test_squeue_lines_are_parsed() -> None:
         (("PENDING", "Priority", 0), None, "queued", "waiting: Priority"),
         (("RUNNING", "None", 9), JobState("7", "node1", restarts=2), "running", ""),
         (("RUNNING", "None", 99), None, "unshared", "the job has written nothing to "),
+        (("FAILED", "JobLaunchFailure", 0), None, "unshared", "the job has written nothing to "),
         (("CONFIGURING", "None", 99), None, "configuring", ""),
         (("COMPLETED", "None", 9), JobState("7", "node1", code=0), "done", ""),
         (("COMPLETED", "None", 9), JobState("7", "node1", code=0, stopped=True), "stopped", ""),

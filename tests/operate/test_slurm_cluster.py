@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from hosts import REPO, SMALL
-from real_programs import until
+from real_programs import Program, until
 from slurm_cluster import Cluster, needs_slurm, slurm_cluster, wait_until
 
 from peralta_zmq.observe.metrics import read_rows
@@ -196,7 +196,7 @@ def test_refused_jobs_are_not_submitted(site: Site, cluster: Cluster) -> None:
 def test_folder_that_is_not_shared_is_reported_and_the_jobs_cancelled(
     site: Site, cluster: Cluster
 ) -> None:
-    """The node has another, empty folder at the path of the run."""
+    """The trainer's node, then a generator's, has an empty folder at the path of the run."""
     cluster.cut_power("node3")
     mount = f'mount -t tmpfs none {site.folder.parent} && exec "$@"'
     cluster.start_node("node3", "unshare", "--mount", "sh", "-c", mount, "sh")
@@ -211,6 +211,21 @@ def test_folder_that_is_not_shared_is_reported_and_the_jobs_cancelled(
                          failed.stderr, re.MULTILINE), failed.stderr  # fmt: skip
         assert f"{site.folder}; all nodes must share that folder" in failed.stderr
         wait_until(lambda: not cluster.run("squeue", "--noheader"))
+
+        site.hosts.write_text(
+            f'config = "{REPO}/configs/demo.toml"\n[slurm.trainer]\n'
+            'options = ["--exclude=node3"]\n[slurm.generators]\noptions = ["--nodelist=node3"]\n'
+        )
+        words = ("up", "--hosts", str(site.hosts), *site.settings())
+        viewer = Program([sys.executable, str(REPO / "bin/lan"), *words],
+                         site.folder.with_suffix(".log"), cluster.environment)  # fmt: skip
+        try:
+            until(lambda: "\ngenerator-0: the job has written nothing to" in viewer.printed, viewer)
+            states = site.states()
+            assert (states["generator-0"][2], states["trainer"][2]) == ("unshared", "running")
+        finally:
+            viewer.kill()
+            assert site.lan("down").returncode == 0
     finally:
         cluster.cut_power("node3")
         cluster.boot("node3")
