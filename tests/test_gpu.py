@@ -1,7 +1,11 @@
-"""CUDA computes what the CPU computes. Run with `make test-gpu`."""
+"""A GPU (CUDA or MPS) computes what the CPU computes. Run with `make test-gpu`.
+
+`PERALTA_TEST_DEVICE=cpu make test-gpu` runs most of the tests without a GPU, to test the tests.
+"""
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +33,14 @@ from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensor_set import MappedTensors
 from peralta_zmq.weights.version import WEIGHTS_FILE
 
+GPU = os.environ.get("PERALTA_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "mps")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(
+        GPU == "mps" and not torch.backends.mps.is_available(), reason="no CUDA or MPS device"
+    ),
 ]
+needs_cuda = pytest.mark.skipif(GPU != "cuda", reason="no CUDA device")
 Sampled = dict[int, tuple[list[int], list[float]]]
 
 
@@ -57,14 +65,14 @@ def generated(device: str) -> Sampled:
 
 
 @pytest.mark.parametrize("base_dtype", PACKED_FORMATS)
-def test_cuda_unpacks_a_base_to_the_bits_of_the_cpu(
+def test_gpu_unpacks_a_base_to_the_bits_of_the_cpu(
     base_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base_formats, "CHUNK_BLOCKS_OFF_CPU", 100)
     random = torch.Generator().manual_seed(0)
     scales = torch.randint(-126, 120, (300, 1), generator=random)
     packed = base_formats.pack(torch.randn(300, 200, generator=random) * 2.0**scales, base_dtype)
-    on_gpu = replace(packed, codes=packed.codes.cuda(), scales=packed.scales.cuda())
+    on_gpu = replace(packed, codes=packed.codes.to(GPU), scales=packed.scales.to(GPU))
     for dtype in (torch.bfloat16, torch.float32):
         assert torch.equal(on_gpu.unpack(dtype).cpu(), packed.unpack(dtype))
     assert on_gpu.checksum() == packed.checksum()
@@ -79,12 +87,13 @@ def agree(one: Sampled, other: Sampled, *, within: float) -> bool:
 
 
 def test_graph_decoding_matches_eager_and_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = generated("cuda")
+    recorded = generated(GPU)  # as a graph on CUDA only
     monkeypatch.setattr(decoder, "capture_for", lambda device: None)
-    assert agree(recorded, generated("cuda"), within=1e-5)
+    assert agree(recorded, generated(GPU), within=1e-5)
     assert agree(recorded, generated("cpu"), within=1e-3)
 
 
+@needs_cuda
 def test_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     replays: list[int] = []
     replay = torch.cuda.CUDAGraph.replay
@@ -94,7 +103,7 @@ def test_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
         replay(graph)
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted_replay)
-    generated("cuda")
+    generated(GPU)
     assert len(replays) > 150
 
 
@@ -119,15 +128,17 @@ def trained(device: str, dtype: torch.dtype) -> tuple[list[UpdateResult], dict[s
 
 @pytest.mark.parametrize(
     ("dtype", "within", "weight_error"),
-    [(torch.float32, 1e-4, 1e-5), (torch.bfloat16, 3e-2, 3e-4)],
-    ids=["fp32", "bf16"],
+    [
+        pytest.param(torch.float32, 1e-4, 1e-5, id="fp32"),
+        pytest.param(torch.bfloat16, 3e-2, 3e-4, id="bf16", marks=needs_cuda),
+    ],
 )  # fmt: skip
 def test_training_steps_match_the_cpu(
     dtype: torch.dtype, within: float, weight_error: float
 ) -> None:
-    on_cuda, weights = trained("cuda", dtype)
+    on_gpu, weights = trained(GPU, dtype)
     on_cpu, expected = trained("cpu", dtype)
-    for one, other in zip(on_cuda, on_cpu, strict=True):
+    for one, other in zip(on_gpu, on_cpu, strict=True):
         for name in ("loss", "grad_norm"):
             assert one.metrics[name] == pytest.approx(other.metrics[name], rel=within, abs=within)
     for name, each in expected.items():  # of three steps of 1e-3, some with another sign
@@ -138,7 +149,7 @@ def test_published_weights_precede_the_next_step(tmp_path: Path) -> None:
     """The tensors are so large that copies are in progress when the weights change."""
     store = WeightStore.open(tmp_path / "weights")
     store.claim("run-1")
-    weights = {f"w{number}": torch.randn(1 << 22, device="cuda") for number in range(8)}
+    weights = {f"w{number}": torch.randn(1 << 22, device=GPU) for number in range(8)}
     writer = VersionWriter(store, companions=COMPANIONS)
     with closing(WeightPublisher(writer)) as publisher:
         for step in range(4):
@@ -150,4 +161,23 @@ def test_published_weights_precede_the_next_step(tmp_path: Path) -> None:
             assert report.version is not None
             with load_version(store, report.version) as folder:
                 assert same(MappedTensors(folder / WEIGHTS_FILE), expected)
-        assert publisher._base and all(each.is_pinned() for each in publisher._base[1].values())
+        assert writer._base
+        assert all(each.is_pinned() == (GPU == "cuda") for each in writer._base[1].values())
+
+
+@pytest.mark.skipif(GPU == "cpu", reason="torch does not limit the memory of a CPU")
+def test_memory_of_a_gpu_is_counted_and_limited() -> None:
+    device = models.choose_device(GPU)
+    total = models.total_bytes(device)
+    assert 0 < models.free_bytes(device) <= total
+    before = models.free_bytes(device, fraction=0.5)
+    kept = torch.zeros(1 << 28, dtype=torch.uint8, device=device)
+    assert 0 <= before - models.free_bytes(device, fraction=0.5) <= 2 * kept.numel()
+    assert before <= total / 2
+    models.limit_memory(device, 0.1)
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            torch.zeros(int(0.2 * total), dtype=torch.uint8, device=device)
+        assert models.is_out_of_memory(caught.value)
+    finally:
+        models.limit_memory(device, 1.0)
