@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from peralta_zmq.registry import Engine, EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Completion, Request, Sampling
 
 ENGINES = ("native", "hf", "mlx", "vllm")
+DEVICE = os.environ.get("PERALTA_TEST_DEVICE", "cpu")
 END = 2
 PROMPTS = [
     [5, 9, 33], [5, 9, 7], [5, 40, 41, 42, 43, 44, 45, 46], [5, 9, 33, 8],
@@ -84,7 +86,7 @@ class Opener:
 
     def open(self, folder: Path, *, step: int = 0, **settings: Any) -> Engine:
         sizes: dict[str, Any] = {
-            "device": "cpu", "dtype": "float32", "slots": 4, "max_model_len": 64
+            "device": DEVICE, "dtype": "float32", "slots": 4, "max_model_len": 64
         }  # fmt: skip
         if self.name == "vllm":
             sizes["vllm_args"] = {"enforce_eager": True}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine_data import (
+    DEVICE,
     GREEDY,
     PROMPTS,
     plain_greedy,
@@ -38,7 +39,7 @@ LLAMA3_ROPE = {
 
 
 def opened(folder: Path, **settings: Any) -> Engine:
-    values = {"device": "cpu", "dtype": "float32", "slots": 4, "max_model_len": 64, **settings}
+    values = {"device": DEVICE, "dtype": "float32", "slots": 4, "max_model_len": 64, **settings}
     return registry.resolve("engine", "mlx").open(folder, EngineSettings(**values))
 
 
@@ -158,7 +159,7 @@ def test_fraction_of_the_memory_is_the_limit_of_mlx(tmp_path: Path) -> None:
     save_model(sharp_model(), tmp_path)
     before = mx.get_memory_limit()
     opened(tmp_path, gpu_memory_utilization=0.75)
-    expected = int(0.75 * models.total_bytes(torch.device("cpu")))
+    expected = int(0.75 * models.total_bytes(torch.device(DEVICE)))
     assert mx.set_memory_limit(before) == expected != before
 
 
