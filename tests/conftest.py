@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+from user_modules import UserModules
 
 from tools import link_proxy
 
@@ -80,6 +81,14 @@ def open_file_limits() -> Iterator[tuple[int, int]]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield before
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.fixture
+def user_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UserModules]:
+    """Modules in tmp_path that the test can import, forgotten at its end."""
+    modules = UserModules(tmp_path, monkeypatch)
+    yield modules
+    modules.forget()
 
 
 @pytest.fixture

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-import sys
-from pathlib import Path
 
 import pytest
 from sample_data import tiny_model
+from user_modules import UserModules
 
 from peralta_zmq import build
 from peralta_zmq.build.components import early_divisor
@@ -64,11 +62,8 @@ WHOLE = {
 
 
 @pytest.fixture(autouse=True)
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text(MINE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
-    importlib.invalidate_caches()
+def mine(user_modules: UserModules) -> None:
+    user_modules.write("mine", MINE)
 
 
 @pytest.mark.parametrize("settings", EARLY)

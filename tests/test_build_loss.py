@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 import shutil
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 import torch
 from sample_data import group_of, tiny_model
 from transformers import GenerationConfig
+from user_modules import UserModules
 
 from peralta_zmq import build, models, registry
 from peralta_zmq.config import Config, load_config
@@ -45,11 +44,8 @@ def maybe(rollout): return 0.3
 
 
 @pytest.fixture(autouse=True)
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text(MINE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
-    importlib.invalidate_caches()
+def mine(user_modules: UserModules) -> None:
+    user_modules.write("mine", MINE)
 
 
 def config_of(*arguments: str) -> Config:
@@ -228,11 +224,9 @@ def problems(split, seed):
 
 
 def test_demonstrations_have_schemas_that_are_known_after_loading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, user_modules: UserModules
 ) -> None:
-    (tmp_path / "late").mkdir()
-    (tmp_path / "late" / "tools.py").write_text(LATE_TOOLS)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    user_modules.write("late.tools", LATE_TOOLS)
     of_turns = ("--model.name", "embedded_turns")
     tokenizer = models.load_tokenizer(models.EMBEDDED_TURNS)
     rollout = one_demonstration(tmp_path, "--task.name=late.tools", *of_turns)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from user_modules import UserModules
 
 from peralta_zmq import build
 from peralta_zmq.config import Config, load_config, write_resolved
@@ -48,12 +48,8 @@ tools = [add]
 
 
 @pytest.fixture
-def tool_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "own_tools.py").write_text(TOOL_TASK)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.invalidate_caches()
-    yield
-    sys.modules.pop("own_tools", None)
+def tool_task(user_modules: UserModules) -> None:
+    user_modules.write("own_tools", TOOL_TASK)
 
 
 def load(folder: Path, text: str) -> Config:

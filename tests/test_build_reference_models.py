@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from sample_data import group_of, token_logprobs
+from user_modules import UserModules
 
 from peralta_zmq import build, models
 from peralta_zmq.config import Config, load_config
@@ -173,10 +174,9 @@ def held(tokens, *, beta: float = 0.5, teacher_tau: float = 0.0):
 
 
 def test_user_loss_gets_models_by_its_option_names(
-    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
+    teacher: Path, user_modules: UserModules
 ) -> None:
-    (tmp_path / "held_back.py").write_text(OWN)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    user_modules.write("held_back", OWN)
     own = "--loss.name=held_back.held"
     assert build.reference_models_used(config_of(own)) == {"reference"}
     assert build.reference_models_used(config_of(own, "--loss.beta=0")) == set()

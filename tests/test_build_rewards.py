@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from user_modules import UserModules
 
 from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config, load_config
@@ -27,12 +25,8 @@ judge.REWARD_IS_BOUNDED = True
 
 
 @pytest.fixture(autouse=True)
-def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "my_functions.py").write_text(FUNCTIONS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.invalidate_caches()
-    yield
-    sys.modules.pop("my_functions", None)
+def functions(user_modules: UserModules) -> None:
+    user_modules.write("my_functions", FUNCTIONS)
 
 
 def load(folder: Path, text: str) -> Config:

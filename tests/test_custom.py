@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sample_data import group_of, rollout_with, tiny_model
+from user_modules import UserModules
 
 from peralta_zmq import build, registry
 from peralta_zmq.config import Config, load_config
@@ -27,16 +25,9 @@ SETTINGS = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
 
 
 @pytest.fixture(autouse=True)
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, code in MODULES:
-        file = tmp_path / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(code, "utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.invalidate_caches()
-    yield
-    for name in [name for name in sys.modules if name.split(".")[0] == "my_lab"]:
-        del sys.modules[name]
+def lab(user_modules: UserModules) -> None:
+    for file, code in MODULES:
+        user_modules.write(file.removesuffix(".py").replace("/", "."), code)
 
 
 def config_of(tmp_path: Path, about: str) -> Config:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from user_modules import UserModules
 
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.registry import TABLES, Kind, resolve
@@ -20,16 +20,10 @@ def reward(problem, completion_text): return 1.0
 
 
 @pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def lab(tmp_path: Path, user_modules: UserModules) -> Path:
     """A user's package, importable as `my_lab`."""
-    folder = tmp_path / "my_lab"
-    folder.mkdir()
-    (folder / "__init__.py").write_text("")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.invalidate_caches()
-    for name in [name for name in sys.modules if name.split(".")[0] == "my_lab"]:
-        monkeypatch.delitem(sys.modules, name)
-    return folder
+    user_modules.write("my_lab.__init__", "")
+    return tmp_path / "my_lab"
 
 
 @pytest.mark.parametrize(("prefix", "library", "extra"), [

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from real_programs import has_ended, until
+from user_modules import UserModules
 
 from peralta_zmq.environments import calculator, reward_pool
 from peralta_zmq.environments.reward_functions import RewardFunction
@@ -78,12 +79,9 @@ async def judge(problem, text):
 
 
 @pytest.fixture
-def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    (tmp_path / "failing_task.py").write_text(REWARD)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.invalidate_caches()
-    yield importlib.import_module("failing_task")
-    del sys.modules["failing_task"]
+def task(user_modules: UserModules) -> ModuleType:
+    user_modules.write("failing_task", REWARD)
+    return importlib.import_module("failing_task")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from user_modules import UserModules
 
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.reward_functions import RewardFunction
@@ -64,12 +65,9 @@ twice = [add, add]
 
 
 @pytest.fixture
-def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    (tmp_path / "replying_task.py").write_text(TASK)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.invalidate_caches()
-    yield importlib.import_module("replying_task")
-    del sys.modules["replying_task"]
+def task(user_modules: UserModules) -> ModuleType:
+    user_modules.write("replying_task", TASK)
+    return importlib.import_module("replying_task")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from user_modules import UserModules
 from verifier_servers import PROBLEM, remote, reward_of, serving
 
 from peralta_zmq.build import open_environments
@@ -70,11 +71,9 @@ def reward(problem, text):
 
 
 def test_remote_problem_keeps_calls_and_results_of_tools(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, user_modules: UserModules
 ) -> None:
-    (tmp_path / "told").mkdir()
-    (tmp_path / "told" / "task.py").write_text(TOLD)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    user_modules.write("told.task", TOLD)
     with serving(config_of(tmp_path, '[task]\nname = "told.task"\n')) as verifier:
         (problem,) = remote(verifier, env="told.task").problems("train", 0)
     assert problem.messages == importlib.import_module("told.task").MESSAGES
@@ -173,10 +172,9 @@ reward_functions = ["task", "turns_task:contents"]
 
 
 def test_remote_task_with_turns_has_equal_replies_tools_and_rewards(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tmp_path: Path, user_modules: UserModules
 ) -> None:
-    (tmp_path / "turns_task.py").write_text(TURNS_TASK)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    user_modules.write("turns_task", TURNS_TASK)
     near_config = config_of(tmp_path, TURNS)
     with serving(near_config) as verifier:
         address = f'address = "http://127.0.0.1:{verifier.port}"\n'
@@ -200,7 +198,6 @@ def test_remote_task_with_turns_has_equal_replies_tools_and_rewards(
             arguments = ["3"], [(5,)], [(*episode, Message("assistant", "3"))]
             (score,) = far.reward_sources["game"].score(problem, *arguments).result()
             assert score == Score(5.0, {"task": 1.0, "contents": 4.0})
-    sys.modules.pop("turns_task")
 
 
 # Requests of other clients.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
@@ -22,6 +21,7 @@ from generators import (
     publish,
 )
 from sockets import eventually
+from user_modules import UserModules
 
 from peralta_zmq import wire
 from peralta_zmq.generator.loop import Generator
@@ -73,12 +73,9 @@ def completion_of(request: Request, text: str) -> Completion:
 
 
 @pytest.fixture
-def gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    (tmp_path / "gated_reward.py").write_text(GATED)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.invalidate_caches()
-    yield importlib.import_module("gated_reward")
-    del sys.modules["gated_reward"]
+def gated(user_modules: UserModules) -> Any:
+    user_modules.write("gated_reward", GATED)
+    return importlib.import_module("gated_reward")
 
 
 class Run:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import torch
 from generators import apply_until, generator_of
 from sample_data import tiny_model, token_logprobs
 from sockets import eventually
+from user_modules import UserModules
 
 from peralta_zmq import models, wire
 from peralta_zmq.engines.native import NativeEngine
@@ -118,14 +117,10 @@ class Game:
 
 @pytest.fixture
 def game(
-    store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Game]:  # fmt: skip
-    (tmp_path / "turn_task.py").write_text(TASK)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.invalidate_caches()
-    yield Game(store, subscriber, sockets, importlib.import_module("turn_task"))
-    del sys.modules["turn_task"]
+    store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, user_modules: UserModules
+) -> Game:
+    user_modules.write("turn_task", TASK)
+    return Game(store, subscriber, sockets, importlib.import_module("turn_task"))
 
 
 def test_groups_have_two_turns_with_exact_logprobs_and_whole_rewards(game: Game) -> None:
