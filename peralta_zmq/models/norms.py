@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from peralta_zmq.models.logprobs import compute_dtype
+
 
 def replace_norms(model: torch.nn.Module) -> int:
     """Let the RMS norms of a transformers model compute with `rms_norm`; returns their number.
@@ -36,6 +38,7 @@ def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Each row of `rows` [..., W], divided by sqrt(mean(row^2) + epsilon), times `weight` [W].
 
     As in transformers, a row is divided in fp32, and rounded to its dtype before it is multiplied.
+    Rows in float64 stay in float64.
     """
     return _RMSNorm.apply(rows, weight, epsilon)  # pyright: ignore[reportReturnType]
 
@@ -60,7 +63,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        x = rows.float()
+        x = rows.to(compute_dtype(rows))
         squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
         factor = (squares / x.shape[-1] + epsilon).rsqrt_()
         ctx.save_for_backward(rows, weight, factor)
@@ -72,7 +75,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor, Tensor, None]:
         rows, weight, factor = ctx.saved_tensors
-        x, g, w = rows.float(), grads[0].float(), weight.float()
+        x, g, w = (each.to(compute_dtype(rows)) for each in (rows, grads[0], weight))
         products = (g * x).reshape(-1, x.shape[-1])
         weight_grad = factor.view(1, -1) @ products
         mean = (products @ w).view(factor.shape) / x.shape[-1]

@@ -34,7 +34,7 @@ def results(function: Any, rows: Tensor, weight: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("shape", [(1, 50, 192), (2, 7, 4, 48)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_output_and_gradients_are_as_exact_as_transformers(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
