@@ -1,4 +1,4 @@
-"""Random inputs of a layer for tests of the kernels, and comparisons with float64."""
+"""Random inputs of a layer for tests of the kernels, in float32 and in float64."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from exactness import is_as_exact_as_torch
 
 from peralta_zmq.engines.native import decoder
 from peralta_zmq.engines.native.cache import KVCache, RowWindow
@@ -106,18 +107,3 @@ def assert_norm_and_gate_are_as_exact_as_torchs(
     mlp = SimpleNamespace(act_fn=torch.nn.functional.silu)
     exact = torchs.gate(mlp, gates.double(), ups.double())
     assert is_as_exact_as_torch(ours.gate(mlp, gates, ups), torchs.gate(mlp, gates, ups), exact)
-
-
-def is_as_exact_as_torch(ours: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor) -> bool:
-    """True if our largest error is at most four times the largest error of torch's operators.
-
-    Both errors are measured against float64, because float32 results differ between processors
-    (here 2.8e-6 from torch and 1.5e-6 from us in the worst case). One rounding step of the largest
-    value is the least error that counts, for cases that torch computes exactly.
-    """
-
-    def error(result: torch.Tensor) -> float:
-        return float((result.double() - exact).abs().max())
-
-    rounding = torch.finfo(ours.dtype).eps * float(exact.abs().max())
-    return error(ours) <= 4 * max(error(torchs), rounding)

@@ -73,6 +73,7 @@ def test_engine_logprobs_equal_trainer_logprobs_across_weight_changes(
     rollouts = tuple(rollout_of(each, float(each.index % 2)) for each in completions)
     assert {step for each in completions for step in each.policy_steps.tolist()} == {0, 2, 4}
     metrics = learned(config, model, rollouts)
+    # half the squared differences of logprobs, which rounding makes 1e-6, and another temperature 1
     assert metrics["mismatch_kl"] == pytest.approx(0, abs=1e-8)
 
 

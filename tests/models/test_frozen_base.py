@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import assert_as_exact, exact_result, is_as_exact_as_torch
 from peak_memory import PeakMemory
 from safetensors.torch import load_file, save_file
 from sample_data import VOCAB_SIZE, tiny_model
@@ -78,13 +79,8 @@ def gradients(model: Any, *, checkpointing: bool = False, **options: Any) -> dic
     }
 
 
-def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Relative distance of two sets of gradients."""
-    assert ours.keys() == theirs.keys() and ours
-    squares = [((ours[name] - each).square().sum(), each.square().sum())
-               for name, each in theirs.items()]  # fmt: skip
-    errors, norms = (torch.stack(column).sum().sqrt() for column in zip(*squares, strict=True))
-    return float(errors / norms)
+def flat(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([each.flatten() for each in gradients.values()])
 
 
 @pytest.mark.parametrize("base_dtype", FORMATS)
@@ -97,7 +93,7 @@ def test_frozen_base_computes_with_the_unpacked_values(
     plain, ids = unpacked_model(folder, base_dtype), torch.arange(3, 40)[None]
     assert base.dtype == torch.float32
     assert not any(parameter.requires_grad for parameter in base.parameters())
-    torch.testing.assert_close(base(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-6)
+    assert_as_exact(base(ids).logits, lambda model: model(ids).logits, plain)
     weights, expected = UnpackedWeights(with_adapters(base)), models.weights_of(plain)
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name].float(), each) for name, each in expected.items())
@@ -106,19 +102,24 @@ def test_frozen_base_computes_with_the_unpacked_values(
 
 
 @pytest.mark.parametrize("base_dtype", FORMATS)
-def test_adapter_gradients_equal_those_of_the_unpacked_model(base_dtype: str, folder: Path) -> None:
-    expected = gradients(with_adapters(unpacked_model(folder, base_dtype)))
-    base = load_frozen_base(folder, base_dtype, device=CPU)
-    ours = gradients(with_adapters(base))
+def test_adapter_gradients_are_as_exact_as_of_the_unpacked_model(
+    base_dtype: str, folder: Path
+) -> None:
+    def plain() -> Any:
+        return with_adapters(unpacked_model(folder, base_dtype))
+
+    def frozen() -> Any:
+        return with_adapters(load_frozen_base(folder, base_dtype, device=CPU))
+
+    expected, ours = gradients(plain()), gradients(frozen())
+    assert ours.keys() == expected.keys()
     assert all(gradient.dtype == torch.float32 for gradient in ours.values())
-    # The products are the same ones, in another order of float32 additions.
-    assert distance(ours, expected) < 1e-5
-    # bfloat16 has 8 bits, so that each factor of a product is off by up to 2^-9; the errors of many
-    # products average out to less than 1%.
-    narrow = load_frozen_base(folder, base_dtype, device=CPU)
-    assert distance(gradients(with_adapters(narrow), dtype=torch.bfloat16), expected) < 1e-2
-    again = load_frozen_base(folder, base_dtype, device=CPU)
-    assert distance(gradients(with_adapters(again), checkpointing=True), ours) < 1e-6
+    exact = exact_result(lambda model: flat(gradients(model)), plain())
+    again = gradients(frozen(), checkpointing=True)
+    assert is_as_exact_as_torch(flat(ours), flat(expected), exact)
+    assert is_as_exact_as_torch(flat(again), flat(expected), exact)
+    narrow, torchs = (gradients(each, dtype=torch.bfloat16) for each in (frozen(), plain()))
+    assert is_as_exact_as_torch(flat(narrow), flat(torchs), exact)
 
 
 def test_no_unpacked_weight_is_kept_for_the_backward_pass(folder: Path) -> None:
@@ -219,7 +220,7 @@ def test_scaled_embedding_of_gemma_is_stored_in_bfloat16(base_dtype: str, tmp_pa
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     assert embedding.weight is head.weight and head.weight.dtype == torch.bfloat16
     plain, ids = unpacked_model(folder, base_dtype), torch.arange(3, 40)[None]
-    torch.testing.assert_close(base(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-6)
+    assert_as_exact(base(ids).logits, lambda model: model(ids).logits, plain)
     names = UnpackedWeights(base).keys()
     assert names == models.weights_of(plain).keys()
 
@@ -256,4 +257,4 @@ def test_teacher_stays_in_bfloat16_if_its_files_are(tmp_path: Path) -> None:
         teacher: Any = models.load_teacher(folder, policy=policy, policy_name="embedded")
         assert teacher.model.layers[0].mlp.up_proj.weight.dtype == dtype
         assert not any(parameter.requires_grad for parameter in teacher.parameters())
-        torch.testing.assert_close(teacher(ids).logits, policy(ids).logits, rtol=1e-5, atol=1e-5)
+        assert_as_exact(teacher(ids).logits, lambda model: model(ids).logits, policy)

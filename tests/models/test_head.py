@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import is_as_exact_as_torch
 from peak_memory import PeakMemory
 from torch import Tensor
 
@@ -121,7 +122,7 @@ def test_head_adds_to_the_gradient_of_its_weight() -> None:
         head_logprobs(hidden, weight, token_ids).sum().backward()
         assert weight.grad is not None
         gradients.append(weight.grad.clone())
-    assert torch.allclose(gradients[1], 2 * gradients[0])
+    assert torch.equal(gradients[1], 2 * gradients[0])
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
@@ -135,20 +136,27 @@ def test_head_gives_equal_bits_without_gradient(*, with_entropy: bool) -> None:
         assert torch.equal(found, again)
 
 
+def by_torch(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> Tensor:
+    """Result of `head_logprobs` by operators of torch."""
+    return (hidden @ weight.T).float().log_softmax(1).gather(1, token_ids[:, None]).t()
+
+
 @pytest.mark.parametrize("trained", [True, False])
-def test_head_under_autocast_is_near_fp32(*, trained: bool) -> None:
-    """Products of bfloat16 numbers, which have a relative resolution of 1/256; sums in fp32."""
+def test_head_under_autocast_is_as_exact_as_torch(*, trained: bool) -> None:
     results = list[list[Tensor]]()
-    for enabled in (True, False):
+    for compute in (head_logprobs, by_torch):
         hidden, weight, token_ids = inputs(trained=trained)
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            logprobs = head_logprobs(hidden, weight, token_ids)
+        with torch.autocast("cpu", torch.bfloat16):
+            logprobs = compute(hidden, weight, token_ids)
         logprobs.sum().backward()
-        tensors = [logprobs, hidden.grad, weight.grad if trained else hidden.grad]
+        tensors = [logprobs[0], hidden.grad, weight.grad]
         results.append([each for each in tensors if each is not None])
-    for narrow, wide in zip(*results, strict=True):
-        assert narrow.dtype == torch.float32 and not torch.equal(narrow, wide)
-        assert_near(narrow, wide, within=0.02)
+    assert not torch.equal(results[0][0], head_logprobs(hidden, weight, token_ids)[0])
+    (logprobs, _), *exact_inputs = exact(hidden, weight, token_ids, 1.0)
+    expected = [logprobs, *torch.autograd.grad(logprobs.sum(), exact_inputs)][: 2 + trained]
+    for ours, torchs, reference in zip(*results, expected, strict=True):
+        assert ours.dtype == torch.float32
+        assert is_as_exact_as_torch(ours, torchs, reference)
 
 
 def peak_bytes(*, trained: bool, with_entropy: bool, **sizes: Any) -> int:

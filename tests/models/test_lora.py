@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from exactness import LOGITS, Float64, is_as_exact_as_torch
 from generators import apply_until
 from peak_memory import PeakMemory
 from real_programs import ran
@@ -96,16 +98,44 @@ def sampled(engine: Any) -> RolloutGroup:
     return dataclasses.replace(group_of([1, 0]), rollouts=rollouts)
 
 
-def ratios_of(config: Config, model: Any, group: RolloutGroup) -> torch.Tensor:
-    """Importance ratio of every generated token."""
-    ratios = []
-    for rollout in group.rollouts:
-        ids = torch.from_numpy(rollout.token_ids.astype(np.int64))[None]
-        with torch.no_grad():
-            logprobs = token_logprobs(model, ids)[0]
-        mask = torch.from_numpy(rollout.loss_mask)
-        ratios.append((logprobs - torch.from_numpy(rollout.logprobs))[mask].exp())
-    return torch.cat(ratios)
+def merged_model(model: Any, dtype: torch.dtype) -> Any:
+    """The embedded model in transformers, with the adapters merged as they are published."""
+    plain = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=dtype)
+    base, adapter = (
+        {name: each.to(dtype) for name, each in weights.items()}
+        for weights in (UnpackedWeights(model), lora.published_weights(model))
+    )
+    with Float64():
+        models.apply_weights(plain, lora.MergedWeights(base, adapter))
+    return plain
+
+
+@torch.no_grad()
+def are_exact(ours: torch.Tensor, compute: Callable[[Any], torch.Tensor], model: Any) -> bool:
+    """Whether `ours` and `compute(model)` are as exact as with the merged weights."""
+    plain = compute(merged_model(model, torch.float32))
+    with Float64():
+        exact = compute(merged_model(model, torch.float64))
+    return all(
+        is_as_exact_as_torch(each, plain, exact, largest_value=LOGITS)
+        for each in (compute(model), ours)
+    )
+
+
+def are_exact_logits(ours: torch.Tensor, model: Any, ids: torch.Tensor) -> bool:
+    return are_exact(ours, lambda model: model(ids).logits, model)
+
+
+def has_exact_logprobs(group: RolloutGroup, model: Any) -> bool:
+    """Whether the logprobs of a group, and those of the trainer's model, are exact."""
+    mask = np.concatenate([rollout.loss_mask for rollout in group.rollouts])
+    ours = np.concatenate([rollout.logprobs for rollout in group.rollouts])[mask]
+
+    def logprobs(model: Any) -> torch.Tensor:
+        ids = (torch.from_numpy(each.token_ids.astype(np.int64)) for each in group.rollouts)
+        return torch.cat([token_logprobs(model, each[None])[0] for each in ids])[mask]
+
+    return are_exact(torch.from_numpy(ours), logprobs, model)
 
 
 def test_only_adapters_are_trained_and_checkpointed() -> None:
@@ -168,12 +198,11 @@ def test_generator_merges_versions_and_matches_trainer(
     config, model, version, sampler = start_generator(store, subscriber, *arguments)
     learner = build.make_learner(config, model)
     for step in (1, 2, 3):
-        ratios = ratios_of(config, model, group := sampled(sampler))
-        assert float((ratios - 1).abs().max()) < 1e-4
+        group = sampled(sampler)
+        assert has_exact_logprobs(group, model)
         learner.learn([group])
         published(config, model, store, step)
-        stale = ratios_of(config, model, group)
-        assert float((stale - 1).abs().max()) > 1e-3  # the step moved the policy
+        assert not has_exact_logprobs(group, model)  # the step moved the policy
         version = apply_until(sampler, subscriber, version, step)
 
 
@@ -184,8 +213,8 @@ def test_engine_over_live_model_uses_its_adapters(engine: str, base_dtype: str) 
     live = live_engine(engine).open_live(model, tokenizer, EngineSettings(slots=4))
     before = sampled(live)
     build.make_learner(config, model).learn(some_groups(1))
-    ratios = ratios_of(config, model, group := sampled(live))
-    assert float((ratios - 1).abs().max()) < 1e-4
+    group = sampled(live)
+    assert has_exact_logprobs(group, model)
     assert not np.array_equal(group.rollouts[0].logprobs, before.rollouts[0].logprobs)
 
 
@@ -365,12 +394,12 @@ def test_final_weights_load_in_transformers_and_peft(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     whole = models.load_model(merged, device=cpu, dtype=torch.float32)
     assert not lora.has_adapters(whole)
-    assert torch.allclose(whole(ids).logits, expected, atol=1e-4)
+    assert are_exact_logits(whole(ids).logits, model, ids)
     assert models.load_tokenizer(merged).chat_template
     base: Any = models.load_model(models.EMBEDDED, device=cpu, dtype=torch.float32)
     assert not torch.allclose(base(ids).logits, expected, atol=1e-2)
     peft_model: Any = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
-    assert torch.allclose(peft_model(ids).logits, expected, atol=1e-4)
+    assert are_exact_logits(peft_model(ids).logits, model, ids)
 
 
 def test_final_weights_of_a_packed_base_are_merged_into_its_values(tmp_path: Path) -> None:
@@ -379,7 +408,7 @@ def test_final_weights_of_a_packed_base_are_merged_into_its_values(tmp_path: Pat
     ids = torch.arange(3, 20)[None]
     merged = policy.export_adapter(config, tmp_path, models.EMBEDDED, model)
     whole = models.load_model(merged, device=torch.device("cpu"), dtype=torch.float32)
-    assert torch.allclose(whole(ids).logits, model(ids).logits, atol=1e-4)
+    assert are_exact_logits(whole(ids).logits, model, ids)
 
 
 def test_missing_target_modules_error_lists_choices() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_layers import is_as_exact_as_torch
+from exactness import is_as_exact_as_torch
 from sample_data import tiny_model
 from torch import Tensor
 

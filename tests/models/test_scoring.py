@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from attention_layers import is_as_exact_as_torch
-from sample_data import VOCAB_SIZE, tiny_model, token_logprobs
+from exactness import assert_as_exact
+from sample_data import VOCAB_SIZE, tiny_model
 from torch import Tensor
 
 from peralta_zmq import models
@@ -19,11 +20,13 @@ TREES = [
     PrefixTree((TreeSpan(-1, 1), TreeSpan(0, 1), TreeSpan(0, 2))),
 ]
 SCORED = [*range(3, 9), *range(14, 17), *range(18, 21)]
-SEQUENCES = [  # indices in the row, and the first index that no earlier sequence has
+Sequences = Sequence[tuple[Sequence[int], int]]
+SEQUENCES: Sequences = [  # indices in the row, and the first index that no earlier sequence has
     ([0, 1, 2, 3, 4, 5], 3), ([0, 1, 2, 3, 6, 7], 4), ([0, 1, 2, 8], 3),
     ([9, 10, 11, 12, 13, 14, 15, 16], 5),
     ([17, 18], 1), ([17, 19, 20], 1),
 ]  # fmt: skip
+WEIGHTS = torch.tensor([[1.0], [2.0]])  # of logprobs and entropies
 REPLACED_LOGITS = {  # models that change their logits, or have a bias
     "gemma2": {"final_logit_softcapping": 30.0},
     "granite": {"logits_scaling": 2.0},
@@ -42,25 +45,34 @@ def row(seed: int = 0) -> tuple[Tensor, Tensor]:
     return tokens, torch.tensor(SCORED)
 
 
-def plainly(model: Any, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """Logprobs of the scored tokens, computed sequence by sequence."""
-    found = list[Tensor]()
-    for places, first in SEQUENCES:
-        logprobs = token_logprobs(model, tokens[places][None], temperature=temperature)
-        found.append(logprobs[0, first:])
-    return torch.cat(found)
+def plainly(
+    model: Any,
+    tokens: Tensor,
+    temperature: Tensor | float = 1.0,  # a number, or one per scored token [N]
+    *,
+    sequences: Sequences = SEQUENCES,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Logprobs and entropies of the scored tokens [2, N], computed sequence by sequence.
 
-
-def assert_as_exact_as_plainly(
-    ours: Tensor, tokens: Tensor, temperature: float = 1.0, **settings: Any
-) -> None:
-    """Compare the logprobs of `tiny_model(**settings)` with those computed in float64.
-
-    In float64, too, transformers' norms and rotary embeddings compute in fp32.
+    A `dtype` other than float32 is used by autocast, which leaves a float64 model in float64.
     """
-    model = tiny_model(**settings)
-    plain = plainly(model, tokens, temperature)
-    assert is_as_exact_as_torch(ours, plain, plainly(model.double(), tokens, temperature))
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        logits = torch.cat([
+            model(input_ids=tokens[places][None], use_cache=False).logits[0, first - 1 : -1]
+            for places, first in sequences
+        ])  # fmt: skip
+    temperature = temperature[:, None] if isinstance(temperature, Tensor) else temperature
+    every = (logits.float() / temperature).log_softmax(-1)
+    targets = torch.cat([tokens[places[first:]] for places, first in sequences])
+    logprobs = every.gather(-1, targets[:, None])[:, 0]
+    return torch.stack([logprobs, -(every.exp() * every).sum(-1)])
+
+
+def flat_gradient(model: Any, terms: Tensor) -> Tensor:
+    """The gradient of the sum of `terms` with respect to all trained parameters."""
+    terms.sum().backward()
+    return torch.cat([each.grad.flatten() for each in model.parameters() if each.requires_grad])
 
 
 def scorer_of(model: Any, way: str) -> Scorer:
@@ -75,35 +87,27 @@ def scorer_of(model: Any, way: str) -> Scorer:
 def test_scorer_matches_each_sequence_alone(way: str, temperature: float) -> None:
     model, (tokens, scored) = tiny_model(), row()
     ours = scorer_of(model, way)(tokens, TREES, scored, temperature=temperature)
-    assert_as_exact_as_plainly(ours, tokens, temperature)
+    assert_as_exact(ours, lambda model: plainly(model, tokens, temperature)[0], tiny_model())
 
 
 def test_gradients_are_those_of_each_sequence_alone() -> None:
-    """In float64, but transformers' norms and rotary embeddings compute in fp32."""
-    packed, alone = tiny_model().double(), tiny_model().double()
-    tokens, scored = row()
-    weights = torch.arange(1.0, 1 + len(SCORED), dtype=torch.float64)
-    scorer = Scorer(packed)
+    model, (tokens, scored) = tiny_model(), row()
+    weights = torch.arange(1.0, 1 + len(SCORED))
+    scorer = Scorer(model)
     assert scorer.packs
-    (weights * scorer(tokens, TREES, scored)).sum().backward()
-    logprobs = [
-        token_logprobs(alone, tokens[places][None])[0, first:] for places, first in SEQUENCES
-    ]
-    (weights * torch.cat(logprobs)).sum().backward()
-    for ours, expected in zip(packed.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, expected.grad, atol=1e-5, rtol=1e-5)
+    assert_as_exact(
+        flat_gradient(model, weights * scorer(tokens, TREES, scored)),
+        lambda model: flat_gradient(model, weights * plainly(model, tokens)[0]),
+        tiny_model(),
+    )
 
 
 @torch.no_grad()
 def test_scorer_takes_a_temperature_per_token() -> None:
     model, (tokens, scored) = tiny_model(), row()
-    few, temperatures = [1, 4, 9], [0.5, 1.0, 2.0]
-    ours = Scorer(model)(tokens, TREES, scored[few], temperature=torch.tensor(temperatures))
-    plain, exact = (
-        torch.stack([plainly(each, tokens, t)[n] for n, t in zip(few, temperatures, strict=True)])
-        for each in (tiny_model(), tiny_model().double())
-    )
-    assert is_as_exact_as_torch(ours, plain, exact)
+    few, temperatures = [1, 4, 9], torch.linspace(0.5, 2.0, len(SCORED))
+    ours = Scorer(model)(tokens, TREES, scored[few], temperature=temperatures[few])
+    assert_as_exact(ours, lambda model: plainly(model, tokens, temperatures)[0, few], tiny_model())
 
 
 @torch.no_grad()
@@ -131,8 +135,8 @@ def test_model_that_cannot_pack_is_padded_with_reason(kind: str) -> None:
     scorer = Scorer(model)
     assert not scorer.packs
     assert scorer.padding_reason.startswith("padded rows: ") and "\n" not in scorer.padding_reason
-    ours = scorer(tokens, TREES, scored)
-    assert_as_exact_as_plainly(ours, tokens, model_type=kind, **OTHERS[kind])
+    ours, plain = scorer(tokens, TREES, scored), tiny_model(model_type=kind, **OTHERS[kind])
+    assert_as_exact(ours, lambda model: plainly(model, tokens)[0], plain)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma"])
@@ -145,51 +149,54 @@ def gradient(
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and the flat gradient of their sum."""
     logprobs = Scorer(model, **options)(tokens, trees, scored)
-    logprobs.sum().backward()
-    flat = torch.cat([each.grad.flatten() for each in model.parameters()])
-    model.zero_grad()
-    return logprobs.detach(), flat
+    return logprobs.detach(), flat_gradient(model, logprobs)
 
 
 @pytest.mark.parametrize("way", ["packed", "padded"])
 @pytest.mark.parametrize("padding", [None, 5])
 def test_tied_embedding_gets_both_gradients(way: str, padding: int | None) -> None:
-    model, (tokens, scored) = tiny_model(tie_word_embeddings=True, pad_token_id=padding), row()
+    settings = {"tie_word_embeddings": True, "pad_token_id": padding}
+    model, (tokens, scored) = tiny_model(**settings), row()
     tokens[::4] = 5
-    parameters = list(model.parameters())
-    rows = [token_logprobs(model, tokens[places][None])[0, first:] for places, first in SEQUENCES]
-    expected = torch.autograd.grad(torch.cat(rows).sum(), parameters)
     for _ in range(2):  # micro-batches add up
         scorer = scorer_of(model, way)
         assert scorer.whole_logits_reason == ""
-        scorer(tokens, TREES, scored).sum().backward()
-    for parameter, each in zip(parameters, expected, strict=True):
-        assert torch.allclose(parameter.grad, 2 * each, atol=1e-5)
+        ours = flat_gradient(model, scorer(tokens, TREES, scored)) / 2
+    assert_as_exact(
+        ours, lambda model: flat_gradient(model, plainly(model, tokens)[0]), tiny_model(**settings)
+    )
 
 
 @pytest.mark.parametrize("length", [21, 100, 200])  # the row, below and in MATMUL_LENGTHS
-def test_bfloat16_scorer_is_near_fp32(length: int) -> None:
-    (tokens, scored), trees = row(), TREES
+def test_bfloat16_scorer_is_as_exact_as_autocast(length: int) -> None:
+    (tokens, scored), trees, sequences = row(), TREES, SEQUENCES
     if length > 21:
         tokens = torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(0))
         trees = [PrefixTree((TreeSpan(-1, 20), TreeSpan(19, 40), TreeSpan(19, length - 60)))]
-        scored = torch.arange(20, length)
+        scored, prompt = torch.arange(20, length), list(range(20))
+        sequences = [([*prompt, *range(20, 60)], 20), ([*prompt, *range(60, length)], 20)]
     model = tiny_model()
-    exact, expected = gradient(model, tokens, trees, scored)
-    narrow, found = gradient(model, tokens, trees, scored, dtype=torch.bfloat16)
-    assert not torch.equal(narrow, exact)
-    assert (narrow - exact).abs().max() < 0.05
-    assert torch.nn.functional.cosine_similarity(found, expected, dim=0) > 0.999
-    assert {each.dtype for each in (narrow, found, *model.parameters())} == {torch.float32}
+    found = gradient(model, tokens, trees, scored, dtype=torch.bfloat16)
+    assert {each.dtype for each in (*found, *model.parameters())} == {torch.float32}
+    wide, _ = gradient(tiny_model(), tokens, trees, scored)
+    assert not torch.equal(found[0], wide)
+
+    def plain(model: Any) -> Tensor:
+        return plainly(model, tokens, sequences=sequences, dtype=torch.bfloat16)[0]
+
+    assert_as_exact(found[0], plain, tiny_model())
+    assert_as_exact(found[1], lambda model: flat_gradient(model, plain(model)), tiny_model())
 
 
 def test_gradient_checkpointing_gives_the_same_gradient() -> None:
     tokens, scored = row()
-    logprobs, expected = gradient(tiny_model(), tokens, TREES, scored)
+    logprobs, _ = gradient(tiny_model(), tokens, TREES, scored)
     model = tiny_model(attention_dropout=0.5)
     again, found = gradient(model, tokens, TREES, scored, gradient_checkpointing=True)
     assert torch.equal(again, logprobs)  # no dropout either
-    assert torch.allclose(found, expected, atol=1e-6)
+    assert_as_exact(
+        found, lambda model: flat_gradient(model, plainly(model, tokens)[0]), tiny_model()
+    )
 
 
 def test_gradient_checkpointing_computes_layers_twice() -> None:
@@ -234,54 +241,55 @@ def test_named_training_dtype_is_used() -> None:
 
 @pytest.mark.parametrize("way", ["packed", "padded"])
 @torch.no_grad()
-def test_with_entropy_returns_the_same_logprobs(way: str) -> None:
+def test_logprobs_and_entropies_are_as_exact_as_transformers(way: str) -> None:
     model, (tokens, scored) = tiny_model(), row()
     scorer = scorer_of(model, way)
     temperatures = torch.linspace(0.5, 1.5, len(scored))
-    logprobs, entropy = scorer.with_entropy(tokens, TREES, scored, temperature=temperatures)
-    assert torch.allclose(
-        logprobs, scorer(tokens, TREES, scored, temperature=temperatures), atol=1e-6
-    )
-    assert entropy.shape == logprobs.shape
-    assert (entropy > 3).all() and (entropy < 4.16).all()  # a random model is near ln 64
+    ours = torch.stack(scorer.with_entropy(tokens, TREES, scored, temperature=temperatures))
+    assert_as_exact(ours, lambda model: plainly(model, tokens, temperatures), tiny_model())
 
 
 @pytest.mark.parametrize("way", ["packed", "padded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_head_in_chunks_gives_the_results_of_whole_logits(way: str, dtype: torch.dtype) -> None:
-    """Equal but for rounding, which differs more in bfloat16: its sums of chunks are in fp32."""
+def test_head_in_chunks_is_as_exact_as_transformers(way: str, dtype: torch.dtype) -> None:
     tokens, scored = row()
-    results = list[list[Tensor]]()
+
+    def plain(model: Any) -> Tensor:
+        return plainly(model, tokens, 0.7, dtype=dtype)
+
     for reason in ("", "forced by the test"):
         model = tiny_model(tie_word_embeddings=True)
         scorer = Scorer(model, dtype=dtype)
         assert scorer.whole_logits_reason == ""
         scorer.padding_reason = "" if way == "packed" else "forced by the test"
         scorer.whole_logits_reason = reason
-        logprobs, entropies = scorer.with_entropy(tokens, TREES, scored, temperature=0.7)
-        (logprobs.sum() + 2 * entropies.sum()).backward()
-        gradient = torch.cat([each.grad.flatten() for each in model.parameters()])
-        results.append([logprobs, entropies, gradient])
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    for found, expected in zip(*results, strict=True):
-        assert (found - expected).norm() <= tolerance * expected.norm()
+        results = torch.stack(scorer.with_entropy(tokens, TREES, scored, temperature=0.7))
+        assert_as_exact(results.detach(), plain, tiny_model())
+        gradient = flat_gradient(model, WEIGHTS * results)
+        assert_as_exact(
+            gradient, lambda model: flat_gradient(model, WEIGHTS * plain(model)), tiny_model()
+        )
 
 
 def test_frozen_head_gives_the_gradient_of_whole_logits() -> None:
     """As with LoRA: the head is frozen, and layers before it are trained."""
     tokens, scored = row()
-    gradients = list[Tensor]()
+
+    def frozen() -> Any:
+        model: Any = tiny_model().requires_grad_(False)
+        model.model.layers[0].self_attn.q_proj.weight.requires_grad_()
+        return model
+
     for reason in ("", "forced by the test"):
-        model: Any = tiny_model(tie_word_embeddings=True)
-        model.requires_grad_(False)
-        trained = model.model.layers[0].self_attn.q_proj.weight.requires_grad_()
-        scorer = Scorer(model)
+        scorer = Scorer(model := frozen())
         assert scorer.whole_logits_reason == ""
         scorer.whole_logits_reason = reason
         for _ in range(2):  # micro-batches add up
-            scorer(tokens, TREES, scored, temperature=0.7).sum().backward()
-        gradients.append(trained.grad)
-    assert torch.allclose(*gradients, rtol=1e-4, atol=1e-6) and gradients[0].any()
+            logprobs = scorer(tokens, TREES, scored, temperature=0.7)
+            ours = flat_gradient(model, logprobs) / 2
+        assert_as_exact(
+            ours, lambda model: flat_gradient(model, plainly(model, tokens, 0.7)[0]), frozen()
+        )
 
 
 def test_head_is_restored_after_an_exception() -> None:
@@ -299,5 +307,8 @@ def test_model_that_changes_its_logits_computes_whole_logits(kind: str) -> None:
     scorer = Scorer(model)
     assert scorer.whole_logits_reason.startswith("whole logits: ")
     assert "\n" not in scorer.whole_logits_reason
-    ours = scorer(tokens, TREES, scored)
-    assert_as_exact_as_plainly(ours, tokens, model_type=kind, **REPLACED_LOGITS[kind])
+    ours, plain = (
+        scorer(tokens, TREES, scored),
+        tiny_model(model_type=kind, **REPLACED_LOGITS[kind]),
+    )
+    assert_as_exact(ours, lambda model: plainly(model, tokens)[0], plain)

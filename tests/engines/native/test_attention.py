@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_layers import is_as_exact_as_torch
+from exactness import is_as_exact_as_torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from peralta_zmq.engines.native import decoder

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_layers import is_as_exact_as_torch
+from exactness import is_as_exact_as_torch
 from torch.nn.functional import linear
 
 from peralta_zmq.engines.native.kernels.gemm import can_pack

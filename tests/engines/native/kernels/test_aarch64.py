@@ -10,13 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_layers import (
-    ROWS,
-    SCALES,
-    Layer,
-    assert_norm_and_gate_are_as_exact_as_torchs,
-    is_as_exact_as_torch,
-)
+from attention_layers import ROWS, SCALES, Layer, assert_norm_and_gate_are_as_exact_as_torchs
+from exactness import is_as_exact_as_torch
 
 from peralta_zmq.engines.native.kernels import compiler, decode_layer
 
