@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exactness import LOGITS, Float64, exact_result, is_as_exact_as_torch
 from sample_data import tiny_model, token_logprobs
 
 from peralta_zmq import models, registry
@@ -135,27 +136,43 @@ def plain_greedy(model: Any, prompt: Sequence[int], length: int) -> list[int]:
     )[0, len(prompt) :].tolist()  # fmt: skip
 
 
-def switched_greedy(
-    prompt: Sequence[int], seeds: Sequence[int], **settings: Any
-) -> tuple[list[int], list[float]]:
-    """Greedy tokens and logprobs of transformers, with the weights of seed `seeds[t]` for token t.
+class SwitchedModel:
+    """transformers' forward pass, with the weights of another seed for each token."""
 
-    Keys and values of earlier tokens are kept. Ends with the end token.
-    """
-    model, cache, inputs = sharp_model(**settings), None, torch.tensor([prompt])
-    out: list[int] = []
-    scores: list[float] = []
-    while len(out) < len(seeds) and (not out or out[-1] != END):
-        models.apply_weights(
-            model, models.weights_of(sharp_model(seed=seeds[len(out)], **settings))
+    def __init__(self, dtype: torch.dtype, seeds: Iterable[int], **settings: Any) -> None:
+        self._models = {seed: sharp_model(seed=seed, **settings).to(dtype) for seed in {*seeds}}
+        self._cache: Any = None
+
+    @torch.no_grad()
+    def logprobs(self, ids: Sequence[int], seed: int) -> torch.Tensor:
+        """Logprobs of the next token [V]; keys and values of earlier tokens are kept."""
+        output = self._models[seed](
+            input_ids=torch.tensor([ids]), past_key_values=self._cache, use_cache=True
         )
-        with torch.no_grad():
-            output = model(input_ids=inputs, past_key_values=cache, use_cache=True)
-        cache, logprobs = output.past_key_values, output.logits[0, -1].log_softmax(-1)
-        out.append(int(logprobs.argmax()))
-        scores.append(float(logprobs.max()))
-        inputs = torch.tensor([[out[-1]]])
-    return out, scores
+        self._cache = output.past_key_values
+        return output.logits[0, -1].log_softmax(-1)
+
+
+def switched_greedy(
+    completion: Completion, seeds: Sequence[int], **settings: Any
+) -> tuple[list[int], np.ndarray]:
+    """The most probable token in place of each of a completion, by transformers.
+
+    For token t, the model has the weights of seed `seeds[t]`. The array has the logprobs of the
+    completion's tokens, as in `trainer_logprobs`.
+    """
+    plain, exact = (
+        SwitchedModel(dtype, seeds, **settings) for dtype in (torch.float32, torch.float64)
+    )
+    greedy, scores, ids = list[int](), list[list[float]](), completion.prompt_ids.tolist()
+    for token, seed in zip(completion.token_ids.tolist(), seeds, strict=True):
+        logprobs = plain.logprobs(ids, seed)
+        with Float64():
+            exact_logprobs = exact.logprobs(ids, seed)
+        greedy.append(int(logprobs.argmax()))
+        scores.append([float(logprobs[token]), float(exact_logprobs[token])])
+        ids = [token]
+    return greedy, np.array(scores).T
 
 
 def scored(model: Any, completion: Completion, temperature: torch.Tensor | float) -> list[float]:
@@ -164,6 +181,38 @@ def scored(model: Any, completion: Completion, temperature: torch.Tensor | float
     with torch.no_grad():
         logprobs = token_logprobs(model, row[None], temperature=temperature)
     return logprobs[0, len(completion.prompt_ids) :].tolist()
+
+
+def trainer_logprobs(
+    model: Any,
+    completions: Sequence[Completion],
+    temperatures: Sequence[torch.Tensor | float] | float = 1.0,
+) -> np.ndarray:
+    """Logprobs of all generated tokens by transformers in float32 and in float64, [2, tokens].
+
+    `temperatures` is a number, or has one value for `scored` per completion.
+    """
+    if isinstance(temperatures, float):
+        temperatures = [temperatures] * len(completions)
+
+    def compute(model: Any) -> list[float]:
+        pairs = zip(completions, temperatures, strict=True)
+        return [each for pair in pairs for each in scored(model, *pair)]
+
+    return np.array([compute(model), exact_result(compute, model)])
+
+
+def assert_exact_logprobs(
+    completions: Sequence[Completion], expected: np.ndarray, tokens: np.ndarray | None = None
+) -> None:
+    """The engine's logprobs of `tokens`, by default of all, are as exact as transformers'.
+
+    `expected` is as from `trainer_logprobs`.
+    """
+    chosen = slice(None) if tokens is None else tokens
+    ours = np.concatenate([each.logprobs for each in completions])[chosen]
+    plain, exact = torch.from_numpy(expected[:, chosen])
+    assert is_as_exact_as_torch(torch.from_numpy(ours), plain, exact, largest_value=LOGITS)
 
 
 def across_weights(

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from engine_data import Opener, TokenCounter
-from sample_data import tiny_model, token_logprobs
+from engine_data import Opener, TokenCounter, assert_exact_logprobs, trainer_logprobs
+from sample_data import tiny_model
 
 from peralta_zmq import models
 from peralta_zmq.engines import GroupSampler, evaluate, generate_groups
@@ -123,11 +122,9 @@ def play(
     return groups
 
 
-def scored(model: Any, completion: Completion) -> np.ndarray:
-    """The trainer's logprobs of all tokens after the prompt."""
-    row = torch.from_numpy(rollout_of(completion, 0.0).token_ids)[None].long()
-    with torch.no_grad():
-        return token_logprobs(model, row)[0, len(completion.prompt_ids) :].numpy()
+def steps_of(completions: Sequence[Completion]) -> np.ndarray:
+    """The policy step of each token after the prompts; -1 for tokens of replies."""
+    return np.concatenate([each.policy_steps for each in completions])
 
 
 def test_every_sampled_token_has_ratio_one_and_inserted_ones_none(
@@ -141,8 +138,8 @@ def test_every_sampled_token_has_ratio_one_and_inserted_ones_none(
         assert rollout.loss_mask.tolist() == [False] * len(completion.prompt_ids) + sampled.tolist()
         assert (np.diff(sampled.astype(int), prepend=0) == 1).sum() == 3  # turns
         assert (completion.logprobs[~sampled] == 0).all()
-        difference = (completion.logprobs - scored(model_of(), completion))[sampled]
-        assert np.abs(difference).max() < 1e-4  # rounding; logprobs of other tokens differ by 1
+    expected = trainer_logprobs(model_of(), groups["1"])
+    assert_exact_logprobs(groups["1"], expected, steps_of(groups["1"]) >= 0)
     (one_turn, *_) = groups["2"]
     assert (one_turn.policy_steps == 0).all() and one_turn.messages == ()
 
@@ -221,12 +218,12 @@ def test_weights_that_change_between_turns_compute_the_context_again(
             game.future = Future()
             game.future.set_result(None)
 
-    for completion in play(engine, tokenizer, game, [TURNS], between_steps=between_steps)["1"]:
+    completions = play(engine, tokenizer, game, [TURNS], between_steps=between_steps)["1"]
+    for completion in completions:
         assert sorted({*completion.policy_steps.tolist()}) == [-1, 0, 7]
-        for step, seed in ((0, 0), (7, 1)):
-            of_step = completion.policy_steps == step
-            difference = completion.logprobs - scored(model_of(seed), completion)
-            assert np.abs(difference[of_step]).max() < 1e-4
+    for step, seed in ((0, 0), (7, 1)):
+        expected = trainer_logprobs(model_of(seed), completions)
+        assert_exact_logprobs(completions, expected, steps_of(completions) == step)
 
 
 def test_other_completions_are_sampled_while_a_reply_is_computed(tokenizer: Any) -> None:
@@ -384,9 +381,10 @@ def test_interrupted_groups_end_as_without_interruption(num_steps: int, tokenize
             assert each.token_ids.tolist() == complete.token_ids.tolist()
             assert each.policy_steps.tolist() == complete.policy_steps.tolist()
             assert each.messages == complete.messages
-            assert each.logprobs == pytest.approx(complete.logprobs, abs=1e-5)
-    sampled = [each.policy_steps >= 0 for group in parts.values() for each in group]
-    assert counter.num_tokens == np.concatenate(sampled).sum()  # none of them twice
+    completions = [each for group in parts.values() for each in group]
+    is_sampled = steps_of(completions) >= 0
+    assert_exact_logprobs(completions, trainer_logprobs(model_of(), completions), is_sampled)
+    assert counter.num_tokens == is_sampled.sum()  # none of them twice
 
 
 def test_interrupted_groups_of_an_engine_of_whole_batches_lose_no_turn(tokenizer: Any) -> None:

@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_data import GREEDY, plain_greedy, requests, sampled, scored, sharp_model, tokens
+from engine_data import (
+    GREEDY,
+    assert_exact_logprobs,
+    plain_greedy,
+    requests,
+    sampled,
+    sharp_model,
+    tokens,
+    trainer_logprobs,
+)
 
 from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine, _batch_key
@@ -61,8 +70,7 @@ def test_apply_takes_effect_at_the_next_generate(model: Any, tokenizer: Any) -> 
     assert set(before[0].policy_steps.tolist()) == {3}
     for completion in after:
         assert set(completion.policy_steps.tolist()) == {9}
-        expected = scored(other, completion, 1.0)
-        assert completion.logprobs.tolist() == pytest.approx(expected, abs=1e-4)
+    assert_exact_logprobs(after, trainer_logprobs(other, after))
 
 
 def test_generation_config_of_the_model_is_ignored(model: Any, tokenizer: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exactness import exact_result, is_as_exact_as_torch
 from generators import apply_until, generator_of
 from sample_data import tiny_model, token_logprobs
 from sockets import eventually
@@ -126,7 +127,8 @@ def game(
 def test_groups_have_two_turns_with_exact_logprobs_and_whole_rewards(game: Game) -> None:
     groups, tokenizer = game.run("again"), models.load_tokenizer(models.EMBEDDED)
     assert len(groups) >= 3
-    for rollout in (rollout for group in groups for rollout in group.rollouts):
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    for rollout in rollouts:
         mask = rollout.loss_mask
         starts = np.flatnonzero(np.diff(mask.astype(int), prepend=0) == 1)
         ends = np.flatnonzero(np.diff(mask.astype(int), append=0) == -1)
@@ -134,11 +136,17 @@ def test_groups_have_two_turns_with_exact_logprobs_and_whole_rewards(game: Game)
         inserted = tokenizer.decode(rollout.token_ids[ends[0] + 1 : starts[1]].tolist())
         assert inserted.endswith("user\nagain<|im_end|>\n<|im_start|>assistant\n")
         assert rollout.reward == 3.0  # messages: completion, reply, completion
-        with torch.no_grad():
-            ids = torch.tensor(rollout.token_ids.tolist())[None]
-            expected = token_logprobs(game.model(), ids)[0].numpy()
-        assert np.abs(expected - rollout.logprobs)[mask].max() < 1e-5
         assert (rollout.policy_steps == np.where(mask, 1, -1)).all()
+
+    def logprobs(model: Any) -> torch.Tensor:
+        ids = (torch.tensor(rollout.token_ids.tolist())[None] for rollout in rollouts)
+        return torch.cat([token_logprobs(model, each)[0] for each in ids])
+
+    is_generated = np.concatenate([rollout.loss_mask for rollout in rollouts])
+    ours = torch.from_numpy(np.concatenate([rollout.logprobs for rollout in rollouts]))
+    with torch.no_grad():
+        plain, exact = logprobs(game.model()), exact_result(logprobs, game.model())
+    assert is_as_exact_as_torch(*(each[is_generated] for each in (ours, plain, exact)))
 
 
 def test_groups_have_the_rewards_of_their_turns(game: Game) -> None:

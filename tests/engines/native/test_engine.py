@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 import os
@@ -22,14 +21,16 @@ from engine_data import (
     FAMILIES,
     GREEDY,
     PROMPTS,
+    assert_exact_logprobs,
     plain_greedy,
     requests,
     sampled,
-    scored,
     sharp_model,
     switched_greedy,
     tokens,
+    trainer_logprobs,
 )  # fmt: skip
+from exactness import assert_as_exact
 from sample_data import tiny_model
 
 from peralta_zmq import models
@@ -62,8 +63,7 @@ def assert_greedy_matches(engine: Any, model: Any, prompts: Sequence[Sequence[in
     """Compare greedy tokens and logprobs of the engine with those of transformers."""
     completions = sampled(engine, GREEDY, requests(prompts))
     assert tokens(completions) == [plain_greedy(model, prompt, 12) for prompt in prompts]
-    for each in completions:
-        assert each.logprobs.tolist() == pytest.approx(scored(model, each, 1.0), abs=2e-5)
+    assert_exact_logprobs(completions, trainer_logprobs(model, completions))
 
 
 def test_engine_uses_compiled_kernels_if_there_is_a_compiler(engine: NativeEngine) -> None:
@@ -95,11 +95,9 @@ def test_common_prefix_changes_no_token_and_no_logprob(family: str, tokenizer: A
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_decoder_logits_match_transformers_within_1e_5(family: str, tokenizer: Any) -> None:
-    model = tiny_model(**FAMILIES[family])
-    ids = torch.tensor([PROMPTS[2], PROMPTS[2][::-1]])
-    expected = model(input_ids=ids).logits
-    decoder = engine_of(model, tokenizer)._decoder
+def test_decoder_logits_are_as_exact_as_transformers(family: str, tokenizer: Any) -> None:
+    ids, logits = torch.tensor([PROMPTS[2], PROMPTS[2][::-1]]), list[torch.Tensor]()
+    decoder = engine_of(tiny_model(**FAMILIES[family]), tokenizer)._decoder
     assert decoder is not None
     with torch.inference_mode():
         positions = np.tile(np.arange(8), (2, 1))
@@ -108,8 +106,9 @@ def test_decoder_logits_match_transformers_within_1e_5(family: str, tokenizer: A
             newest = slice(position, position + 1)
             newest_tokens = NewTokens(ids[:, newest].numpy(), positions[:, newest], first_row=1)
             (last,) = decoder.hidden_states([newest_tokens])
-            error = (decoder.logits(last[:, 0]) - expected[:, position]).abs().max()
-            assert error <= 1e-5
+            logits.append(decoder.logits(last[:, 0]))
+    ours, model = torch.stack(logits, 1), tiny_model(**FAMILIES[family])
+    assert_as_exact(ours, lambda model: model(input_ids=ids).logits[:, 5:], model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -162,15 +161,12 @@ def test_bf16_logprobs_are_as_exact_as_those_of_transformers(
         assert gemm.PanelWeight in packed_classes(model)
     for seed in (0, 8):
         plain = sharp_model(seed=seed, **settings).bfloat16()
-        exact = copy.deepcopy(plain).float()
         if seed:
             engine.apply(WeightUpdate(1, models.weights_of(plain)))
-        ours, reference = list[float](), list[float]()
-        for each in sampled(engine, Sampling(max_completion_length=12)):
-            known = np.array(scored(exact, each, 1.0))
-            ours += (each.logprobs - known).tolist()
-            reference += (scored(plain, each, 1.0) - known).tolist()
-        assert np.square(ours).mean() <= 2 * np.square(reference).mean()
+        completions = sampled(engine, Sampling(max_completion_length=12))
+        ours = np.concatenate([each.logprobs for each in completions])
+        torchs, exact = trainer_logprobs(plain, completions)
+        assert np.square(ours - exact).mean() <= 2 * np.square(torchs - exact).mean()
 
 
 def test_engine_without_packing_matches_transformers(
@@ -365,11 +361,13 @@ def test_rows_keep_the_prefix_of_the_weights_they_started_with(room: int, tokeni
     completions = sampled(engine, GREEDY, batch, between_steps=swap)
     assert len({step for each in completions for step in each.policy_steps.tolist()}) > 5
     assert any(len(set(each.policy_steps.tolist())) > 2 for each in completions)
-    for request, each in zip(batch, completions, strict=True):
+    scores = list[np.ndarray]()
+    for each in completions:
         chosen = [seeds[step % 3] for step in each.policy_steps.tolist()]
-        expected, scores = switched_greedy(request.prompt_ids.tolist(), chosen)
+        expected, logprobs = switched_greedy(each, chosen)
         assert each.token_ids.tolist() == expected
-        assert each.logprobs.tolist() == pytest.approx(scores, abs=2e-5)
+        scores.append(logprobs)
+    assert_exact_logprobs(completions, np.concatenate(scores, 1))
 
 
 def test_low_scheduled_temperature_samples_greedily(tokenizer: Any) -> None:

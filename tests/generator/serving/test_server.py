@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from engine_data import Opener
+import torch
+from engine_data import Opener, assert_exact_logprobs, trainer_logprobs
 from openai import OpenAI
 from real_programs import RealRun, until
 
@@ -123,9 +125,10 @@ def test_reply_is_what_the_engine_samples_with_logprobs_and_usage(
     assert choice.finish_reason == expected.finish_reason
     assert reply.system_fingerprint == "step-7"
     assert choice.logprobs is not None and choice.logprobs.content is not None
-    assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx(
-        expected.logprobs.tolist(), abs=1e-4
-    )
+    model = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
+    logprobs = np.array([entry.logprob for entry in choice.logprobs.content], np.float32)
+    by_trainer = trainer_logprobs(model, [expected])
+    assert_exact_logprobs([replace(expected, logprobs=logprobs)], by_trainer)
     assert reply.usage is not None
     counts = reply.usage.prompt_tokens, reply.usage.completion_tokens
     assert counts == (len(prompt_ids), len(expected.token_ids))
