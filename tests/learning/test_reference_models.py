@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from exactness import is_as_exact_as_torch
 from learners import groups_of, identical, learner_with_reference, tokens_of_step, weights
 from sample_data import tiny_learner, tiny_model
 
@@ -55,7 +56,8 @@ def test_policy_copy_mixes_by_mixup_alpha() -> None:
     policy, state = weights(model), learner.state()
     for name, first in base.items():
         mixed = 0.25 * policy[name] + 0.75 * first
-        assert torch.allclose(state[f"reference/{name}"], mixed, atol=1e-7)
+        exact = 0.25 * policy[name].double() + 0.75 * first.double()
+        assert is_as_exact_as_torch(state[f"reference/{name}"], mixed, exact)
 
 
 @pytest.mark.parametrize("sync_steps", [None, 2])

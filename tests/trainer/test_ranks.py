@@ -17,11 +17,12 @@ import failing_losses
 import numpy as np
 import pytest
 import torch
+from exactness import Float64
 from local_ranks import DEADLINE, GROUPS, join_sharded, on_ranks, results, start
 from sample_data import RUN
 from trainer_sessions import ONE_THREAD
 
-from peralta_zmq import models, wire
+from peralta_zmq import build, models, wire
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning import distributed
@@ -140,19 +141,26 @@ class Session:
 def run_one_rank(config: Config, options: dict[str, bool]) -> None:
     if options.get("shards"):  # as on CUDA
         distributed.join = join_sharded
-    trainer.run(config)
+    if not options.get("in_float64"):
+        trainer.run(config)
+        return
+    load_policy = build.load_policy
+    build.load_policy = lambda *arguments: load_policy(*arguments).double()
+    with Float64():
+        trainer.run(config)
 
 
 @pytest.fixture(scope="module")
 def single_rank(tmp_path_factory: pytest.TempPathFactory) -> Tensors:
     """The checkpoint of one rank."""
-    return Run(tmp_path_factory.mktemp("single_rank")).train(to=STEPS)
+    return Run(tmp_path_factory.mktemp("single_rank")).train(to=STEPS, in_float64=True)
 
 
 def assert_same(tensors: Tensors, expected: Tensors) -> None:
+    """Checkpoints in float64 are equal, but for the order of additions."""
     assert tensors.keys() == expected.keys()
     for name in tensors.keys() - {"rng/torch"}:
-        torch.testing.assert_close(tensors[name], expected[name], rtol=0, atol=1e-5, msg=name)
+        torch.testing.assert_close(tensors[name], expected[name], rtol=0, atol=1e-9, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -168,19 +176,19 @@ def test_run_resumes_with_another_number_of_ranks(
 ) -> None:
     run = Run(tmp_path)
     for to, num_ranks in zip((3, STEPS), counts, strict=True):
-        saved = run.train(to=to, num_ranks=num_ranks, shards=True)
+        saved = run.train(to=to, num_ranks=num_ranks, shards=True, in_float64=True)
     assert_same(saved, single_rank)
 
 
 def test_run_resumes_after_a_killed_rank(tmp_path: Path, single_rank: Tensors) -> None:
     run = Run(tmp_path)
-    with run.session(num_ranks=2) as session:
+    with run.session(num_ranks=2, in_float64=True) as session:
         run.feed(session, to=3)  # the checkpoint is of step 2
         session.ranks[1].kill()
         session.ranks[1].join()
         with pytest.raises(RuntimeError, match="RankError: another rank of this trainer is gone"):
             run.feed(session, to=4)
-    assert_same(run.train(to=STEPS, num_ranks=2), single_rank)
+    assert_same(run.train(to=STEPS, num_ranks=2, in_float64=True), single_rank)
 
 
 @pytest.mark.slow
