@@ -106,7 +106,8 @@ class _HeadLogprobs(torch.autograd.Function):
             # logarithms of the probabilities of the earlier chunks, and of this one
             log_before, log_share = previous_total - total, chunk_total - total
             if with_entropy:
-                weighted = torch.linalg.vecdot(exponentials, scaled)[:, None]
+                with torch.autocast(hidden.device.type, enabled=False):  # else vecdot is narrow
+                    weighted = torch.linalg.vecdot(exponentials, scaled)[:, None]
                 chunk_entropy = sums.log() - weighted / sums
                 entropy = log_before.exp() * (entropy - log_before)
                 entropy += log_share.exp() * (chunk_entropy - log_share)
