@@ -201,6 +201,9 @@ def _backward_phases(
         kept, computed_again = 4.0 * work.tokens * shape.hidden_size, layer
     activations = kept * shape.num_layers
     one_layer = work.tokens * backward_bytes(shape, machine) + _linear_work(config, shape, machine)
+    # With checkpointing the kept inputs lie between freed tensors of the layers, where malloc (on a
+    # CPU) finds no place for larger ones.
+    gaps = activations + computed_again + one_layer if is_cpu and computed_again else 0.0
     head_gradient = 4.0 * shape.embedding if is_full else 0.0
     # Gradients of earlier micro-batches. On a CPU the process keeps freed memory, and gradients
     # seldom fit into the holes that activations leave, so that it has memory for both.
@@ -220,6 +223,7 @@ def _backward_phases(
             "gradients": earlier or head_gradient,
             name: activations + computed_again,
             layer_name: one_layer,
+            "gaps between these tensors": gaps,
         },
         "backward pass of the first layer": {
             "gradients": gradients,
