@@ -5,7 +5,8 @@ run in turn, each alone on the machine, from the same base model: same data, 8 c
 problem, 128 rollouts per step, a learning rate falling from 2e-4 to 0 over 80 steps. A run ends
 when the mean reward of the last five steps is 0.9. Times count from the moment when everything is
 loaded, those of the claims `..._with_start_...` from the start of the command. `time_SIDE_PART` and
-`cpu_SIDE_KIND` divide them up. `--quick` runs a few steps of each without reaching the goal.
+`cpu_SIDE_KIND` divide them up. `local_ready` is the time from our command until a generator is
+ready to sample. `--quick` runs a few steps of each without reaching the goal.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ BASE = REPO / "peralta_zmq" / "models" / "embedded"
 TIMEOUTS = {"ours": 180.0, "trl": 300.0, "ray_original": 900.0}  # seconds from the command
 QUICK_TIMEOUTS, QUICK_STEPS = {"ours": 60.0, "trl": 60.0, "ray_original": 90.0}, 8
 PEERS = ("trl", "ray_original")
+MAX_READY_SECONDS = 3.0
 REQUIRED = {"wall_vs_trl": 4.0, "wall_with_start_vs_trl": 3.0, "wall_vs_ray_original": 8.0}
 OUR_PARTS = {
     "wait": "time/wait_for_batch", "journal": "time/journal", "train": "time/forward_backward",
@@ -48,6 +50,7 @@ class RunResult:
 
     wall: float  # seconds since training started
     wall_with_start: float  # seconds since the command started
+    ready: float  # ours: seconds from the command until a generator was ready; peers: 0
     cpu: float
     cpu_with_start: float
     rollouts_per_s: float
@@ -73,6 +76,7 @@ def run(*, quick: bool) -> Iterable[Claim]:
         yield from comparison(peer, results["ours"], results[peer])
     for name, side in results.items():
         yield from breakdown(name, side)
+    yield ready_claim([each.ready for each in results["ours"]])
 
 
 def peers() -> dict[str, str]:
@@ -100,7 +104,10 @@ def run_side(name: str, interpreter: Path, *, quick: bool) -> RunResult:
             tail = log.read_text("utf-8", "replace")[-2000:]
             raise RuntimeError(f"{name} took no step within {timeout:.0f} s:\n{tail}")
         update = mean_update_bytes(Path(folder)) if name == "ours" else rows[-1]["bytes"]
-        return measured(rows, child, started=started, bytes_per_update=update, per_step=quick)
+        ready = first_join(Path(folder)) - child.started if name == "ours" else 0.0
+        return measured(
+            rows, child, started=started, ready=ready, bytes_per_update=update, per_step=quick
+        )
 
 
 def our_command(folder: str) -> list[str]:
@@ -119,9 +126,10 @@ def peer_command(name: str, interpreter: Path, folder: str) -> list[str]:
 
 
 def variables() -> dict[str, str]:
-    """Environment variables: no network, modules of this checkout."""
+    """Environment variables: no network, modules of this checkout, with bytecode files."""
     return {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_AUTH_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+            "RAY_AUTH_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONDONTWRITEBYTECODE": ""}  # fmt: skip
 
 
 def read_until(
@@ -188,6 +196,15 @@ def mean_update_bytes(folder: Path) -> float:
     return statistics.fmean(sizes[1:])
 
 
+def first_join(folder: Path) -> float:
+    """Time at which the trainer received the first status of a generator.
+
+    The generator has loaded the weights then, and its status requests problems to sample.
+    """
+    events = json_lines(folder / "ours" / "events.jsonl")
+    return min(cast(float, event["time"]) for event in events if event.get("event") == "join")
+
+
 def has_reached_goal(rows: Sequence[Row]) -> bool:
     """Whether some five consecutive steps have the mean reward of the goal."""
     return steps_to_goal(rows) is not None
@@ -211,6 +228,7 @@ def measured(
     child: MeasuredCommand,
     *,
     started: float,
+    ready: float,
     bytes_per_update: float,
     per_step: bool,
 ) -> RunResult:
@@ -225,6 +243,7 @@ def measured(
     return RunResult(
         wall=wall / divisor,
         wall_with_start=(ended - child.started) / divisor,
+        ready=ready,
         cpu=(cpu - child.cpu_at(started)) / divisor,
         cpu_with_start=cpu / divisor,
         rollouts_per_s=rollouts / wall,
@@ -289,6 +308,15 @@ def breakdown(side: str, results: Sequence[RunResult]) -> Iterator[Claim]:
         values = [each.kinds[kind] for each in results]
         if any(values):
             yield part_claim(f"cpu_{side}_{kind}", values, cpus, "CPU s, share of all")
+
+
+def ready_claim(times: Sequence[float]) -> Claim:
+    """Seconds until a generator is ready to sample, and the part that they are of the limit."""
+    median = statistics.median(times)
+    return Claim(
+        "local_ready", median, "s", bound=MAX_READY_SECONDS, share=median / MAX_READY_SECONDS,
+        n=len(times), spread=spread(times),
+    )  # fmt: skip
 
 
 def part_claim(name: str, parts: Sequence[float], wholes: Sequence[float], unit: str) -> Claim:

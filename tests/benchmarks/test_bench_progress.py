@@ -14,7 +14,7 @@ from benchmarks import endtoend, losses, original_size, scale
 SIDE = {"rates": [1.0], "costs": [1.0], "memory": 1, "announcement": 1, "staleness": 0.0,
         "smallest": 1.0, "steps": 1}  # fmt: skip
 RESULT = endtoend.RunResult(
-    wall=10.0, wall_with_start=15.0, cpu=20.0, cpu_with_start=25.0, rollouts_per_s=10.0,
+    wall=10.0, wall_with_start=15.0, ready=3.0, cpu=20.0, cpu_with_start=25.0, rollouts_per_s=10.0,
     bytes_per_update=1e6, memory=1e9, steps=20, reached=True, parts={"wait": 4.0, "rest": 6.0},
     kinds={},
 )  # fmt: skip

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +26,7 @@ def rows(*rewards: float) -> list[Mapping[str, float]]:
 
 def result(wall: float, *, reached: bool = True) -> endtoend.RunResult:
     return endtoend.RunResult(
-        wall=wall, wall_with_start=wall + 5, cpu=2 * wall, cpu_with_start=2 * wall + 5,
+        wall=wall, wall_with_start=wall + 5, ready=3.0, cpu=2 * wall, cpu_with_start=2 * wall + 5,
         rollouts_per_s=100 / wall, bytes_per_update=1e6, memory=1e9, steps=20, reached=reached,
         parts={"wait": wall / 4, "rest": 3 * wall / 4},
         kinds={"trainer": wall / 2, "generators": 0.0},
@@ -91,6 +93,19 @@ def test_share_of_a_part_is_computed_per_round() -> None:
     assert (second.name, second.n) == ("time_trl_rest", 3)
     assert (cores.name, cores.ours) == ("cores_trl", 2.0)
     assert (cpu.name, cpu.ours, cpu.share) == ("cpu_trl_trainer", 10.0, 0.25)
+
+
+def test_generator_is_ready_when_the_first_one_joins(tmp_path: Path) -> None:
+    events = [("start", 100.0), ("join", 101.5), ("join", 101.0), ("publish", 102.0)]
+    lines = [json.dumps({"event": name, "time": moment}) for name, moment in events]
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "events.jsonl").write_text("\n".join([*lines, ""]))
+    assert endtoend.first_join(tmp_path) == 101.0
+
+
+def test_share_of_local_ready_is_the_used_part_of_the_limit() -> None:
+    claim = endtoend.ready_claim([6.0, 1.0, 1.5])
+    assert (claim.ours, claim.bound, claim.share, claim.n) == (1.5, 3.0, 0.5, 3)
 
 
 ORPHAN = """
