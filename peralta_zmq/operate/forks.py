@@ -28,6 +28,7 @@ LIBRARIES = (
     "peralta_zmq.engines.native",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3",  # the embedded models
 )
 # Kills its process group when its input is closed, see GUARD in process_group.py.
 GUARD = "read -r line; kill -KILL 0"
