@@ -89,7 +89,7 @@ def test_replay_computes_the_micro_batches_of_the_run(
         overlapped = seconds.pop("time/overlapped")
         assert 0 < overlapped < seconds["time/forward_backward"]
         assert sum(seconds.values()) < float(str(row["step_time"]))
-        assert seconds["time/wait_for_batch"] > 0.2  # the time in which no group arrived
+        assert seconds["time/wait_for_batch"] > 0.02  # at least one receive has timed out
     for step in range(1, STEPS + 1):
         kinds = kinds_of(continued, step)
         assert ACCUMULATED in kinds and kinds.count(GROUP) == GROUPS_PER_STEP

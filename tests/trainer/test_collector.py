@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import os
 import shutil
 import threading
@@ -103,8 +104,12 @@ def opened(
     receiver: SlowReceiver | None = None,
     easy_threshold: float | None = None,
     settings: Sequence[str] = (),
+    has_status: bool = True,
 ) -> Opened:
-    """A collector whose steps take `groups` groups of two rollouts."""
+    """A collector whose steps take `groups` groups of two rollouts.
+
+    With `has_status`, it has received the status of a generator.
+    """
     arguments = ["--run.dir", str(folder), "--run.name", "demo", "--sampling.num-generations=2",
                  f"--train.batch-size={2 * groups}", *settings]  # fmt: skip
     real_receiver = stack.enter_context(closing(receiver_at()))
@@ -116,11 +121,14 @@ def opened(
         ProgressAnnouncer(cast(Any, publisher), wire.Announcement(RUN)),
         wire.AddressFile(None, "localhost", 1, RUN), StopSignal(),
     )  # fmt: skip
+    generators = GeneratorRegistry(statuses, run_log, {})
+    if has_status:
+        generators.statuses["ann"] = wire.GeneratorStatus(RUN, "ann", bytes(8))
     collector = BatchCollector(
         session,
         cast(Any, receiver or real_receiver),
         stack.enter_context(closing(CountingJournal(folder / "journal"))),
-        GeneratorRegistry(statuses, run_log, {}),
+        generators,
         DifficultyPools(["math_1k/7"], easy_threshold=easy_threshold, hard_threshold=None),
         cast(Any, None),
     )
@@ -547,6 +555,18 @@ def test_commit_is_immediate_when_the_queue_is_empty(
     scene.collector.collect(1, until_durable)
     assert receiver.now < started + COMMIT_SECONDS
     assert scene.collector.journal.num_waiting == 0
+
+
+def test_statuses_are_read_often_until_the_first_one(stack: ExitStack, tmp_path: Path) -> None:
+    receiver, times = SlowReceiver(0), list[float]()
+    scene = opened(stack, tmp_path, groups=1, receiver=receiver, has_status=False)
+
+    def stop_after_ten(idle: bool) -> None:
+        times.append(receiver.now)
+        scene.session.stop.requested = len(times) == 10
+
+    scene.collector.collect(1, stop_after_ten)  # reads statuses before each of these calls
+    assert max(after - before for before, after in itertools.pairwise(times)) < 0.05
 
 
 def test_commit_follows_the_end_of_an_outage_within_10_seconds(
