@@ -21,7 +21,7 @@ from exactness import is_as_exact_as_torch
 from peralta_zmq.engines.native.kernels import compiler, decode_layer, gemm
 
 CPU = torch.device("cpu")
-HAS_COMPILER = sys.platform == "linux" and shutil.which("cc") is not None
+COMPILER = shutil.which("cc") if sys.platform == "linux" else None
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -30,7 +30,7 @@ def dtype(request: Any) -> torch.dtype:
 
 
 def library(dtype: torch.dtype, group: int = 2, width: int = 64) -> Any:
-    if not HAS_COMPILER or os.environ.get(compiler.INSTRUCTION_SET) == "none":
+    if not COMPILER or os.environ.get(compiler.INSTRUCTION_SET) == "none":
         pytest.skip("no C compiler for Linux here, or PERALTA_KERNELS is none")
     found = decode_layer.library_for(dtype, CPU, queries_per_head=group, head_dim=width)
     assert found is not None
@@ -82,7 +82,7 @@ def test_unsupported_head_shapes_are_left_to_torch(group: int, width: int) -> No
 def make_panels(request: Any) -> Callable[[torch.Tensor], gemm.PanelWeight]:
     """Packs a weight for one variant."""
     variant = request.param
-    if not HAS_COMPILER or variant.cpu_feature not in compiler.cpu_features().split():
+    if not COMPILER or variant.cpu_feature not in compiler.cpu_features().split():
         pytest.skip(f"no C compiler, or no {variant.cpu_feature}")
     library = compiler.load(
         variant.source, gemm.ARGUMENTS, variant.defines, check=lambda library: True
@@ -156,7 +156,7 @@ def test_panels_reject_rows_of_another_shape_or_dtype(
 def test_fastest_variant_of_this_processor_is_used(dtype: torch.dtype) -> None:
     features = compiler.cpu_features().split()
     expected = [x for x in gemm.VARIANTS if x.dtype == dtype and x.cpu_feature in features]
-    if not (HAS_COMPILER and expected and compiler.INSTRUCTION_SET not in os.environ):
+    if not (COMPILER and expected and compiler.INSTRUCTION_SET not in os.environ):
         pytest.skip("no C compiler, or no variant for this processor")
     assert (kernel := gemm.panel_kernel(dtype)) and kernel[0] == expected[0]
 
@@ -220,14 +220,14 @@ def test_pack_without_compiler_uses_onednn(
 @pytest.fixture
 def compile_with(empty_cache: Path) -> Callable[..., None]:
     """A function that puts a compiler into PATH that includes a header before each file."""
-    if not HAS_COMPILER:
+    if not COMPILER:
         pytest.skip("no C compiler for Linux here")
     compiler, header = empty_cache / "cc", empty_cache / "first.h"
 
     def write(*lines: str) -> None:
         header.write_text("".join(f"{line}\n" for line in lines))
-        options = f"-include {shlex.quote(str(header))}"
-        compiler.write_text(f'#!/bin/sh\nPATH=/usr/bin:/bin exec cc "$@" {options}\n')
+        cc, options = shlex.quote(COMPILER), f"-include {shlex.quote(str(header))}"
+        compiler.write_text(f'#!/bin/sh\nPATH=/usr/bin:/bin exec {cc} "$@" {options}\n')
         compiler.chmod(0o755)
 
     return write
@@ -267,7 +267,8 @@ def test_pack_does_not_use_panels_of_a_compiler_with_defects(
 def test_library_with_an_unknown_instruction_ends_only_a_child_process(
     compile_with: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    compile_with("int probe(void) { __builtin_trap(); }", "#define probe other_probe")
+    header = "#include <signal.h>", "int probe(void) { return raise(SIGILL); }"
+    compile_with(*header, "#define probe other_probe")
     with caplog.at_level(logging.INFO):
         assert decode_layer.library_for(torch.float32, CPU, queries_per_head=2, head_dim=64) is None
     assert caplog.messages == [
@@ -298,7 +299,7 @@ def test_processor_is_empty_if_cpuinfo_is_hidden(monkeypatch: pytest.MonkeyPatch
 @pytest.fixture
 def compile_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], Path]:
     """A function that compiles a small library into an empty cache folder, or finds it there."""
-    if not HAS_COMPILER:
+    if not COMPILER:
         pytest.skip("no C compiler for Linux here")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (source := tmp_path / "two.c").write_text("int two(void) { return 2; }\n")
@@ -311,8 +312,7 @@ def test_damaged_library_is_compiled_again(
 ) -> None:
     content = (damaged := compile_library()).read_bytes()
     assert compile_library() == damaged
-    zeroed = content[:4096] + bytes(4096) + content[8192:]
-    assert zeroed != content
+    zeroed = content[:64] + bytes(len(content) - 64)  # only the ELF header is left
     damaged.write_bytes(zeroed[: int(kept_part * len(content))])
     assert compile_library().read_bytes() == content
     assert [each.suffix for each in damaged.parent.iterdir()] == [".so"]
@@ -320,7 +320,7 @@ def test_damaged_library_is_compiled_again(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("libc_ver", ("glibc", "2.17")), ("machine", "aarch64")]
+    ("name", "value"), [("libc_ver", ("glibc", "2.17")), ("machine", "riscv64")]
 )
 def test_another_c_library_or_architecture_gets_its_own_library(
     compile_library: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, name: str, value: Any
