@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 unexport PYTHONDONTWRITEBYTECODE  # without .pyc files each worker start would compile the package
 
 help:  ## List the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 setup: .venv/ready  ## Make .venv with pinned dependencies and the right torch for this machine
 
@@ -41,6 +41,21 @@ test: setup  ## Run the tests (under five minutes on two cores)
 
 test-isa: setup  ## The numeric tests with older instruction sets (ARGS=--quick for a part)
 	@$(BIN)/python -m tools.instruction_sets $(ARGS)
+
+AARCH64 := $(CURDIR)/.venv-aarch64
+AARCH64_TESTS := tests/config tests/environments tests/observe tests/operate tests/wire \
+  tests/test_registry.py tests/test_rollout.py tests/test_errors.py tests/test_atomic_files.py \
+  tests/test_http_server.py
+# qemu lacks memory limits, subreapers and fields of /proc/PID/stat, is slow, and cannot start its
+# Python without the wrapper script.
+NOT_EMULATED := memory_is_limited or orphans_of_a_tool or test_forks or percent_of_a_core or \
+  reexecutes_with_python
+
+test-aarch64: .venv-aarch64/ready  ## Tests in an emulated Python for ARM (Debian: apt install mmdebstrap qemu-user gcc-aarch64-linux-gnu)
+	@PYTHONPATH=tests/without_torch .venv-aarch64/bin/python -m pytest $(AARCH64_TESTS) \
+	  -k 'not ($(NOT_EMULATED))' --numprocesses 2 --dist worksteal --timeout 300 $(ARGS)
+	@PATH=$(AARCH64)/bin:$$PATH PERALTA_KERNELS=armv8-a .venv-aarch64/bin/python -m pytest \
+	  tests/engines/native/kernels/test_kernels.py --timeout 300 $(ARGS)
 
 test-slow: setup  ## The tests that train for minutes
 	@$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
@@ -139,7 +154,7 @@ structure: setup  ## Figures of the source tree: lines, files, classes, names
 	@$(BIN)/python -m tools.structure
 
 clean:  ## Remove the environment and every run
-	rm -rf .venv .venv-other .venv-mlx .venv-vllm .venv-verifiers runs
+	rm -rf .venv .venv-other .venv-mlx .venv-vllm .venv-verifiers .venv-aarch64 runs
 
 fresh:
 	@if [ -n "$(FRESH)" ]; then rm -rf runs/demo; fi
@@ -178,11 +193,30 @@ fresh:
 	@$(VLLM_PIP) --editable '.[dev]'
 	@touch $@
 
+# Debian's Python for ARM, with PyPI's packages. The wrapper script runs it, also as sys.executable.
+# 2.10.0 is the last torch for ARM on PyPI without CUDA.
+.venv-aarch64/ready: pyproject.toml .ci/constraints.txt Makefile | .venv/ready
+	@which mmdebstrap qemu-aarch64 aarch64-linux-gnu-gcc >/dev/null || \
+	  { echo "install the Debian packages mmdebstrap, qemu-user and gcc-aarch64-linux-gnu"; exit 1; }
+	@echo "setting up .venv-aarch64 (once; a few minutes)"
+	@rm -rf .venv-aarch64 && mkdir -p .venv-aarch64/root .venv-aarch64/bin
+	@mmdebstrap --quiet --variant=extract --architectures=arm64 --include=python3.11,libstdc++6 \
+	  bookworm - | tar --extract --directory .venv-aarch64/root ./lib ./usr
+	@echo 'home = $(AARCH64)/root/usr/bin' > .venv-aarch64/pyvenv.cfg
+	@printf '#!/bin/sh\nexec %s -L %s -0 "$$0" %s "$$@"\n' "$$(which qemu-aarch64)" \
+	  $(AARCH64)/root $(AARCH64)/root/usr/bin/python3.11 > .venv-aarch64/bin/python
+	@chmod +x .venv-aarch64/bin/python
+	@ln -s "$$(which aarch64-linux-gnu-gcc)" .venv-aarch64/bin/cc
+	@$(BIN)/python -m pip --python .venv-aarch64/bin/python install --quiet pip
+	@.venv-aarch64/bin/python -m pip install --quiet 'torch==2.10.0'
+	@$(MAKE) --no-print-directory BIN=.venv-aarch64/bin EXTRAS=dashboard,math,plot package test-tools
+	@touch $@
+
 package:
 	@$(PIP) --editable '.[$(EXTRAS)]'
 
 test-tools:
-	@$(PIP) hypothesis pytest pytest-timeout
+	@$(PIP) hypothesis pytest pytest-timeout pytest-xdist
 
 # CPU-only Linux needs the +cpu build; the build on PyPI pulls gigabytes of CUDA packages.
 # A Jetson brings NVIDIA's own torch: VENV_OPTIONS=--system-site-packages make setup.
@@ -196,4 +230,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-slow test-chaos test-browser test-mlx test-vllm test-verifiers test-gpu test-trl test-lab test-lan test-slurm test-kubernetes test-container test-skew lab-soak fuzz compare-losses time-losses time-lora lint data base-model turns-base-model clean fresh torch package test-tools docs pacing picture structure
+.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-aarch64 test-slow test-chaos test-browser test-mlx test-vllm test-verifiers test-gpu test-trl test-lab test-lan test-slurm test-kubernetes test-container test-skew lab-soak fuzz compare-losses time-losses time-lora lint data base-model turns-base-model clean fresh torch package test-tools docs pacing picture structure
