@@ -201,6 +201,8 @@ def _refusal(name: str, job: SlurmJob, error: str) -> str:
     for part, settings, remedy in REFUSALS:
         if part in error.lower():
             values = {each: getattr(job, each) for each in settings if hasattr(job, each)}
-            shown = ", ".join(f"{each} {value}" for each, value in values.items())
+            shown = ", ".join(
+                each if value is None else f"{each} {value}" for each, value in values.items()
+            )
             return f"slurm.{name}.{shown}: {error}; {remedy}"
     return f"slurm.{name}: {error}; correct the settings of the job in the hosts file"

@@ -298,7 +298,7 @@ def test_missing_commands_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("Required partition not available (inactive or drain)",
          "slurm.trainer.partition gpu: {}; choose one that sinfo lists as up"),
         ("Invalid account or account/partition combination specified",
-         "slurm.trainer.account None: {}; choose one of sacctmgr show associations"),
+         "slurm.trainer.account: {}; choose one of sacctmgr show associations"),
         ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
          "slurm.trainer.nodes 2, cpus 8, gpus 4, time 1-00:00:00: {}; lower them to your limits"),
         ("Requested time limit is invalid (missing or exceeds some limit)",
