@@ -201,8 +201,8 @@ def _backward_phases(
         kept, computed_again = 4.0 * work.tokens * shape.hidden_size, layer
     activations = kept * shape.num_layers
     one_layer = work.tokens * backward_bytes(shape, machine) + _linear_work(config, shape, machine)
-    # With checkpointing the kept inputs lie between freed tensors of the layers, where malloc (on a
-    # CPU) finds no place for larger ones.
+    # With checkpointing, the kept input of a layer lies between freed tensors. malloc (CPU) cannot
+    # place a larger tensor in such a gap. Planned: as much as the tensors themselves.
     gaps = activations + computed_again + one_layer if is_cpu and computed_again else 0.0
     head_gradient = 4.0 * shape.embedding if is_full else 0.0
     # Gradients of earlier micro-batches. On a CPU the process keeps freed memory, and gradients

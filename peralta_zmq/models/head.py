@@ -106,7 +106,7 @@ class _HeadLogprobs(torch.autograd.Function):
             # logarithms of the probabilities of the earlier chunks, and of this one
             log_before, log_share = previous_total - total, chunk_total - total
             if with_entropy:
-                with torch.autocast(hidden.device.type, enabled=False):  # else vecdot is narrow
+                with torch.autocast(hidden.device.type, enabled=False):  # autocast narrows vecdot
                     weighted = torch.linalg.vecdot(exponentials, scaled)[:, None]
                 chunk_entropy = sums.log() - weighted / sums
                 entropy = log_before.exp() * (entropy - log_before)

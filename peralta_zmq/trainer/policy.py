@@ -72,7 +72,7 @@ def open_policy(config: Config, problems: Sequence[Problem], ranks: Ranks) -> Po
     learner = make_policy_learner(config, model, ranks)
     engine = build.make_live_engine(config, model, tokenizer)
     worker_info = models.worker_info(model.device, dtype)
-    models.release_memory()  # freed after loading; a step's tensors would hardly fit into its gaps
+    models.release_memory()  # loading leaves gaps that are too small for a step's tensors
     return Policy(
         folder,
         model,
