@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exactness import LOGITS, Float64, exact_result, is_as_exact_as_torch
+from exactness import LARGEST_LOGIT, Float64, exact_result, is_as_exact_as_torch
 from sample_data import tiny_model, token_logprobs
 
 from peralta_zmq import models, registry
@@ -212,7 +212,7 @@ def assert_exact_logprobs(
     chosen = slice(None) if tokens is None else tokens
     ours = np.concatenate([each.logprobs for each in completions])[chosen]
     plain, exact = torch.from_numpy(expected[:, chosen])
-    assert is_as_exact_as_torch(torch.from_numpy(ours), plain, exact, largest_value=LOGITS)
+    assert is_as_exact_as_torch(torch.from_numpy(ours), plain, exact, largest_value=LARGEST_LOGIT)
 
 
 def across_weights(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-LOGITS = 16.0  # size of the larger logits of models in tests
+LARGEST_LOGIT = 16.0  # size of the larger logits of models in tests
 Result = TypeVar("Result")
 
 
@@ -48,21 +48,22 @@ def assert_as_exact(ours: Tensor, compute: Callable[[Any], Tensor], model: Any) 
 
 
 def is_as_exact_as_torch(
-    ours: Tensor, torchs: Tensor, exact: Tensor, *, largest_value: float = 0.0
+    ours: Tensor, reference: Tensor, exact: Tensor, *, largest_value: float = 0.0
 ) -> bool:
-    """True if our largest error is at most four times the largest error of torch's operators.
+    """True if our largest error is at most four times that of `reference`, or four rounding steps.
 
-    Both errors are measured against float64, because float32 results differ between processors
-    (here 2.8e-6 from torch and 1.5e-6 from us in the worst case). One rounding step of the largest
-    value is the least error that counts, for cases that torch computes exactly. `largest_value` is
-    that of earlier results if they are larger: the logprob of a probable token is near 0, but its
-    error is that of the logits.
+    `reference` comes from torch's operators. Both errors are measured against float64, because
+    float32 results differ between processors (here 2.8e-6 from torch and 1.5e-6 from us in the
+    worst case). The rounding steps are those of the largest value, for cases that torch computes
+    exactly. `largest_value` is that of earlier results if they are larger: the logprob of a
+    probable token is near 0, but its error is that of the logits.
     """
 
     def largest(values: Tensor) -> float:
         return float(values.detach().abs().max())
 
-    errors = {"ours": largest(ours.double() - exact), "torch": largest(torchs.double() - exact)}
+    assert ours.shape == reference.shape == exact.shape
+    errors = {"ours": largest(ours.double() - exact), "torch": largest(reference.double() - exact)}
     rounding = torch.finfo(ours.dtype).eps * max(largest(exact), largest_value)
     print(errors, rounding)  # pytest shows it if the test fails
     return errors["ours"] <= 4 * max(errors["torch"], rounding)

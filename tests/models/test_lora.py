@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from exactness import LOGITS, Float64, is_as_exact_as_torch
+from exactness import LARGEST_LOGIT, Float64, is_as_exact_as_torch
 from generators import apply_until
 from peak_memory import PeakMemory
 from real_programs import ran
@@ -117,7 +117,7 @@ def are_exact(ours: torch.Tensor, compute: Callable[[Any], torch.Tensor], model:
     with Float64():
         exact = compute(merged_model(model, torch.float64))
     return all(
-        is_as_exact_as_torch(each, plain, exact, largest_value=LOGITS)
+        is_as_exact_as_torch(each, plain, exact, largest_value=LARGEST_LOGIT)
         for each in (compute(model), ours)
     )
 
