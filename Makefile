@@ -82,7 +82,7 @@ test-verifiers: .venv-verifiers/ready  ## The tests of tasks of verifiers and re
 	@.venv-verifiers/bin/python -m pytest tests/environments/test_verifiers_task.py \
 	  tests/environments/test_reasoning_gym_task.py -rs $(ARGS)
 
-test-gpu: setup  ## Generation, training and publishing on a GPU (CUDA or MPS) as on the CPU
+test-gpu: setup  ## Compare generation, training and publishing on a GPU (CUDA or MPS) with the CPU
 	@$(BIN)/python -m pytest tests/test_gpu.py -m gpu -rs $(ARGS)
 
 test-trl: setup  ## Compare the losses with TRL's released code (installs TRL once)

@@ -38,7 +38,7 @@ def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Each row of `rows` [..., W], divided by sqrt(mean(row^2) + epsilon), times `weight` [W].
 
     As in transformers, a row is divided in fp32, and rounded to its dtype before it is multiplied.
-    Rows in float64 stay in float64.
+    A row in float64 is divided in float64.
     """
     return _RMSNorm.apply(rows, weight, epsilon)  # pyright: ignore[reportReturnType]
 

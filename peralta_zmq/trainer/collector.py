@@ -105,8 +105,8 @@ class BatchCollector:
         The queue depth is the number of groups that were received before the queue was empty for
         the first time. Returns no groups if a stop is requested. The last journal commit continues
         in the background while the step computes; the caller must call `commit`, which waits for
-        its end. `between_groups` is called before each receive, with True if the previous receive
-        timed out. `compute` is called when the queue is empty; it returns the seconds it took.
+        its end. `between_groups` is called before each receive, with True if the last receive that
+        waited timed out. `compute` is called when the queue is empty; it returns its seconds, or 0.
         """
         depth, queued, idle, self.journal_seconds = 0, True, False, 0.0
         last_group = last_warning = time.monotonic()
@@ -122,8 +122,8 @@ class BatchCollector:
                 if seconds := compute():  # groups may have arrived meanwhile
                     last_group, last_warning = last_group + seconds, last_warning + seconds
                     continue
-                seconds = 0.2 if self._generators.statuses else 0.02  # the first asks for a lease
-                received = self._receiver.receive(timeout=seconds)
+                timeout = 0.2 if self._generators.statuses else 0.02  # a first status asks for work
+                received = self._receiver.receive(timeout=timeout)
             idle = received is None
             if received is None:
                 self.commit()
