@@ -46,6 +46,6 @@ done""")  # fmt: skip
 
     def take_calls(self) -> list[str]:
         """The calls since the last one of this method."""
-        calls = self._calls.read_text().splitlines()
-        self._calls.unlink()
+        calls = self._calls.read_text().splitlines() if self._calls.exists() else []
+        self._calls.unlink(missing_ok=True)
         return calls

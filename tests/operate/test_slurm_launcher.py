@@ -170,11 +170,15 @@ def test_logs_of_all_jobs_are_printed_until_they_end(
     assert launcher().exit_code() == 3
 
 
-def test_commands_that_slurm_does_not_need_are_refused(
-    tmp_path: Path, commands: SlurmCommands
-) -> None:
+@pytest.mark.usefixtures("commands")
+def test_sync_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sync copies code to hosts with ssh, but jobs of Slurm"):
         launcher().sync(config_in(tmp_path))
+
+
+def test_commands_for_other_workers_or_without_a_controller_are_refused(
+    tmp_path: Path, commands: SlurmCommands
+) -> None:
     start(commands, tmp_path)
     with pytest.raises(
         ConfigError, match="enable is for hosts with ssh; Slurm starts its jobs aft"
