@@ -2,13 +2,12 @@
 
 With a call per operation, a decode step of Qwen3-0.6B takes 1.1 times as long, and one of a small
 model 1.4 times. The C code gets the addresses of all weights and of the KV cache in a table, which
-is made again when the version of the weights or the layout of the cache has changed.
+is made again when the layout of the cache has changed. New weights are loaded into the same memory.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from peralta_zmq.engines.native.kernels.decode_layer import (
     LayerStruct,
     LinearStruct,
 )
-from peralta_zmq.engines.native.linears import ModelWeights, panels_of
+from peralta_zmq.engines.native.linears import panels_of
 
 
 class CompiledLayers:
@@ -31,23 +30,20 @@ class CompiledLayers:
     Gives bit for bit the result of `decoder_forward` with CompiledLayerOps.
     """
 
-    def __init__(
-        self, library: ctypes.CDLL, model: Any, weights: ModelWeights, cache: KVCache
-    ) -> None:
-        self._library, self._model, self._weights, self._cache = library, model, weights, cache
+    def __init__(self, library: ctypes.CDLL, model: Any, cache: KVCache) -> None:
+        self._library, self._model, self._cache = library, model, cache
         panels = model.layers[0].mlp.down_proj.fused.packed
         self._multiply = ctypes.cast(panels.library.multiply, POINTER)
-        self._table: Any = None  # array of LayerStruct, valid for the weights and the cache of _key
-        self._key: Hashable = None
+        self._table: Any = None  # array of LayerStruct, valid for the cache's layout `_layout`
+        self._layout = -1
 
     def __call__(self, hidden: Tensor, ops: CompiledLayerOps) -> Tensor:
         """Return the last hidden states [T, hidden_size] of the T new tokens of `ops`.
 
         `hidden` has the embeddings in this shape, contiguous; it is overwritten.
         """
-        key = self._weights.version, self._cache.layout
-        if key != self._key:
-            self._table, self._key = self._addresses(), key
+        if self._cache.layout != self._layout:
+            self._table, self._layout = self._addresses(), self._cache.layout
         attention, layer, norm = self._model.layers[0].self_attn, self._table[0], self._model.norm
         arguments, out = ops.arguments, torch.empty_like(hidden)
         arguments.heads, arguments.shared = self._cache.shared[0][0].shape[:2]

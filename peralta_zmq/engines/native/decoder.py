@@ -74,9 +74,7 @@ class Decoder:
         self.library = _library_for(model)  # C kernels, or None
         self._compiled_layers = None
         if self.library is not None and can_compile(self._model.model):
-            self._compiled_layers = CompiledLayers(
-                self.library, self._model.model, self.weights, self.cache
-            )
+            self._compiled_layers = CompiledLayers(self.library, self._model.model, self.cache)
         capture = capture_for(model.device) if can_capture(self._model.model) else None
         self._graphs = None if capture is None else GraphCache(capture, model.device)
 

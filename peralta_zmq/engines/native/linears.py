@@ -39,14 +39,17 @@ class FusedLinear:
         self._dtype = linears[0].weight.dtype
         self._input: Tensor | None = None  # its outputs are in `_outputs`
         self._outputs: tuple[Tensor, ...] = ()  # by layer; not used if `_input` is None
-        self._pack([linear.weight for linear in linears], _biases_of(linears))
+        self.packed = pack(self._concatenated([linear.weight for linear in linears]))
+        biases = _biases_of(linears)
+        # Cloned, because `_concatenated` does not copy a single bias.
+        self.bias = self._concatenated(biases).clone() if biases else None
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the layers' weights [out, in] and biases [out]."""
-        self._pack(
-            [weights[name] for name in self._weight_names],
-            [weights[name] for name in self._bias_names],
-        )
+        """Replace the layers' weights [out, in] and biases [out]; panels keep their memory."""
+        self.packed.load(self._concatenated([weights[name] for name in self._weight_names]))
+        if self.bias is not None:
+            self.bias.copy_(self._concatenated([weights[name] for name in self._bias_names]))
+        self._input = None  # outputs of the old weights are not used again
 
     def output(self, index: int, rows: Tensor) -> Tensor:
         """The output [..., out] of layer `index` for the input `rows` [..., in].
@@ -63,14 +66,6 @@ class FusedLinear:
         if index == len(self._sizes) - 1:
             self._input, self._outputs = None, ()
         return output
-
-    def _pack(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
-        """Set the packed weight and the bias of all layers."""
-        self.packed = pack(self._concatenated(weights))
-        # `_concatenated` does not copy a single bias, which may be a view of a memory-mapped file
-        # that changes later.
-        self.bias = self._concatenated(biases).clone() if biases else None
-        self._input = None  # outputs of the old weights are not used again
 
     def _concatenated(self, tensors: Sequence[Tensor]) -> Tensor:
         """Tensors in the dtype of the layers, concatenated; a single tensor is not copied."""
@@ -93,16 +88,13 @@ class PackedLinear(nn.Module):
 class ModelWeights:
     """The weights of a model by name; `apply` replaces them with new values.
 
-    If `pack` and if this machine supports it, the linear layers of the model are packed. `version`
-    counts the calls of `apply`, which moves packed weights in memory.
+    If `pack` and if this machine supports it, the linear layers of the model are packed.
     """
 
     def __init__(self, model: models.Model, *, pack: bool) -> None:
-        weights = models.weights_of(model)
-        self._shapes = {name: tensor.shape for name, tensor in weights.items()}
-        self._plain = dict(weights)  # all weights, until `_pack` removes the packed ones
+        self._plain = models.weights_of(model)  # all, until `_pack` removes the packed ones
+        self._shapes = {name: tensor.shape for name, tensor in self._plain.items()}
         self._fused: list[FusedLinear] = []
-        self.version = 0
         if pack and model.device.type == "cpu" and can_pack(model.dtype):
             self._pack(model)
 
@@ -113,7 +105,6 @@ class ModelWeights:
         if names or shapes differ from those of the model.
         """
         models.check_weights(self._shapes, weights)
-        self.version += 1
         with torch.no_grad():
             for name, tensor in self._plain.items():
                 tensor.copy_(weights[name])
@@ -123,21 +114,32 @@ class ModelWeights:
     def _pack(self, model: models.Model) -> None:
         """Replace the linear layers of a model by PackedLinear layers."""
         # By address, so that each layer that uses a tied weight finds its name.
-        name_by_address = {tensor.data_ptr(): name for name, tensor in self._plain.items()}
+        names = {tensor.data_ptr(): name for name, tensor in self._plain.items()}
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        embedding_names = {name_by_address[embedding.weight.data_ptr()] for embedding in embeddings}
-        for parent in list(model.modules()):
-            for attributes in _layer_groups(parent):
-                linears = [cast(nn.Linear, getattr(parent, name)) for name in attributes]
-                weight_names = [name_by_address[linear.weight.data_ptr()] for linear in linears]
-                bias_names = [name_by_address[bias.data_ptr()] for bias in _biases_of(linears)]
-                fused = FusedLinear(linears, weight_names, bias_names)
-                self._fused.append(fused)
-                for index, attribute in enumerate(attributes):
-                    setattr(parent, attribute, PackedLinear(fused, index))
-                # An embedding needs its weight unpacked, even if the output head has the same one.
-                for name in {*weight_names, *bias_names} - embedding_names:
+        # An embedding needs its weight unpacked, even if the output head has the same one.
+        kept = {names[embedding.weight.data_ptr()] for embedding in embeddings}
+        # Without the linear layers themselves, because a list of them would keep their weights.
+        for parent in [each for each in model.modules() if not isinstance(each, nn.Linear)]:
+            for attributes in list(_layer_groups(parent)):
+                for name in self._pack_group(parent, attributes, names) - kept:
                     del self._plain[name]
+                models.release_memory()  # the freed weights leave gaps that are seldom reused
+
+    def _pack_group(
+        self, parent: nn.Module, attributes: Sequence[str], names: Mapping[int, str]
+    ) -> set[str]:
+        """Replace linear layers of a module by PackedLinear layers; returns their tensors' names.
+
+        `names` has the names of the model's tensors by address.
+        """
+        linears = [cast(nn.Linear, getattr(parent, attribute)) for attribute in attributes]
+        weight_names = [names[linear.weight.data_ptr()] for linear in linears]
+        bias_names = [names[bias.data_ptr()] for bias in _biases_of(linears)]
+        fused = FusedLinear(linears, weight_names, bias_names)
+        self._fused.append(fused)
+        for index, attribute in enumerate(attributes):
+            setattr(parent, attribute, PackedLinear(fused, index))
+        return {*weight_names, *bias_names}
 
 
 def panels_of(*linears: nn.Module) -> PanelWeight | None:

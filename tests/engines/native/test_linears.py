@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 from exactness import is_as_exact_as_torch
+from peak_memory import PeakMemory
+from sample_data import TINY
 from torch.nn.functional import linear
 
-from peralta_zmq.engines.native.kernels.gemm import can_pack
-from peralta_zmq.engines.native.linears import FusedLinear, PackedLinear
+from peralta_zmq import models
+from peralta_zmq.engines.native.kernels.gemm import PanelWeight, can_pack, panel_kernel
+from peralta_zmq.engines.native.linears import FusedLinear, ModelWeights, PackedLinear
+from tools.base_model import new_model
 
 NAMES = ["wide", "narrow"]
 
@@ -58,6 +62,29 @@ def test_packed_bias_is_a_copy(dtype: torch.dtype) -> None:
         before = fused.output(0, inputs)
         weights["bias"].zero_()
         assert torch.equal(fused.output(0, inputs), before)
+
+
+def test_new_weights_are_loaded_into_the_same_memory(dtype: torch.dtype) -> None:
+    """CompiledLayers keeps the addresses."""
+    plain = torch.nn.Linear(48, 16).to(dtype)
+    fused = FusedLinear([plain], ["weight"], ["bias"])
+    if not isinstance(fused.packed, PanelWeight):
+        pytest.skip("no panels for this dtype on this machine")
+    assert fused.bias is not None
+    before = fused.packed.data_ptr(), fused.bias.data_ptr()
+    fused.load({"weight": plain.weight.detach() * 2, "bias": plain.bias.detach() * 2})
+    assert (fused.packed.data_ptr(), fused.bias.data_ptr()) == before
+
+
+def test_packing_frees_each_plain_weight() -> None:
+    if not can_pack(torch.float32) or panel_kernel(torch.float32) is None:
+        pytest.skip("no panels on this machine")
+    with PeakMemory() as memory:
+        model = new_model({**TINY, "num_hidden_layers": 12}, seed=0)
+        size = sum(tensor.nbytes for tensor in models.weights_of(model).values())
+        assert memory.peak < 1.2 * size
+        ModelWeights(model, pack=True)
+    assert memory.peak < 1.5 * size  # an output head and two layers more, not all weights twice
 
 
 def test_fused_linear_keeps_no_rows_after_the_last_output(dtype: torch.dtype) -> None:

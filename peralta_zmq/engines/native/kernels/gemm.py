@@ -55,6 +55,10 @@ class OnednnWeight:
     """A weight in the order of oneDNN, for every dtype that oneDNN supports."""
 
     def __init__(self, weight: Tensor) -> None:
+        self.load(weight)
+
+    def load(self, weight: Tensor) -> None:
+        """Replace the weight by one of the same shape."""
         self._weight = cast(Any, torch.ops.mkldnn)._reorder_linear_weight(weight, ONEDNN_ROWS)
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
@@ -70,9 +74,13 @@ class PanelWeight:
         self.library, (self.outputs, self.inputs) = library, weight.shape
         num_panels = -(-self.outputs // variant.panel_width)  # rounded up
         self._panels = weight.new_empty(num_panels, self.inputs * variant.panel_width)
+        self.load(weight)
+
+    def load(self, weight: Tensor) -> None:
+        """Replace the weight by one of the same shape and dtype, in the same memory."""
         weight = weight.contiguous()
         addresses = weight.data_ptr(), self._panels.data_ptr()
-        library.pack(*addresses, self.outputs, self.inputs, torch.get_num_threads())
+        self.library.pack(*addresses, self.outputs, self.inputs, torch.get_num_threads())
 
     def data_ptr(self) -> int:
         """The address of the panels."""
