@@ -6,8 +6,8 @@ permits, so a run with short prompts needs less. Copies of weights to publish ar
 exist for seconds, when the optimizer step has freed the gradients, which need at least as much.
 
 Letters in formulas: H hidden size, I intermediate size, V vocabulary, A attention heads, K key
-heads, D head size, L layers, M tokens of a micro-batch, T tokens of a prefix tree (a group), N
-scored tokens; c bytes of a number in matrix products.
+heads, D head size, L layers, M tokens of a micro-batch, N scored tokens; c bytes of a number in
+matrix products.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from peralta_zmq.memory.model_shape import ModelShape
 from peralta_zmq.models.base_formats import BYTES_PER_WEIGHT, PACKED_FORMATS
 from peralta_zmq.models.head import KEPT_BYTES, MIN_CHUNK
 from peralta_zmq.models.logprobs import CHUNK_LOGITS, DEFAULT_CHUNK_LOGITS
-from peralta_zmq.models.scoring import MATMUL_LENGTHS
+from peralta_zmq.models.tree_attention import MATMUL_LENGTHS, attends_by_span
 
 GIB = 1 << 30
 # Bytes of a number, or of a parameter with its share of scales.
@@ -73,11 +73,18 @@ class Plan:
         return self.peak <= self.limit
 
 
+class AttentionSize(NamedTuple):
+    """What a layer computes for the attention of a prefix tree (a group)."""
+
+    keys: int  # to which a token attends, including masked ones
+    copies: float = 1.0  # of a key
+
+
 class Workload(NamedTuple):
     """Tokens of a training step, with prompts of the largest length."""
 
     tokens: int  # M, of a micro-batch
-    tree: int  # T
+    attention: AttentionSize
     scored: int  # N
     update: int  # of an update of the parameters
     prompt: int
@@ -99,7 +106,19 @@ def workload_of(config: Config, shape: ModelShape, machine: Machine) -> Workload
     update = max(1, step // config.train.num_minibatches)
     tokens = min(config.train.max_tokens_per_microbatch, update)
     scored = int(tokens * num_generations * completion / group)
-    return Workload(tokens, min(group, tokens), scored, update, length - completion)
+    attention = attention_size(min(group, tokens), completion, length)
+    return Workload(tokens, attention, scored, update, length - completion)
+
+
+def attention_size(tree: int, completion: int, length: int) -> AttentionSize:
+    """The attention of a tree of `tree` tokens: one prompt and some completions of this size.
+
+    `length` is that of a prompt and a completion.
+    """
+    path_tokens = (tree - (length - completion)) / completion * length
+    if not attends_by_span(tree, path_tokens):
+        return AttentionSize(tree)
+    return AttentionSize(min(length, tree), max(1.0, path_tokens / tree))
 
 
 # Trainer.
@@ -144,7 +163,9 @@ def plan_trainer(
         "copy of the weights to publish": {"gradients": gradients, "copy": snapshot},
     }
     if machine.kind == "cpu" and in_memory:
-        # The process keeps the freed memory of the training, and a cache fits into no hole of it.
+        # The process keeps the freed memory of the training. The cache fits into no hole of it, but
+        # the tensors of a decode step do.
+        del evaluation["logits and prompts"]
         evaluation |= max(phases.values(), key=lambda parts: sum(parts.values()))
     phases["evaluation"] = evaluation
     phase = max(phases, key=lambda name: sum(phases[name].values()))
@@ -195,7 +216,7 @@ def _backward_phases(
     """Parts in phases of the backward pass: head, last layer, first layer, embedding."""
     work, is_full = workload_of(config, shape, machine), config.lora.rank is None
     is_cpu, has_earlier = machine.kind == "cpu", work.update > work.tokens
-    layer = work.tokens * layer_bytes(config, shape, machine, tree=work.tree)
+    layer = work.tokens * layer_bytes(config, shape, machine, work.attention)
     kept, computed_again = layer, 0.0
     if config.train.gradient_checkpointing:  # keeps the input of each layer
         kept, computed_again = 4.0 * work.tokens * shape.hidden_size, layer
@@ -237,7 +258,7 @@ def _backward_phases(
     }
 
 
-def layer_bytes(config: Config, shape: ModelShape, machine: Machine, *, tree: int) -> float:
+def layer_bytes(config: Config, shape: ModelShape, machine: Machine, size: AttentionSize) -> float:
     """Bytes per token of the tensors that a layer saves for its backward pass."""
     c = NUMBER_BYTES[machine.training_dtype]
     hidden, query, key = shape.hidden_size, shape.query_size, shape.key_size
@@ -249,12 +270,13 @@ def layer_bytes(config: Config, shape: ModelShape, machine: Machine, *, tree: in
     # Inputs of q, k, v, gate and up: under autocast, or after dropout, each has a copy of its own.
     linears = 5 * c * hidden if is_narrow or has_dropout else 2 * c * hidden
     query_norms = (query + key) * (c if is_cpu else c + 4) * shape.has_query_norm
-    if is_cpu and is_narrow and tree in MATMUL_LENGTHS:
+    keys_and_values = 2 * size.copies * key
+    if is_cpu and is_narrow and size.keys in MATMUL_LENGTHS:
         # Probabilities in fp32 and in bf16; queries, keys and values.
-        attention = 6.0 * shape.num_heads * tree + c * (query + 2 * key)
+        attention = 6.0 * shape.num_heads * size.keys + c * (query + keys_and_values)
     else:  # SDPA, in fp32 on a CPU: queries, keys, values, output, logsumexp, and the mask
         number = 4.0 if is_cpu else c
-        attention = number * (2 * query + 2 * key + tree) + 4.0 * shape.num_heads
+        attention = number * (2 * query + keys_and_values + size.keys) + 4.0 * shape.num_heads
     output = c * query  # input of o_proj
     mlp = 4 * c * inner  # gate, its activation, up, and their product
     adapters = c * rank * len(shape.linear_layers)  # results of the first matrices
@@ -315,13 +337,18 @@ def plan_generator(config: Config, shape: ModelShape, machine: Machine) -> Plan:
         parts["packed output head"] = c * shape.embedding  # the embedding needs it unpacked
     if config.lora.rank is not None and (base := _base_bytes(config, shape, machine, number=c)):
         parts["base weights, to merge adapters"] = base
-    parts |= _cache_parts(config, shape, machine, number=c)
+    cache = _cache_parts(config, shape, machine, number=c)
+    phase, loaded = "sampling", _loading_bytes(config, shape, machine, number=c)
+    if loaded > cache["logits and prompts"]:  # between two decode steps, which need the same memory
+        del cache["logits and prompts"]
+        phase, cache["temporary weights"] = "loading of new weights", loaded
+    parts |= cache
     parts["process"] = PROCESS_BYTES[machine.kind]
     limit = generator_fraction(config, machine) * machine.memory
     # The difference is rounded down, so that the sum of all parts is within the limit.
     if reserves_memory(machine) and (rest := int(limit - sum(parts.values()))) > 0:
         parts["more KV cache, reserved by vLLM"] = float(rest)
-    return Plan("generator", parts, "sampling", limit)
+    return Plan("generator", parts, phase, limit)
 
 
 def sampling_dtype(config: Config, machine: Machine) -> str:
@@ -338,6 +365,18 @@ def generator_fraction(config: Config, machine: Machine) -> float:
     """Fraction of the memory that a generator may use."""
     default = VLLM_FRACTION if reserves_memory(machine) else 1.0
     return config.engine.gpu_memory_utilization or default
+
+
+def _loading_bytes(config: Config, shape: ModelShape, machine: Machine, *, number: float) -> float:
+    """Bytes of temporary weights while the native engine packs a new version on a CPU.
+
+    Gate and up are joined, and weights that were published in another dtype are converted.
+    """
+    if machine.engine != "native" or machine.kind != "cpu":
+        return 0.0
+    is_converted = sampling_dtype(config, machine) != config.weights.dtype
+    joined = 2 * shape.largest_linear * (1 + is_converted)
+    return number * max(joined, shape.embedding * is_converted)
 
 
 def _base_bytes(config: Config, shape: ModelShape, machine: Machine, *, number: float) -> float:

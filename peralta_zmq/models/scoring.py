@@ -1,11 +1,9 @@
 """Differentiable logprobs of packed token sequences: the trainer's forward pass.
 
-Completions of one problem share their prompt. A `PrefixTree` (rollout.py) stores a shared prefix
-once. Its tokens form spans; a span continues after its parent, which is an earlier token of the
-tree, or starts a sequence (parent -1). A packed row is several trees, one after the other.
-Attention runs per tree, with a mask that lets a token attend only to itself and its ancestors in
-the tree. If a model cannot compute packed rows correctly, each sequence becomes a row of its own,
-padded to the longest sequence.
+Completions of one problem share their prompt: a packed row is several prefix trees, one after the
+other, in which a token attends only to itself and its ancestors (tree_attention.py). If a model
+cannot compute packed rows correctly, each sequence becomes a row of its own, padded to the longest
+sequence.
 
 The hidden state at a token predicts the next token of the sequence. Only this module accounts for
 this shift: it takes the hidden state at the predecessor of each token. The output head of the model
@@ -23,20 +21,21 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from peralta_zmq.models.head import head_logprobs, sparse_embedding_gradient
 from peralta_zmq.models.linears import replace_linears
 from peralta_zmq.models.loading import Model
 from peralta_zmq.models.logprobs import logprobs_and_entropies, selected_logprobs
 from peralta_zmq.models.norms import replace_norms
+from peralta_zmq.models.tree_attention import (
+    BASE_ATTENTION,
+    TREE_ATTENTION,
+    PackedLayout,
+    TreeLayout,
+)
 from peralta_zmq.rollout import Int64Array, PrefixTree, TreeSpan
 
-TREE_ATTENTION = "peralta_zmq_trees"  # name under which transformers finds `_attention`
-BASE_ATTENTION = "sdpa"  # the attention of transformers that `_attention` replaces
 TOLERANCE = 1e-3  # largest difference of logprobs in fp32 between two ways to compute them
-MATMUL_LENGTHS = range(128, 513)  # sizes of a tree, in tokens, for which matmuls beat SDPA on a CPU
 # A row for these comparisons; its first tree branches inside a completion. TRIAL_SCORED has the
 # indices of the tokens to compare.
 TRIAL_TREES = (
@@ -157,7 +156,7 @@ class Scorer:
 
     def _packed(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> _Inputs:
         """Inputs of the forward pass on the packed row."""
-        layout = _PackedLayout.of(trees, token_ids.device)
+        layout = PackedLayout.of(trees, token_ids.device)
         return _Inputs(
             token_ids[None],
             # transformers builds its own mask unless it gets a mask of 4 dimensions
@@ -165,7 +164,7 @@ class Scorer:
             options={
                 "position_ids": layout.positions[None],
                 "logits_to_keep": layout.previous[scored],
-                "packed_layout": layout,  # transformers passes this option to `_attention`
+                "packed_layout": layout,  # transformers passes this option to the attention
             },
             select=itemgetter(0),
         )
@@ -250,55 +249,6 @@ class _Inputs(NamedTuple):
     select: Callable[[Tensor], Tensor]  # [B, K, W] of the tokens that the model keeps -> [N, W]
 
 
-class _TreeLayout:
-    """Positions and attention mask of one tree; index t of an array is for token t."""
-
-    def __init__(self, tree: PrefixTree) -> None:
-        length, self.num_spans = tree.num_tokens, len(tree.spans)
-        self.position = np.zeros(length, np.int64)  # of the token in its sequence
-        self.previous = np.zeros(length, np.int64)  # predecessor's index; own index at the start
-        self.span = np.zeros(length, np.int64)  # index of the token's span
-        self.mask = np.zeros((length, length), np.bool_)  # True where row attends to column
-        start = 0
-        for index, (parent, size) in enumerate(tree.spans):
-            end, depth = start + size, 0 if parent < 0 else self.position[parent] + 1
-            self.position[start:end] = np.arange(depth, depth + size)
-            self.previous[start:end] = np.arange(start - 1, end - 1)
-            self.previous[start] = start if parent < 0 else parent
-            self.span[start:end] = index
-            self.mask[start:end, start:end] = np.tri(size, dtype=np.bool_)
-            if parent >= 0:
-                self.mask[start:end, :start] = self.mask[parent, :start]
-            start = end
-
-    def path(self, span: int) -> Int64Array:
-        """Indices of the sequence that ends with the last token of a span."""
-        return np.flatnonzero(self.mask[np.flatnonzero(self.span == span)[-1]])
-
-
-class _PackedLayout(NamedTuple):
-    """Positions, predecessors and attention masks of a packed row."""
-
-    positions: Tensor  # int64 [M], of each token in its sequence
-    previous: Tensor  # int64 [M], index in the row of each token's predecessor
-    sizes: list[int]  # tokens of each tree
-    masks: list[Tensor]  # bool [T, T] of each tree, True where row attends to column
-
-    @classmethod
-    def of(cls, trees: Sequence[PrefixTree], device: torch.device) -> _PackedLayout:
-        layouts = [_TreeLayout(tree) for tree in trees]
-        sizes = [tree.num_tokens for tree in trees]
-        starts = np.cumsum([0, *sizes[:-1]])
-        previous = [layout.previous + start for layout, start in zip(layouts, starts, strict=True)]
-        positions = np.concatenate([layout.position for layout in layouts])
-        return cls(
-            positions=torch.from_numpy(positions).to(device),
-            previous=torch.from_numpy(np.concatenate(previous)).to(device),
-            sizes=sizes,
-            masks=[torch.from_numpy(layout.mask).to(device) for layout in layouts],
-        )
-
-
 def _padded_layout(
     trees: Sequence[PrefixTree], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -310,9 +260,9 @@ def _padded_layout(
     """
     paths, cells, start = list[Int64Array](), list[Int64Array](), 0
     for tree in trees:
-        layout = _TreeLayout(tree)
+        layout = TreeLayout(tree)
         cells.append(np.stack([len(paths) + layout.span, layout.position], 1))
-        paths += [start + layout.path(span) for span in range(layout.num_spans)]
+        paths += [start + layout.path(span) for span in range(len(tree.spans))]
         start += tree.num_tokens
     indices = np.zeros((len(paths), max(map(len, paths))), np.int64)
     attention = np.zeros_like(indices)
@@ -324,71 +274,6 @@ def _padded_layout(
         torch.from_numpy(attention).to(device),
         torch.from_numpy(np.concatenate(cells)).to(device),
     )
-
-
-def _attention(
-    module: Any,
-    query: Tensor,  # [1, heads, M, D]
-    key: Tensor,  # [1, key heads, M, D]
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    packed_layout: _PackedLayout | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Attention per tree of a packed row, as a function for transformers.
-
-    Without `packed_layout` it is the original attention: an engine may sample from the same model
-    object, without trees.
-    """
-    if packed_layout is None:
-        return AttentionInterface()[BASE_ATTENTION](module, query, key, value, mask, **options)
-    if options.get("softcap") is not None:
-        raise ValueError("the model caps its attention scores")
-    sizes = packed_layout.sizes
-    queries, keys, values = (tensor.split(sizes, 2) for tensor in (query, key, value))
-    outputs = [
-        _tree_attention(*inputs, scaling=options["scaling"])
-        for inputs in zip(queries, keys, values, packed_layout.masks, strict=True)
-    ]
-    return torch.cat(outputs, 2).transpose(1, 2), None
-
-
-def _tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float
-) -> Tensor:
-    """Attention of one tree, by SDPA or `_matmul_attention`.
-
-    SDPA in bfloat16 on a CPU is not used, because its backward pass is slow.
-    """
-    if query.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
-        is_grouped = query.shape[1] != key.shape[1]
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=is_grouped
-        )
-    if len(mask) in MATMUL_LENGTHS:
-        return _matmul_attention(query, key, value, mask, scaling=scaling)
-    with torch.autocast("cpu", enabled=False):
-        return _tree_attention(query.float(), key.float(), value.float(), mask, scaling=scaling)
-
-
-def _matmul_attention(
-    query: Tensor,  # [1, heads, T, D]
-    key: Tensor,  # [1, key heads, T, D]
-    value: Tensor,
-    mask: Tensor,  # [T, T]
-    *,
-    scaling: float,
-) -> Tensor:
-    """Attention as bfloat16 matmuls; query heads that share a key head are stacked."""
-    _, heads, length, width = query.shape
-    stacked = (query * scaling).reshape(key.shape[1], -1, width)
-    bias = torch.zeros(length, length).masked_fill_(~mask, float("-inf"))
-    scores = torch.bmm(stacked, key[0].transpose(1, 2)).view(
-        -1, heads // key.shape[1], length, length
-    )
-    probs = (scores + bias).softmax(-1).view(len(stacked), -1, length)
-    return torch.bmm(probs, value[0]).view(1, heads, length, width)
 
 
 def set_checkpointing(model: Model, *, enabled: bool) -> None:
@@ -413,7 +298,3 @@ def _checkpoint_layers(model: Model) -> None:
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = True
-
-
-AttentionInterface.register(TREE_ATTENTION, _attention)
-AttentionMaskInterface.register(TREE_ATTENTION, AttentionMaskInterface()[BASE_ATTENTION])

@@ -27,7 +27,7 @@ from peralta_zmq.memory import (
     plan_trainer,
     read_shape,
 )
-from peralta_zmq.memory.plan import layer_bytes
+from peralta_zmq.memory.plan import attention_size, layer_bytes
 from peralta_zmq.models.head import KEPT_BYTES
 from peralta_zmq.models.scoring import Scorer
 from tools.base_model import new_model
@@ -59,7 +59,8 @@ def test_layer_saves_the_planned_bytes(
         policy = build.load_policy(config, tmp_path)
         saved.append(_saved_bytes(policy, batch, models.DTYPES[dtype]))
     num_tokens = len(batch.token_ids)
-    planned = num_tokens * layer_bytes(config, read_shape(tmp_path), machine, tree=num_tokens)
+    size = attention_size(num_tokens, completion, length=32 + completion)
+    planned = num_tokens * layer_bytes(config, read_shape(tmp_path), machine, size)
     assert planned == pytest.approx(saved[1] - saved[0], rel=0.03)
 
 
@@ -163,6 +164,14 @@ def test_planned_cache_is_that_of_the_native_engine(tmp_path: Path) -> None:
     )
     plan = plan_generator(config, read_shape(tmp_path), MACHINE)
     assert plan.parts["KV cache of 5 slots"] == cache._memory.nbytes
+
+
+def test_head_is_converted_if_versions_have_another_dtype(qwen: ModelShape) -> None:
+    plan = plan_generator(load("--model.dtype=float32"), qwen, MACHINE)
+    assert plan.phase == "loading of new weights"
+    assert plan.parts["temporary weights"] == 4 * qwen.embedding
+    for others in ("--model.dtype=bfloat16",), ("--model.dtype=float32", "--weights.dtype=float32"):
+        assert plan_generator(load(*others), qwen, MACHINE).phase == "sampling"
 
 
 def test_vllm_reserves_its_fraction_of_a_card(qwen: ModelShape) -> None:

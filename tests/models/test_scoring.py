@@ -167,7 +167,7 @@ def test_tied_embedding_gets_both_gradients(way: str, padding: int | None) -> No
     )
 
 
-@pytest.mark.parametrize("length", [21, 100, 200])  # the row, below and in MATMUL_LENGTHS
+@pytest.mark.parametrize("length", [21, 100, 200, 400, 700])  # whole trees; by span
 def test_bfloat16_scorer_is_as_exact_as_autocast(length: int) -> None:
     (tokens, scored), trees, sequences = row(), TREES, SEQUENCES
     if length > 21:

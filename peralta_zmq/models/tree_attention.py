@@ -1,0 +1,214 @@
+"""Attention within the prefix trees of a packed row, for transformers.
+
+Completions of one problem share their prompt. A `PrefixTree` (rollout.py) stores a shared prefix
+once. Its tokens form spans; a span continues after its parent, which is an earlier token of the
+tree, or starts a sequence (parent -1). A packed row is several trees, one after the other. A token
+attends only to itself and its ancestors in its tree.
+
+A small tree is computed as a whole, with a mask. With K long completions this takes about K times
+the work that the sequences need. In larger trees the tokens of each span therefore attend to a copy
+of the keys on their path, the sequence from the root of the tree to the end of the span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from peralta_zmq.rollout import Int64Array, PrefixTree
+
+TREE_ATTENTION = "peralta_zmq_trees"  # name under which transformers finds `_attention`
+BASE_ATTENTION = "sdpa"  # the attention of transformers that `_attention` replaces
+MATMUL_LENGTHS = range(128, 513)  # numbers of keys for which matmuls beat SDPA on a CPU
+WHOLE_TREE = 256  # a tree of at most this number of tokens is computed as a whole
+MAX_COPIES = 2.0  # copies per key, above which it is computed as a whole to save memory
+
+
+def attends_by_span(num_tokens: int, path_tokens: float) -> bool:
+    """Whether the spans of a tree are computed one by one; `path_tokens` is that of all paths."""
+    return num_tokens > WHOLE_TREE and path_tokens <= MAX_COPIES * num_tokens
+
+
+class TreeLayout:
+    """Positions and paths of one tree; index t of an array is for token t."""
+
+    def __init__(self, tree: PrefixTree) -> None:
+        length = tree.num_tokens
+        self.position = np.zeros(length, np.int64)  # of the token in its sequence
+        self.previous = np.zeros(length, np.int64)  # predecessor's index; own index at the start
+        self.span = np.zeros(length, np.int64)  # index of the token's span
+        self.paths = list[list[slice]]()  # of each span, as slices of the tree; the last is its own
+        start = 0
+        for index, (parent, size) in enumerate(tree.spans):
+            end, depth, path = start + size, 0, list[slice]()
+            if parent >= 0:
+                *path, last = self.paths[self.span[parent]]
+                path.append(slice(last.start, parent + 1))
+                depth = self.position[parent] + 1
+            self.position[start:end] = np.arange(depth, depth + size)
+            self.previous[start:end] = np.arange(start - 1, end - 1)
+            self.previous[start] = start if parent < 0 else parent
+            self.span[start:end] = index
+            self.paths.append([*path, slice(start, end)])
+            start = end
+
+    def path(self, span: int) -> Int64Array:
+        """Indices of the sequence that ends with the last token of a span."""
+        return np.concatenate([np.arange(each.start, each.stop) for each in self.paths[span]])
+
+
+class _Part(NamedTuple):
+    """Consecutive tokens of a packed row, and the keys that some of them attend to."""
+
+    segments: list[int]  # indices of the segments with the keys
+    mask: Tensor  # bool [tokens, keys], True where row attends to column
+
+
+class PackedLayout(NamedTuple):
+    """Positions, predecessors and attention of a packed row."""
+
+    positions: Tensor  # int64 [M], of each token in its sequence
+    previous: Tensor  # int64 [M], index in the row of each token's predecessor
+    segment_sizes: list[int]  # the row is cut into segments, so that each path is a list of them
+    parts: list[_Part]  # in the order of the row
+
+    @classmethod
+    def of(cls, trees: Sequence[PrefixTree], device: torch.device) -> PackedLayout:
+        """The layout of trees that follow each other in a row."""
+        layouts = [TreeLayout(tree) for tree in trees]
+        starts = np.cumsum([0, *(tree.num_tokens for tree in trees[:-1])])
+        previous = [layout.previous + start for layout, start in zip(layouts, starts, strict=True)]
+        positions = np.concatenate([layout.position for layout in layouts])
+        sizes, parts = list[int](), list[_Part]()
+        for layout in layouts:
+            tree_sizes, tree_parts = _parts_of(layout, first_segment=len(sizes), device=device)
+            sizes += tree_sizes
+            parts += tree_parts
+        return cls(
+            positions=torch.from_numpy(positions).to(device),
+            previous=torch.from_numpy(np.concatenate(previous)).to(device),
+            segment_sizes=sizes,
+            parts=parts,
+        )
+
+
+def _parts_of(
+    layout: TreeLayout, *, first_segment: int, device: torch.device
+) -> tuple[list[int], list[_Part]]:
+    """Sizes of the segments of a tree, whose first one has this index, and its parts."""
+    num_tokens = len(layout.span)
+    lengths = [sum(map(_size, path)) for path in layout.paths]
+    if not attends_by_span(num_tokens, sum(lengths)):
+        mask = torch.from_numpy(_mask_of(layout)).to(device)
+        return [num_tokens], [_Part([first_segment], mask)]
+    cuts = sorted({0, *(each.stop for path in layout.paths for each in path)})
+    segment_at = {cut: first_segment + number for number, cut in enumerate(cuts)}
+    parts = list[_Part]()
+    for path, length in zip(layout.paths, lengths, strict=True):
+        ranges = (range(segment_at[each.start], segment_at[each.stop]) for each in path)
+        mask = torch.ones(_size(path[-1]), length, dtype=torch.bool, device=device)
+        parts.append(_Part([*chain.from_iterable(ranges)], mask.tril_(length - len(mask))))
+    return [end - start for start, end in pairwise(cuts)], parts
+
+
+def _size(tokens: slice) -> int:
+    return tokens.stop - tokens.start
+
+
+def _mask_of(layout: TreeLayout) -> NDArray[np.bool_]:
+    """The mask of a whole tree, bool [T, T], True where row attends to column."""
+    mask = np.zeros((len(layout.span), len(layout.span)), np.bool_)
+    for *before, own in layout.paths:
+        for each in before:
+            mask[own, each] = True
+        mask[own, own] = np.tri(_size(own), dtype=np.bool_)
+    return mask
+
+
+def _attention(
+    module: Any,
+    query: Tensor,  # [1, heads, M, D]
+    key: Tensor,  # [1, key heads, M, D]
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    packed_layout: PackedLayout | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a packed row, as a function for transformers.
+
+    Without `packed_layout` it is the original attention: an engine may sample from the same model
+    object, without trees.
+    """
+    if packed_layout is None:
+        return AttentionInterface()[BASE_ATTENTION](module, query, key, value, mask, **options)
+    if options.get("softcap") is not None:
+        raise ValueError("the model caps its attention scores")
+    queries = query.split([len(part.mask) for part in packed_layout.parts], 2)
+    sizes = packed_layout.segment_sizes
+    keys, values = (_in_fp32(each).split(sizes, 2) for each in (key, value))
+
+    def attend(query: Tensor, part: _Part) -> Tensor:
+        own_keys, own_values = (_joined(each, part.segments) for each in (keys, values))
+        return _part_attention(query, own_keys, own_values, part.mask, scaling=options["scaling"])
+
+    outputs = list(map(attend, queries, packed_layout.parts))
+    return torch.cat(outputs, 2).transpose(1, 2), None
+
+
+def _in_fp32(tensor: Tensor) -> Tensor:
+    """The tensor in float32 (or float64), in which the gradients of a shared prompt then add up."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _joined(segments: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
+    """The segments with these indices as one tensor; a single one is not copied."""
+    chosen = [segments[index] for index in indices]
+    return chosen[0] if len(chosen) == 1 else torch.cat(chosen, 2)
+
+
+def _part_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float
+) -> Tensor:
+    """Attention of one part, by SDPA or `_matmul_attention`.
+
+    SDPA in bfloat16 on a CPU is not used, because its backward pass is slow.
+    """
+    if query.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+        is_grouped = query.shape[1] != key.shape[1]
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=is_grouped
+        )
+    if key.shape[2] in MATMUL_LENGTHS:
+        return _matmul_attention(query, key, value, mask, scaling=scaling)
+    with torch.autocast("cpu", enabled=False):
+        return _part_attention(query.float(), key.float(), value.float(), mask, scaling=scaling)
+
+
+def _matmul_attention(
+    query: Tensor,  # [1, heads, T, D]
+    key: Tensor,  # [1, key heads, S, D]
+    value: Tensor,
+    mask: Tensor,  # [T, S]
+    *,
+    scaling: float,
+) -> Tensor:
+    """Attention as bfloat16 matmuls; query heads that share a key head are stacked."""
+    _, heads, _, width = query.shape
+    stacked = (query * scaling).reshape(key.shape[1], -1, width)
+    bias = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))
+    scores = torch.bmm(stacked, key[0].transpose(1, 2)).view(1, heads, *mask.shape)
+    probs = (scores + bias).softmax(-1).view(len(stacked), -1, key.shape[2])
+    return torch.bmm(probs, value[0]).view(query.shape)
+
+
+AttentionInterface.register(TREE_ATTENTION, _attention)
+AttentionMaskInterface.register(TREE_ATTENTION, AttentionMaskInterface()[BASE_ATTENTION])
