@@ -7,7 +7,8 @@ attends only to itself and its ancestors in its tree.
 
 A small tree is computed as a whole, with a mask. With K long completions this takes about K times
 the work that the sequences need. In larger trees the tokens of each span therefore attend to a copy
-of the keys on their path, the sequence from the root of the tree to the end of the span.
+of the keys on their path, the sequence from the root of the tree to the end of the span. Short
+completions after a long prompt would need too many copies: their tree is computed as a whole.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ TREE_ATTENTION = "peralta_zmq_trees"  # name under which transformers finds `_at
 BASE_ATTENTION = "sdpa"  # the attention of transformers that `_attention` replaces
 MATMUL_LENGTHS = range(128, 513)  # numbers of keys for which matmuls beat SDPA on a CPU
 WHOLE_TREE = 256  # a tree of at most this number of tokens is computed as a whole
-MAX_COPIES = 2.0  # copies per key, above which it is computed as a whole to save memory
+MAX_COPIES = 2.0  # copies per key; with more, a tree is computed as a whole to save memory
 
 
 def attends_by_span(num_tokens: int, path_tokens: float) -> bool:
-    """Whether the spans of a tree are computed one by one; `path_tokens` is that of all paths."""
+    """Whether the spans of a tree are computed one by one.
+
+    `path_tokens` is the sum of the lengths of all paths, in tokens.
+    """
     return num_tokens > WHOLE_TREE and path_tokens <= MAX_COPIES * num_tokens
 
 

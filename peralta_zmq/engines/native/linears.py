@@ -41,7 +41,7 @@ class FusedLinear:
         self._outputs: tuple[Tensor, ...] = ()  # by layer; not used if `_input` is None
         self.packed = pack(self._concatenated([linear.weight for linear in linears]))
         biases = _biases_of(linears)
-        # Cloned, because `_concatenated` does not copy a single bias.
+        # Cloned: `_concatenated` does not copy a single bias, and `load` overwrites this one.
         self.bias = self._concatenated(biases).clone() if biases else None
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
