@@ -62,7 +62,7 @@ def hangs_once(problem, messages):
 class Game:
     """A generator with a tiny model and one problem.
 
-    `run` ends when at least `num_groups` groups are scored and `num_unscored` are dropped.
+    `run` ends when the outbox has at least `num_groups` groups and `num_unscored` are dropped.
     """
 
     def __init__(
@@ -86,13 +86,10 @@ class Game:
         self, reply: str, *, num_groups: int = 3, num_unscored: int = 0, own_reward: str = ""
     ) -> list[RolloutGroup]:
         self._module.reply = getattr(self._module, reply)
-        num_scored = 0
 
         def reward(prompts: Any, completions: list[Any]) -> list[float]:
-            nonlocal num_scored
-            num_scored += 1
-            has_dropped = self.generator._connection.num_unscored >= num_unscored
-            if num_scored >= num_groups and has_dropped:
+            connection = self.generator._connection
+            if len(connection.outbox) >= num_groups and connection.num_unscored >= num_unscored:
                 self._sockets.announcements.latest = wire.Announcement("run", done=True)
             return [0.0 if own_reward else float(len(each)) for each in completions]
 
