@@ -31,7 +31,7 @@ from peralta_zmq.learning.losses import preset
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
 from peralta_zmq.learning.packing import MicroBatch, Packing, make_micro_batches
 from peralta_zmq.learning.update import update_parameters
-from peralta_zmq.models import base_formats
+from peralta_zmq.models import base_formats, tree_attention
 from peralta_zmq.models.base_formats import PACKED_FORMATS
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Completion, Sampling
@@ -144,7 +144,14 @@ def test_training_steps_match_the_cpu() -> None:
         pytest.param(torch.bfloat16, id="bf16", marks=needs_cuda),
     ],
 )
-def test_gradient_is_as_exact_as_on_the_cpu(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "whole_tree", [tree_attention.WHOLE_TREE, 0], ids=["whole_trees", "by_span"]
+)
+def test_gradient_is_as_exact_as_on_the_cpu(
+    dtype: torch.dtype, whole_tree: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_attention, "WHOLE_TREE", whole_tree)
+
     def gradient(model: Any) -> torch.Tensor:
         device, scorer = model.device.type, Scorer(model, dtype=dtype)
         found, _ = step_gradient(
