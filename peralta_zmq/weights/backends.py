@@ -192,25 +192,30 @@ class ProbeFile:
 
 
 class FolderWatcher:
-    """Calls `on_change`, in its own thread, when a name appears in a folder.
+    """Calls `on_change`, in its own thread, when a name appears in a folder; if given, only `name`.
 
     Changes made by another machine on a NAS cause no event, so callers must also poll. Use with
     `closing`. Raises OSError if the folder does not exist.
     """
 
-    def __init__(self, folder: Path, on_change: Callable[[], None]) -> None:
-        self._folder, self._stat = folder, os.stat(folder)
+    def __init__(self, folder: Path, on_change: Callable[[], None], *, name: str = "") -> None:
+        self.folder, self._stat = folder, os.stat(folder)
         self._observer = Observer()
-        self._observer.schedule(_NewNames(on_change), str(folder))
-        self._observer.start()
+        self._observer.schedule(_NewNames(on_change, name), str(folder))
+        try:
+            self._observer.start()
+        except OSError:
+            self._observer.stop()  # its threads, and their descriptors
+            raise
 
     def is_current(self) -> bool:
         """Return False if the path now leads to another folder, e.g. after a mount.
 
-        Returns True also if the path cannot be read.
+        Returns True also if the path cannot be read, or if a new folder has the inode number of the
+        watched one.
         """
         with contextlib.suppress(OSError):
-            return os.path.samestat(self._stat, os.stat(self._folder))
+            return os.path.samestat(self._stat, os.stat(self.folder))
         return True
 
     def close(self) -> None:
@@ -220,17 +225,22 @@ class FolderWatcher:
 
 
 class _NewNames(FileSystemEventHandler):
-    """Calls `on_change` for each rename, and for each created name that is not hidden."""
+    """Calls `on_change` for each name that appears and is not hidden; if given, only for `name`."""
 
-    def __init__(self, on_change: Callable[[], None]) -> None:
-        self._on_change = on_change
+    def __init__(self, on_change: Callable[[], None], name: str) -> None:
+        self._on_change, self._name = on_change, name
 
     def on_moved(self, event: FileSystemEvent) -> None:
-        self._on_change()  # a version gets its name by a rename
+        self._report(event.dest_path)  # a version gets its name by a rename
 
     def on_created(self, event: FileSystemEvent) -> None:
-        if not Path(str(event.src_path)).name.startswith("."):
-            self._on_change()  # hidden names are leases and temporary folders
+        self._report(event.src_path)
+
+    def _report(self, path: bytes | str) -> None:
+        name = Path(os.fsdecode(path)).name
+        # Hidden names are leases and temporary folders.
+        if name == self._name or not (self._name or name.startswith(".")):
+            self._on_change()
 
 
 def filesystem_of(folder: Path) -> str:

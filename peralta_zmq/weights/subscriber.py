@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import random
 import threading
 import time
@@ -54,7 +55,8 @@ class WeightSubscriber:
     """Owns the subscription thread and the local replica. Use with `closing`.
 
     `folder` keeps the replica across restarts; if another process has locked it, a temporary folder
-    is used. The thread polls every `poll_seconds`, and when a name appears in the folder `watch`.
+    is used. The thread polls every `poll_seconds`, and when a name appears in the folder `watch` or
+    that folder itself appears.
     """
 
     def __init__(
@@ -163,14 +165,23 @@ class WeightSubscriber:
                 self._changed.notify_all()
 
     def _watch_folder(self) -> None:
-        """Watch the folder once it exists, and again after a mount has replaced it."""
-        if self._watched is None or (self._watcher and self._watcher.is_current()):
+        """Watch the folder, or its parent until it exists, and again after a mount replaced it."""
+        if self._watched is None:
+            return
+        folder, name = self._watched, ""
+        try:
+            os.stat(folder)
+        except FileNotFoundError:
+            folder, name = folder.parent, folder.name
+        except OSError:
+            return  # unreadable for now: keep the watcher
+        if self._watcher and self._watcher.folder == folder and self._watcher.is_current():
             return
         with contextlib.suppress(OSError):
             replaced, self._watcher = self._watcher, None
             if replaced:
                 replaced.close()
-            self._watcher = FolderWatcher(self._watched, self._wake.set)
+            self._watcher = FolderWatcher(folder, self._wake.set, name=name)
 
     def _load(self, *, offline: bool) -> PendingWeights | None:
         """Load the newest version, if it is new.

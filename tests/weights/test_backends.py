@@ -71,6 +71,16 @@ def test_watcher_reports_new_names_but_no_temporary_names_or_reads(tmp_path: Pat
         assert not changed.wait(0.2)
 
 
+def test_watcher_of_one_name_reports_no_other(tmp_path: Path) -> None:
+    changed = threading.Event()
+    with closing(FolderWatcher(tmp_path, changed.set, name="weights")):
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other").rename(tmp_path / "another")
+        assert not changed.wait(0.2)
+        (tmp_path / "weights").mkdir()
+        assert changed.wait(DEADLINE)
+
+
 def test_watcher_is_not_current_after_the_folder_was_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()

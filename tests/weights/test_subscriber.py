@@ -76,6 +76,17 @@ def test_listing_or_folder_event_alone_finds_a_version(
     assert accepts(subscriber, publish(store, 1, base=first))
 
 
+def test_event_alone_finds_a_folder_that_did_not_exist(
+    store: WeightStore, subscribe: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peralta_zmq.weights.subscriber.FIRST_POLL_SECONDS", NEVER)
+    store.folder.rename(tmp_path / "away")
+    subscriber = subscribe(poll_seconds=NEVER, watch=store.folder)
+    until(lambda: subscriber._watcher)  # of the folder above
+    (tmp_path / "away").rename(store.folder)
+    assert accepts(subscriber, publish(store, 0))
+
+
 def test_announcement_alone_finds_the_version_with_its_id(
     store: WeightStore, subscribe: Opener
 ) -> None:
