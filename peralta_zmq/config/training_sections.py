@@ -261,7 +261,8 @@ class TrainSection(Section):
     ref_mixup_alpha: Fraction = 1.0
     """weight of the policy in the average of policy and previous reference model"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """number format of matrix products; weights and gradients stay float32"""
+    """number format of matrix products; auto = bfloat16 where it is faster; weights and gradients
+    stay float32"""
     gradient_checkpointing: bool = False
     """recompute each layer in the backward pass: less memory, a third more time"""
     max_async_level: NonNegativeInt = 1

@@ -24,6 +24,7 @@ from peralta_zmq.models.device import (
     is_out_of_memory,
     keep_memory,
     limit_memory,
+    multiplies_bf16_faster,
     release_memory,
     total_bytes,
     training_dtype,

@@ -17,7 +17,7 @@ import torch
 from peralta_zmq.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MIN_BF16_WIDTH = 128  # hidden size from which a CPU trains faster in bfloat16 (at 192: 2x)
+MIN_BF16_WIDTH = 128  # hidden size from which most CPUs train faster in bfloat16 (at 192: 2x)
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # numbers of options of glibc's mallopt
 CGROUP = Path("/sys/fs/cgroup")
 # In the text of a RuntimeError of torch for an allocation on cuda, mps and cpu, and of MLX.
@@ -123,9 +123,7 @@ def choose_dtype(device: torch.device, name: str = "auto") -> tuple[torch.dtype,
             including_emulation=False
         )
     else:
-        cpuinfo = Path("/proc/cpuinfo")
-        text = cpuinfo.read_text("ascii", errors="replace") if cpuinfo.exists() else ""
-        has_bf16 = multiplies_bf16(text)
+        has_bf16 = multiplies_bf16(_read_cpuinfo())
     return native_dtype(device.type, has_bf16=has_bf16)
 
 
@@ -149,6 +147,23 @@ def multiplies_bf16(cpuinfo: str) -> bool:
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpuinfo.split())
 
 
+def multiplies_bf16_faster(cpuinfo: str | None = None) -> bool:
+    """Whether a CPU that multiplies bfloat16 does so faster than float32.
+
+    `cpuinfo` is the text of /proc/cpuinfo, by default this machine's. Intel's processors since
+    Sapphire Rapids (which brought avx512_fp16) are made to multiply bfloat16 with AMX. Where a
+    virtual machine hides AMX, their other instruction for it, vdpbf16ps, has half the speed of
+    float32 (docs/benchmarks.md).
+    """
+    words = set((_read_cpuinfo() if cpuinfo is None else cpuinfo).split())
+    return not words >= {"GenuineIntel", "avx512_fp16"} or "amx_bf16" in words
+
+
+def _read_cpuinfo() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.read_text("ascii", errors="replace") if cpuinfo.exists() else ""
+
+
 def training_dtype(model: Any, name: str = "auto") -> tuple[torch.dtype, str]:
     """Dtype of the trainer's matrix products for a transformers model, and the reason."""
     width = int(getattr(model.config, "hidden_size", MIN_BF16_WIDTH))
@@ -161,7 +176,8 @@ def training_dtype_of(
     """As `training_dtype`, for a model that is not loaded.
 
     `auto` depends only on the machine and the model, so a restarted trainer chooses the same dtype.
-    On a CPU, a model with a small hidden size loses more time in casts to bfloat16 than it gains.
+    On a CPU, a model with a small hidden size loses more time in casts to bfloat16 than it gains,
+    and some CPUs multiply float32 faster (`multiplies_bf16_faster`).
     """
     if name != "auto":
         return DTYPES[name], "set by train.dtype"
@@ -172,6 +188,8 @@ def training_dtype_of(
         return native, reason
     if device.type == "cpu" and hidden_size < MIN_BF16_WIDTH:
         return torch.float32, f"auto: faster on a CPU below hidden size {MIN_BF16_WIDTH}"
+    if device.type == "cpu" and not multiplies_bf16_faster():
+        return torch.float32, "auto: this CPU multiplies float32 faster than bfloat16"
     return native, reason
 
 

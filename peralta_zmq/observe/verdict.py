@@ -270,7 +270,7 @@ def _balance(state: RunState) -> Iterator[Verdict]:
         yield Verdict(
             f"the trainer is the bottleneck: {worst.name} is blocked {worst.blocked:.0%} of "
             f"its time {_cause(worst)}",
-            "use a faster device or train.dtype bfloat16 for the trainer; fewer generators suffice",
+            "use a faster device for the trainer; fewer generators suffice",
         )
     else:
         yield Verdict(

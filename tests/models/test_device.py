@@ -9,6 +9,7 @@ import torch
 
 from peralta_zmq import models
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.models import device
 from peralta_zmq.models.device import multiplies_bf16, native_dtype
 
 CPU = torch.device("cpu")
@@ -58,6 +59,38 @@ def test_choose_dtype_reads_this_machine_s_cpuinfo() -> None:
     cpuinfo = Path("/proc/cpuinfo")
     has_bf16 = multiplies_bf16(cpuinfo.read_text("utf-8") if cpuinfo.exists() else "")
     assert models.choose_dtype(CPU) == native_dtype("cpu", has_bf16=has_bf16)
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "flags", "dtype", "reason"),
+    [
+        (128, "avx512_bf16", torch.bfloat16, "this CPU multiplies bfloat16"),
+        (128, "avx512_bf16 avx512_fp16 amx_bf16", torch.bfloat16, "this CPU multiplies bfloat16"),
+        (127, "avx512_bf16", torch.float32, "faster on a CPU below hidden size 128"),
+        (128, "avx512_bf16 avx512_fp16", torch.float32,
+         "this CPU multiplies float32 faster than bfloat16"),
+        (128, "avx2", torch.float32, "this CPU reports no bfloat16"),
+    ],
+)  # fmt: skip
+def test_trainer_on_a_cpu_uses_the_dtype_that_it_multiplies_faster(
+    monkeypatch: pytest.MonkeyPatch, hidden_size: int, flags: str, dtype: torch.dtype, reason: str
+) -> None:
+    monkeypatch.setattr(device, "_read_cpuinfo", lambda: f"vendor : GenuineIntel flags : {flags}")
+    assert models.training_dtype_of(CPU, hidden_size) == (dtype, f"auto: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "is_faster"),
+    [
+        ("vendor_id : GenuineIntel\nflags : avx512_bf16 amx_bf16 avx512_fp16\n", True),
+        ("vendor_id : GenuineIntel\nflags : avx512_bf16 avx512_fp16\n", False),  # AMX hidden
+        ("vendor_id : GenuineIntel\nflags : avx512f avx512_bf16\n", True),  # Cooper Lake
+        ("vendor_id : AuthenticAMD\nflags : avx512_bf16 avx512_fp16\n", True),
+        ("Features : fp asimd bf16\n", True),
+    ],
+)
+def test_intel_without_amx_multiplies_float32_faster(cpuinfo: str, is_faster: bool) -> None:
+    assert models.multiplies_bf16_faster(cpuinfo) == is_faster
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs mallopt")

@@ -94,11 +94,10 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, str, str]] = {
     "all blocked": (run(10, gen("a", blocked_frac=0.6), gen("b", blocked_frac=0.3)), [], None,
         "warn",
         "the trainer is the bottleneck: a is blocked 60% of its time until the trainer catches "
-        "up; use a faster device or train.dtype bfloat16 for the trainer; fewer generators "
-        "suffice"),
+        "up; use a faster device for the trainer; fewer generators suffice"),
     "full queue": (run(10, gen("a", blocked_frac=0.6, queue_frac=0.5)), [], None, "warn",
         "the trainer is the bottleneck: a is blocked 60% of its time by a full send queue; use a "
-        "faster device or train.dtype bfloat16 for the trainer; fewer generators suffice"),
+        "faster device for the trainer; fewer generators suffice"),
     "both wait": (run(10, gen("a", blocked_frac=0.4), time__wait_for_batch=0.6), [], None, "warn",
         "trainer and generators alternate: the trainer waits 30% of its time for rollouts, "
         "generators 40% for the trainer; raise train.max_async_level"),
