@@ -8,11 +8,15 @@
 
    Compiled by gemm.py for processors with AVX512-BF16, whose instruction vdpbf16ps adds the products
    of 16 pairs to 16 sums. With WITH_AMX, the sums are computed with tdpbf16ps of AMX, which
-   multiplies matrices of 16 x 32 and 32 x 16. */
+   multiplies matrices of 16 x 32 and 32 x 16. With WITH_FMA, for processors on which vdpbf16ps is
+   slow, vfmadd multiplies floats: rows are converted once per call, weights in registers. */
 
 #include <immintrin.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -23,13 +27,20 @@ enum { PANEL_WIDTH = 32 };
 enum { BLOCK_ROWS = 32 }; /* tile registers: 4 for sums, 2 for rows, 2 for weights */
 enum { STEP = 32 };       /* inputs per instruction */
 #else
-enum { BLOCK_ROWS = 12 }; /* registers: 24 for sums, 2 for weights, 1 for a row */
+enum { BLOCK_ROWS = 12 }; /* registers: 24 for sums, 2 or 4 for weights, 1 or 2 for a row */
 enum { STEP = 2 };
 #endif
 enum { CACHE_LINE = 64, PREFETCH_DISTANCE = 8192 }; /* bytes */
 enum { ONE_THREAD = 1 << 18 }; /* multiplications up to which one thread is faster than several */
 
 typedef uint16_t scalar;
+#ifdef WITH_FMA
+typedef float operand; /* a number of a row when it is multiplied */
+enum { MAX_CONVERTED = 8 * BLOCK_ROWS }; /* rows at a time, so that they stay in the CPU's cache */
+enum { ONE_THREAD_CONVERTS = 1 << 13 };  /* numbers up to which one thread is faster */
+#else
+typedef scalar operand;
+#endif
 
 /* Transposes 16 x 16 pairs of scalars in place: afterwards, pairs[i] is the former column i. Each
    of the four rounds interleaves the first half of the vectors with the second half. */
@@ -71,7 +82,7 @@ void pack(const scalar *weight, scalar *packed, int64_t outs, int64_t in, int th
 }
 
 typedef struct {
-    const scalar *rows;   /* [BLOCK_ROWS or fewer, in] */
+    const operand *rows;  /* [BLOCK_ROWS or fewer, in] */
     const scalar *panel;  /* [in / 2][PANEL_WIDTH][2] */
     const char *next;     /* start of the memory to prefetch */
     int64_t pace;         /* bytes to prefetch per STEP inputs */
@@ -165,27 +176,53 @@ static int request_permission(void) { return 0; }
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) \
     DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 #define BEGIN(r) __m512 a##r = bias_a, b##r = bias_b;
+#define STORE(r) \
+    if (r < count) store(t.out + r * t.outs, t.width, a##r, b##r);
+
+#ifdef WITH_FMA
+
+typedef struct { __m512 first, second; } Pairs; /* the first and the second scalars of 16 pairs */
+
+INLINE Pairs load(const scalar *from) {
+    const __m512i pairs = _mm512_loadu_si512(from), upper = _mm512_set1_epi32(0xffff0000);
+    return (Pairs){(__m512)_mm512_slli_epi32(pairs, 16), (__m512)_mm512_and_si512(pairs, upper)};
+}
+
+#define ADD(r) \
+    if (r < count) { \
+        const __m512 first = _mm512_set1_ps(row[r * t.in]); \
+        const __m512 second = _mm512_set1_ps(row[r * t.in + 1]); \
+        a##r = _mm512_fmadd_ps(first, a.first, a##r); \
+        b##r = _mm512_fmadd_ps(first, b.first, b##r); \
+        a##r = _mm512_fmadd_ps(second, a.second, a##r); \
+        b##r = _mm512_fmadd_ps(second, b.second, b##r); \
+    }
+
+#else
+
+typedef int32_t int32_unaligned __attribute__((aligned(2), may_alias));
+typedef __m512bh Pairs; /* 16 pairs of scalars */
+
+INLINE Pairs load(const scalar *from) { return (Pairs)_mm512_loadu_si512(from); }
+
 #define ADD(r) \
     if (r < count) { \
         __m512bh pair = (__m512bh)_mm512_set1_epi32(*(const int32_unaligned *)(row + r * t.in)); \
         a##r = _mm512_dpbf16_ps(a##r, pair, a), b##r = _mm512_dpbf16_ps(b##r, pair, b); \
     }
-#define STORE(r) \
-    if (r < count) store(t.out + r * t.outs, t.width, a##r, b##r);
 
-typedef int32_t int32_unaligned __attribute__((aligned(2), may_alias));
-
-INLINE __m512bh load(const scalar *from) { return (__m512bh)_mm512_loadu_si512(from); }
+#endif
 
 /* Multiplies a block of `count` rows. Prefetches `prefetched_lines` cache lines per pair of inputs.
    Both are constants after inlining. */
 INLINE void multiply_rows(const Block t, const int count, const int prefetched_lines) {
     const __m512 bias_a = _mm512_loadu_ps(t.bias), bias_b = _mm512_loadu_ps(t.bias + 16);
     EACH_ROW(BEGIN)
-    const scalar *panel = t.panel, *row = t.rows, *end = t.rows + t.in;
+    const operand *row = t.rows, *end = t.rows + t.in;
+    const scalar *panel = t.panel;
     const char *next = t.next;
     for (; row < end; row += STEP, panel += STEP * PANEL_WIDTH, next += t.pace) {
-        __m512bh a = load(panel), b = load(panel + 32);
+        const Pairs a = load(panel), b = load(panel + 32);
         for (int line = 0; line < prefetched_lines; line++)
             _mm_prefetch(next + line * CACHE_LINE, _MM_HINT_T0);
         EACH_ROW(ADD)
@@ -218,11 +255,10 @@ static void multiply_block(const Block block, int64_t count) {
 
 #endif
 
-/* out = rows * weight^T + bias: `rows` is [num_rows, in], `out` [num_rows, outs], `bias` [outs] or
-   NULL; `in` is a multiple of STEP. The rows are divided into blocks. If there are fewer panels than threads, several threads
-   share a panel, and each multiplies some of the blocks. */
-void multiply(const scalar *rows, const scalar *packed, const scalar *bias, scalar *out,
-              int64_t num_rows, int64_t in, int64_t outs, int threads) {
+/* The same as `multiply` below, for rows of operands. */
+static void multiply_operands(const operand *rows, const scalar *packed, const scalar *bias,
+                              scalar *out, int64_t num_rows, int64_t in, int64_t outs,
+                              int threads) {
     const int64_t panels = (outs + PANEL_WIDTH - 1) / PANEL_WIDTH;
     const int64_t blocks = (num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     const int64_t threads_per_panel = (threads + panels - 1) / panels;
@@ -246,6 +282,34 @@ void multiply(const scalar *rows, const scalar *packed, const scalar *bias, scal
             multiply_block(b, (block + 1) * num_rows / blocks - row);
         }
     }
+}
+
+/* out = rows * weight^T + bias: `rows` is [num_rows, in], `out` [num_rows, outs], `bias` [outs] or
+   NULL; `in` is a multiple of STEP. The rows are divided into blocks. If there are fewer panels than
+   threads, several threads share a panel, and each multiplies some of the blocks. */
+void multiply(const scalar *rows, const scalar *packed, const scalar *bias, scalar *out,
+              int64_t num_rows, int64_t in, int64_t outs, int threads) {
+#ifdef WITH_FMA
+    const int64_t most = num_rows < MAX_CONVERTED ? num_rows : MAX_CONVERTED;
+    float *converted = malloc(most * in * sizeof *converted);
+    if (!converted && num_rows) {
+        fputs("gemm.c: no memory to convert rows\n", stderr);
+        abort();
+    }
+    for (int64_t first = 0; first < num_rows; first += most) {
+        const int64_t count = first + most < num_rows ? most : num_rows - first;
+        const scalar *from = rows + first * in;
+#pragma omp parallel for schedule(static) num_threads(threads) if (count * in > ONE_THREAD_CONVERTS)
+        for (int64_t i = 0; i < count * in; i++) {
+            const uint32_t bits = (uint32_t)from[i] << 16;
+            memcpy(converted + i, &bits, sizeof bits);
+        }
+        multiply_operands(converted, packed, bias, out + first * outs, count, in, outs, threads);
+    }
+    free(converted);
+#else
+    multiply_operands(rows, packed, bias, out, num_rows, in, outs, threads);
+#endif
 }
 
 /* Requests permission to use AMX, and uses every instruction of this file, on zeros: the process

@@ -2,10 +2,11 @@
 
 There are two packed orders, and both are faster than a plain weight. One is the order of oneDNN.
 The other is the order of our C files, which store a weight in panels: gemm.c in bfloat16, for
-processors with AVX512-BF16 or AMX, and gemm_float.c in float32. There, they are faster than oneDNN
-for every measured number of input rows (products_vs_onednn_* in the results of `bin/bench
-generation`; float32: docs/benchmarks.md). Each implementation is checked against a plain matmul
-before use, because torch's operators for oneDNN are private, and ours depend on the local compiler.
+processors with AVX512-BF16 or AMX (it multiplies float32 where that is faster than bfloat16), and
+gemm_float.c in float32. There, they are faster than oneDNN for every measured number of input rows
+(products_vs_onednn_* in the results of `bin/bench generation`; float32: docs/benchmarks.md). Each
+implementation is checked against a plain matmul before use, because torch's operators for oneDNN
+are private, and ours depend on the local compiler.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from peralta_zmq import models
 from peralta_zmq.engines.native.kernels import compiler
 from peralta_zmq.engines.native.kernels.compiler import INT, INT64, POINTER
 from peralta_zmq.errors import described
@@ -37,17 +39,20 @@ class Variant(NamedTuple):
 
     source: str  # name of the C file
     dtype: torch.dtype  # of weights and rows
+    product_dtype: torch.dtype  # of the numbers that are multiplied
     cpu_feature: str  # of the processors on which it is used
     defines: tuple[str, ...]  # compiler options
     panel_width: int  # outputs per panel, as in the C file
     step: int  # the number of inputs of a weight must be a multiple of it
 
 
-# The faster one first.
+BF16, FP32 = torch.bfloat16, torch.float32
+# Of those with one product dtype, the faster one first.
 VARIANTS = (
-    Variant("gemm.c", torch.bfloat16, "amx_bf16", ("-DWITH_AMX",), panel_width=32, step=32),
-    Variant("gemm.c", torch.bfloat16, "avx512_bf16", (), panel_width=32, step=2),
-    Variant("gemm_float.c", torch.float32, "avx2", (), panel_width=16, step=1),
+    Variant("gemm.c", BF16, BF16, "amx_bf16", ("-DWITH_AMX",), panel_width=32, step=32),
+    Variant("gemm.c", BF16, BF16, "avx512_bf16", (), panel_width=32, step=2),
+    Variant("gemm.c", BF16, FP32, "avx512_bf16", ("-DWITH_FMA",), panel_width=32, step=2),
+    Variant("gemm_float.c", FP32, FP32, "avx2", (), panel_width=16, step=1),
 )
 
 
@@ -126,15 +131,24 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def panel_kernel(dtype: torch.dtype) -> tuple[Variant, ctypes.CDLL] | None:
-    """The fastest usable variant for `dtype` and its library; None if the CPU supports none."""
-    cpu_features = compiler.cpu_features().split()
-    for variant in VARIANTS:
-        if variant.dtype == dtype and variant.cpu_feature in cpu_features:
-            check = functools.partial(_reproduces_matmul, variant)
-            library = compiler.load(variant.source, ARGUMENTS, variant.defines, check=check)
-            if library is not None:
-                return variant, library
+    """The fastest usable variant for `dtype` and its library; None if none can be used."""
+    for variant in variants_for(dtype):
+        check = functools.partial(_reproduces_matmul, variant)
+        library = compiler.load(variant.source, ARGUMENTS, variant.defines, check=check)
+        if library is not None:
+            return variant, library
     return None
+
+
+def variants_for(dtype: torch.dtype) -> list[Variant]:
+    """The variants for `dtype` that suit this CPU, the faster one first."""
+    features = compiler.cpu_features().split()
+    product_dtype = BF16 if dtype == BF16 and models.multiplies_bf16_faster() else FP32
+    return [
+        each for each in VARIANTS
+        if (each.dtype, each.product_dtype) == (dtype, product_dtype)
+        and each.cpu_feature in features
+    ]  # fmt: skip
 
 
 def _reproduces_matmul(variant: Variant, library: ctypes.CDLL) -> bool:

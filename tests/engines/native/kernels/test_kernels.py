@@ -18,6 +18,7 @@ import torch
 from attention_layers import SCALES, Layer, assert_norm_and_gate_are_as_exact_as_torchs
 from exactness import is_as_exact_as_torch
 
+from peralta_zmq import models
 from peralta_zmq.engines.native.kernels import compiler, decode_layer, gemm
 
 CPU = torch.device("cpu")
@@ -78,7 +79,7 @@ def test_unsupported_head_shapes_are_left_to_torch(group: int, width: int) -> No
     )
 
 
-@pytest.fixture(params=gemm.VARIANTS, ids=lambda variant: variant.cpu_feature)
+@pytest.fixture(params=gemm.VARIANTS, ids=["amx", "avx512_bf16", "fma", "avx2"])
 def make_panels(request: Any) -> Callable[[torch.Tensor], gemm.PanelWeight]:
     """Packs a weight for one variant."""
     variant = request.param
@@ -106,7 +107,7 @@ def test_panels_multiply_exactly_for_any_number_of_rows(
     )  # neither is contiguous
     bias = bias[:, 0].contiguous() if biased else None
     packed = make_panels(weight)
-    for num_rows in (0, 1, 2, 3, 4, 5, 6, 7, 13, 16, 17, 32, 33, 41, 70):
+    for num_rows in (0, 1, 2, 3, 4, 5, 6, 7, 13, 16, 17, 32, 33, 41, 70, 96, 97, 200):
         rows = torch.randn(num_rows, inputs, generator=generator).to(dtype)
         exact_bias = None if bias is None else bias.double()
         exact = torch.nn.functional.linear(rows.double(), weight.double(), exact_bias)
@@ -153,12 +154,35 @@ def test_panels_reject_rows_of_another_shape_or_dtype(
             packed.multiply(rows, None)
 
 
-def test_fastest_variant_of_this_processor_is_used(dtype: torch.dtype) -> None:
-    features = compiler.cpu_features().split()
-    expected = [x for x in gemm.VARIANTS if x.dtype == dtype and x.cpu_feature in features]
+def test_first_variant_for_this_processor_is_used(dtype: torch.dtype) -> None:
+    expected = gemm.variants_for(dtype)
     if not (COMPILER and expected and compiler.INSTRUCTION_SET not in os.environ):
         pytest.skip("no C compiler, or no variant for this processor")
     assert (kernel := gemm.panel_kernel(dtype)) and kernel[0] == expected[0]
+
+
+AMX, PAIRS, FMA, FLOAT = gemm.VARIANTS
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype", "is_bf16_faster", "variants"),
+    [
+        ("avx2 avx512_bf16 amx_bf16", torch.bfloat16, True, [AMX, PAIRS]),
+        ("avx2 avx512_bf16", torch.bfloat16, True, [PAIRS]),
+        ("avx2 avx512_bf16", torch.bfloat16, False, [FMA]),
+        ("avx2 avx512_bf16", torch.float32, True, [FLOAT]),
+        ("avx2 avx512_bf16", torch.float32, False, [FLOAT]),
+        ("avx2", torch.bfloat16, True, []),
+        ("avx2", torch.bfloat16, False, []),
+    ],
+)
+def test_variants_suit_features_and_speed_of_the_processor(
+    monkeypatch: pytest.MonkeyPatch,
+    features: str, dtype: torch.dtype, is_bf16_faster: bool, variants: list[gemm.Variant],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(compiler, "cpu_features", lambda: features)
+    monkeypatch.setattr(models, "multiplies_bf16_faster", lambda: is_bf16_faster)
+    assert gemm.variants_for(dtype) == variants
 
 
 def test_dtype_that_onednn_does_not_pack_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -253,8 +277,7 @@ def test_layer_ops_of_a_compiler_with_defects_are_torchs(
 def test_pack_does_not_use_panels_of_a_compiler_with_defects(
     compile_with: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    features = compiler.cpu_features().split()
-    variants = [x for x in gemm.VARIANTS if x.source == "gemm.c" and x.cpu_feature in features]
+    variants = gemm.variants_for(torch.bfloat16)
     if not variants or compiler.INSTRUCTION_SET in os.environ:
         pytest.skip("gemm.c does not support this processor")
     swapped = "#define _mm512_cvtne2ps_pbh(a, b) _mm512_cvtne2ps_pbh(b, a)"
