@@ -39,6 +39,7 @@ TURNS = 3
 PERIOD = 0.01  # seconds between two samples of a process
 NUM_PROMPT = 110
 LENGTHS = (12, 18, 26, 40)  # tokens of the completions
+DTYPE = "--train.dtype=bfloat16"  # the limits below are for this dtype
 RATE = "--train.learning-rate=2e-6"  # usual for full fine-tuning; deltas are then small
 CHECKPOINTING = "--train.gradient-checkpointing"
 GB, GIB = 10**9, 2**30
@@ -155,7 +156,7 @@ def measure(name: str, cell: Cell, root: Path, *, quick: bool) -> list[Claim]:
     if not (model := root / cell.size).exists():
         write_model({**SHAPES[cell.size], **QUICK} if quick else SHAPES[cell.size], model)
     with tempfile.TemporaryDirectory(dir=root) as folder:
-        flags = [f"--model.name={model}", f"--run.dir={folder}", RATE, *cell.flags]
+        flags = [f"--model.name={model}", f"--run.dir={folder}", RATE, DTYPE, *cell.flags]
         lengths = [min(length, 32) for length in cell.lengths] if quick else cell.lengths
         arguments = json.dumps(
             [folder, flags, NUM_PROMPT, lengths, cell.num_steps, not cell.commit]

@@ -116,7 +116,8 @@ def transfer_seconds(shape: Mapping[str, object]) -> float:
 def ours_train(shape: dict[str, Any]) -> Seconds:
     """Take the step, publish its weights, fetch and check them and apply them to the engine."""
     setting = Setting(shape, num_groups=NUM_GROUPS)
-    setting.narrow(1)
+    train = getattr(setting, training.chosen_variant(shape))
+    train(1)
     with tempfile.TemporaryDirectory(prefix="bench-size-") as folder:
         store = WeightStore.open(Path(folder) / "weights")
         store.claim("bench")
@@ -126,7 +127,7 @@ def ours_train(shape: dict[str, Any]) -> Seconds:
         with closing(WeightPublisher(writer)) as publisher:
             first, _ = publish(publisher, 0, setting)
             replica.advance(store, first)
-            step = seconds(lambda: setting.narrow(NUM_GROUPS))
+            step = seconds(lambda: train(NUM_GROUPS))
             version, publishing = publish(publisher, 1, setting)
 
         engine = engine_of(shape)
