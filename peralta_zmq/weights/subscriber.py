@@ -159,7 +159,7 @@ class WeightSubscriber:
                     self._offer(weights)  # then check at once for a newer version
                 else:
                     self._wake.wait(self._poll_interval())
-        except BaseException as error:  # noqa: BLE001  (poll raises it)
+        except BaseException as error:  # noqa: BLE001  (`poll` raises it; else nobody would see it)
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()

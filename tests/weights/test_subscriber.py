@@ -87,6 +87,19 @@ def test_event_alone_finds_a_folder_that_did_not_exist(
     assert accepts(subscriber, publish(store, 0))
 
 
+@pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit("broken")])
+def test_exception_in_the_thread_is_raised_by_poll(
+    store: WeightStore, subscribe: Opener, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(WeightSubscriber, "_load", fail)
+    subscriber = subscribe()
+    with pytest.raises(type(error), match="broken"):
+        subscriber.poll(timeout=DEADLINE)
+
+
 def test_announcement_alone_finds_the_version_with_its_id(
     store: WeightStore, subscribe: Opener
 ) -> None:
