@@ -75,6 +75,33 @@ def test_delta_without_changes_has_headers_only() -> None:
     assert round_trip(same, same) == 4 + (2 + 1 + 8) + 24 + 4 + 2
 
 
+@pytest.mark.parametrize("num_changed", [1, 499, 500, 999, 1000])
+def test_pieces_with_few_and_many_changes_round_trip(num_changed: int) -> None:
+    random = np.random.default_rng(num_changed)
+    old = random.integers(0, 1 << 16, 1000)
+    new = old.copy()
+    new[random.permutation(1000)[:num_changed]] ^= random.integers(1, 1 << 16, num_changed)
+    pair = {"w": halves(old)}, {"w": halves(new)}
+    round_trip(*pair)
+    encoded = b"".join(delta.encode(*pair, {}))
+    (gaps_size,) = struct.unpack_from("<I", encoded, len(delta.MAGIC) + 2 + 1 + 8)
+    assert (gaps_size == 0) == (num_changed >= 500)
+
+
+@pytest.mark.parametrize("num_changed", [50_000, 60_000, 80_000])
+def test_piece_with_many_changes_is_not_much_larger_without_gaps(
+    num_changed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(0)
+    old = random.integers(0x3C00, 0x3E00, 100_000)  # as weights between 0.008 and 0.125
+    new, changed = old.copy(), random.permutation(100_000)[:num_changed]
+    new[changed] += random.geometric(0.5, num_changed) * random.choice([-1, 1], num_changed)
+    pair = {"w": halves(old)}, {"w": halves(new)}
+    size = round_trip(*pair)
+    monkeypatch.setattr(delta, "DENSE", 2.0)
+    assert size < 1.03 * round_trip(*pair)
+
+
 def test_float16_and_changes_of_every_element_round_trip() -> None:
     random = np.random.default_rng(0)
     old, new = (halves(random.integers(0, 1 << 16, 70_000)) for _ in range(2))
@@ -141,7 +168,7 @@ def frame(content: bytes) -> bytes:
 
 
 BOMB = frame(b"\0" * 100_000)  # but its piece states 200 bytes, the limit for 100 elements
-GAPS, STEPS = frame(b"\xff\xff"), frame(b"\1")
+GAPS, STEPS, ALL_WIDE = frame(b"\xff\xff"), frame(b"\1"), frame(b"\x80" * 100)
 FAR = frame(b"\xc8")
 
 
@@ -157,6 +184,8 @@ FAR = frame(b"\xc8")
         (delta_with((2, len(GAPS), 0, 0, 0, 0), GAPS), "gap is incomplete"),
         (delta_with((1, len(FAR), 1, len(STEPS), 0, 0), FAR + STEPS), "beyond the end"),
         (delta_with((1, len(FAR), 0, 0, 0, 0), FAR), "numbers of gaps and steps differ"),
+        (delta_with((0, 0, 1, len(STEPS), 0, 0), STEPS), "numbers of elements and steps differ"),
+        (delta_with((0, 0, 100, len(ALL_WIDE), 0, 0), ALL_WIDE), "number of wide steps differs"),
     ],
 )
 def test_malformed_delta_is_refused(encoded: bytes, reason: str) -> None:
