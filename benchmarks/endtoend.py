@@ -165,33 +165,44 @@ def peer_rows(child: MeasuredCommand) -> Iterator[Row | None]:
 
 def our_rows(folder: Path, child: MeasuredCommand) -> Iterator[Row | None]:
     """Rows from the files of our run: the start, then the steps."""
-    events, metrics = folder / "ours" / "events.jsonl", folder / "ours" / "metrics.jsonl"
-    has_started, num_rows = False, 0
+    events, metrics = (
+        GrowingFile(folder / "ours" / f"{name}.jsonl") for name in ("events", "metrics")
+    )
+    has_started = False
     while child.process.poll() is None:
         child.read_output()  # so that its pipe never fills up
-        starts = [] if has_started else [e for e in json_lines(events) if e.get("event") == "start"]
-        if starts:
-            has_started = True
-            yield cast(Row, {"time": starts[0]["time"]})
-        rows = json_lines(metrics)
-        yield from (cast(Row, row) for row in rows[num_rows:])
-        num_rows = len(rows)
+        for event in [] if has_started else events.new_rows():
+            if event.get("event") == "start":
+                has_started = True
+                yield {"time": event["time"]}
+                break
+        yield from metrics.new_rows()
         time.sleep(0.02)
         yield None
+    yield from metrics.new_rows()
 
 
-def json_lines(file: Path) -> list[dict[str, object]]:
-    """Complete lines of a file that is being written; none if it does not exist."""
-    try:
-        lines = file.read_text("utf-8").split("\n")[:-1]
-    except OSError:
-        return []
-    return [json.loads(line) for line in lines]
+class GrowingFile:
+    """A file of JSON lines that is being written; it may not exist yet."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._read = file, 0  # bytes
+
+    def new_rows(self) -> list[Row]:
+        """The complete lines since the last call."""
+        try:
+            with self._file.open("rb") as file:
+                file.seek(self._read)
+                complete, newline, _ = file.read().rpartition(b"\n")
+        except OSError:
+            return []
+        self._read += len(complete) + len(newline)
+        return [json.loads(line) for line in complete.splitlines()]
 
 
 def mean_update_bytes(folder: Path) -> float:
     """Mean size of the published versions after the first, keyframes included."""
-    events = json_lines(folder / "ours" / "events.jsonl")
+    events = GrowingFile(folder / "ours" / "events.jsonl").new_rows()
     sizes = [cast(float, event["bytes"]) for event in events if event.get("event") == "publish"]
     return statistics.fmean(sizes[1:])
 
@@ -201,7 +212,7 @@ def first_join(folder: Path) -> float:
 
     The generator has loaded the weights then, and its status requests problems to sample.
     """
-    events = json_lines(folder / "ours" / "events.jsonl")
+    events = GrowingFile(folder / "ours" / "events.jsonl").new_rows()
     return min(cast(float, event["time"]) for event in events if event.get("event") == "join")
 
 

@@ -20,6 +20,7 @@ import psutil
 
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphaned descendants become children of this process
 PERIOD = 0.25  # seconds between two samples
+MEMORY_PERIOD = 0.5  # between two readings of the memory; one takes 25 ms of processor time
 KINDS = {"trainer": ("bin/trainer", "ray::Trainer"),
          "generators": ("bin/generator", "ray::Generator")}  # fmt: skip
 
@@ -29,7 +30,7 @@ class Sample(NamedTuple):
 
     time: float  # seconds since the epoch
     cpu: float  # seconds since the command's start
-    memory: int  # bytes; a page that several processes map counts once in total
+    memory: int  # bytes, at most MEMORY_PERIOD old; a page that several processes map counts once
     kinds: Mapping[str, float]  # CPU seconds of the running processes of each kind in KINDS
 
 
@@ -103,15 +104,17 @@ class MeasuredCommand:
         return max(each.memory for each in self.samples)
 
     def _watch(self) -> None:
+        memory, memory_due = 0, time.monotonic()
         while not self._ended.is_set():
             members = family(os.getpid())
+            if time.monotonic() >= memory_due:
+                memory = sum(map(proportional_bytes, members))
+                memory_due += MEMORY_PERIOD
             cpu, kinds = _spent(members) - self._before, dict.fromkeys(KINDS, 0.0)
             for member in members:
                 if kind := _kind(member):
                     kinds[kind] += _cpu_seconds(member)
-            self.samples.append(
-                Sample(time.time(), cpu, sum(map(proportional_bytes, members)), kinds)
-            )
+            self.samples.append(Sample(time.time(), cpu, memory, kinds))
             self._ended.wait(PERIOD)
 
 

@@ -103,6 +103,20 @@ def test_generator_is_ready_when_the_first_one_joins(tmp_path: Path) -> None:
     assert endtoend.first_join(tmp_path) == 101.0
 
 
+def test_rows_of_a_growing_file_are_read_once_and_whole(tmp_path: Path) -> None:
+    growing = endtoend.GrowingFile(tmp_path / "rows.jsonl")
+    assert growing.new_rows() == []  # no file
+    with (tmp_path / "rows.jsonl").open("a", buffering=1) as file:
+        for text, rows in (
+            ('{"a": 1}\n{"a": 2}\n{"a"', [{"a": 1}, {"a": 2}]),
+            (": 3", []),
+            ("}\n", [{"a": 3}]),
+        ):
+            file.write(text)
+            file.flush()
+            assert growing.new_rows() == rows
+
+
 def test_share_of_local_ready_is_the_used_part_of_the_limit() -> None:
     claim = endtoend.ready_claim([6.0, 1.0, 1.5])
     assert (claim.ours, claim.bound, claim.share, claim.n) == (1.5, 3.0, 0.5, 3)
@@ -116,7 +130,8 @@ subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=T
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_orphaned_processes_are_counted_and_ended() -> None:
+def test_orphaned_processes_are_counted_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured_command, "MEMORY_PERIOD", 0.0)  # read it in each sample
     command = [sys.executable, "-c", ORPHAN]
     with MeasuredCommand(command, cwd=REPO, environment={}, errors=subprocess.DEVNULL) as left:
         before = set(measured_command.family(os.getpid()))
