@@ -174,6 +174,11 @@ class Rows:
         self.limits = np.zeros(num_rows, np.int64)  # maximum of num_tokens
         self._min_tokens = np.zeros(num_rows, np.int64)
         self._is_cancelled = np.zeros(num_rows, np.bool_)  # Request.on_token has returned False
+        # Whether the request has its own sampling parameters, stop strings, or on_token: with many
+        # rows, a loop over all of them in each decode step would take long.
+        self._has_sampling = np.zeros(num_rows, np.bool_)
+        self._has_stop = np.zeros(num_rows, np.bool_)
+        self._has_on_token = np.zeros(num_rows, np.bool_)
         self._uniforms = np.zeros(shape, np.float32)  # random numbers for sampling, one per token
 
     def start(self, request: Request) -> int:
@@ -189,6 +194,9 @@ class Rows:
         limit, max_length = request.max_completion_length, sampling.max_completion_length
         self.limits[row] = limit = max_length if limit is None else min(limit, max_length)
         self._min_tokens[row], self._is_cancelled[row] = sampling.min_tokens, False
+        self._has_sampling[row] = request.sampling is not None
+        self._has_stop[row] = bool(sampling.stop)
+        self._has_on_token[row] = request.on_token is not None
         key = [sampling.seed, 0 if request.is_standalone else request.index]
         generator = np.random.Generator(np.random.Philox(key=key))
         self._uniforms[row, :limit] = generator.random(limit, dtype=np.float32)
@@ -207,14 +215,11 @@ class Rows:
         Yields parameters for weights of policy step `step`, with the indices in `rows` of the rows
         that have them. Rows that differ only in seeds, limits or stop strings are not divided.
         """
-        default = list[int]()
-        divided = {_token_options(self._sampling, step): default}
-        for index, row in enumerate(rows):
-            sampling = self.requests[row].sampling
-            if sampling is None:
-                default.append(index)
-            else:
-                divided.setdefault(_token_options(sampling, step), []).append(index)
+        has_sampling = self._has_sampling[rows]
+        divided = {_token_options(self._sampling, step): np.flatnonzero(~has_sampling).tolist()}
+        for index in np.flatnonzero(has_sampling).tolist():
+            options = _token_options(self._sampling_of(self.requests[rows[index]]), step)
+            divided.setdefault(options, []).append(index)
         for options, indices in divided.items():
             if len(indices) == len(rows):
                 yield options, slice(None)  # no copy of the logits
@@ -246,10 +251,11 @@ class Rows:
         self.logprobs[rows, columns] = logprobs
         self.steps[rows, columns] = step
         self.num_tokens[rows] = columns + 1
-        for index, row in enumerate(rows):
-            if (on_token := self.requests[row].on_token) is not None:
-                is_wanted = on_token(int(tokens[index]), float(logprobs[index]), step)
-                self._is_cancelled[row] = not is_wanted
+        for index in np.flatnonzero(self._has_on_token[rows]).tolist():
+            on_token = self.requests[rows[index]].on_token
+            assert on_token is not None
+            is_wanted = on_token(int(tokens[index]), float(logprobs[index]), step)
+            self._is_cancelled[rows[index]] = not is_wanted
 
     def seen_tokens(
         self, rows: np.ndarray, sampling: Sampling, vocab_size: int
@@ -287,8 +293,8 @@ class Rows:
         ended = (tokens[:, None] == self._end_ids).any(1)
         ended |= (self.num_tokens == self.limits)[: self.count]
         ended |= self._is_cancelled[: self.count]
-        stopped = map(self._has_stopped, range(self.count))
-        ended |= np.fromiter(stopped, np.bool_)  # np.array([]) would be of another dtype
+        for row in np.flatnonzero(self._has_stop[: self.count]).tolist():
+            ended[row] |= self._has_stopped(row)
         return np.flatnonzero(ended)[::-1].tolist()
 
     def _has_stopped(self, row: int) -> bool:
@@ -322,7 +328,8 @@ class Rows:
         last = self.count
         tables = self.tokens, self.logprobs, self.steps, self._uniforms
         numbers = self.num_tokens, self.num_prompt, self.limits, self._min_tokens
-        for array in (*tables, *numbers, self._is_cancelled):
+        flags = self._is_cancelled, self._has_sampling, self._has_stop, self._has_on_token
+        for array in (*tables, *numbers, *flags):
             array[row] = array[last]
         self.requests[row] = self.requests[last]
         self.requests.pop()

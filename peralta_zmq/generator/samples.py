@@ -83,13 +83,14 @@ def sample_problems(
     None while it waits for a lease. `announcement` returns the newest announcement, None before the
     first.
     """
+    digest = environments.digest
 
     def excluded(position: int) -> bool:
         """Whether the trainer excludes this problem; False if its train set differs."""
         newest = announcement()
         return (
             newest is not None
-            and newest.train_set_digest == environments.digest
+            and newest.train_set_digest == digest
             and is_in_bitmap(newest.excluded, position)
         )
 
