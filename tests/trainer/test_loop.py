@@ -97,9 +97,7 @@ def test_start_refuses_a_setting_and_writes_nothing(
 def test_port_in_use_is_refused_with_its_process(
     settings: list[str], port: int, offset: int
 ) -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", port + offset))
-        holder.listen()
+    with socket.create_server(("127.0.0.1", port + offset)):
         message = f"port {port + offset} is in use by pid {os.getpid()} "
         refused(config_of(*settings), WireError, message)
 
