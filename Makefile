@@ -23,7 +23,8 @@ run: setup fresh  ## Train the calculator task on this machine (FRESH=1 starts a
 
 run-chaos: setup  ## The same with workers killed at random, and a report (SEED=7 repeats a schedule)
 	@rm -rf runs/chaos
-	@PERALTA_CHAOS_SEED=$(SEED) $(BIN)/python -m tools.chaos @ $(CONFIG) --run.name chaos $(ARGS)
+	@PERALTA_CHAOS_SEED=$(SEED) $(BIN)/python -m tools.chaos @ $(CONFIG) --run.name chaos \
+	  --run.num-local-generators 2 $(ARGS)
 
 run-lan: setup  ## A run on the machines of HOSTS=configs/hosts.toml, or on this machine
 	@$(BIN)/python bin/lan up $(if $(HOSTS),--hosts $(HOSTS)) $(ARGS)

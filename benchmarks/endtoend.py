@@ -1,6 +1,6 @@
 """Time to a mean reward of 0.9 on the embedded task, against TRL and the original on Ray.
 
-`bin/lan local` (one trainer, two generators), TRL's GRPOTrainer and the original's two Ray actors
+`bin/lan local` (one trainer, one generator), TRL's GRPOTrainer and the original's two Ray actors
 run in turn, each alone on the machine, from the same base model: same data, 8 completions per
 problem, 128 rollouts per step, a learning rate falling from 2e-4 to 0 over 80 steps. A run ends
 when the mean reward of the last five steps is 0.9. Times count from the moment when everything is

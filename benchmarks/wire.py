@@ -371,7 +371,7 @@ def journal_share(*, steps: int) -> Claim:
 def _lan(folder: str) -> list[str]:
     return ["bin/lan", "local", "--run.dir", folder, "--run.name", "bench",
             "--wire.port", str(free_ports()), "--eval.num-examples", "1",
-            "--no-eval.eval-base-model"]  # fmt: skip
+            "--no-eval.eval-base-model", "--run.num-local-generators", "2"]  # fmt: skip
 
 
 def _step_after(folder: Path, step: int) -> None:

@@ -37,8 +37,7 @@ def test_task_with_several_turns_is_learned_only_with_them(
     task: str, chance: float, max_turns: int, tmp_path: Path
 ) -> None:
     ran("lan", "local", "@", f"configs/{task}.toml", "--run.dir", str(tmp_path),
-        "--run.num-local-generators", "1", "--task.max-turns", str(max_turns),
-        "--wire.port", str(free_ports()))  # fmt: skip
+        "--task.max-turns", str(max_turns), "--wire.port", str(free_ports()))  # fmt: skip
     summary = json.loads((tmp_path / task / "summary.json").read_text())
     assert summary["seconds"] < 300
     if max_turns == 1:

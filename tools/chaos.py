@@ -1,7 +1,8 @@
 """Run the demo while its workers are killed, and check that nothing is lost: `make run-chaos`.
 
-`python -m tools.chaos [@ FILE.toml ...] [OPTIONS]` takes the options of bin/trainer. The trainer
-and every generator are killed with SIGKILL; the exit code is 1 if a promise is broken.
+`python -m tools.chaos [@ FILE.toml ...] --run.num-local-generators 2 [OPTIONS]` takes the options
+of bin/trainer. The trainer and every generator are killed with SIGKILL; the exit code is 1 if a
+promise is broken.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class RunSection(Section):
     """parent folder of all run folders"""
     seed: NonNegativeInt = 0
     """seed of all random number generators of the run"""
-    num_local_generators: PositiveInt = 2
+    num_local_generators: PositiveInt = 1
     """number of generators that `bin/lan local` starts on this machine, besides the trainer"""
     report_to: Annotated[tuple[Tracker, ...], CommaSeparated] = ()
     """experiment trackers that also receive metrics, samples and histograms: tensorboard, trackio,

@@ -54,11 +54,11 @@ def test_dashboard_shows_training_and_a_dead_generator(
                 "--train.learning-rate", "5e-5",
                 "--dashboard.port", str(page_port))  # fmt: skip
     start(str(ROOT / "bin" / "lan"), "local", *settings, "--eval.num-examples", "50")
-    third = start(str(ROOT / "bin" / "generator"), *settings, "--generator.name", "ann")
+    ann = start(str(ROOT / "bin" / "generator"), *settings, "--generator.name", "ann")
     with socket.socket() as probe:  # the dashboard listens before the first step
         probe.settimeout(60)
         while probe.connect_ex(("127.0.0.1", page_port)):
-            assert third.poll() is None
+            assert ann.poll() is None
     seen = tab(f"http://127.0.0.1:{page_port}/", viewport={"width": 1360, "height": 1180})
     until(seen, lambda: number(seen, "step") >= 2)
     first = number(seen, "card-reward")
@@ -70,7 +70,7 @@ def test_dashboard_shows_training_and_a_dead_generator(
     whole = {"x": 0, "y": 0, "width": 1360, "height": samples["y"] + samples["height"] + 32}
     screenshot = seen.page.screenshot(full_page=True, clip=whole)
     assert not seen.text("verdict").startswith("ann is gone")
-    third.kill()
+    ann.kill()
     until(seen, lambda: seen.text("generator-ann").split("\t")[1] == "gone")
     until(seen, lambda: seen.text("verdict").startswith("ann is gone"))
     assert seen.text("status") == "training"

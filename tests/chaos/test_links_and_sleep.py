@@ -187,7 +187,7 @@ def test_trainer_killed_while_its_weights_disk_fails_waits_and_continues(
     mounted = f"exec unshare --map-root-user --mount /bin/sh -c '{ON_A_DISK}' {disk} \"$@\""
     if subprocess.run(["unshare", "--map-root-user", "--mount", "true"], check=False).returncode:
         pytest.skip("this user cannot mount a file system")
-    steps = ("--train.max-steps", "12", "--run.num-local-generators", "1")
+    steps = ("--train.max-steps", "12")
     lan = run.start("lan", "--weights.dir", str(disk), *steps, log="lan", shell=mounted)
     until(lambda: run.step >= 3, lan)
 

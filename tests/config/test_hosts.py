@@ -48,7 +48,7 @@ def test_example_runs_on_this_machine_without_a_copy() -> None:
     hosts = load_hosts(EXAMPLE)
     (here,) = hosts.host
     assert here.ssh is None and here.folder is None
-    assert here.workers == ["here-trainer", "here-0", "here-1"]
+    assert here.workers == ["here-trainer", "here-0"]
     assert (EXAMPLE.parents[1] / hosts.config).exists()
 
 

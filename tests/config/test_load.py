@@ -58,7 +58,7 @@ def test_weights_folder_defaults_to_run_folder() -> None:
 def test_demo_file_differs_from_defaults_only_in_slots() -> None:
     config = load("@", str(CONFIGS / "demo.toml"))
     engine = config.engine
-    assert engine.slots == config.train.batch_size // 2  # a step's share of two generators
+    assert engine.slots == config.train.batch_size  # the completions of a step
     assert config.model_copy(update={"engine": engine.model_copy(update={"slots": 32})}) == Config()
 
 

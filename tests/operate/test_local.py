@@ -36,7 +36,8 @@ def write_programs(*, trainer: str, generator: str) -> None:
 
 
 def config() -> Config:
-    return Config(run=RunSection(name="test"), train=TrainSection(max_steps=20))
+    run = RunSection(name="test", num_local_generators=2)
+    return Config(run=run, train=TrainSection(max_steps=20))
 
 
 def test_local_workers_get_index_count_and_share_of_cores() -> None:

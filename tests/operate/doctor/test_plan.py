@@ -11,6 +11,7 @@ from sample_data import QWEN, TINY
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate import doctor
 
+TWO = "--run.num-local-generators=2"
 SMALL = "--train.max-tokens-per-microbatch=2048"
 
 
@@ -27,7 +28,7 @@ def model(tmp_path: Path) -> str:
 def test_plan_that_fits_lists_parts_of_both_roles(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan(model, "--memory=64", "--run.num-local-generators=1") == 0
+    assert plan(model, "--memory=64") == 0
     out = capsys.readouterr().out
     assert "qwen3, 28 layers of hidden size 1024, 596.0 M parameters" in out
     assert "device cpu with 64.00 GiB" in out
@@ -65,14 +66,13 @@ def test_roles_that_fit_alone_may_not_fit_together(
     assert plan(model, "--memory=64", "--run.num-local-generators=9") == 1
     out = capsys.readouterr().out
     assert "  it fits with --run.num-local-generators " in out
-    assert plan(model, "--memory=64", "--run.num-local-generators=1") == 0
+    assert plan(model, "--memory=64") == 0
 
 
 def test_vllm_beside_a_trainer_needs_a_smaller_fraction(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("plan", model, SMALL, "--model.device=cuda", "--memory=40", "--engine.name=vllm",
-             "--run.num-local-generators=1")  # fmt: skip
+    words = ("plan", model, SMALL, "--model.device=cuda", "--memory=40", "--engine.name=vllm")
     assert doctor.main(list(words)) == 1
     out = capsys.readouterr().out
     assert "generator: fits, 36.00 of 36.00 GiB needed" in out
@@ -142,13 +142,13 @@ def test_unknown_architecture_is_marked_as_estimated(
         (("--model.device=toaster",), "device 'toaster' cannot be used here"),
         (("--train.memory-fraction=1.5",), "train.memory_fraction = '1.5' is wrong"),
         (
-            ("--train.memory-fraction=0.5", "--engine.gpu-memory-utilization=0.3"),
+            (TWO, "--train.memory-fraction=0.5", "--engine.gpu-memory-utilization=0.3"),
             "train.memory_fraction 0.5 and engine.gpu_memory_utilization 0.3 for each of 2 "
             "generators are 1.1 of the memory of this machine; lower them to 1 together, or start "
             "fewer generators, or plan for one of the two with --role",
         ),
         (
-            ("--engine.gpu-memory-utilization=0.6",),
+            (TWO, "--engine.gpu-memory-utilization=0.6"),
             "engine.gpu_memory_utilization 0.6 for each of 2 generators are 1.2 of the memory",
         ),
     ],
@@ -168,6 +168,6 @@ def test_fractions_of_one_machine_may_add_up_to_one(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fractions = ("--train.memory-fraction=0.6", "--engine.gpu-memory-utilization=0.4")
-    assert plan(model, SMALL, "--memory=40", "--run.num-local-generators=1", *fractions) == 0
+    assert plan(model, SMALL, "--memory=40", *fractions) == 0
     out = capsys.readouterr().out
     assert " of 24.00 GiB needed" in out and " of 16.00 GiB needed" in out
