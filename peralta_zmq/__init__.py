@@ -63,7 +63,7 @@ Other questions:
 
 Import layers (tests/test_layers.py). A module may import its own package, and:
 
-    0  rollout, errors, atomic_files, http_server: the standard library and numpy
+    0  rollout, errors, atomic_files, http_server, compiler: the standard library and numpy
     1  config, registry, wire, weights, models, learning, environments, observe: layer 0
     2  engines: layer 0, models, and registry for the protocol of an engine
     3  memory: layer 0, config, learning, models, weights and engines, whose tensors it counts

@@ -16,7 +16,7 @@ from tools.structure import ROLLOUT_PATH
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "peralta_zmq"
-TYPES = {"rollout", "errors", "atomic_files", "http_server"}
+TYPES = {"rollout", "errors", "atomic_files", "http_server", "compiler"}
 LEAVES = {
     *("config", "registry", "wire", "weights"),
     *("models", "learning", "environments", "observe"),

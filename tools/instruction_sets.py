@@ -1,7 +1,7 @@
 """Run the numeric tests as if on older processors.
 
 Environment variables limit the instruction sets of torch's operators (ATEN_CPU_CAPABILITY), of MKL
-(MKL_ENABLE_INSTRUCTIONS), of oneDNN (ONEDNN_MAX_CPU_ISA) and of the engine's C kernels
+(MKL_ENABLE_INSTRUCTIONS), of oneDNN (ONEDNN_MAX_CPU_ISA) and of our C kernels
 (PERALTA_KERNELS), so that one machine runs the code paths for older ones. Combinations with an
 instruction set that this processor lacks are skipped. `make test-isa` calls this module.
 """
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from peralta_zmq.engines.native.kernels.compiler import INSTRUCTION_SET, cpu_features
+from peralta_zmq.compiler import INSTRUCTION_SET, cpu_features
 
 REPO = Path(__file__).resolve().parent.parent
 # Tests that compare numbers computed by torch, oneDNN or the kernels.
@@ -26,7 +26,7 @@ QUICK_TESTS = (
     "tests/engines/native/kernels",
     "tests/engines/native/test_attention.py",
     "tests/engines/native/test_linears.py",
-    "tests/models/test_norms.py",
+    "tests/models/test_layer_ops.py",
     "tests/models/test_scoring.py",
     "tests/learning/test_losses.py",
 )

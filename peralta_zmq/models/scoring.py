@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from peralta_zmq.models.head import head_logprobs, sparse_embedding_gradient
+from peralta_zmq.models.layer_ops import replace_norms, replace_rotary
 from peralta_zmq.models.linears import replace_linears
 from peralta_zmq.models.loading import Model
 from peralta_zmq.models.logprobs import logprobs_and_entropies, selected_logprobs
-from peralta_zmq.models.norms import replace_norms
 from peralta_zmq.models.tree_attention import (
     BASE_ATTENTION,
     TREE_ATTENTION,
@@ -66,6 +66,7 @@ class Scorer:
         if gradient_checkpointing:
             _checkpoint_layers(model)
         replace_norms(model)
+        replace_rotary(model)
         if dtype != torch.float32:
             replace_linears(model)
         self.whole_logits_reason = "whole logits: not compared yet"

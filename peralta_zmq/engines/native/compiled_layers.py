@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peralta_zmq.compiler import POINTER
 from peralta_zmq.engines.native.cache import KVCache
-from peralta_zmq.engines.native.kernels.compiler import POINTER
 from peralta_zmq.engines.native.kernels.decode_layer import (
     CompiledLayerOps,
     DecodeStruct,

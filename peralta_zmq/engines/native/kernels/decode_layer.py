@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from peralta_zmq import compiler
+from peralta_zmq.compiler import FLOAT, INT, INT64, POINTER
 from peralta_zmq.engines.native.cache import KVCache
-from peralta_zmq.engines.native.kernels import compiler
-from peralta_zmq.engines.native.kernels.compiler import FLOAT, INT, INT64, POINTER
 
+SOURCE = Path(__file__).with_name("decode_layer.c")
 LANES = 16  # floats in a SIMD vector
 MAX_WIDTH, MAX_GROUP = 256, 8  # limits of decode_layer.c: head_dim; query heads per key head
 BLOCK_SIZE = 128  # logits per block of `sum_blocks`
@@ -204,7 +206,7 @@ def library_for(
     check = functools.partial(_is_correct, dtype=dtype, group=queries_per_head, head_dim=head_dim)
     unit = next(unit for unit in WIDTH_UNITS if not head_dim % unit)
     defines = (*DEFINES[dtype], f"-DWIDTH_UNIT={unit}")
-    return compiler.load("decode_layer.c", ARGUMENTS, defines, check=check)
+    return compiler.load(SOURCE, ARGUMENTS, defines, check=check)
 
 
 def _is_correct(library: ctypes.CDLL, *, dtype: torch.dtype, group: int, head_dim: int) -> bool:

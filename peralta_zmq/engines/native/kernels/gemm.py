@@ -15,15 +15,15 @@ import ctypes
 import functools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from peralta_zmq import models
-from peralta_zmq.engines.native.kernels import compiler
-from peralta_zmq.engines.native.kernels.compiler import INT, INT64, POINTER
+from peralta_zmq import compiler, models
+from peralta_zmq.compiler import INT, INT64, POINTER
 from peralta_zmq.errors import described
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ ARGUMENTS = {
 class Variant(NamedTuple):
     """One of the ways to compile one of the C files."""
 
-    source: str  # name of the C file
+    source: Path
     dtype: torch.dtype  # of weights and rows
     product_dtype: torch.dtype  # of the numbers that are multiplied
     cpu_feature: str  # of the processors on which it is used
@@ -47,12 +47,13 @@ class Variant(NamedTuple):
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
+GEMM, GEMM_FLOAT = (Path(__file__).with_name(name) for name in ("gemm.c", "gemm_float.c"))
 # Of those with one product dtype, the faster one first.
 VARIANTS = (
-    Variant("gemm.c", BF16, BF16, "amx_bf16", ("-DWITH_AMX",), panel_width=32, step=32),
-    Variant("gemm.c", BF16, BF16, "avx512_bf16", (), panel_width=32, step=2),
-    Variant("gemm.c", BF16, FP32, "avx512_bf16", ("-DWITH_FMA",), panel_width=32, step=2),
-    Variant("gemm_float.c", FP32, FP32, "avx2", (), panel_width=16, step=1),
+    Variant(GEMM, BF16, BF16, "amx_bf16", ("-DWITH_AMX",), panel_width=32, step=32),
+    Variant(GEMM, BF16, BF16, "avx512_bf16", (), panel_width=32, step=2),
+    Variant(GEMM, BF16, FP32, "avx512_bf16", ("-DWITH_FMA",), panel_width=32, step=2),
+    Variant(GEMM_FLOAT, FP32, FP32, "avx2", (), panel_width=16, step=1),
 )
 
 

@@ -13,7 +13,8 @@ import torch
 from attention_layers import ROWS, SCALES, Layer, assert_norm_and_gate_are_as_exact_as_torchs
 from exactness import is_as_exact_as_torch
 
-from peralta_zmq.engines.native.kernels import compiler, decode_layer
+from peralta_zmq import compiler
+from peralta_zmq.engines.native.kernels import decode_layer
 
 CC, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 POINTERS = f"{decode_layer.INPUTS} {decode_layer.CACHES} out".split()
@@ -24,7 +25,7 @@ class EmulatedLibrary:
 
     def __init__(self, folder: Path, dtype: torch.dtype, head_dim: int) -> None:
         self._program, self._item_size = folder / "emulated", dtype.itemsize
-        kernels, driver = Path(compiler.__file__).parent, Path(__file__).with_name("emulated.c")
+        kernels, driver = Path(decode_layer.__file__).parent, Path(__file__).with_name("emulated.c")
         unit = next(unit for unit in decode_layer.WIDTH_UNITS if not head_dim % unit)
         defines = (*decode_layer.DEFINES[dtype], f"-DWIDTH_UNIT={unit}")
         flags = (*compiler.FLAGS, f"-I{kernels}", "-static", "-o", str(self._program))

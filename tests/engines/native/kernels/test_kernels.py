@@ -18,8 +18,8 @@ import torch
 from attention_layers import SCALES, Layer, assert_norm_and_gate_are_as_exact_as_torchs
 from exactness import is_as_exact_as_torch
 
-from peralta_zmq import models
-from peralta_zmq.engines.native.kernels import compiler, decode_layer, gemm
+from peralta_zmq import compiler, models
+from peralta_zmq.engines.native.kernels import decode_layer, gemm
 
 CPU = torch.device("cpu")
 COMPILER = shutil.which("cc") if sys.platform == "linux" else None

@@ -1,13 +1,14 @@
-"""Compiles the C files of this folder and loads the libraries.
+"""Compiles C files of this package and loads the libraries.
 
 A library is compiled once per machine and kept in the user's cache folder. Where it cannot be
-compiled, or where its results are wrong, the engine uses torch's operators instead.
+compiled, or where its results are wrong, torch's operators are used instead.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.util
 import logging
 import os
 import platform
@@ -19,8 +20,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 # The value of -march (default: native), or "none" to use torch's operators. For tests.
 INSTRUCTION_SET = "PERALTA_KERNELS"
@@ -40,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def load(
-    source: str,
+    source: Path,
     functions: Mapping[str, Sequence[Any]],
     defines: tuple[str, ...] = (),
     *,
@@ -59,18 +58,18 @@ def load(
         return None
     flags = (f"-march={instruction_set}", *defines)
     try:
-        file = _compiled(Path(__file__).parent / source, flags)
+        file = _compiled(source, flags)
         _probe(file)
         library = ctypes.CDLL(str(file))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         # Path.home() raises RuntimeError for a user without a home directory.
-        logger.info("%s is not used, which is slower: %s", source, error)
+        logger.info("%s is not used, which is slower: %s", source.name, error)
         return None
     for name, argument_types in functions.items():
         getattr(library, name).argtypes = argument_types
     if library.probe() == 0 and check(library):
         return library
-    logger.warning("%s is not used, which is slower: its results differ from torch's", source)
+    logger.warning("%s is not used, which is slower: its results differ from torch's", source.name)
     return None
 
 
@@ -140,7 +139,9 @@ def _run(command: list[str]) -> None:
 
 def _openmp() -> Path:
     """torch's OpenMP library; a second library's threads would compete with torch's."""
-    packages = Path(torch.__file__).parent
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None and torch.origin is not None
+    packages = Path(torch.origin).parent
     for folder in (packages / "lib", packages.with_name("torch.libs")):
         for library in sorted(folder.glob("libgomp*")):
             return library

@@ -1,0 +1,277 @@
+"""RMS norm and rotary embedding with faster backward passes, for training on a CPU.
+
+transformers computes RMS norm (arXiv 1910.07467) with six operations, and rotary embedding
+(RoFormer, arXiv 2104.09864) with five; each of them reads and writes whole rows, and autograd
+differentiates each of them. The C code of layer_ops.c makes one pass forward and one backward.
+Without that code, RMS norm takes a few operations of torch, and rotary embedding is transformers'.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from peralta_zmq import compiler
+from peralta_zmq.compiler import FLOAT, INT, INT64, POINTER
+from peralta_zmq.models.logprobs import compute_dtype
+
+SOURCE = Path(__file__).with_name("layer_ops.c")
+DEFINES = {torch.float32: (), torch.bfloat16: ("-DSCALAR_IS_BF16",)}  # by the dtype of the rows
+# Types of the arguments of the C functions.
+ARGUMENTS = {
+    "norm": (*[POINTER] * 4, INT64, INT64, FLOAT, INT),
+    "norm_backward": (*[POINTER] * 6, INT64, INT64, INT),
+    "rotate": (*[POINTER] * 4, INT64, INT64, INT64, INT),
+}
+ROTARY = "apply_rotary_pos_emb"  # name of the function in transformers' modules
+
+
+def replace_norms(model: torch.nn.Module) -> int:
+    """Let the RMS norms of a transformers model compute with `rms_norm`; returns their number.
+
+    Replaces only norms on a CPU whose output equals that of `rms_norm` (Gemma's, for example,
+    multiply by 1 + weight), and whose weights are not distributed over ranks.
+    """
+    num_replaced = 0
+    for module in model.modules():
+        weight: Any = getattr(module, "weight", None)
+        is_plain = type(weight) is torch.nn.Parameter and weight.device.type == "cpu"
+        if not is_plain or weight.ndim != 1 or not hasattr(module, "variance_epsilon"):
+            continue
+        if all(_is_rms_norm(module, dtype) for dtype in (torch.float32, torch.bfloat16)):
+            module.forward = functools.partial(_forward, module)
+            num_replaced += 1
+    return num_replaced
+
+
+def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Each row of `rows` [..., W], divided by sqrt(mean(row^2) + epsilon), times `weight` [W].
+
+    As in transformers, a row is divided in fp32, and rounded to its dtype before it is multiplied.
+    A row in float64 is divided in float64.
+    """
+    return _RMSNorm.apply(rows, weight, epsilon)  # pyright: ignore[reportReturnType]
+
+
+@torch.no_grad()
+def _is_rms_norm(module: Any, dtype: torch.dtype) -> bool:
+    """Whether a module computes `rms_norm` for rows of `dtype`."""
+    rows = torch.linspace(-1, 2, 2 * len(module.weight), device="cpu").view(2, -1).to(dtype)
+    ours, _ = _norm(rows, module.weight, module.variance_epsilon)
+    theirs = module(rows)
+    return ours.dtype == theirs.dtype and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def _forward(module: Any, rows: Tensor) -> Tensor:
+    return rms_norm(rows, module.weight, module.variance_epsilon)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """With f = 1 / sqrt(mean(x^2) + epsilon), the output is y = f x w.
+
+    For the gradient g of y, that of x is f g w - f^3 x mean(g w x), and that of w is sum(f g x).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        is_plain = weight.dtype == torch.float32 and weight.shape == rows.shape[-1:]
+        ctx.library = _library_for(rows) if is_plain and weight.is_contiguous() else None
+        if ctx.library is None:
+            out, factor = _norm(rows, weight, epsilon)
+        else:
+            rows, width = rows.contiguous(), rows.shape[-1]
+            out = rows.new_empty(rows.shape, dtype=torch.float32)
+            factor = out.new_empty((*rows.shape[:-1], 1))
+            addresses, threads = _addresses(rows, weight, out, factor), torch.get_num_threads()
+            ctx.library.norm(*addresses, factor.numel(), width, epsilon, threads)
+        ctx.save_for_backward(rows, weight, factor)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
+        rows, weight, factor = ctx.saved_tensors
+        if ctx.library is None:
+            return *_norm_gradients(rows, weight, factor, grads[0]), None
+        threads, width, grad = torch.get_num_threads(), rows.shape[-1], grads[0].contiguous()
+        rows_grad, sums = torch.empty_like(rows), grad.new_empty(threads, width)
+        addresses = _addresses(rows, weight, factor, grad, rows_grad, sums)
+        ctx.library.norm_backward(*addresses, factor.numel(), width, threads)
+        return rows_grad, sums.sum(0), None
+
+
+def _norm(rows: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The output of `rms_norm` and the factor [..., 1] of each row, by torch's operators."""
+    x = rows.to(compute_dtype(rows))
+    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+    factor = (squares / x.shape[-1] + epsilon).rsqrt_()
+    return (x * factor).to(rows.dtype) * weight, factor
+
+
+def _norm_gradients(
+    rows: Tensor, weight: Tensor, factor: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of rows and weight, by torch's operators."""
+    x, g, w = (each.to(compute_dtype(rows)) for each in (rows, grad, weight))
+    products = (g * x).reshape(-1, x.shape[-1])
+    weight_grad = factor.view(1, -1) @ products
+    mean = (products @ w).view(factor.shape) / x.shape[-1]
+    rows_grad = (g * w).mul_(factor).addcmul_(x, factor.pow(3).mul_(mean), value=-1)
+    return rows_grad.to(rows.dtype), weight_grad[0].to(weight.dtype)
+
+
+def replace_rotary(model: torch.nn.Module) -> int:
+    """Let the attention of a transformers model on a CPU rotate with layer_ops.c.
+
+    Attention calls a function of the module that defines its class: the function is replaced there,
+    for all models of the same family in this process. It is replaced only if its results equal
+    ours, and calls that the C code does not support still go to it. Returns the number of modules
+    whose function was replaced, now or earlier.
+    """
+    num_replaced = 0
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return num_replaced
+    for name in sorted({type(module).__module__ for module in model.modules()}):
+        theirs = getattr(sys.modules.get(name), ROTARY, None)
+        is_ours = isinstance(theirs, functools.partial) and theirs.func is _rotary
+        if theirs is not None and not is_ours and _is_rotary(theirs):
+            setattr(sys.modules[name], ROTARY, functools.partial(_rotary, theirs))
+            is_ours = True
+        num_replaced += is_ours
+    return num_replaced
+
+
+def _rotary(
+    theirs: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,  # [B, heads, T, D]
+    k: Tensor,  # [B, key heads, T, D]
+    cos: Tensor,  # [B or 1, T, D]
+    sin: Tensor,
+    unsqueeze_dim: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys with rotary embedding; `theirs` is transformers' function."""
+    is_supported = (
+        unsqueeze_dim == 1
+        and q.ndim == k.ndim == 4
+        and cos.ndim == sin.ndim == 3
+        and q.shape[0] == k.shape[0]
+        and q.shape[2:] == k.shape[2:] == cos.shape[1:] == sin.shape[1:]
+        and q.shape[-1] % 2 == 0
+        and len(cos) == len(sin) in (1, len(q))
+        and q.dtype == k.dtype
+        and cos.dtype == sin.dtype == torch.float32
+        and not (cos.requires_grad or sin.requires_grad)
+        and q.device == k.device == cos.device == sin.device
+        and None not in (_library_for(q), _library_for(cos))  # the latter for the gradients
+    )
+    if not is_supported:
+        return theirs(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)  # pyright: ignore
+
+
+def _is_rotary(function: Callable[..., Any]) -> bool:
+    """Whether a function has the parameters of `_rotary`, and its results in both dtypes."""
+    names = [*inspect.signature(function).parameters]
+    if names != [*inspect.signature(_rotary).parameters][1:] or _library(torch.float32) is None:
+        return False
+    random = torch.Generator().manual_seed(0)
+    shapes = (1, 4, 3, 8), (1, 2, 3, 8), (1, 3, 8), (1, 3, 8)
+    q, k, cos, sin = (torch.randn(shape, generator=random, device="cpu") for shape in shapes)
+    for dtype in DEFINES:
+        q, k = q.to(dtype), k.to(dtype)
+        rotations = (_Rotation.apply(each, cos, sin) for each in (q, k))
+        try:
+            pairs = zip(rotations, function(q, k, cos, sin), strict=True)
+            # `allclose` raises RuntimeError for different dtypes or shapes.
+            if not all(torch.allclose(*pair, rtol=1e-5, atol=1e-5) for pair in pairs):
+                return False
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return False
+    return True
+
+
+class _Rotation(torch.autograd.Function):
+    """With a head's halves a and b, and those of cosines c and sines s: a c - b s and b c + a s.
+
+    The gradient is rotated back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        ctx.save_for_backward(cosines, sines)
+        ctx.dtype = heads.dtype
+        return _rotated(heads, cosines, sines)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor, None, None]:
+        cosines, sines = ctx.saved_tensors
+        back = -sines.roll(sines.shape[-1] // 2, -1)  # each half's sine, of the other half
+        return _rotated(grads[0], cosines, back).to(ctx.dtype), None, None
+
+
+def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotate heads [B, heads, T, D]; the result, in fp32, has the memory order [B, T, heads, D]."""
+    rows = heads.transpose(1, 2).contiguous()
+    batch, tokens, num_heads, width = rows.shape
+    cosines, sines = (each.expand(batch, -1, -1).contiguous() for each in (cosines, sines))
+    out, library = rows.new_empty(rows.shape, dtype=torch.float32), _library_for(rows)
+    assert library is not None
+    addresses, threads = _addresses(rows, cosines, sines, out), torch.get_num_threads()
+    library.rotate(*addresses, batch * tokens, num_heads, width, threads)
+    return out.transpose(1, 2)
+
+
+def _addresses(*tensors: Tensor) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def _library_for(rows: Tensor) -> ctypes.CDLL | None:
+    """The library for rows of this dtype and device; None if there is none."""
+    return _library(rows.dtype) if rows.device.type == "cpu" and rows.dtype in DEFINES else None
+
+
+@functools.cache
+def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    check = functools.partial(_is_correct, dtype=dtype)
+    return compiler.load(SOURCE, ARGUMENTS, DEFINES[dtype], check=check)
+
+
+def _is_correct(library: ctypes.CDLL, *, dtype: torch.dtype) -> bool:
+    """Whether the library gets the results of torch's operators."""
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randn(6, 40, generator=random, device="cpu").to(dtype)
+    weight, grad, cosines, sines = torch.randn(4, 6, 40, generator=random, device="cpu")
+    expected, expected_factor = _norm(rows, weight[0], 1e-3)
+    out, factor, sums = weight.new_empty(6, 40), weight.new_empty(6, 1), weight.new_empty(2, 40)
+    rows_grad, rotated = torch.empty_like(rows), torch.empty_like(out)
+    library.norm(*_addresses(rows, weight, out, factor), 6, 40, 1e-3, 2)
+    library.norm_backward(*_addresses(rows, weight, factor, grad, rows_grad, sums), 6, 40, 2)
+    library.rotate(*_addresses(rows, cosines, sines, rotated), 3, 2, 40, 2)  # two heads per row
+    swapped = torch.cat([-rows[:, 20:], rows[:, :20]], -1)
+    cosine, sine = (each[:3].repeat_interleave(2, 0) for each in (cosines, sines))
+    expected_grads = _norm_gradients(rows, weight[0], expected_factor, grad)
+    pairs = (
+        (out, expected),
+        (rows_grad, expected_grads[0]),
+        (sums.sum(0), expected_grads[1]),
+        (rotated, rows * cosine + swapped * sine),
+    )
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    return all(
+        torch.allclose(ours.float(), theirs.float(), rtol=tolerance, atol=tolerance)
+        for ours, theirs in pairs
+    )
