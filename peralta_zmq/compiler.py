@@ -33,6 +33,7 @@ PROBE = (
     "import ctypes, sys; ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL); "
     "sys.exit(ctypes.CDLL(sys.argv[2]).probe())"
 )
+HEADER = Path(__file__).with_name("compiler.h")  # the C files may include it
 REMEDY = "on Debian, install the packages gcc and libc6-dev"
 POINTER, INT64, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ def _compiled(source: Path, options: tuple[str, ...]) -> Path:
     flags = [cc, *FLAGS, *options]
     machine = platform.machine(), cpu_features(), platform.libc_ver()
     build = repr((flags, machine, _openmp())).encode()
-    name = f"{source.stem}-{_hash(source.read_bytes() + build)}"
+    name = f"{source.stem}-{_hash(source.read_bytes() + HEADER.read_bytes() + build)}"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peralta_zmq"
     for library in folder.glob(f"{name}-*.so"):
         if library.stem == f"{name}-{_hash(library.read_bytes())}":
@@ -112,7 +113,7 @@ def _compiled(source: Path, options: tuple[str, ...]) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         object_file, library = Path(temporary) / "kernel.o", Path(temporary) / "kernel.so"
-        _run([*flags, "-c", str(source), "-o", str(object_file)])
+        _run([*flags, f"-I{HEADER.parent}", "-c", str(source), "-o", str(object_file)])
         # Linked without FLAGS: with some of these flags, some compilers add start-up code that
         # changes the floating-point mode of the process.
         _run([cc, "-shared", str(object_file), str(_openmp()), "-lm", "-o", str(library)])

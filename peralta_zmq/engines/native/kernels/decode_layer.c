@@ -16,12 +16,12 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "compiler.h"
+
 #if defined(SCALAR_IS_BF16) && defined(__AVX512BF16__) && LANES == 16 && WIDTH_UNIT % 32 == 0
 #define HAS_PAIRS /* vdpbf16ps multiplies 32 pairs of bfloat16 and adds the products to 16 sums */
 #include <immintrin.h>
 #endif
-
-#define INLINE static inline __attribute__((always_inline))
 
 enum { BLOCK = 64 };      /* keys per step of the online softmax */
 enum { CACHE_LINE = 64 }; /* bytes */
@@ -29,28 +29,13 @@ enum { CACHE_LINE = 64 }; /* bytes */
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4))); /* a SIMD vector */
 
 #ifdef SCALAR_IS_BF16
-typedef uint16_t scalar;
 typedef uint32_t lanes_of_bits __attribute__((vector_size(4 * LANES)));
 typedef scalar lanes_of_scalars __attribute__((vector_size(2 * LANES), aligned(2)));
-
-INLINE float to_float(scalar x) {
-    union { uint32_t bits; float value; } both = {(uint32_t)x << 16};
-    return both.value;
-}
-
-/* Rounds to nearest, ties to even. The NaNs that processors produce stay NaN. */
-INLINE scalar to_scalar(float x) {
-    union { float value; uint32_t bits; } both = {x};
-    return (scalar)((both.bits + 0x7fff + (both.bits >> 16 & 1)) >> 16);
-}
 
 INLINE lanes load(const scalar *from) {
     return (lanes)(__builtin_convertvector(*(const lanes_of_scalars *)from, lanes_of_bits) << 16);
 }
 #else
-typedef float scalar;
-INLINE float to_float(scalar x) { return x; }
-INLINE scalar to_scalar(float x) { return x; }
 INLINE lanes load(const scalar *from) { return *(const lanes *)from; }
 #endif
 

@@ -28,7 +28,14 @@ class EmulatedLibrary:
         kernels, driver = Path(decode_layer.__file__).parent, Path(__file__).with_name("emulated.c")
         unit = next(unit for unit in decode_layer.WIDTH_UNITS if not head_dim % unit)
         defines = (*decode_layer.DEFINES[dtype], f"-DWIDTH_UNIT={unit}")
-        flags = (*compiler.FLAGS, f"-I{kernels}", "-static", "-o", str(self._program))
+        flags = (
+            *compiler.FLAGS,
+            f"-I{kernels}",
+            f"-I{compiler.HEADER.parent}",
+            "-static",
+            "-o",
+            str(self._program),
+        )
         subprocess.run([CC, *flags, *defines, str(driver), "-lm"], check=True)
 
     def attend(self, argument: Any) -> None:
