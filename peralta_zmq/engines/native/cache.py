@@ -57,11 +57,11 @@ class KVCache:
         device: torch.device,
     ) -> None:
         size = num_rows * num_heads * capacity * head_dim
-        self._memory = torch.zeros((num_layers, 2, size), dtype=dtype, device=device)
+        # Not zeros: the system provides memory when it is first written, and most rows stay narrow.
+        self._memory = torch.empty((num_layers, 2, size), dtype=dtype, device=device)
         self._shape, self.capacity = (num_rows, num_heads, head_dim), capacity
         self.layout = 0
-        self._set_width(0)
-        self.drop_shared()
+        self.clear()
 
     def widen(self, length: int) -> None:
         """Make rows wide enough for `length` own tokens, keeping their content.
@@ -84,10 +84,10 @@ class KVCache:
         """Zero all keys and values, and empty the shared part.
 
         Needed after non-finite values: a later sequence would multiply them by the probability 0 of
-        a masked position, and 0 * inf is NaN.
+        a masked position, and 0 * inf is NaN. `widen` zeroes the rest of the memory.
         """
-        self._memory.zero_()
         self._set_width(0)
+        self._own.zero_()
         self.drop_shared()
 
     def drop_shared(self) -> None:

@@ -1,0 +1,44 @@
+"""The KV cache: its memory, and zeros where nothing was written."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from peralta_zmq.engines.native.cache import KVCache
+
+MIB = 2**20
+
+
+def make_cache(*, num_rows: int, capacity: int) -> KVCache:
+    return KVCache(
+        num_layers=2,
+        num_rows=num_rows,
+        num_heads=2,
+        capacity=capacity,
+        head_dim=32,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+
+
+def test_cleared_and_widened_rows_are_zero() -> None:
+    cache = make_cache(num_rows=3, capacity=128)
+    cache.widen(128)
+    for pair in cache.layers:
+        for part in pair:
+            part.fill_(torch.nan)
+    cache.clear()
+    assert cache.width < 128
+    for length in (1, 64, 128):
+        cache.widen(length)
+        assert cache.width >= length
+        assert not any(part.any() for pair in cache.layers for part in pair)
+
+
+def test_memory_of_narrow_rows_is_that_of_their_width() -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    cache = make_cache(num_rows=256, capacity=4096)  # 512 MiB
+    cache.widen(64)  # 8 MiB
+    assert process.memory_info().rss - before < 64 * MIB
