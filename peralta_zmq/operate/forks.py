@@ -7,7 +7,9 @@ libraries of macOS do not support forks.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import logging
@@ -19,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 # What the trainer and a generator import; some of it they import only when they load a model.
 LIBRARIES = (
@@ -48,6 +50,7 @@ def import_libraries() -> bool:
     os.environ.setdefault(name, "1")
     gc.disable()  # the many new objects would be scanned again and again
     try:
+        _import_transformers()
         for library in LIBRARIES:
             importlib.import_module(library)
     finally:
@@ -56,6 +59,30 @@ def import_libraries() -> bool:
         if previous is None:
             del os.environ[name]
     return len(os.listdir("/proc/self/task")) == 1
+
+
+def _import_transformers() -> None:
+    """Import transformers faster, and prepare it for the first model that a fork loads.
+
+    transformers reads its 480 model folders twice when it is imported: the second time repeats the
+    first, because its cache has the default size of `lru_cache`, 128. When it loads the first model
+    of a process, it compiles 900 regular expressions, which forks get from here.
+    """
+    limited = functools.lru_cache
+
+    def unlimited(maxsize: Any = None, typed: bool = False) -> Any:
+        """`lru_cache` without a limit where it is used without arguments."""
+        return limited(None)(maxsize) if callable(maxsize) else limited(maxsize, typed)
+
+    importlib.import_module("torch")  # with its own limits
+    functools.lru_cache = unlimited
+    try:
+        importlib.import_module("transformers.models")
+    finally:
+        functools.lru_cache = limited
+    with contextlib.suppress(ImportError, AttributeError):
+        mapping = importlib.import_module("transformers.conversion_mapping")
+        mapping.get_checkpoint_conversion_mapping("")
 
 
 class ForkedProcess:

@@ -49,6 +49,26 @@ process.wait()
 print(process.poll())
 """
 
+# Prints how often transformers took the list of a folder from its cache, and how many regular
+# expressions a fork compiles when it loads its first model.
+IMPORTER = """
+import functools, os, re
+from peralta_zmq.operate import forks
+original = functools.lru_cache
+assert forks.import_libraries() and functools.lru_cache is original
+from transformers.utils.import_utils import create_import_structure_from_path as listed
+print(listed.cache_info().hits, flush=True)
+if os.fork() == 0:
+    import torch
+    from peralta_zmq import models
+    compiled, compile = [], re.compile
+    re.compile = lambda *args, **kwargs: compiled.append(args) or compile(*args, **kwargs)
+    models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
+    print(len(compiled), flush=True)
+    os._exit(0)
+os.wait()
+"""
+
 
 @pytest.fixture(autouse=True)
 def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +97,15 @@ def test_exit_code_of_a_fork_is_that_of_its_program(program: str, code: int) -> 
 def test_fork_has_its_own_arguments_session_input_output_and_logging() -> None:
     supervised("report").communicate(timeout=DEADLINE)
     assert Path("log").read_text() == "logged\n['bin/trainer', '--x', '1'] True \n"
+
+
+def test_import_of_transformers_lists_its_folders_once_and_compiles_for_all_forks() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORTER], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    num_hits, num_compiled = map(int, result.stdout.split())
+    assert num_hits > 400 and num_compiled < 400
 
 
 def test_error_of_a_fork_is_in_its_log() -> None:
