@@ -4,9 +4,10 @@
 run in turn, each alone on the machine, from the same base model: same data, 8 completions per
 problem, 128 rollouts per step, a learning rate falling from 2e-4 to 0 over 80 steps. A run ends
 when the mean reward of the last five steps is 0.9. Times count from the moment when everything is
-loaded, those of the claims `..._with_start_...` from the start of the command. `time_SIDE_PART` and
-`cpu_SIDE_KIND` divide them up. `local_ready` is the time from our command until a generator is
-ready to sample. `--quick` runs a few steps of each without reaching the goal.
+loaded, with ours when the generator is ready to sample, and those of the claims
+`..._with_start_...` from the start of the command. `time_SIDE_PART` and `cpu_SIDE_KIND` divide them
+up. `local_ready` is the time between the two moments. `--quick` runs a few steps of each without
+reaching the goal.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class RunResult:
 
     wall: float  # seconds since training started
     wall_with_start: float  # seconds since the command started
-    ready: float  # ours: seconds from the command until a generator was ready; peers: 0
+    ready: float  # seconds from the command until everything was loaded
     cpu: float
     cpu_with_start: float
     rollouts_per_s: float
@@ -104,10 +105,7 @@ def run_side(name: str, interpreter: Path, *, quick: bool) -> RunResult:
             tail = log.read_text("utf-8", "replace")[-2000:]
             raise RuntimeError(f"{name} took no step within {timeout:.0f} s:\n{tail}")
         update = mean_update_bytes(Path(folder)) if name == "ours" else rows[-1]["bytes"]
-        ready = first_join(Path(folder)) - child.started if name == "ours" else 0.0
-        return measured(
-            rows, child, started=started, ready=ready, bytes_per_update=update, per_step=quick
-        )
+        return measured(rows, child, started=started, bytes_per_update=update, per_step=quick)
 
 
 def our_command(folder: str) -> list[str]:
@@ -164,7 +162,11 @@ def peer_rows(child: MeasuredCommand) -> Iterator[Row | None]:
 
 
 def our_rows(folder: Path, child: MeasuredCommand) -> Iterator[Row | None]:
-    """Rows from the files of our run: the start, then the steps."""
+    """Rows from the files of our run: the start of training, then the steps.
+
+    It starts when the trainer receives the first status of a generator, which has loaded the
+    weights then and requests problems to sample.
+    """
     events, metrics = (
         GrowingFile(folder / "ours" / f"{name}.jsonl") for name in ("events", "metrics")
     )
@@ -172,7 +174,7 @@ def our_rows(folder: Path, child: MeasuredCommand) -> Iterator[Row | None]:
     while child.process.poll() is None:
         child.read_output()  # so that its pipe never fills up
         for event in [] if has_started else events.new_rows():
-            if event.get("event") == "start":
+            if event.get("event") == "join":
                 has_started = True
                 yield {"time": event["time"]}
                 break
@@ -207,15 +209,6 @@ def mean_update_bytes(folder: Path) -> float:
     return statistics.fmean(sizes[1:])
 
 
-def first_join(folder: Path) -> float:
-    """Time at which the trainer received the first status of a generator.
-
-    The generator has loaded the weights then, and its status requests problems to sample.
-    """
-    events = GrowingFile(folder / "ours" / "events.jsonl").new_rows()
-    return min(cast(float, event["time"]) for event in events if event.get("event") == "join")
-
-
 def has_reached_goal(rows: Sequence[Row]) -> bool:
     """Whether some five consecutive steps have the mean reward of the goal."""
     return steps_to_goal(rows) is not None
@@ -239,7 +232,6 @@ def measured(
     child: MeasuredCommand,
     *,
     started: float,
-    ready: float,
     bytes_per_update: float,
     per_step: bool,
 ) -> RunResult:
@@ -250,11 +242,11 @@ def measured(
     rollouts = sum(row.get("rollouts", BATCH) for row in rows[:steps])
     wall, cpu = ended - started, child.cpu_at(ended)
     kinds = {kind: child.cpu_at(ended, kind) - child.cpu_at(started, kind) for kind in KINDS}
-    divisor = steps if per_step else 1
+    parts, divisor = parts_of(rows[:steps], started, wall), steps if per_step else 1
     return RunResult(
         wall=wall / divisor,
         wall_with_start=(ended - child.started) / divisor,
-        ready=ready,
+        ready=started - child.started,
         cpu=(cpu - child.cpu_at(started)) / divisor,
         cpu_with_start=cpu / divisor,
         rollouts_per_s=rollouts / wall,
@@ -262,20 +254,27 @@ def measured(
         memory=child.peak_memory,
         steps=steps,
         reached=goal is not None,
-        parts={part: each / divisor for part, each in parts_of(rows[:steps], wall).items()},
+        parts={part: each / divisor for part, each in parts.items()},
         kinds={kind: each / divisor for kind, each in kinds.items()},
     )
 
 
-def parts_of(rows: Sequence[Row], wall: float) -> dict[str, float]:
+def parts_of(rows: Sequence[Row], started: float, wall: float) -> dict[str, float]:
     """Wall seconds by part; `rest` is the time that belongs to no part of the trainer."""
     totals = dict[str, float]()
     for row in rows:
-        parts = row.get("seconds") or {part: row[name] for part, name in OUR_PARTS.items()}
+        parts = row.get("seconds") or our_parts(row, started)
         for part, part_seconds in parts.items():
             totals[part] = totals.get(part, 0.0) + part_seconds
     sequential = sum(each for part, each in totals.items() if not part.endswith(CONCURRENT))
     return {**totals, "rest": wall - sequential}
+
+
+def our_parts(row: Row, started: float) -> dict[str, float]:
+    """Seconds of one of our steps by part, without the wait for the generator to load."""
+    parts = {part: row[name] for part, name in OUR_PARTS.items()}
+    parts["wait"] -= max(0.0, started - (row["time"] - row["step_time"]))
+    return parts
 
 
 def comparison(

@@ -73,16 +73,20 @@ def test_unit_mentions_a_side_that_missed_the_goal() -> None:
 
 
 def test_parts_and_rest_add_up_to_the_wall_seconds() -> None:
-    row = {"time/wait_for_batch": 1.0, "time/journal": 0.25, "time/forward_backward": 2.0,
-           "time/publish": 0.5}  # fmt: skip
-    assert endtoend.parts_of([row, row], wall=8.0) == {
+    parts = {"time/wait_for_batch": 1.0, "time/journal": 0.25, "time/forward_backward": 2.0,
+             "time/publish": 0.5}  # fmt: skip
+    rows = [{**parts, "time": moment, "step_time": 4.0} for moment in (104.0, 108.0)]
+    assert endtoend.parts_of(rows, started=100.0, wall=8.0) == {
         "wait": 2.0, "journal": 0.5, "train": 4.0, "publish": 1.0, "rest": 0.5
     }  # fmt: skip
+    # The trainer began the first step 0.75 s before everything was loaded.
+    parts = endtoend.parts_of(rows, started=100.75, wall=7.25)
+    assert (parts["wait"], parts["rest"]) == (1.25, 0.5)
 
 
 def test_concurrent_parts_do_not_reduce_the_rest() -> None:
     rows = [{"seconds": {"wait": 3.0, "train": 1.0, "generate_meanwhile": 3.5}}] * 2
-    assert endtoend.parts_of(rows, wall=9.0) == {
+    assert endtoend.parts_of(rows, started=0.0, wall=9.0) == {
         "wait": 6.0, "train": 2.0, "generate_meanwhile": 7.0, "rest": 1.0
     }  # fmt: skip
 
@@ -95,12 +99,14 @@ def test_share_of_a_part_is_computed_per_round() -> None:
     assert (cpu.name, cpu.ours, cpu.share) == ("cpu_trl_trainer", 10.0, 0.25)
 
 
-def test_generator_is_ready_when_the_first_one_joins(tmp_path: Path) -> None:
-    events = [("start", 100.0), ("join", 101.5), ("join", 101.0), ("publish", 102.0)]
+def test_our_run_starts_when_the_first_generator_joins(tmp_path: Path) -> None:
+    events = [("start", 100.0), ("join", 101.0), ("join", 101.5), ("publish", 102.0)]
     lines = [json.dumps({"event": name, "time": moment}) for name, moment in events]
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "events.jsonl").write_text("\n".join([*lines, ""]))
-    assert endtoend.first_join(tmp_path) == 101.0
+    command = ["sleep", "60"]
+    with MeasuredCommand(command, cwd=REPO, environment={}, errors=subprocess.DEVNULL) as child:
+        assert next(endtoend.our_rows(tmp_path, child)) == {"time": 101.0}
 
 
 def test_rows_of_a_growing_file_are_read_once_and_whole(tmp_path: Path) -> None:
