@@ -45,6 +45,8 @@ def import_libraries() -> bool:
         return False
     # Libraries that ask for CUDA would otherwise initialize its driver, which no fork can use then.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    # huggingface_hub reads this once, when transformers imports it: models/loading.py is too late.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     name = "OPENBLAS_NUM_THREADS"  # of numpy's library, which would start threads when imported
     previous = os.environ.get(name)
     os.environ.setdefault(name, "1")
@@ -64,23 +66,24 @@ def import_libraries() -> bool:
 def _import_transformers() -> None:
     """Import transformers faster, and prepare it for the first model that a fork loads.
 
-    transformers reads its 480 model folders twice when it is imported: the second time repeats the
-    first, because its cache has the default size of `lru_cache`, 128. When it loads the first model
-    of a process, it compiles 900 regular expressions, which forks get from here.
+    When it is imported, transformers lists its 550 model folders twice. It caches the lists, but
+    only the newest 128 (the default of `lru_cache`), so that the second pass finds none of them.
+    When it loads the first model of a process, it compiles 900 regular expressions; forks inherit
+    those that are compiled here.
     """
     limited = functools.lru_cache
 
-    def unlimited(maxsize: Any = None, typed: bool = False) -> Any:
-        """`lru_cache` without a limit where it is used without arguments."""
+    def unlimited(maxsize: Any = 128, typed: bool = False) -> Any:
+        """`lru_cache`, except that `@lru_cache` without arguments has no limit."""
         return limited(None)(maxsize) if callable(maxsize) else limited(maxsize, typed)
 
-    importlib.import_module("torch")  # with its own limits
+    importlib.import_module("torch")  # now, so that the caches of torch keep their limits
     functools.lru_cache = unlimited
     try:
         importlib.import_module("transformers.models")
     finally:
         functools.lru_cache = limited
-    with contextlib.suppress(ImportError, AttributeError):
+    with contextlib.suppress(Exception):  # of another version of transformers: it is only slower
         mapping = importlib.import_module("transformers.conversion_mapping")
         mapping.get_checkpoint_conversion_mapping("")
 
