@@ -57,16 +57,16 @@ class KVCache:
         device: torch.device,
     ) -> None:
         size = num_rows * num_heads * capacity * head_dim
-        # Not zeros: the system provides memory when it is first written, and most rows stay narrow.
+        # Not zeros: untouched memory costs nothing, and rows are often narrower than `capacity`.
         self._memory = torch.empty((num_layers, 2, size), dtype=dtype, device=device)
         self._shape, self.capacity = (num_rows, num_heads, head_dim), capacity
         self.layout = 0
         self.clear()
 
     def widen(self, length: int) -> None:
-        """Make rows wide enough for `length` own tokens, keeping their content.
+        """Make rows wide enough for `length` own tokens; they keep their content.
 
-        Raises ValueError if `length` exceeds the capacity.
+        The new columns are zero. Raises ValueError if `length` exceeds the capacity.
         """
         if length > self.capacity:
             raise ValueError(f"{length} tokens in a row of {self.capacity}")
@@ -81,10 +81,11 @@ class KVCache:
                 new[:, :, :width] = content
 
     def clear(self) -> None:
-        """Zero all keys and values, and empty the shared part.
+        """Make all keys and values zero, and empty the shared part.
 
-        Needed after non-finite values: a later sequence would multiply them by the probability 0 of
-        a masked position, and 0 * inf is NaN. `widen` zeroes the rest of the memory.
+        Rows become narrow; the columns that `widen` adds are zero. Needed after non-finite values:
+        a later sequence would multiply them by the probability 0 of a masked position, and 0 * inf
+        is NaN.
         """
         self._set_width(0)
         self._own.zero_()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import psutil
+import pytest
 import torch
 
 from peralta_zmq.engines.native.cache import KVCache
@@ -22,6 +25,23 @@ def make_cache(*, num_rows: int, capacity: int) -> KVCache:
     )
 
 
+def is_zero(cache: KVCache) -> bool:
+    return not any(part.any() for pair in cache.layers for part in pair)
+
+
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_new_rows_are_zero() -> None:
+    assert torch.empty(1).isnan()
+    assert is_zero(make_cache(num_rows=3, capacity=128))
+
+
 def test_cleared_and_widened_rows_are_zero() -> None:
     cache = make_cache(num_rows=3, capacity=128)
     cache.widen(128)
@@ -32,8 +52,7 @@ def test_cleared_and_widened_rows_are_zero() -> None:
     assert cache.width < 128
     for length in (1, 64, 128):
         cache.widen(length)
-        assert cache.width >= length
-        assert not any(part.any() for pair in cache.layers for part in pair)
+        assert cache.width >= length and is_zero(cache)
 
 
 def test_memory_of_narrow_rows_is_that_of_their_width() -> None:
