@@ -4,10 +4,10 @@
 run in turn, each alone on the machine, from the same base model: same data, 8 completions per
 problem, 128 rollouts per step, a learning rate falling from 2e-4 to 0 over 80 steps. A run ends
 when the mean reward of the last five steps is 0.9. Times count from the moment when everything is
-loaded, with ours when the generator is ready to sample, and those of the claims
-`..._with_start_...` from the start of the command. `time_SIDE_PART` and `cpu_SIDE_KIND` divide them
-up. `local_ready` is the time between the two moments. `--quick` runs a few steps of each without
-reaching the goal.
+loaded; for ours, this is when the trainer receives the first status of a generator. Those of the
+claims `..._with_start_...` count from the command. `local_ready` is the time from our command to
+that moment. `time_SIDE_PART` and `cpu_SIDE_KIND` divide the times up. `--quick` runs a few steps of
+each without reaching the goal.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Row = Mapping[str, Any]
 class RunResult:
     """Measurements of one run of one side, until the goal or the timeout."""
 
-    wall: float  # seconds since training started
+    wall: float  # seconds since everything was loaded
     wall_with_start: float  # seconds since the command started
     ready: float  # seconds from the command until everything was loaded
     cpu: float
@@ -133,7 +133,7 @@ def variables() -> dict[str, str]:
 def read_until(
     is_done: Callable[[Sequence[Row]], bool], source: Iterator[Row | None], *, ends: float
 ) -> tuple[float, list[Row]]:
-    """Read rows until `is_done` or the time `ends`; return the start of training and the steps.
+    """Read rows until `is_done` or the time `ends`; return the time of the start, and the steps.
 
     The source yields None if it has no new row.
     """
@@ -162,10 +162,10 @@ def peer_rows(child: MeasuredCommand) -> Iterator[Row | None]:
 
 
 def our_rows(folder: Path, child: MeasuredCommand) -> Iterator[Row | None]:
-    """Rows from the files of our run: the start of training, then the steps.
+    """Rows from the files of our run: the moment when everything is loaded, then the steps.
 
-    It starts when the trainer receives the first status of a generator, which has loaded the
-    weights then and requests problems to sample.
+    The generator has loaded the weights when the trainer receives its first status, which requests
+    problems to sample.
     """
     events, metrics = (
         GrowingFile(folder / "ours" / f"{name}.jsonl") for name in ("events", "metrics")
