@@ -23,6 +23,7 @@ from peralta_zmq.engines.native.kernels import decode_layer, gemm
 
 CPU = torch.device("cpu")
 COMPILER = shutil.which("cc") if sys.platform == "linux" else None
+AMX_TILES = Path(__file__).with_name("amx_tiles.h")
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -79,16 +80,27 @@ def test_unsupported_head_shapes_are_left_to_torch(group: int, width: int) -> No
     )
 
 
-@pytest.fixture(params=gemm.VARIANTS, ids=["amx", "avx512_bf16", "fma", "avx2"])
-def make_panels(request: Any) -> Callable[[torch.Tensor], gemm.PanelWeight]:
+@pytest.fixture(params=["amx", "amx_emulated", "avx512_bf16", "fma", "avx2"])
+def make_panels(
+    request: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> Callable[[torch.Tensor], gemm.PanelWeight]:
     """Packs a weight for one variant."""
-    variant = request.param
-    if not COMPILER or variant.cpu_feature not in compiler.cpu_features().split():
-        pytest.skip(f"no C compiler, or no {variant.cpu_feature}")
-    library = compiler.load(
-        variant.source, gemm.ARGUMENTS, variant.defines, check=lambda library: True
-    )
+    variants = dict(zip(["amx", "avx512_bf16", "fma", "avx2"], gemm.VARIANTS, strict=True))
+    is_emulated = request.param == "amx_emulated"
+    variant = variants["amx" if is_emulated else request.param]
+    source, needed_feature = variant.source, variant.cpu_feature
+    if is_emulated:
+        # One file, because the name of a library in the cache depends on the content of the file.
+        content = [AMX_TILES.read_text("utf-8"), source.read_text("utf-8")]
+        source, needed_feature = tmp_path / source.name, "avx512_bf16"
+        source.write_text("".join(content), "utf-8")
+    if not COMPILER or needed_feature not in compiler.cpu_features().split():
+        pytest.skip(f"no C compiler, or no {needed_feature}")
+    with caplog.at_level(logging.INFO):
+        library = compiler.load(source, gemm.ARGUMENTS, variant.defines, check=lambda library: True)
     if library is None:
+        assert compiler.INSTRUCTION_SET in os.environ, caplog.text
+        assert "cannot execute" not in caplog.text
         pytest.skip("PERALTA_KERNELS excludes this variant")
     return functools.partial(gemm.PanelWeight, variant, library)
 
