@@ -21,6 +21,11 @@ setup: .venv/ready  ## Make .venv with pinned dependencies and the right torch f
 run: setup fresh  ## Train the calculator task on this machine (FRESH=1 starts again)
 	@$(BIN)/python bin/lan local @ $(CONFIG) $(ARGS)
 
+run-real: setup  ## Train a pretrained model of 135M parameters on the task extract (FRESH=1 starts again)
+	@if [ -n "$(FRESH)" ]; then rm -rf runs/extract; fi
+	@model=$$($(BIN)/python -m tools.real_model) && \
+	  $(BIN)/python bin/lan local @ configs/extract.toml --model.name "$$model" $(ARGS)
+
 run-chaos: setup  ## The same with workers killed at random, and a report (SEED=7 repeats a schedule)
 	@rm -rf runs/chaos
 	@PERALTA_CHAOS_SEED=$(SEED) $(BIN)/python -m tools.chaos @ $(CONFIG) --run.name chaos \
@@ -145,6 +150,9 @@ docs: setup  ## Write docs/config.md from the settings
 pacing: setup  ## Measure the age of groups with slow generators; writes docs/pacing.md
 	@$(BIN)/python -m tools.pacing_report
 
+real-model: setup  ## Write SmolLM2-135M-Instruct to the cache and print its folder (half a minute)
+	@$(BIN)/python -m tools.real_model
+
 base-model: setup  ## Train the embedded base model from random weights (half an hour on 2 cores)
 	@$(BIN)/python -m tools.base_model
 
@@ -231,4 +239,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos run-lan soak attack-costs test test-isa test-aarch64 test-slow test-chaos test-browser test-mlx test-vllm test-verifiers test-gpu test-trl test-lab test-lan test-slurm test-kubernetes test-container test-skew lab-soak fuzz compare-losses time-losses time-lora lint data base-model turns-base-model clean fresh torch package test-tools docs pacing picture structure
+.PHONY: help setup run run-real run-chaos run-lan soak attack-costs test test-isa test-aarch64 test-slow test-chaos test-browser test-mlx test-vllm test-verifiers test-gpu test-trl test-lab test-lan test-slurm test-kubernetes test-container test-skew lab-soak fuzz compare-losses time-losses time-lora lint data real-model base-model turns-base-model clean fresh torch package test-tools docs pacing picture structure

@@ -36,6 +36,7 @@ TABLES: dict[Kind, dict[str, str]] = {
         "calculator": "peralta_zmq.environments.calculator",
         "calculator_tool": "peralta_zmq.environments.calculator_tool",
         "countdown": "peralta_zmq.environments.countdown",
+        "extract": "peralta_zmq.environments.extract",
         "guess_number": "peralta_zmq.environments.guess_number",
         "math_answers": "peralta_zmq.environments.math_answers",
         "reverse_text": "peralta_zmq.environments.reverse_text",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tools import calculator_problems
+from tools import calculator_problems, extract_problems
 
 TEXT = (
     "add ant arm art bag bed bell bird boat book bowl box bread brick bus cake cap car cat chair "
@@ -96,7 +96,10 @@ SETS: dict[str, tuple[Callable[[random.Random], Row], int, int]] = {
 
 def data_files(seed: int = 0) -> dict[str, Sequence[NamedTuple]]:
     """All data sets by file name; train and eval files of a task share no prompt."""
-    files: dict[str, Sequence[NamedTuple]] = {**calculator_problems.calculator_files(seed)}
+    files: dict[str, Sequence[NamedTuple]] = {
+        **calculator_problems.calculator_files(seed),
+        **extract_problems.extract_files(seed),
+    }
     for task, (make, num_train, num_eval) in SETS.items():
         numbers = random.Random(f"{task} {seed}")
         rows: dict[str, Row] = {}

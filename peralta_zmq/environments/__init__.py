@@ -16,7 +16,7 @@ tool_process      execution of tools with limits on their resources
 verifier_service  serves problems and rewards to other machines (bin/verifier)
 verifier_client   an environment that a verifier on another machine serves
 shipped_rewards   reward functions for any task
-calculator, countdown, math_answers, reverse_text  shipped tasks with one turn
+calculator, countdown, extract, math_answers, reverse_text  shipped tasks with one turn
 guess_number, calculator_tool  shipped tasks with several turns, or with a tool
 reasoning_gym_task  tasks of the library reasoning-gym
 verifiers_task    tasks of the library verifiers
