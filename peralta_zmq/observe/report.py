@@ -121,7 +121,7 @@ def closing_text(folder: Path, summary: Summary, weights_folder: Path) -> str:
     files = [("plot", folder / PLOT), ("report", folder / REPORT), ("metrics", folder / METRICS)]
     return "\n".join(
         [
-            *([*_answer_lines(base, trained), ""] if base else []),
+            *(_answer_lines(base, trained) if base else []),
             f"held-out accuracy  {change_text(summary, 'eval_before', 'eval_after')}",
             f"reward             {change_text(summary, 'reward_first', 'reward_last5')}",
             f"steps              {summary['steps']} in {summary['seconds']:.0f} s, "
@@ -182,13 +182,25 @@ def _draw_rewards(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _answer_lines(base: Evaluation, trained: Evaluation) -> list[str]:
-    """Return the lines of a table of the problems in both evaluations."""
+    """Return lines that compare the answers to the problems in both evaluations.
+
+    They are a table, in which long problems are truncated, if all answers fit into its columns.
+    Otherwise each problem and answer has a line of its own, at full length.
+    """
     base_answers = {answer["problem"]: answer for answer in base.get("answers", [])}
-    lines = [_columns("problem", "base answer", "trained answer", "reward")]
+    titles = ("problem", "base answer", "trained answer", "reward")
+    rows: list[list[str]] = []
     for after in trained.get("answers", []):
         if before := base_answers.get(after["problem"]):
             reward = f"{before['reward']:g} -> {after['reward']:g}"
-            lines.append(_columns(after["problem"], before["answer"], after["answer"], reward))
+            texts = (after["problem"], before["answer"], after["answer"], reward)
+            rows.append([" ".join(text.split()) for text in texts])
+    if all(len(answer) <= WIDTHS[1] for row in rows for answer in row[1:3]):
+        return [_columns(*titles), *(_columns(*row) for row in rows), ""]
+    lines: list[str] = []
+    for row in rows:
+        lines += [f"{title:<19}{text}" for title, text in zip(titles, row, strict=True)]
+        lines.append("")
     return lines
 
 
@@ -199,9 +211,8 @@ def _columns(*texts: str) -> str:
 
 
 def _fit(text: str, width: int) -> str:
-    """Return `text` on one line, padded or truncated to `width` characters."""
-    line = " ".join(text.split())
-    return f"{line:<{width}}" if len(line) <= width else f"{line[: width - 3]}..."
+    """Return `text` padded or truncated to `width` characters."""
+    return f"{text:<{width}}" if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def _accounting_text(accounting: Mapping[str, int]) -> str:

@@ -129,6 +129,21 @@ def test_closing_text_shows_answers_and_results(evaluated: Path) -> None:
     assert lines[-3:-1] == ["from transformers import AutoModelForCausalLM, AutoTokenizer", load]
 
 
+def test_closing_text_shows_long_answers_at_full_length(evaluated: Path) -> None:
+    long = "The result is\n" + "8" * 200
+    evaluate(evaluated, 6, 0.97, ("x" * 60, long, 1.0), ("add 3 to 5", "3 + 5", 1.0))
+    text = closing_text(evaluated, write_summary(evaluated, **CLOSING), evaluated)
+    blocks = text.split("\n\n")
+    assert blocks[0].splitlines() == [
+        "problem            " + "x" * 60,
+        "base answer        the result is 8.",
+        "trained answer     The result is " + "8" * 200,
+        "reward             0 -> 1",
+    ]
+    assert blocks[1].startswith("problem            add 3 to 5\n")
+    assert blocks[2].startswith("held-out accuracy")
+
+
 def test_closing_text_without_base_evaluation_compares_no_answers(folder: Path) -> None:
     evaluate(folder, 5, 0.97)
     text = closing_text(folder, write_summary(folder, **CLOSING), folder)
