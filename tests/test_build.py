@@ -56,7 +56,7 @@ def sharp_model() -> Any:
 def test_engine_logprobs_equal_trainer_logprobs_across_weight_changes(
     arguments: tuple[str, ...],
 ) -> None:
-    config, model = config_of(*arguments), sharp_model()
+    config, model = config_of("--weights.dtype=float32", *arguments), sharp_model()
     tokenizer = models.load_tokenizer(models.EMBEDDED)
     engine = NativeEngine(sharp_model(), tokenizer, slots=8, max_model_len=64)
     calls: list[int] = []

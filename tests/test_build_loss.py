@@ -120,9 +120,9 @@ def test_step_on_equal_rewards_or_one_rollout_changes_nothing(
     arguments: list[str], rewards: list[float]
 ) -> None:
     model = tiny_model()
+    learner = build.make_learner(config_of("--train.keep-zero-std", *arguments), model)
     before = model.lm_head.weight.detach().clone()
-    config = config_of("--train.keep-zero-std", *arguments)
-    result = build.make_learner(config, model).learn([group_of(rewards)])
+    result = learner.learn([group_of(rewards)])
     assert result.advantages == [[0.0] * len(rewards)]
     assert torch.equal(model.lm_head.weight, before)
 
@@ -442,9 +442,10 @@ def test_user_loss_that_is_not_finite_is_named_and_changes_no_weights(
     name: str, bonus: str
 ) -> None:
     model = tiny_model()
-    before = model.lm_head.weight.detach().clone()
     config = config_of(f"--loss.name=mine.{name}", "--loss.entropy-coef", bonus)
-    result = build.make_learner(config, model).learn([group_of([1, 0])])
+    learner = build.make_learner(config, model)
+    before = model.lm_head.weight.detach().clone()
+    result = learner.learn([group_of([1, 0])])
     assert result.skip_reason == f"loss '{name}' or its gradient is not finite"
     assert torch.equal(model.lm_head.weight, before)
 
@@ -464,7 +465,8 @@ def test_failing_user_function_is_named_and_changes_no_weights(
     arguments: list[str], message: str
 ) -> None:
     model = tiny_model()
+    learner = build.make_learner(config_of(*arguments), model)
     before = model.lm_head.weight.detach().clone()
     with pytest.raises(UserCodeError, match=message):
-        build.make_learner(config_of(*arguments), model).learn([group_of([1, 0])])
+        learner.learn([group_of([1, 0])])
     assert torch.equal(model.lm_head.weight, before)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from peralta_zmq.learning.composition import Composition, compose
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.learner import Learner, LearnerSettings
 from peralta_zmq.learning.losses import TokenLoss, composed, with_entropy_bonus
+from peralta_zmq.learning.master_weights import MasterWeights
 from peralta_zmq.learning.optimizer import learning_rate
 from peralta_zmq.learning.packing import Packing
 from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, reference_logprobs
@@ -37,6 +38,7 @@ from peralta_zmq.learning.selection import TokenSelection
 from peralta_zmq.learning.update import Divisor
 from peralta_zmq.learning.user_functions import FunctionKind, checked_function
 from peralta_zmq.models import frozen_base, lora
+from peralta_zmq.models.rounding import grid_noise, off_grid
 from peralta_zmq.models.scoring import Scorer
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,8 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
     """
     train = config.train
     trained = ranks.prepare(model)
+    parameters = lora.trained_parameters(trained)
+    masters = make_master_weights(config, parameters)
     scorer = make_scorer(config, trained)
     reference, teacher = make_reference_models(config, trained, scorer)
     divisor, reason = early_divisor(config, num_ranks=ranks.world_size)
@@ -89,17 +93,35 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
         divisor=divisor,
     )
     return Learner(
-        lora.trained_parameters(trained),
+        parameters,
         settings,
         learning_rate=learning_rate_schedule(config),
         compute_logprobs=scorer,
         compute_with_entropy=scorer.with_entropy if config.loss.entropy_coef else None,
+        masters=masters,
         reference=reference,
         teacher=teacher,
         selection=make_selection(config, scorer),
         demonstrations=make_demonstrations(config, model, scorer),
         ranks=ranks,
     )
+
+
+def make_master_weights(
+    config: Config, parameters: Mapping[str, torch.nn.Parameter]
+) -> MasterWeights:
+    """The master weights of the trained parameters.
+
+    Only full fine-tuning has noise. Adapters need none: their first values are random numbers in
+    fp32 and zeros, and updates of zeros are never small.
+    """
+    dtype = models.DTYPES[config.weights.dtype]
+
+    def make_masters(name: str, weights: torch.Tensor) -> torch.Tensor:
+        return off_grid(weights, grid_noise(weights, dtype, seed=f"{config.run.seed}/{name}"))
+
+    has_noise = config.train.master_noise and config.lora.rank is None
+    return MasterWeights(parameters, dtype, make_masters=make_masters if has_noise else None)
 
 
 def load_policy(config: Config, folder: Path) -> models.Model:

@@ -242,6 +242,9 @@ class TrainSection(Section):
     """AdamW: decay of the mean of squared gradients"""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW: decoupled weight decay"""
+    master_noise: bool = True
+    """full fine-tuning: start the float32 master weights between the numbers of weights.dtype, and
+    compute with the published weights, so that small updates are not lost in rounding"""
     max_grad_norm: PositiveFloat = 1.0
     """gradient clipping: maximum norm of the gradient"""
     max_tokens_per_microbatch: PositiveInt = 16384

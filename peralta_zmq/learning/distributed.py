@@ -222,8 +222,14 @@ def gather_tensor(tensor: Tensor, *, rank: int) -> Tensor:
     """
     if not is_sharded(tensor):
         return tensor
-    full = full_tensor(tensor)
+    is_short = tensor.dtype == torch.int16  # which NCCL cannot send
+    full = full_tensor(tensor.int() if is_short else tensor).to(tensor.dtype)
     return full.cpu() if rank == 0 else full.new_empty(0)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor without gradient, in the same memory."""
+    return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
 
 
 def shard_tensor(tensor: Tensor, like: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ from peralta_zmq.learning.advantages import (
 from peralta_zmq.learning.demonstrations import Demonstrations
 from peralta_zmq.learning.distributed import SINGLE, Ranks, gather_tensor, shard_tensor
 from peralta_zmq.learning.losses import TokenLoss
+from peralta_zmq.learning.master_weights import MasterWeights
 from peralta_zmq.learning.packing import (
     MicroBatch,
     PackedSample,
@@ -126,8 +127,9 @@ class Learner:
     `compute_logprobs` is the policy's forward pass; `compute_with_entropy` replaces it for a loss
     with an entropy bonus. `reference` and `teacher` compute other models' logprobs of the same
     tokens, and `selection` leaves out some of the tokens. `demonstrations` are trained in each
-    update of a step. `learning_rate` is a function of the step, counted from 1. Every rank of
-    `ranks` must make the same calls with the same groups; it computes its share of them.
+    update of a step. `learning_rate` is a function of the step, counted from 1. The optimizer
+    updates the `masters` of the parameters, if there are any. Every rank of `ranks` must make the
+    same calls with the same groups; it computes its share of them.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class Learner:
         learning_rate: Callable[[int], float],
         compute_logprobs: ComputeLogprobs,
         compute_with_entropy: ComputeLogprobsAndEntropy | None = None,
+        masters: MasterWeights | None = None,
         reference: PolicyCopy | None = None,
         teacher: ReferenceModel | None = None,
         selection: TokenSelection | None = None,
@@ -150,7 +153,7 @@ class Learner:
         self._parameters, self._settings, self._ranks = parameters, settings, ranks
         self._compute_logprobs, self._compute_with_entropy = compute_logprobs, compute_with_entropy
         self._reference, self._teacher, self._selection = reference, teacher, selection
-        self._demonstrations = demonstrations
+        self._demonstrations, self._masters = demonstrations, masters
         self._packed = PackedGroups()  # of step `self.step + 1`
         self._device = next(iter(parameters.values())).device
         self._optimizer = adamw.make_optimizer(
@@ -159,6 +162,8 @@ class Learner:
             weight_decay=settings.weight_decay,
             optim=settings.optim,
         )
+        if masters is not None:
+            masters.attach(self._optimizer)
 
     def add_groups(self, groups: Sequence[RolloutGroup]) -> None:
         """Add those of the first groups of step `self.step + 1` that have not been added.
@@ -247,6 +252,7 @@ class Learner:
             **packed.metrics,
             "learning_rate": rate,
             "time/forward_backward": time.monotonic() - started,
+            **({} if self._masters is None else self._masters.movement(self._ranks)),
             **step_metrics.mismatch_metrics(mismatch),
         }
         means = [*map(mean_advantages, groups, packed.advantages)]
@@ -338,8 +344,9 @@ class Learner:
         """Tensors of a checkpoint by path, unsharded; only rank 0 gets all tensors.
 
         The random state is that at the end of the newest step, whatever `accumulate` has computed.
-        Paths: model/NAME, OPTIM/KIND/NAME (`adamw.state_of`), reference/NAME (only of a reference
-        with sync_steps), rng/torch, skipped and demonstrations (`Demonstrations.state`).
+        Paths: model/NAME, remainder/NAME (`MasterWeights`), OPTIM/KIND/NAME (`adamw.state_of`),
+        reference/NAME (only of a reference with sync_steps), rng/torch, skipped and demonstrations
+        (`Demonstrations.state`).
         """
         gather = partial(gather_tensor, rank=self._ranks.rank)
         tensors = {path: gather(tensor) for path, tensor in self._live_tensors().items()}
@@ -380,10 +387,12 @@ class Learner:
         self.step = step
 
     def _live_tensors(self) -> dict[str, Tensor]:
-        """Parameters of the policy and the reference by their path in a checkpoint."""
+        """Weights of the policy and the reference by their path in a checkpoint."""
         reference = {} if self._reference is None else self._reference.state()
+        remainders = {} if self._masters is None else self._masters.remainders
         return {
             **{f"model/{name}": tensor.detach() for name, tensor in self._parameters.items()},
+            **{f"remainder/{name}": tensor for name, tensor in remainders.items()},
             **{f"reference/{name}": tensor for name, tensor in reference.items()},
         }
 
@@ -399,7 +408,11 @@ class Learner:
             shape = tensors[f"model/{name}"].shape
             if shape != parameter.shape:
                 raise ValueError(f"{name} has shape {list(shape)}, not {list(parameter.shape)}")
-        if missing := self._live_tensors().keys() - tensors.keys():
+        live = self._live_tensors().keys()
+        saved = {path for path in tensors if path.startswith("remainder/")}
+        if saved != {path for path in live if path.startswith("remainder/")}:
+            raise ValueError("its train.master_noise or weights.dtype is another")
+        if missing := live - tensors.keys():
             raise ValueError(f"it has no {min(missing)}, because train.ref_sync_steps was not set")
         optims = {path.partition("/")[0] for path in tensors} & set(adamw.OPTIMS)
         if other := optims - {self._settings.optim}:

@@ -27,7 +27,8 @@ DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F
 DTYPE_NAMES = {
     **{dtype: name for name, dtype in DTYPES.items()},
     # of checkpoints: counters, states of random number generators and optimizers
-    **{torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16"},
+    **{torch.uint8: "U8", torch.bool: "BOOL"},
 }
 DISK_FOLDER = "/var/tmp"  # for temporary files; /tmp may be in memory
 CHUNK = 1 << 20  # elements (or bytes) processed at a time

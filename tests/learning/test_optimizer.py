@@ -44,7 +44,7 @@ def embedded() -> Any:
 
 def learner_with(optim: str, *settings: str) -> Learner:
     arguments = [f"--train.optim={optim}", "--train.dtype=float32", "--train.weight-decay=0.1",
-                 *settings]  # fmt: skip
+                 "--no-train.master-noise", *settings]  # fmt: skip
     return build.make_learner(load_config("bin/trainer", arguments), embedded())
 
 

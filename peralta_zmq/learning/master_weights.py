@@ -1,0 +1,145 @@
+"""fp32 master weights of parameters that hold the weights as they are published.
+
+The policy computes with the published weights, which are rounded to bfloat16 or float16, so the
+weights that are trained are those that sample. The optimizer updates the masters.
+
+A master is stored as a remainder: the difference of its bits, as an integer, to those of the
+published weight in fp32. The remainder of a weight rounded to bfloat16 fits into 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from peralta_zmq.learning.distributed import Ranks, full_tensor, local_tensor, shard_tensor
+
+# Masters of published weights, by the name of their tensor.
+MakeMasters: TypeAlias = Callable[[str, Tensor], Tensor]
+# Dtype of the remainders. Numbers of float16 near 0 are so coarse that 16 bits are not enough.
+REMAINDERS = {torch.bfloat16: torch.int16, torch.float16: torch.int32}
+PART = 1 << 16  # largest number of elements converted at a time, which fit into a cache
+SAMPLED = 1 << 12  # elements of each tensor from which the movement is estimated
+
+
+class MasterWeights:
+    """The masters of `parameters`, which are rounded in place to `dtype`, that of publication.
+
+    `make_masters` returns the first masters of the weights of a parameter, which round to these
+    weights. If it is None, or `dtype` has 32 bits, the parameters themselves are the masters, and
+    nothing is rounded.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        dtype: torch.dtype,
+        *,
+        make_masters: MakeMasters | None,
+    ) -> None:
+        self._parameters = parameters
+        self._dtype = dtype
+        self.remainders: dict[str, Tensor] = {}
+        """Per parameter, by name; of its shape and sharding."""
+        if make_masters is not None and dtype in REMAINDERS:
+            for name, parameter in parameters.items():
+                full = full_tensor(parameter.detach())
+                masters = make_masters(name, full)
+                rounded = masters.to(dtype).float()
+                assert torch.equal(rounded, full.to(dtype).float()), f"{name} rounds to others"
+                remainders = _difference(masters, rounded, REMAINDERS[dtype])
+                self.remainders[name] = shard_tensor(remainders, parameter.detach())
+                parameter.detach().copy_(shard_tensor(rounded, parameter.detach()))
+        random = torch.Generator().manual_seed(0)
+        self._sampled = {
+            name: torch.randint(local_tensor(parameter).numel(), (SAMPLED,), generator=random).to(
+                parameter.device
+            )
+            for name, parameter in parameters.items()
+        }
+        self._start = self._sample()
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let each step of `optimizer` update the masters; the parameters are rounded after it."""
+
+        def before(*_: object) -> None:
+            self.join()
+
+        def after(*_: object) -> None:
+            self.split()
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Set the parameters to the masters, for an update by an optimizer."""
+        for weights, remainders in self._parts():
+            weights.view(torch.int32).add_(remainders)
+
+    @torch.no_grad()
+    def split(self) -> None:
+        """Set the parameters to the rounded masters again."""
+        for weights, remainders in self._parts():
+            rounded = weights.to(self._dtype).float()
+            remainders.copy_(_difference(weights, rounded, remainders.dtype))
+            weights.copy_(rounded)
+
+    def movement(self, ranks: Ranks) -> dict[str, float]:
+        """How far the published weights have followed the masters since the base model.
+
+        With the moves p of published weights and m of masters: weights/moved is p.m / m.m, the
+        share of the masters' move that is published; weights/moved_cosine and weights/moved_length
+        are p.m / |p||m| and |p| / |m|. Estimated from SAMPLED elements of each tensor; empty
+        before the masters move. Every rank must call it.
+        """
+        sums = torch.zeros(3, dtype=torch.float64)
+        for name, (masters, published) in self._sample().items():
+            start_masters, start_published = self._start[name]
+            moves = (masters - start_masters).double()
+            published_moves = (published - start_published).double()
+            products = (moves @ moves, moves @ published_moves, published_moves @ published_moves)
+            sums += torch.stack(products).cpu()
+        ranks.all_reduce(sums)
+        square, product, published_square = sums.tolist()
+        if not square:
+            return {}
+        length = (published_square / square) ** 0.5
+        share = product / square
+        return {
+            "weights/moved": share,
+            "weights/moved_cosine": share / length if length else 0.0,
+            "weights/moved_length": length,
+        }
+
+    def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parts of the parameters with their remainders; views of both."""
+        for name, remainders in self.remainders.items():
+            weights = torch.atleast_1d(local_tensor(self._parameters[name].detach()))
+            num_rows = max(1, PART * len(weights) // max(1, weights.numel()))
+            parts = torch.atleast_1d(local_tensor(remainders)).split(num_rows)
+            yield from zip(weights.split(num_rows), parts, strict=True)
+
+    @torch.no_grad()
+    def _sample(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Masters and published weights of the sampled elements of each parameter."""
+        samples: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, indices in self._sampled.items():
+            masters = local_tensor(self._parameters[name].detach()).flatten()[indices]
+            if name in self.remainders:
+                masters.view(torch.int32).add_(
+                    local_tensor(self.remainders[name]).flatten()[indices]
+                )
+            samples[name] = masters, masters.to(self._dtype).float()
+        return samples
+
+
+def _difference(masters: Tensor, rounded: Tensor, kind: torch.dtype) -> Tensor:
+    """Difference of the bits of fp32 weights as integers of dtype `kind`."""
+    difference = masters.view(torch.int32) - rounded.view(torch.int32)
+    if kind == torch.int16:  # a master in the middle of its interval has 2**15: take the one below
+        difference.clamp_(max=(1 << 15) - 1)
+    return difference.to(kind)
