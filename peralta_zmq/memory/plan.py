@@ -28,6 +28,7 @@ from peralta_zmq.models.tree_attention import MATMUL_LENGTHS, attends_by_span
 GIB = 1 << 30
 # Bytes of a number, or of a parameter with its share of scales.
 NUMBER_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+REMAINDER_BYTES = {"bfloat16": 2.0, "float16": 4.0}  # by weights.dtype
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0 + 8 / 256}
 # Bytes per element that is updated at a time, of at most PART: fp32 copies of both moments, and
 # what bitsandbytes allocates on a CPU.
@@ -142,6 +143,7 @@ def plan_trainer(
     always: Parts = {
         "weights": weights,
         f"optimizer state ({config.train.optim})": OPTIMIZER_BYTES[config.train.optim] * trained,
+        "remainders of the master weights": _remainder_bytes(config) * trained,
     }
     gradients = 4.0 * trained
     in_memory = machine.kind != "cuda" and not moves_snapshots(config, shape, machine)
@@ -184,9 +186,19 @@ def moves_snapshots(config: Config, shape: ModelShape, machine: Machine) -> bool
         return False
     trained, weights = _parameters(config, shape)
     per_parameter = (
-        4.0 + OPTIMIZER_BYTES[config.train.optim] + 2 * NUMBER_BYTES[config.weights.dtype]
+        4.0
+        + OPTIMIZER_BYTES[config.train.optim]
+        + _remainder_bytes(config)
+        + 2 * NUMBER_BYTES[config.weights.dtype]
     )
     return weights + per_parameter * trained > MAX_SHARE * _trainer_limit(config, machine)
+
+
+def _remainder_bytes(config: Config) -> float:
+    """Bytes per trained weight of learning/master_weights.py."""
+    if config.lora.rank is not None or not config.train.master_noise:
+        return 0.0
+    return REMAINDER_BYTES.get(config.weights.dtype, 0.0)
 
 
 def _trainer_limit(config: Config, machine: Machine) -> float:
@@ -380,13 +392,18 @@ def _loading_bytes(config: Config, shape: ModelShape, machine: Machine, *, numbe
 
 
 def _base_bytes(config: Config, shape: ModelShape, machine: Machine, *, number: float) -> float:
-    """Bytes of the base model into which a generator merges adapters (engines/loading.py)."""
+    """Bytes of the base model into which a generator merges adapters, and of its rounding noise.
+
+    See engines/loading.py and models/rounding.py.
+    """
     base_dtype = config.lora.base_dtype
+    noise = 2.0 * shape.linear_parameters * (number < 4.0)
     if machine.engine in ("native", "hf"):
-        return (number if base_dtype == "float32" else 2.0) * shape.num_parameters
-    # Other engines read the files, or unpack the weights in the machine's memory.
-    is_unpacked = base_dtype in PACKED_FORMATS and machine.kind != "cuda"
-    return 2.0 * shape.num_parameters if is_unpacked else 0.0
+        return (number if base_dtype == "float32" else 2.0) * shape.num_parameters + noise
+    if machine.kind == "cuda":  # other engines merge in the machine's memory
+        return 0.0
+    is_unpacked = base_dtype in PACKED_FORMATS  # else they read the files
+    return 2.0 * shape.num_parameters * is_unpacked + noise
 
 
 def _cache_parts(config: Config, shape: ModelShape, machine: Machine, *, number: float) -> Parts:

@@ -183,12 +183,12 @@ def test_vllm_reserves_its_fraction_of_a_card(qwen: ModelShape) -> None:
 
 
 def test_copies_of_the_weights_are_moved_where_memory_is_short(qwen: ModelShape) -> None:
-    """16 bytes per parameter, and two copies of 2 bytes: 11.1 GiB for Qwen3-0.6B."""
-    plenty, short = Machine("cpu", 23 * GIB), Machine("cpu", 22 * GIB)
+    """18 bytes per parameter, and two copies of 2 bytes: 12.2 GiB for Qwen3-0.6B."""
+    plenty, short = Machine("cpu", 25 * GIB), Machine("cpu", 24 * GIB)
     assert not moves_snapshots(load(), qwen, plenty)
     assert plan_trainer(load(), qwen, plenty).parts["published weights"] == 2 * NUM_PARAMETERS
     assert moves_snapshots(load(), qwen, short)
     assert "published weights" not in plan_trainer(load(), qwen, short).parts
     assert moves_snapshots(load("--train.memory-fraction=0.9"), qwen, plenty)
     assert not moves_snapshots(load("--lora.rank=8"), qwen, short)
-    assert not moves_snapshots(load(), qwen, Machine("cuda", 22 * GIB))
+    assert not moves_snapshots(load(), qwen, Machine("cuda", 24 * GIB))
