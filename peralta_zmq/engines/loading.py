@@ -17,6 +17,7 @@ from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.models import lora
 from peralta_zmq.models.base_formats import PACKED_FORMATS
 from peralta_zmq.models.frozen_base import BaseWeights, load_base_weights
+from peralta_zmq.models.rounding import grid_noise, off_grid
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -46,11 +47,11 @@ def open_model(
         # Files may have a tensor that the model shares with another one.
         return base._replace(tensors={name: base.tensors[name] for name in names})
 
-    return model, tokenizer, AdapterMerger(load_base)
+    return model, tokenizer, AdapterMerger(load_base, dtype)
 
 
-def merger_of_files(folder: Path, *, trust_remote_code: bool) -> AdapterMerger:
-    """A merger of adapters with the weights in the files of `folder`."""
+def merger_of_files(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> AdapterMerger:
+    """A merger of adapters with the weights in the files of `folder`, for an engine of `dtype`."""
 
     def load_base(base_dtype: str) -> BaseWeights:
         if base_dtype in PACKED_FORMATS:
@@ -63,7 +64,7 @@ def merger_of_files(folder: Path, *, trust_remote_code: bool) -> AdapterMerger:
             return BaseWeights(weights, None)
         return BaseWeights(models.ConvertedWeights(weights, torch.bfloat16), None)
 
-    return AdapterMerger(load_base)
+    return AdapterMerger(load_base, dtype)
 
 
 @contextmanager
@@ -91,12 +92,15 @@ class AdapterMerger:
 
     An engine overwrites its own weights with merged ones, and every adapter is merged into the
     unchanged base weights. These are loaded for the first adapter, in the format of its trainer's
-    base model, by `load_base(base_dtype)`.
+    base model, by `load_base(base_dtype)`. The engine rounds merged weights to its `dtype`, so they
+    start off its grid (models/rounding.py): otherwise most of a small adapter is lost.
     """
 
-    def __init__(self, load_base: Callable[[str], BaseWeights]) -> None:
+    def __init__(self, load_base: Callable[[str], BaseWeights], dtype: torch.dtype) -> None:
         self._load_base: Callable[[str], BaseWeights] = load_base
+        self._dtype = dtype
         self._base: BaseWeights | None = None
+        self._noise: dict[str, Tensor] = {}  # of the base weights that have an adapter
         self._base_dtype = ""  # format of `_base`
 
     def weights_of(self, update: WeightUpdate) -> Mapping[str, Tensor]:
@@ -120,4 +124,10 @@ class AdapterMerger:
                 f"{update.base_digest}, but here {self._base.digest}; install the trainer's "
                 "version of peralta_zmq"
             )
-        return lora.MergedWeights(self._base.tensors, update.tensors)
+        return lora.MergedWeights(self._base.tensors, update.tensors, prepare=self._off_grid)
+
+    def _off_grid(self, name: str, weight: Tensor) -> Tensor:
+        """The base weight in fp32, off the grid of the engine's dtype."""
+        if name not in self._noise:
+            self._noise[name] = grid_noise(weight, self._dtype, seed=name)
+        return off_grid(weight, self._noise[name])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -126,11 +126,18 @@ def weights_digest(folder: Path) -> str:
 class MergedWeights(Mapping[str, Tensor]):
     """Weights of `base` with the adapter added; a tensor is computed when read.
 
-    `adapter` has the tensors of `published_weights`. Raises ValueError if they do not fit `base`.
+    `adapter` has the tensors of `published_weights`. `prepare(name, weight)` returns, in fp32, the
+    base weight to which an adapter is added. Raises ValueError if the adapter does not fit `base`.
     """
 
-    def __init__(self, base: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> None:
-        self._base, self._adapter = base, adapter
+    def __init__(
+        self,
+        base: Mapping[str, Tensor],
+        adapter: Mapping[str, Tensor],
+        *,
+        prepare: Callable[[str, Tensor], Tensor] = lambda _, weight: weight.float(),
+    ) -> None:
+        self._base, self._adapter, self._prepare = base, adapter, prepare
         for name in adapter:
             layer = name.removeprefix(PREFIX).removesuffix(A).removesuffix(B)
             target = f"{layer}.weight"
@@ -146,7 +153,7 @@ class MergedWeights(Mapping[str, Tensor]):
         if stem + A not in self._adapter:
             return weight
         a, b = (self._adapter[stem + suffix].to(weight.device).float() for suffix in (A, B))
-        return torch.addmm(weight.float(), b, a)  # fp32; the caller converts the dtype
+        return torch.addmm(self._prepare(name, weight), b, a)  # fp32; the caller converts it
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._base)

@@ -63,7 +63,9 @@ def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> Engine:
     check_weights_memory(num_parameters, dtype, free_bytes(device, fraction))
     with loading_errors(folder):
         model = MlxModel(config, weights, dtype=dtype, quantize=bits)
-    merger = merger_of_files(folder, trust_remote_code=settings.trust_remote_code)
+    rounded_to = torch.float32 if bits else dtype  # quantized weights have another grid
+    trust = settings.trust_remote_code
+    merger = merger_of_files(folder, rounded_to, trust_remote_code=trust)
     check_cache_memory(
         model.row_bytes(max_model_len),
         slots=settings.slots,

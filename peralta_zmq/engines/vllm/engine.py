@@ -129,7 +129,8 @@ class Engine:
         self._folder, self._arguments, self._shapes = folder, arguments, shapes
         self._tokenizer, self._end_ids, self._slots = tokenizer, end_ids, slots
         trusts = bool(arguments.get("trust_remote_code"))
-        self._merger = merger_of_files(folder, trust_remote_code=trusts)
+        dtype = models.DTYPES[str(arguments["dtype"])]
+        self._merger = merger_of_files(folder, dtype, trust_remote_code=trusts)
         self._cancelled = False
         self._core: CoreProcess | None = self._start()
 
