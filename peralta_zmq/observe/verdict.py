@@ -48,6 +48,8 @@ SATURATED_SECONDS = 0.5  # time to publish a version; faster publishing is never
 RELOAD_SECONDS = 0.1  # time to load a version; faster loading is never a bottleneck
 SLOW = 0.5  # fraction of the generators' median speed; a generator below it is reported
 NO_SIGNAL = 0.8  # share of groups with equal rewards
+MOVED = 0.5  # share of the masters' move that is published; less is reported
+MISMATCH = 0.05  # mismatch_kl of weights that are published in coarser numbers than the trainer's
 SOLVED, HOPELESS = 0.9, 0.1  # mean reward: at least SOLVED, at most HOPELESS
 START_GENERATOR = f"start one: {program_name('generator')} @ CONFIG"
 
@@ -141,6 +143,21 @@ def _no_signal(state: RunState) -> Iterator[Verdict]:
         yield Verdict(f"no learning signal: {sentence}", advice, "bad")
     else:
         yield Verdict(f"little learning signal: {sentence}", advice)
+
+
+def _rounding(state: RunState) -> Iterator[Verdict]:
+    moved = number(state.rows[-1], "weights/moved")
+    if len(state.rows) < MIN_ROWS or not moved < MOVED:  # also without the metric: NaN
+        return
+    mismatch = median(number(row, "mismatch_kl", 0.0) for row in state.rows)
+    cause = ""
+    if mismatch >= MISMATCH:
+        cause = f"; the trainer computes with finer weights than these, mismatch_kl {mismatch:.2f}"
+    yield Verdict(
+        f"updates are lost in rounding: {moved:.0%} of the move of the master weights is in the "
+        f"published weights{cause}",
+        "set train.master_noise to true in a new run",
+    )
 
 
 def _solved(state: RunState) -> Iterator[Verdict]:
@@ -318,4 +335,7 @@ def _cause(generator: GeneratorStats) -> str:
     return "by a full send queue" if _is_queue_full(generator) else "until the trainer catches up"
 
 
-FINDINGS = (_stalled, _gone, _no_signal, _dropped_groups, _weights, _journal, _solved, _balance)
+FINDINGS = (
+    *(_stalled, _gone, _no_signal, _rounding, _dropped_groups, _weights, _journal),
+    *(_solved, _balance),
+)

@@ -160,6 +160,16 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, str, str]] = {
         [], None, "warn",
         "publishing blocks the trainer 25% of its time; put weights.dir on a faster disk, or "
         "raise train.batch_size for fewer versions"),
+    "rounding": (run(weights__moved=0.06, mismatch_kl=0.004), [], None, "warn",
+        "updates are lost in rounding: 6% of the move of the master weights is in the published "
+        "weights; set train.master_noise to true in a new run"),
+    "rounding, and the trainer computes with finer weights": (
+        run(weights__moved=0.2, mismatch_kl=0.15), [], None, "warn",
+        "updates are lost in rounding: 20% of the move of the master weights is in the published "
+        "weights; the trainer computes with finer weights than these, mismatch_kl 0.15; "
+        "set train.master_noise to true in a new run"),
+    "no rounding": (run(weights__moved=0.9, mismatch_kl=0.15), [], None, "ok",
+        "balanced: the trainer waits 8% of its time for rollouts, generators 5% for the trainer"),
     # generators that are gone
     "one is not in the last row": (without(run(), "b", last=2), [], None, "warn",
         "b is gone, 1 still up; restart it; the others continue"),
