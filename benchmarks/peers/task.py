@@ -1,13 +1,14 @@
-"""The embedded task for the peers; needs neither pyzmq nor our trainer."""
+"""The task of the peers; needs neither pyzmq nor our trainer."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from peralta_zmq.environments import calculator
 from peralta_zmq.rollout import Problem
 
 
@@ -17,8 +18,10 @@ class Task:
 
     model: str  # folder
     folder: str  # for files of the peer
+    environment: str = "calculator"  # module of peralta_zmq.environments
     train: str = "math_1k"
     system_prompt: str = ""
+    dtype: str = "float32"  # of products
     num_generations: int = 8
     batch_size: int = 128  # rollouts
     learning_rate: float = 2e-4
@@ -41,7 +44,13 @@ def read_task() -> Task:
 
 def problems(task: Task) -> list[Problem]:
     """The training problems in file order."""
-    return list(calculator.problems("train", 0, train=task.train, system_prompt=task.system_prompt))
+    options = {"train": task.train, "system_prompt": task.system_prompt}
+    return list(environment(task).problems("train", 0, **options))
+
+
+def environment(task: Task) -> Any:
+    """The module with the task's problems and reward."""
+    return importlib.import_module(f"peralta_zmq.environments.{task.environment}")
 
 
 def chat(problem: Problem) -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on the embedded task, with its own loss and advantages, without logs and saves.
+"""TRL's GRPOTrainer on a task, with its own loss and advantages, without logs and saves.
 
 One process that uses all cores.
 """
@@ -16,8 +16,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.peers.task import chat, problems, read_task, report
-from peralta_zmq.environments import calculator
+from benchmarks.peers.task import chat, environment, problems, read_task, report
 from peralta_zmq.rollout import Problem
 
 
@@ -74,19 +73,20 @@ class Timed(GRPOTrainer):
 def main() -> None:
     """Train for max_steps, or until the process is killed."""
     task, rows = read_task(), Rows()
+    score = environment(task).reward
     training_problems = problems(task)
     by_answer = {problem.answer: problem for problem in training_problems}
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
         rewards = [
-            calculator.reward(by_answer[target], messages[0]["content"])
+            score(by_answer[target], messages[0]["content"])
             for messages, target in zip(completions, answer, strict=True)
         ]
         rows.reward = sum(rewards) / len(rewards)
         return rewards
 
     settings = GRPOConfig(
-        output_dir=task.folder, use_cpu=True, bf16=False, seed=task.seed,
+        output_dir=task.folder, use_cpu=True, bf16=task.dtype == "bfloat16", seed=task.seed,
         per_device_train_batch_size=task.batch_size, gradient_accumulation_steps=1,
         num_generations=task.num_generations, max_completion_length=task.max_completion_length,
         temperature=task.temperature, top_p=1.0, top_k=0,
