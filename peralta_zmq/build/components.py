@@ -38,6 +38,7 @@ from peralta_zmq.learning.selection import TokenSelection
 from peralta_zmq.learning.update import Divisor
 from peralta_zmq.learning.user_functions import FunctionKind, checked_function
 from peralta_zmq.models import frozen_base, lora
+from peralta_zmq.models.rotary import check_length
 from peralta_zmq.models.rounding import grid_noise, off_grid
 from peralta_zmq.models.scoring import Scorer
 
@@ -155,7 +156,13 @@ def make_scorer(config: Config, model: models.Model) -> Scorer:
     """The trainer's forward pass, which returns logprobs; logs its dtype."""
     train = config.train
     dtype, reason = models.training_dtype(model, train.dtype)
-    scorer = Scorer(model, dtype=dtype, gradient_checkpointing=train.gradient_checkpointing)
+    check_length(model, config.engine.max_model_len)
+    scorer = Scorer(
+        model,
+        dtype=dtype,
+        gradient_checkpointing=train.gradient_checkpointing,
+        max_length=config.engine.max_model_len,
+    )
     logger.info("training dtype=%s (%s)", str(dtype).removeprefix("torch."), reason)
     if scorer.padding_reason:
         logger.warning("%s", scorer.padding_reason)
@@ -352,5 +359,5 @@ def _load_teacher(config: Config, model: models.Model) -> ReferenceModel | None:
         trust_remote_code=config.model.trust_remote_code,
     )
     dtype, _ = models.training_dtype(teacher, config.train.dtype)
-    scorer = Scorer(teacher, dtype=dtype)
+    scorer = Scorer(teacher, dtype=dtype, max_length=config.engine.max_model_len)
     return functools.partial(reference_logprobs, scorer)

@@ -31,6 +31,7 @@ from peralta_zmq import models
 from peralta_zmq.engines.loading import AdapterMerger, open_model
 from peralta_zmq.engines.rows import completion_of, end_token_ids, has_stop, read_requests
 from peralta_zmq.errors import EngineError
+from peralta_zmq.models.rotary import check_length
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Completion, Request, Sampling
 
@@ -55,6 +56,7 @@ class HfEngine:
         self.step = step
         self._model, self._tokenizer, self._merger = model, tokenizer, merger
         self._slots = slots
+        check_length(model, max_model_len)
         self.max_model_len = min(max_model_len, model.config.max_position_embeddings)
         self._end_ids = end_token_ids(model.generation_config, tokenizer)
         self._cancelled = False

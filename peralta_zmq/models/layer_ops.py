@@ -14,11 +14,13 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import CodeType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from transformers.models.llama import modeling_llama
 
 from peralta_zmq import compiler
 from peralta_zmq.compiler import FLOAT, INT, INT64, POINTER
@@ -33,24 +35,34 @@ ARGUMENTS = {
     "rotate": (*[POINTER] * 4, INT64, INT64, INT64, INT),
 }
 ROTARY = "apply_rotary_pos_emb"  # name of the function in transformers' modules
+LLAMA_ROTARY = modeling_llama.apply_rotary_pos_emb  # transformers', which `replace_rotary` replaces
 
 
 def replace_norms(model: torch.nn.Module) -> int:
     """Let the RMS norms of a transformers model compute with `rms_norm`; returns their number.
 
-    Replaces only norms on a CPU whose output equals that of `rms_norm` (Gemma's, for example,
-    multiply by 1 + weight), and whose weights are not distributed over ranks.
+    Replaces only norms on a CPU with the code of Llama's norm (Gemma's, for example, multiply by
+    1 + weight), and whose weights are not distributed over ranks.
     """
     num_replaced = 0
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
         is_plain = type(weight) is torch.nn.Parameter and weight.device.type == "cpu"
-        if not is_plain or weight.ndim != 1 or not hasattr(module, "variance_epsilon"):
-            continue
-        if all(_is_rms_norm(module, dtype) for dtype in (torch.float32, torch.bfloat16)):
-            module.forward = functools.partial(_forward, module)
+        if is_plain and _has_code(type(module).forward, modeling_llama.LlamaRMSNorm.forward):
+            cast(Any, module).forward = functools.partial(_forward, module)
             num_replaced += 1
     return num_replaced
+
+
+def _has_code(function: Any, known: Any) -> bool:
+    """Whether a function of transformers is a copy of `known`, apart from its docstring."""
+    ours, theirs = (getattr(inspect.unwrap(each), "__code__", None) for each in (function, known))
+    return ours is not None and theirs is not None and _code_of(ours) == _code_of(theirs)
+
+
+def _code_of(code: CodeType) -> tuple[object, ...]:
+    constants = tuple(each for each in code.co_consts if not isinstance(each, str))
+    return code.co_code, code.co_names, code.co_varnames, constants
 
 
 def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -60,15 +72,6 @@ def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     A row in float64 is divided in float64.
     """
     return _RMSNorm.apply(rows, weight, epsilon)  # pyright: ignore[reportReturnType]
-
-
-@torch.no_grad()
-def _is_rms_norm(module: Any, dtype: torch.dtype) -> bool:
-    """Whether a module computes `rms_norm` for rows of `dtype`."""
-    rows = torch.linspace(-1, 2, 2 * len(module.weight), device="cpu").view(2, -1).to(dtype)
-    ours, _ = _norm(rows, module.weight, module.variance_epsilon)
-    theirs = module(rows)
-    return ours.dtype == theirs.dtype and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def _forward(module: Any, rows: Tensor) -> Tensor:
@@ -135,18 +138,22 @@ def replace_rotary(model: torch.nn.Module) -> int:
     """Let the attention of a transformers model on a CPU rotate with layer_ops.c.
 
     Attention calls a function of the module that defines its class: the function is replaced there,
-    for all models of the same family in this process. It is replaced only if its results equal
-    ours, and calls that the C code does not support still go to it. Returns the number of modules
-    whose function was replaced, now or earlier.
+    for all models of the same family in this process. It is replaced only if it has the code of
+    Llama's, and calls that the C code does not support still go to it. Returns the number of
+    modules whose function was replaced, now or earlier.
     """
     num_replaced = 0
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return num_replaced
     for name in sorted({type(module).__module__ for module in model.modules()}):
-        theirs = getattr(sys.modules.get(name), ROTARY, None)
+        module: Any = sys.modules.get(name)
+        theirs: Any = getattr(module, ROTARY, None)
         is_ours = isinstance(theirs, functools.partial) and theirs.func is _rotary
-        if theirs is not None and not is_ours and _is_rotary(theirs):
-            setattr(sys.modules[name], ROTARY, functools.partial(_rotary, theirs))
+        is_known = _has_code(theirs, LLAMA_ROTARY) and _has_code(
+            getattr(module, "rotate_half", None), modeling_llama.rotate_half
+        )
+        if is_known and not is_ours and _library(torch.float32) is not None:
+            setattr(module, ROTARY, functools.partial(_rotary, theirs))
             is_ours = True
         num_replaced += is_ours
     return num_replaced
@@ -178,27 +185,6 @@ def _rotary(
     if not is_supported:
         return theirs(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)  # pyright: ignore
-
-
-def _is_rotary(function: Callable[..., Any]) -> bool:
-    """Whether a function has the parameters of `_rotary`, and its results in both dtypes."""
-    names = [*inspect.signature(function).parameters]
-    if names != [*inspect.signature(_rotary).parameters][1:] or _library(torch.float32) is None:
-        return False
-    random = torch.Generator().manual_seed(0)
-    shapes = (1, 4, 3, 8), (1, 2, 3, 8), (1, 3, 8), (1, 3, 8)
-    q, k, cos, sin = (torch.randn(shape, generator=random, device="cpu") for shape in shapes)
-    for dtype in DEFINES:
-        q, k = q.to(dtype), k.to(dtype)
-        rotations = (_Rotation.apply(each, cos, sin) for each in (q, k))
-        try:
-            pairs = zip(rotations, function(q, k, cos, sin), strict=True)
-            # `allclose` raises RuntimeError for different dtypes or shapes.
-            if not all(torch.allclose(*pair, rtol=1e-5, atol=1e-5) for pair in pairs):
-                return False
-        except (RuntimeError, TypeError, ValueError, IndexError):
-            return False
-    return True
 
 
 class _Rotation(torch.autograd.Function):

@@ -14,7 +14,8 @@ of logits. A model for which this is not correct computes whole logits.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
@@ -22,27 +23,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.models.device import is_out_of_memory
 from peralta_zmq.models.head import head_logprobs, sparse_embedding_gradient
 from peralta_zmq.models.layer_ops import replace_norms, replace_rotary
 from peralta_zmq.models.linears import replace_linears
 from peralta_zmq.models.loading import Model
 from peralta_zmq.models.logprobs import logprobs_and_entropies, selected_logprobs
+from peralta_zmq.models.rotary import length_limit, split_rotary
 from peralta_zmq.models.tree_attention import (
     BASE_ATTENTION,
     TREE_ATTENTION,
     PackedLayout,
     TreeLayout,
+    packed_row,
 )
 from peralta_zmq.rollout import Int64Array, PrefixTree, TreeSpan
 
-TOLERANCE = 1e-3  # largest difference of logprobs in fp32 between two ways to compute them
-# A row for these comparisons; its first tree branches inside a completion. TRIAL_SCORED has the
-# indices of the tokens to compare.
+TOLERANCE = 1e-3  # largest difference in fp32 from the logprobs of each sequence alone
+# A row for this comparison; its first tree branches inside a completion.
 TRIAL_TREES = (
     PrefixTree((TreeSpan(-1, 5), TreeSpan(4, 3), TreeSpan(5, 4))),
     PrefixTree((TreeSpan(-1, 2), TreeSpan(1, 6))),
 )
-TRIAL_SCORED = (*range(5, 12), *range(14, 20))
+TRIAL_SCORED = 32  # tokens of a sequence that are compared, evenly spaced
+# Types of layers in which tokens exchange values only by attention.
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+# Names of settings with a number of tokens from which on a model may compute differently.
+LENGTH_NAMES = ("window", "chunk", "original_max_position_embeddings", "floor_scale")
+TRIAL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 
 
 class Scorer:
@@ -51,7 +60,10 @@ class Scorer:
     With `dtype` float32 the model computes in fp32; any other dtype is used by autocast, with fp32
     weights. `padding_reason` is empty if the model computes packed rows correctly; otherwise the
     text says why sequences are padded instead. `whole_logits_reason` is empty if the head is
-    computed in chunks; otherwise the text says why whole logits are.
+    computed in chunks; otherwise the text says why whole logits are. Both are found by a comparison
+    with the logprobs of each sequence alone. Its sequences are longer than the windows of the
+    model, if those are shorter than `max_length`, the limit of the sequences to score. Raises
+    ConfigError if no way agrees.
     """
 
     def __init__(
@@ -60,18 +72,21 @@ class Scorer:
         *,
         dtype: torch.dtype = torch.float32,
         gradient_checkpointing: bool = False,
+        max_length: int = 512,
     ) -> None:
         self._model, self._dtype = cast(Any, model), dtype
         self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        trial = self._new_trial(max_length)  # before anything is replaced
         if gradient_checkpointing:
             _checkpoint_layers(model)
         replace_norms(model)
         replace_rotary(model)
+        split_rotary(model)
+        # A row with a longer sequence is padded: a shared prefix would have two embeddings.
+        self._packed_length = length_limit(model)
         if dtype != torch.float32:
             replace_linears(model)
-        self.whole_logits_reason = "whole logits: not compared yet"
-        self.padding_reason = self._find_padding_reason()
-        self.whole_logits_reason = self._find_whole_logits_reason()
+        self.padding_reason, self.whole_logits_reason = self._find_reasons(trial)
 
     @property
     def packs(self) -> bool:
@@ -120,7 +135,7 @@ class Scorer:
         if not isinstance(temperature, Tensor):
             # `scored` repeats the index of a token that completions share; compute it once.
             scored, inverse = scored.unique(return_inverse=True)
-        inputs = (self._packed if self.packs else self._padded)(token_ids, trees, scored)
+        inputs = self._inputs(token_ids, trees, scored)
         compute = self._from_whole_logits if self.whole_logits_reason else self._from_chunks
         results = compute(inputs, token_ids[scored], temperature, with_entropy=with_entropy)
         return [each[inverse] for each in results]
@@ -155,19 +170,18 @@ class Scorer:
             return logprobs_and_entropies(logits, targets, temperature=temperature)
         return (selected_logprobs(logits, targets, temperature=temperature),)
 
-    def _packed(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> _Inputs:
-        """Inputs of the forward pass on the packed row."""
-        layout = PackedLayout.of(trees, token_ids.device)
+    def _inputs(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> _Inputs:
+        """Inputs of the forward pass on the packed row, or on padded rows if that is not exact."""
+        layout = PackedLayout.of(trees, token_ids.device) if self.packs else None
+        limit = self._packed_length
+        if layout is None or (limit is not None and int(layout.positions.max()) >= limit):
+            return self._padded(token_ids, trees, scored)
         return _Inputs(
             token_ids[None],
-            # transformers builds its own mask unless it gets a mask of 4 dimensions
-            torch.ones(1, 1, 1, 1, dtype=torch.bool, device=token_ids.device),
-            options={
-                "position_ids": layout.positions[None],
-                "logits_to_keep": layout.previous[scored],
-                "packed_layout": layout,  # transformers passes this option to the attention
-            },
+            torch.ones_like(token_ids)[None],
+            {"position_ids": layout.positions[None], "logits_to_keep": layout.previous[scored]},
             select=itemgetter(0),
+            layout=layout,
         )
 
     def _padded(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> _Inputs:
@@ -178,6 +192,8 @@ class Scorer:
         options = dict[str, Any]()
         if self._has_logits_to_keep:
             options["logits_to_keep"] = width - int(column.min()) + 1
+        if self._packed_length is not None:
+            options["position_ids"] = (attention.cumsum(1) - 1) * attention
 
         def select(kept: Tensor) -> Tensor:
             first_column = width - kept.shape[1]  # of `kept`, if the model keeps only the last ones
@@ -189,56 +205,108 @@ class Scorer:
         """Output of the model's head: logits [B, K, V] of the kept tokens, unless replaced."""
         is_narrow = self._dtype != torch.float32
         autocast = torch.autocast(inputs.token_ids.device.type, self._dtype, enabled=is_narrow)
-        with autocast, sparse_embedding_gradient(self._model):
-            return self._model(
+        with autocast, sparse_embedding_gradient(self._model), packed_row(inputs.layout):
+            logits = self._model(
                 inputs.token_ids, attention_mask=inputs.mask, use_cache=False, **inputs.options
             ).logits
+        num_layers = self._model.config.get_text_config().num_hidden_layers
+        if inputs.layout is not None and len(inputs.layout.attended) < num_layers:
+            raise ValueError(f"{len(inputs.layout.attended)} of {num_layers} layers have attention")
+        return logits
 
-    def _find_padding_reason(self) -> str:
-        """Return why rows must be padded, or '' if packed rows give the same logprobs."""
+    def _find_reasons(self, trial: _Trial) -> tuple[str, str]:
+        """Return `padding_reason` and `whole_logits_reason` of the fastest way that is correct."""
+        config, head, difference = self._model.config, self._model.get_output_embeddings(), ""
+        attention, padding, whole = config._attn_implementation, self._unpackable(), ""
+        if not isinstance(head, torch.nn.Linear) or getattr(head, "bias", None) is not None:
+            whole = "whole logits: the output head has a bias or is not torch.nn.Linear"
+        for packs, in_chunks in product((True, False), repeat=2):
+            if (packs and padding) or (in_chunks and whole):
+                continue
+            self.padding_reason = "" if packs else padding or f"padded rows: {difference}"
+            self.whole_logits_reason = "" if in_chunks else whole or f"whole logits: {difference}"
+            config._attn_implementation = TREE_ATTENTION if packs else attention
+            difference = self._difference(trial)
+            if not difference:
+                return self.padding_reason, self.whole_logits_reason
+        raise ConfigError(f"model {config.name_or_path} cannot be trained: {difference}")
+
+    def _unpackable(self) -> str:
+        """Return why the model cannot compute packed rows, or '' if the trial decides."""
         if not self._has_logits_to_keep:
             return "padded rows: the model has no logits_to_keep"
-        layer_types = set(getattr(self._model.config, "layer_types", None) or ["full_attention"])
-        if layer_types != {"full_attention"}:
-            return f"padded rows: the model has {', '.join(sorted(layer_types))}"
+        config: Any = self._model.config.get_text_config()
+        layer_types = getattr(config, "layer_types", None) or ()
+        if others := sorted({*layer_types} - ATTENTION_LAYERS):
+            return f"padded rows: the model has layers of type {', '.join(others)}"
+        if any(isinstance(module, torch.nn.Conv1d) for module in self._model.modules()):
+            return "padded rows: the model has convolutions over its tokens"
+        if getattr(config, "attn_temperature_tuning", False):
+            return "padded rows: the model's attention depends on the index of a token in its row"
         attention = self._model.config._attn_implementation
         if attention not in (BASE_ATTENTION, TREE_ATTENTION):
             return f"padded rows: the model's attention is {attention}"
-        self._model.config._attn_implementation = TREE_ATTENTION
-        difference = self._trial_difference("padding_reason")
-        return difference and f"padded rows: {difference}"
-
-    def _find_whole_logits_reason(self) -> str:
-        """Return why whole logits are needed, or '' if `head_logprobs` gives the same logprobs."""
-        head = self._model.get_output_embeddings()
-        if not isinstance(head, torch.nn.Linear) or getattr(head, "bias", None) is not None:
-            return "whole logits: the output head has a bias or is not torch.nn.Linear"
-        difference = self._trial_difference("whole_logits_reason")
-        return difference and f"whole logits: {difference}"
+        return ""
 
     @torch.no_grad()
-    def _trial_difference(self, attribute: str) -> str:
-        """Compare logprobs of random tokens in fp32 with the optimized path (`attribute` empty) and
-        the fallback.
+    def _new_trial(self, max_length: int) -> _Trial:
+        """Random sequences, and their logprobs, computed for each sequence alone."""
+        config, trees = self._model.config.get_text_config(), TRIAL_TREES
+        lengths = [*_lengths_in(config.to_dict()), length_limit(self._model) or max_length]
+        if lengths := [length for length in lengths if 0 < length < max_length]:
+            trees = TRIAL_TREES[-1], PrefixTree((TreeSpan(-1, max(lengths) + 8),))
+        random, length = torch.Generator().manual_seed(0), sum(tree.num_tokens for tree in trees)
+        token_ids = torch.randint(int(config.vocab_size), (length,), generator=random)
+        token_ids, start = token_ids.to(self._model.device), 0
+        scored, logprobs = list[Tensor](), list[Tensor]()
+        for tree in trees:
+            layout = TreeLayout(tree)
+            for span in range(len(tree.spans)):
+                path = torch.from_numpy(start + layout.path(span)).to(token_ids.device)
+                kept = torch.linspace(0, len(path) - 2, min(len(path) - 1, TRIAL_SCORED)).long()
+                options = {"logits_to_keep": kept} if self._has_logits_to_keep else {}
+                logits = self._model(token_ids[path][None], use_cache=False, **options).logits[0]
+                logits = logits if self._has_logits_to_keep else logits[kept]
+                scored.append(path[kept + 1])
+                logprobs.append(selected_logprobs(logits, token_ids[scored[-1]]))
+            start += tree.num_tokens
+        return _Trial(trees, token_ids, torch.cat(scored), torch.cat(logprobs))
 
-        Returns '' if they agree, else the difference or the error of either run.
+    @torch.no_grad()
+    def _difference(self, trial: _Trial) -> str:
+        """Compare the logprobs of the current way, in fp32, with those of a trial.
+
+        Returns '' if they agree, else the difference or the error.
         """
-        scored = torch.tensor(TRIAL_SCORED, device=self._model.device)
-        random, vocab_size = torch.Generator().manual_seed(0), int(self._model.config.vocab_size)
-        length = sum(tree.num_tokens for tree in TRIAL_TREES)
-        tokens = torch.randint(vocab_size, (length,), generator=random).to(self._model.device)
-        found = list[Tensor]()
         dtype, self._dtype = self._dtype, torch.float32
         try:
-            for text in ("", "tried"):
-                setattr(self, attribute, text)
-                found.append(self._compute(tokens, TRIAL_TREES, scored, temperature=1.0)[0])
-            gap = float((found[0] - found[1]).abs().max())
-        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-            return str(error).splitlines()[0]
+            (found,) = self._compute(trial.token_ids, trial.trees, trial.scored, temperature=1.0)
+        except TRIAL_ERRORS as error:
+            if is_out_of_memory(error):
+                raise
+            return (str(error) or type(error).__name__).splitlines()[0]
         finally:
             self._dtype = dtype
+        gap = float((found - trial.logprobs).abs().max())
         return "" if gap < TOLERANCE else f"logprobs of random tokens differ by {gap:.2g}"
+
+
+class _Trial(NamedTuple):
+    """Random sequences in a packed row, and their logprobs."""
+
+    trees: tuple[PrefixTree, ...]
+    token_ids: Tensor  # int64 [M]
+    scored: Tensor  # int64 [N], indices in the row
+    logprobs: Tensor  # fp32 [N]
+
+
+def _lengths_in(settings: dict[str, Any]) -> Iterator[int]:
+    """The numbers of tokens in a config from which on the model may compute differently."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _lengths_in(cast("dict[str, Any]", value))
+        elif type(value) is int and any(each in name for each in LENGTH_NAMES):
+            yield value
 
 
 class _Inputs(NamedTuple):
@@ -248,6 +316,7 @@ class _Inputs(NamedTuple):
     mask: Tensor  # attention mask
     options: dict[str, Any]  # other options of the model
     select: Callable[[Tensor], Tensor]  # [B, K, W] of the tokens that the model keeps -> [N, W]
+    layout: PackedLayout | None = None  # of a packed row
 
 
 def _padded_layout(

@@ -9,11 +9,16 @@ A small tree is computed as a whole, with a mask. With K long completions this t
 the work that the sequences need. In larger trees the tokens of each span therefore attend to a copy
 of the keys on their path, the sequence from the root of the tree to the end of the span. Short
 completions after a long prompt would need too many copies: their tree is computed as a whole.
+
+A model may mask more tokens, for example those outside a sliding window. transformers describes a
+mask by a function of the indices of query and key; here it gets the positions in the sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -23,12 +28,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
 
 from peralta_zmq.rollout import Int64Array, PrefixTree
 
 TREE_ATTENTION = "peralta_zmq_trees"  # name under which transformers finds `_attention`
 BASE_ATTENTION = "sdpa"  # the attention of transformers that `_attention` replaces
 MATMUL_LENGTHS = range(128, 513)  # numbers of keys for which matmuls beat SDPA on a CPU
+# Options of an attention that `_attention` follows, or that its mask contains.
+KNOWN_OPTIONS = ("scaling", "sliding_window", "position_ids", "is_causal", "use_cache")
 WHOLE_TREE = 256  # a tree of at most this number of tokens is computed as a whole
 MAX_COPIES = 2.0  # copies per key; with more, a tree is computed as a whole to save memory
 
@@ -83,6 +91,7 @@ class PackedLayout(NamedTuple):
     previous: Tensor  # int64 [M], index in the row of each token's predecessor
     segment_sizes: list[int]  # the row is cut into segments, so that each path is a list of them
     parts: list[_Part]  # in the order of the row
+    attended: set[int]  # ids of the attention modules that have used this layout
 
     @classmethod
     def of(cls, trees: Sequence[PrefixTree], device: torch.device) -> PackedLayout:
@@ -101,7 +110,28 @@ class PackedLayout(NamedTuple):
             previous=torch.from_numpy(np.concatenate(previous)).to(device),
             segment_sizes=sizes,
             parts=parts,
+            attended=set(),
         )
+
+
+class PackedMask(NamedTuple):
+    """Mask of a packed row, in place of the tensor that transformers builds for SDPA."""
+
+    layout: PackedLayout
+    parts: list[_Part]  # of the layout, without the keys that the model masks
+
+
+_layout = ContextVar[PackedLayout | None]("_layout", default=None)
+
+
+@contextmanager
+def packed_row(layout: PackedLayout | None) -> Generator[None]:
+    """Let forward passes in the block compute a packed row; None for any other input."""
+    token = _layout.set(layout)
+    try:
+        yield
+    finally:
+        _layout.reset(token)
 
 
 def _parts_of(
@@ -137,35 +167,58 @@ def _mask_of(layout: TreeLayout) -> NDArray[np.bool_]:
     return mask
 
 
+def _mask(*, mask_function: Any, use_vmap: bool = False, **options: Any) -> Any:
+    """Mask for `_attention`, as a function for transformers."""
+    layout = _layout.get()
+    if layout is None:
+        base = AttentionMaskInterface()[BASE_ATTENTION]
+        return base(mask_function=mask_function, use_vmap=use_vmap, **options)
+    if use_vmap:
+        raise ValueError("the model adds a rule of its own to its attention mask")
+    if mask_function is causal_mask_function:
+        return PackedMask(layout, layout.parts)
+    queries = layout.positions.split([len(part.mask) for part in layout.parts])
+    segments, parts = layout.positions.split(layout.segment_sizes), list[_Part]()
+    for part, query in zip(layout.parts, queries, strict=True):
+        key = torch.cat([segments[index] for index in part.segments])
+        parts.append(part._replace(mask=part.mask & mask_function(0, 0, query[:, None], key)))
+    return PackedMask(layout, parts)
+
+
 def _attention(
     module: Any,
     query: Tensor,  # [1, heads, M, D]
     key: Tensor,  # [1, key heads, M, D]
     value: Tensor,
-    mask: Tensor | None,
-    *,
-    packed_layout: PackedLayout | None = None,
+    attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a packed row, as a function for transformers.
 
-    Without `packed_layout` it is the original attention: an engine may sample from the same model
-    object, without trees.
+    Outside of `packed_row` it is the original attention: an engine may sample from the same model
+    object, without trees. A backward pass may compute a layer again outside of it.
     """
-    if packed_layout is None:
-        return AttentionInterface()[BASE_ATTENTION](module, query, key, value, mask, **options)
-    if options.get("softcap") is not None:
-        raise ValueError("the model caps its attention scores")
-    queries = query.split([len(part.mask) for part in packed_layout.parts], 2)
-    sizes = packed_layout.segment_sizes
+    if not isinstance(attention_mask, PackedMask):
+        if _layout.get() is not None:
+            raise ValueError("the model changes its attention mask")
+        base = AttentionInterface()[BASE_ATTENTION]
+        return base(module, query, key, value, attention_mask, **options)
+    for name, option in options.items():
+        if name not in KNOWN_OPTIONS and (isinstance(option, Tensor) or option):
+            raise ValueError(f"the model's attention has the option {name}")
+    layout, parts = attention_mask
+    layout.attended.add(id(module))
+    queries = query.split([len(part.mask) for part in parts], 2)
+    sizes = layout.segment_sizes
     keys, values = (_in_fp32(each).split(sizes, 2) for each in (key, value))
+    scaling = options.get("scaling") or query.shape[-1] ** -0.5
 
     def attend(query: Tensor, part: _Part) -> Tensor:
         own_keys, own_values = (_joined(each, part.segments) for each in (keys, values))
-        return _part_attention(query, own_keys, own_values, part.mask, scaling=options["scaling"])
+        return _part_attention(query, own_keys, own_values, part.mask, scaling=scaling)
 
-    outputs = list(map(attend, queries, packed_layout.parts))
-    return torch.cat(outputs, 2).transpose(1, 2), None
+    outputs = list(map(attend, queries, parts))
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
 def _in_fp32(tensor: Tensor) -> Tensor:
@@ -211,8 +264,8 @@ def _matmul_attention(
     bias = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))
     scores = torch.bmm(stacked, key[0].transpose(1, 2)).view(1, heads, *mask.shape)
     probs = (scores + bias).softmax(-1).view(len(stacked), -1, key.shape[2])
-    return torch.bmm(probs, value[0]).view(query.shape)
+    return torch.bmm(probs, value[0]).view(*query.shape[:-1], -1)
 
 
 AttentionInterface.register(TREE_ATTENTION, _attention)
-AttentionMaskInterface.register(TREE_ATTENTION, AttentionMaskInterface()[BASE_ATTENTION])
+AttentionMaskInterface.register(TREE_ATTENTION, _mask)

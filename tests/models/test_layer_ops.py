@@ -133,8 +133,12 @@ def in_its_dtype(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> 
         in_its_dtype,
     ],
 )
-def test_other_rotary_embedding_is_not_replaced(function: Any) -> None:
-    assert not layer_ops._is_rotary(function)
+def test_other_rotary_embedding_is_not_replaced(
+    function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modeling_qwen3, layer_ops.ROTARY, function)
+    assert layer_ops.replace_rotary(tiny_model()) == 0
+    assert getattr(modeling_qwen3, layer_ops.ROTARY) is function
 
 
 @pytest.mark.parametrize(

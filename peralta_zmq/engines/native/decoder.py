@@ -70,12 +70,14 @@ class Decoder:
         )
         self._positions = torch.arange(capacity, device=self.device)
         self.weights = ModelWeights(model, pack=not live)
-        self._rotary_table = _rotary_table(model, self._positions)
+        # Cosines and sines [capacity, D] of all positions; transformers' code computes its own.
+        is_llama = config.model_type in LLAMA_FAMILIES
+        self._rotary_table = _rotary(model, self._positions) if is_llama else None
         self.library = _library_for(model)  # C kernels, or None
         self._compiled_layers = None
         if self.library is not None and can_compile(self._model.model):
             self._compiled_layers = CompiledLayers(self.library, self._model.model, self.cache)
-        capture = capture_for(model.device) if can_capture(self._model.model) else None
+        capture = capture_for(model.device) if is_llama else None
         self._graphs = None if capture is None else GraphCache(capture, model.device)
 
     def hidden_states(self, batches: Sequence[NewTokens]) -> list[Tensor]:
@@ -173,8 +175,7 @@ class Decoder:
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [..., D] of positions [...]."""
-        if self._rotary_table is None:
-            return _rotary(self._model, positions)
+        assert self._rotary_table is not None
         return self._rotary_table[0][positions], self._rotary_table[1][positions]
 
     def _is_short(self, num_new: int) -> bool:
@@ -208,28 +209,6 @@ class Decoder:
         """Mask [n, 1, S, P + W] with -inf where `masked` [n, S, P + W] is True, else 0."""
         zeros = torch.zeros(masked.shape, dtype=self.dtype, device=self.device)
         return zeros.masked_fill_(masked, float("-inf"))[:, None]
-
-
-def can_capture(model: Any) -> bool:
-    """Whether a CUDA graph can capture the forward pass of a model without head.
-
-    The forward pass must be `decoder_forward` and must not read a number back from the GPU. Rotary
-    embeddings that depend on the longest sequence read its length back.
-    """
-    rope_type = getattr(model.rotary_emb, "rope_type", "default")
-    reads_length = "dynamic" in rope_type or rope_type == "longrope"
-    return model.config.model_type in LLAMA_FAMILIES and not reads_length
-
-
-def _rotary_table(model: Any, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Cosines and sines [capacity, D] of all positions.
-
-    None if these values depend on the longest sequence, or if the model runs through transformers'
-    code.
-    """
-    if not can_capture(model.model):
-        return None
-    return _rotary(model, positions)
 
 
 def _rotary(model: Any, positions: Tensor) -> tuple[Tensor, Tensor]:

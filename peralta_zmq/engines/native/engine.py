@@ -29,6 +29,7 @@ from peralta_zmq.engines.native.sampler import sample
 from peralta_zmq.engines.native.turn_cache import KEPT_FRACTION, TurnCache
 from peralta_zmq.engines.rows import Rows, end_token_ids, read_requests
 from peralta_zmq.errors import EngineError
+from peralta_zmq.models.rotary import check_length
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import BoolArray, Completion, Int32Array, Request, Sampling
 
@@ -63,6 +64,7 @@ class NativeEngine:
         self.step = step
         self._model, self._tokenizer, self._live, self._merger = model, tokenizer, live, merger
         self._slots = slots
+        check_length(model, max_model_len)
         self.max_model_len = min(max_model_len, model.config.max_position_embeddings)
         self._end_ids = end_token_ids(model.generation_config, tokenizer)
         self._cancelled = False

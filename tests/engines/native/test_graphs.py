@@ -101,10 +101,3 @@ def test_forward_is_captured_at_its_second_run_per_layout() -> None:
     assert run(0, 2, 1, thrice) == [0.0, 3.0]
     assert run(2, 4, 1, thrice) == [6.0, 9.0]
     assert (capture.captures, capture.replays) == (2, 3)
-
-
-def test_models_with_host_reads_cannot_be_captured() -> None:
-    grows = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    assert decoder.can_capture(tiny_model().model)
-    assert not decoder.can_capture(tiny_model(rope_parameters=grows).model)
-    assert not decoder.can_capture(tiny_model(model_type="gemma").model)

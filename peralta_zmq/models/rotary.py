@@ -1,0 +1,78 @@
+"""Rotary embeddings that change with the length of the sequence: dynamic NTK and longrope.
+
+Beyond a number of tokens, all positions of a sequence are rotated by other frequencies. In
+transformers the longest sequence of a forward pass chooses those of all its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from peralta_zmq.errors import ConfigError
+
+
+def check_length(model: Any, max_length: int) -> None:
+    """Raise ConfigError if sequences of `max_length` tokens change their embedding.
+
+    A token that was sampled before that has another logprob in the complete sequence.
+    """
+    limit, config = length_limit(model), model.config.get_text_config()
+    if limit is not None and min(max_length, config.max_position_embeddings) > limit:
+        raise ConfigError(
+            f"engine.max_model_len is {max_length}, but the rotary embedding of model "
+            f"{config.name_or_path} changes in sequences of more than {limit} tokens; "
+            f"set engine.max_model_len to at most {limit}"
+        )
+
+
+def length_limit(model: torch.nn.Module) -> int | None:
+    """The longest sequence with the original rotary embedding; None if it never changes."""
+    limits = list[int]()
+    for module, settings in _changing(model):
+        limits.append(module.config.max_position_embeddings)  # that of dynamic NTK
+        if settings["rope_type"] == "longrope":
+            limits.append(settings["original_max_position_embeddings"])
+    return min(limits, default=None)
+
+
+def split_rotary(model: torch.nn.Module) -> None:
+    """Let the length of each row choose its rotary embedding."""
+    for module, _ in _changing(model):
+        module.forward = partial(_forward_by_row, module)
+
+
+def _changing(model: torch.nn.Module) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The modules whose embedding may change, and their settings, for each type of layers."""
+    for module in cast(Any, model.modules()):
+        if isinstance(getattr(module, "rope_type", None), str | dict):
+            settings = module.config.rope_parameters
+            for each in settings.values() if isinstance(module.rope_type, dict) else [settings]:
+                if each["rope_type"] in ("dynamic", "longrope"):
+                    yield module, each
+
+
+def _forward_by_row(
+    module: Any, hidden: Tensor, position_ids: Tensor, *args: Any, **options: Any
+) -> tuple[Tensor, ...]:
+    """Cosines and sines [B, T, D] for positions [B, T], computed for each row alone."""
+    rows = list[tuple[Tensor, Tensor]]()
+    for positions in position_ids:
+        _forget_longer_sequences(module)
+        rows.append(type(module).forward(module, hidden, positions[None], *args, **options))
+    return tuple(torch.cat(each) for each in zip(*rows, strict=True))
+
+
+def _forget_longer_sequences(module: Any) -> None:
+    """Restore the original frequencies, which dynamic NTK does not always do."""
+    for name, frequencies in list(module.named_buffers()):
+        if name.endswith("original_inv_freq"):
+            current = name.replace("original_", "")
+            module.register_buffer(current, frequencies.clone(), persistent=False)
+    for name in vars(module):
+        if name.endswith("max_seq_len_cached"):
+            setattr(module, name, module.original_max_seq_len)
