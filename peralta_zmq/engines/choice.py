@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,7 +68,7 @@ def choose_engine(
     if name == AUTO:
         chosen, reason = _automatic(machine, folder, settings, samplings)
     elif name == "vllm":
-        _check_vllm(settings, samplings, machine)
+        _check_vllm(settings, samplings, machine, folder)
     _check(chosen, settings, f" ({reason})" if name == AUTO else "")
     if name == "mlx" and folder is not None:
         _check_mlx_model(folder, settings)
@@ -99,7 +100,7 @@ def _automatic(
         return "mlx", "auto: Apple silicon with mlx-lm"
     if machine.has_cuda and settings.device.startswith(("auto", "cuda")):
         try:
-            _check_vllm(settings, samplings, machine)
+            _check_vllm(settings, samplings, machine, folder)
             if folder is not None:
                 refusals.check_model(read_config(folder))
         except ConfigError as error:
@@ -131,12 +132,21 @@ def _check(name: str, settings: EngineSettings, why: str) -> None:
         import_extra("mlx_lm", extra="mlx", needed_by="engine.name 'mlx'")
 
 
-def _check_vllm(settings: EngineSettings, samplings: Sequence[Sampling], machine: Machine) -> None:
-    """Raise ConfigError if engine vllm cannot run with these settings."""
+def _check_vllm(
+    settings: EngineSettings, samplings: Sequence[Sampling], machine: Machine, folder: Path | None
+) -> None:
+    """Raise ConfigError if engine vllm cannot run with these settings, or the model in `folder`."""
     refusals.check_version(machine.vllm, has_cuda=machine.has_cuda)
     refusals.check_arguments(settings.vllm_args)
     for sampling in samplings:
         refusals.check_sampling(sampling)
+    if folder is not None and read_config(folder) != json.loads(
+        (folder / "config.json").read_bytes()
+    ):
+        raise ConfigError(
+            f"engine 'vllm' cannot merge adapters into the multimodal model in {folder}; "
+            f"{refusals.OTHERS}"
+        )
 
 
 def live_engine(name: str) -> LiveEngineFactory:

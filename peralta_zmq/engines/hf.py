@@ -57,7 +57,7 @@ class HfEngine:
         self._model, self._tokenizer, self._merger = model, tokenizer, merger
         self._slots = slots
         check_length(model, max_model_len)
-        self.max_model_len = min(max_model_len, model.config.max_position_embeddings)
+        self.max_model_len = min(max_model_len, models.max_positions(model))
         self._end_ids = end_token_ids(model.generation_config, tokenizer)
         self._cancelled = False
         pad_ids = (tokenizer.pad_token_id, *self._end_ids, 0)

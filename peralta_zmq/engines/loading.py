@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -82,9 +81,9 @@ def loading_errors(folder: Path) -> Generator[None]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a model folder. Raises StoreError."""
+    """The config.json of a model folder, or of its text part. Raises StoreError."""
     with loading_errors(folder):
-        return json.loads((folder / "config.json").read_bytes())
+        return models.published_config(folder)
 
 
 class AdapterMerger:

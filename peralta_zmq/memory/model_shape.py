@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from peralta_zmq import models
+from peralta_zmq.atomic_files import MALFORMED
 from peralta_zmq.errors import ConfigError
 
 # Architectures (model_type) whose layers are the one that `ModelShape` describes: attention and a
@@ -112,10 +114,11 @@ def read_shape(folder: Path) -> ModelShape:
     """
     path = folder / "config.json"
     try:
-        content: Any = json.loads(path.read_bytes())
-        config = cast("dict[str, Any]", content.get("text_config") or content)
-        return _shape_of(config, path)
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+        config: Any = json.loads(path.read_bytes())
+        if "text_config" in config and "auto_map" not in config:
+            config = models.text_config(folder).to_dict()
+        return _shape_of(config.get("text_config") or config, path)
+    except (OSError, *MALFORMED) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path} cannot be read ({reason}); copy the model again") from None
 

@@ -47,9 +47,12 @@ from peralta_zmq.models.loading import (
     generation_config,
     load_model,
     load_tokenizer,
+    max_positions,
     model_folder,
+    published_config,
     save_weights,
+    text_config,
     text_of,
-    weights_of,
 )
 from peralta_zmq.models.logprobs import selected_logprobs
+from peralta_zmq.models.published_names import weights_of

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.models.base_formats import (
@@ -27,19 +27,19 @@ from peralta_zmq.models.base_formats import (
 )
 from peralta_zmq.models.frozen_layers import freeze
 from peralta_zmq.models.loading import (
+    COMPUTED,
     WEIGHT_FILES,
     Model,
-    check_code,
+    check_tensors,
     generation_config,
     load_any_tokenizer,
     load_model,
     model_folder,
     model_loading_errors,
-    weight_files,
-    weights_of,
+    tensor_locations,
+    text_config,
 )
-
-COMPUTED = ".rotary_emb.inv_freq"  # in the files of some older models
+from peralta_zmq.models.published_names import weights_of
 
 
 def load_frozen_base(
@@ -177,10 +177,9 @@ class _Architecture(NamedTuple):
     @classmethod
     def of(cls, folder: Path, base_dtype: str, trust_remote_code: bool) -> _Architecture:
         """The architecture of the model in `folder`; ConfigError if it cannot be packed."""
-        check_code(folder, trust_remote_code=trust_remote_code)
         trust = {"trust_remote_code": trust_remote_code}
+        config = text_config(folder, **trust)
         with model_loading_errors(f"model folder {folder} cannot be loaded"), torch.device("meta"):
-            config = AutoConfig.from_pretrained(folder, **trust)
             model = cast(Any, AutoModelForCausalLM).from_config(config, **trust)
         linears = frozenset(
             f"{name}.weight"
@@ -188,7 +187,7 @@ class _Architecture(NamedTuple):
             # A block is a module in a list of modules, whose name has its number.
             if type(module) is nn.Linear and any(part.isdigit() for part in name.split("."))
         )
-        names = set(_names_in(folder))
+        names = {name for name in tensor_locations(folder) if not name.endswith(COMPUTED)}
         unknown = sorted((names - model.state_dict().keys()) | (linears - names))
         if unknown or not linears:
             place = "files" if unknown and unknown[0] in names else "model"
@@ -224,8 +223,7 @@ def _load_packed(
             dtype=torch.bfloat16,
             output_loading_info=True,
         )
-    if missing := sorted(report["missing_keys"]):
-        raise ConfigError(f"model folder {folder} cannot be loaded: tensor {missing[0]} is missing")
+    check_tensors(folder, model, report)
     model.generation_config = generation_config(folder)
     return model.eval(), packed
 
@@ -236,20 +234,7 @@ def _read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     Each tensor is a view of a mapped file, whose pages are released together with the tensor.
     """
     with model_loading_errors(f"model folder {folder} cannot be loaded"):
-        for path in weight_files(folder):
-            for name in _names_of(path):
+        for name, (path, name_in_file) in tensor_locations(folder).items():
+            if not name.endswith(COMPUTED):
                 with safe_open(path, framework="pt") as opened:
-                    yield name, cast(Any, opened).get_tensor(name)
-
-
-def _names_in(folder: Path) -> Iterator[str]:
-    """Names of the tensors in a model folder."""
-    for path in weight_files(folder):
-        yield from _names_of(path)
-
-
-def _names_of(path: Path) -> list[str]:
-    """Names of the tensors in a file, without those that models compute from their config."""
-    with safe_open(path, framework="pt") as opened:
-        names: list[str] = list(cast(Any, opened).keys())
-    return [name for name in names if not name.endswith(COMPUTED)]
+                    yield name, cast(Any, opened).get_tensor(name_in_file)

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding, linear
 
 from peralta_zmq.models.base_formats import PackedTensor, digest_of
-from peralta_zmq.models.loading import weights_of
+from peralta_zmq.models.published_names import BASE_LAYER, weights_of
 
 SCALES = ".packed_scales"  # end of the name of a packed layer's scales
 NUM_COMPARED = 8  # rows of an embedding
@@ -162,7 +162,7 @@ def packed_digest(model: nn.Module) -> str | None:
 
 def _original_name(name: str) -> str:
     """Name of a base weight without the names of the modules that peft adds."""
-    return name.replace(".base_layer.", ".")
+    return name.replace(f"{BASE_LAYER}.", ".")
 
 
 class UnpackedWeights(Mapping[str, Tensor]):

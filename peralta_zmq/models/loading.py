@@ -7,7 +7,10 @@ addition to the weights.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
+import sys
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,10 +20,18 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
@@ -28,20 +39,29 @@ from transformers.utils import logging as transformers_logging
 from peralta_zmq.atomic_files import MALFORMED, PLAIN_NAME
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.models.device import is_out_of_memory
+from peralta_zmq.models.published_names import TEXT_NAMES, text_names, weights_of
 
 transformers_logging.disable_progress_bar()
 # transformers' log handler prints texts of a model folder, such as names of tensors, unescaped. The
 # program's handler (config/programs.py) escapes control characters.
 transformers_logging.disable_default_handler()
 transformers_logging.enable_propagation()
+# Its table of missing and unexpected tensors; `check_tensors` raises an error instead.
+logging.getLogger("transformers.modeling_utils").addFilter(
+    lambda record: "LOAD REPORT" not in record.getMessage()
+)
 
 # Small models that are part of this package; the second one was taught turns and tool calls.
 EMBEDDED = Path(__file__).parent / "embedded"
 EMBEDDED_TURNS = Path(__file__).parent / "embedded_turns"
 COMPANION_SUFFIXES = (".json", ".txt", ".jinja", ".py")
 WEIGHT_FILES = "model*.safetensors"
+# Endings of the names of tensors that models compute from their config.
+COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 SHARD_BYTES = 1 << 30
 CONFIG_FILES = ("config.json", "tokenizer_config.json")  # files that may name custom code
+FORMAT_ERRORS = (SafetensorError, StrictDataclassError)
+MAX_REASON = 400  # characters of transformers' error messages, which may list all its models
 
 
 def model_folder(name: str) -> Path:
@@ -52,11 +72,23 @@ def model_folder(name: str) -> Path:
     """
     embedded = {each.name: each for each in (EMBEDDED, EMBEDDED_TURNS)}
     folder = embedded.get(name) or Path(name).expanduser()
-    if not folder.is_dir():
+    if not folder.exists():
         folder = _cached_folder(name)
+    if folder.suffix == ".gguf" or (_has(folder, "*.gguf") and not _has(folder, WEIGHT_FILES)):
+        raise ConfigError(
+            f"model '{name}' has quantized GGUF weights, which cannot be trained; give the Hugging "
+            "Face folder that they were made from"
+        )
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model '{name}' has no config.json; give a Hugging Face model folder")
+        raise ConfigError(
+            f"model '{name}' has no config.json; give a Hugging Face model folder (for a gated "
+            "model, accept its license on its page before hf download)"
+        )
     return folder
+
+
+def _has(folder: Path, pattern: str) -> bool:
+    return any(folder.glob(pattern))
 
 
 def _cached_folder(name: str) -> Path:
@@ -75,20 +107,103 @@ def _cached_folder(name: str) -> Path:
 def load_model(
     folder: Path, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> Model:
-    """Load the causal language model in `folder`, in evaluation mode.
+    """Load the causal language model in `folder`, or the text part of a multimodal model.
 
-    Raises ConfigError if transformers cannot load the model, if tensors are missing, or if the
-    folder has custom Python code and `trust_remote_code` is False.
+    The model is in evaluation mode. Raises ConfigError if transformers cannot load it, if its
+    tensors are not those of its config, or if the folder has custom Python code and
+    `trust_remote_code` is False.
+    """
+    weight_files(folder)
+    config = text_config(folder, trust_remote_code=trust_remote_code)
+    with model_loading_errors(f"model folder {folder} cannot be loaded"):
+        model, report = cast(Any, AutoModelForCausalLM).from_pretrained(
+            folder,
+            config=config,
+            key_mapping=TEXT_NAMES,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported by `check_tensors`
+            trust_remote_code=trust_remote_code,
+        )
+    check_tensors(folder, model, report)
+    return cast(Model, model.to(device).eval())
+
+
+def text_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """The config of the model in `folder`, or of the text part of a multimodal model.
+
+    Raises ConfigError if it cannot be read, if transformers has no causal language model for it, or
+    for custom code as in `load_model`.
     """
     check_code(folder, trust_remote_code=trust_remote_code)
     with model_loading_errors(f"model folder {folder} cannot be loaded"):
-        model, report = cast(Any, AutoModelForCausalLM).from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if hasattr(config, "auto_map"):
+        return config
+    text = config.get_text_config()
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"model folder {folder} cannot be loaded: transformers has no causal language model "
+            f"for model_type '{text.model_type}'; choose another model"
         )
-    # transformers initializes missing tensors at random
-    if missing := sorted(cast("set[str]", report["missing_keys"])):
-        raise ConfigError(f"model folder {folder} cannot be loaded: tensor {missing[0]} is missing")
-    return cast(Model, model.to(device).eval())
+    text.architectures = [cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]).__name__]
+    for name in ("dtype", "eos_token_id"):
+        if (value := getattr(config, name, None)) is not None:
+            setattr(text, name, value)
+    return text
+
+
+def published_config(folder: Path, *, dtype: str | None = None) -> dict[str, Any]:
+    """The config.json of models that are trained from the model in `folder`.
+
+    A multimodal model is published as a text model. `dtype` is that of the tensors, if they have
+    another one than in `folder`. Raises OSError, and ConfigError as `text_config`.
+    """
+    config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+    if "text_config" in config and "auto_map" not in config:
+        text = text_config(folder)
+        whole_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[config["model_type"]], None)
+        if whole_class is MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]:  # Qwen3.5
+            config["architectures"] = text.architectures
+        else:
+            config = json.loads(text.to_json_string(use_diff=False))
+    for part in (config, config.get("text_config", {})) if dtype else ():
+        part.pop("torch_dtype", None)
+        part["dtype"] = dtype
+    return config
+
+
+def check_tensors(folder: Path, model: Model, report: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the tensors in `folder` are not those of the model's config.
+
+    `report` is transformers' loading info: transformers initializes missing tensors at random.
+    Tensors of other parts, such as an image encoder, are permitted.
+    """
+    modules = dict(model.named_modules())
+    # The tensors in the model's lists of layers, or directly in one of its modules.
+    unexpected = [
+        name
+        for name in report["unexpected_keys"]
+        if re.sub(r"\.\d+\..*|\.[^.]*$", "", name) in modules and not name.endswith(COMPUTED)
+    ]
+    if missing := sorted(report["missing_keys"]):
+        reason = f"tensor {missing[0]} is missing"
+    elif mismatched := sorted(report["mismatched_keys"]):
+        name, found, expected = mismatched[0]
+        reason = f"tensor {name} has the shape {list(found)}, and its config {list(expected)}"
+    elif unexpected:
+        reason = f"its config has no tensor {min(unexpected)!r}"
+    else:
+        return
+    raise ConfigError(
+        f"model folder {folder} cannot be loaded: {reason}; download weights and config.json again"
+    )
+
+
+def max_positions(model: Model) -> int:
+    """Largest number of tokens in a sequence, or sys.maxsize if the model has no limit."""
+    config = cast(Any, model.config).get_text_config()
+    return int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:
@@ -131,17 +246,23 @@ def model_loading_errors(message: str) -> Generator[None]:
     """Turn errors of transformers about bad files into ConfigError with `message`."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ImportError, RuntimeError, *MALFORMED, *FORMAT_ERRORS) as error:
         if is_out_of_memory(error):
             raise
-        raise ConfigError(f"{message}: {str(error).splitlines()[0]}") from None
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{message}: {reason:.{MAX_REASON}}") from None
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder. Raises ConfigError if there is none."""
     if paths := sorted(folder.glob(WEIGHT_FILES)):
         return paths
-    raise ConfigError(f"model folder {folder} cannot be loaded: it has no {WEIGHT_FILES}")
+    remedy = "download the model again"
+    if _has(folder, "*.bin"):
+        code = "from transformers import AutoModelForCausalLM as M; "
+        code += f"M.from_pretrained('{folder}').save_pretrained('{folder}')"
+        remedy = f'convert its .bin files: python -c "{code}"'
+    raise ConfigError(f"model folder {folder} cannot be loaded: it has no {WEIGHT_FILES}; {remedy}")
 
 
 def generation_config(folder: Path) -> GenerationConfig:
@@ -151,41 +272,37 @@ def generation_config(folder: Path) -> GenerationConfig:
     return GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
 
 
-def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of the model (not copies) by their `save_pretrained` names.
-
-    Tied tensors are included once.
-    """
-    named: dict[str, torch.Tensor] = {}
-    addresses: set[int] = set()
-    for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in addresses:
-            addresses.add(tensor.data_ptr())
-            named[name] = tensor
-    return named
-
-
 class FolderWeights(Mapping[str, torch.Tensor]):
     """The tensors in the safetensors files of a model folder, read when accessed.
 
-    Raises ConfigError if there is no file, or a damaged one.
+    Of a multimodal model only the text part, under the names of a text model. Raises ConfigError if
+    there is no file, or a damaged one.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._files: dict[str, Any] = {}  # tensor name -> its opened file
-        with model_loading_errors(f"model folder {folder} cannot be loaded"):
-            for path in weight_files(folder):
-                opened: Any = safe_open(path, framework="pt")
-                self._files |= dict.fromkeys(opened.keys(), opened)
+        self._locations = tensor_locations(folder)
+        files = {file for file, _ in self._locations.values()}
+        self._opened: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in files}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._files[name].get_tensor(name)
+        file, name_in_file = self._locations[name]
+        return self._opened[file].get_tensor(name_in_file)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._locations)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._locations)
+
+
+def tensor_locations(folder: Path) -> dict[str, tuple[Path, str]]:
+    """The tensors of a model folder: name -> file and name in the file; see FolderWeights."""
+    files = dict[str, Path]()
+    with model_loading_errors(f"model folder {folder} cannot be loaded"):
+        for path in weight_files(folder):
+            with safe_open(path, framework="pt") as opened:
+                files |= dict.fromkeys(cast(Any, opened).keys(), path)
+    return {name: (files[each], each) for name, each in text_names(files).items()}
 
 
 class ConvertedWeights(Mapping[str, torch.Tensor]):

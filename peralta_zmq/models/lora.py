@@ -19,14 +19,15 @@ from torch import Tensor, nn
 
 from peralta_zmq.atomic_files import read_chunks
 from peralta_zmq.errors import ConfigError, import_extra
-from peralta_zmq.models.loading import Model, weights_of
+from peralta_zmq.models.loading import Model
+from peralta_zmq.models.published_names import linear_layers, weights_of
 
 ALL_LINEAR = "all-linear"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"  # as peft names them
 ADAPTER = "default"  # peft can hold several adapters by name; this one is used
 PEFT_OPTIONS = {"bias": "none", "task_type": "CAUSAL_LM"}
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-WEIGHT_SUFFIXES = (".safetensors", ".bin")
+logger = logging.getLogger(__name__)
 
 
 class DropoutInTraining(nn.Module):
@@ -65,7 +66,10 @@ def add_adapters(
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+        try:
+            peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+        except ValueError as error:  # for some layers of Mamba models
+            raise ConfigError(f"set other lora.target_modules: {error}") from None
     for layer in _layers(model).values():
         layer.lora_A.float()  # peft gives adapters the dtype of the base layer
         layer.lora_B.float()
@@ -86,12 +90,14 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def published_weights(model: nn.Module) -> dict[str, Tensor]:
     """Weights to publish: the scaled adapters if the model has any, else all."""
-    adapters: dict[str, Tensor] = {}
-    for name, layer in _layers(model).items():
-        scale = layer.scaling[ADAPTER]
+    if not (layers := _layers(model)):
+        return weights_of(model)
+    adapters, names = dict[str, Tensor](), linear_layers(model)
+    for layer_name, layer in layers.items():
+        name, scale = names[layer_name], layer.scaling[ADAPTER]
         adapters[PREFIX + name + A] = layer.lora_A[ADAPTER].weight.detach()
         adapters[PREFIX + name + B] = layer.lora_B[ADAPTER].weight.detach() * scale
-    return adapters or weights_of(model)
+    return adapters
 
 
 def config_file(model: Model, *, base: str) -> bytes:
@@ -117,7 +123,7 @@ def config_file(model: Model, *, base: str) -> bytes:
 def weights_digest(folder: Path) -> str:
     """First 16 hexadecimal digits of the sha256 of the weight files in a model folder."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES):
+    for path in sorted(folder.glob("*.safetensors")):
         for chunk in read_chunks(path):
             digest.update(chunk)
     return digest.hexdigest()[:16]
@@ -162,23 +168,28 @@ class MergedWeights(Mapping[str, Tensor]):
         return len(self._base)
 
 
-def _targets(model: Model, names: Sequence[str]) -> str | list[str]:
-    """Return the layer names for peft. Raises ConfigError for names of other layers.
+def _targets(model: Model, names: Sequence[str]) -> list[str]:
+    """Names of the layers that get adapters. Raises ConfigError for layers that cannot have one.
 
-    Every module that a name matches must be a linear layer with a weight of its own.
+    These are linear layers whose weight is published as a tensor of its own, so that receivers can
+    merge an adapter into it.
     """
+    linear = linear_layers(model)
     if tuple(names) == (ALL_LINEAR,):
-        return ALL_LINEAR
-    weights = weights_of(model)  # an output head tied to the embedding is not in it
+        head = model.get_output_embeddings()
+        found = [name for name in linear if model.get_submodule(name) is not head]
+        if not found:
+            raise ConfigError(
+                f"lora.rank is set, but {type(model).__name__} has no linear layer to which an "
+                "adapter can be added (it has Conv1D or fused layers); remove lora.rank"
+            )
+        if any(name.endswith(".experts") for name, _ in model.named_modules()):
+            logger.warning("lora.target_modules all-linear adds no adapters to experts")
+        return found
     modules = dict(model.named_modules())
-    linear = {
-        name
-        for name, module in modules.items()
-        if isinstance(module, nn.Linear) and f"{name}.weight" in weights
-    }
     for target in names:
         matches = {name for name in modules if f".{name}".endswith(f".{target}")}
-        if not matches or not matches <= linear:
+        if not matches or not matches <= linear.keys():
             choices = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError(
                 f"lora.target_modules has '{target}', which is no linear layer of this model; "

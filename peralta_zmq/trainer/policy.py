@@ -9,6 +9,7 @@ adapters are trained and published; the base model stays in its own folder.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -94,7 +95,7 @@ def group_limits(config: Config, model: models.Model) -> wire.GroupLimits:
     return wire.GroupLimits(
         int(model.config.vocab_size),
         max_rollouts=max(*sizes.values(), *map(config.rollouts_per_example_of, evaluated)),
-        max_tokens=min(config.engine.max_model_len, int(model.config.max_position_embeddings)),
+        max_tokens=min(config.engine.max_model_len, models.max_positions(model)),
         max_generated=max(sampling.max_completion_length for sampling in samplings),
         max_turns=config.task.max_turns,
         num_rollouts=sizes,
@@ -112,7 +113,7 @@ def version_files(
     and `adapts_packed` the digest of its packed weights.
     """
     if not lora.has_adapters(model):
-        return models.companion_files(folder), {}
+        return {**models.companion_files(folder), **config_file(folder)}, {}
     name = config.model.name
     # peft looks the base model up by folder or name; it does not have the names of embedded ones.
     is_embedded = folder in (models.EMBEDDED, models.EMBEDDED_TURNS)
@@ -125,6 +126,12 @@ def version_files(
     if (digest := frozen_layers.packed_digest(model)) is not None:
         fields["adapts_packed"] = digest
     return {lora.CONFIG_FILE: content}, fields
+
+
+def config_file(folder: Path, *, dtype: str | None = None) -> dict[str, bytes]:
+    """The config.json of models that are trained from the model in `folder`, by its name."""
+    content = json.dumps(models.published_config(folder, dtype=dtype), indent=2)
+    return {"config.json": content.encode()}
 
 
 # Publishing to the weight store.
@@ -297,14 +304,13 @@ def export_adapter(config: Config, folder: Path, model_folder: Path, model: mode
     `model_folder` has the base model. Replaces an earlier export; returns `folder/merged`.
     Raises OSError.
     """
-    dtype = models.DTYPES[config.weights.dtype]
-    adapter = tensor_set.copy_set(lora.published_weights(model), dtype)
+    adapter = tensor_set.copy_set(lora.published_weights(model), torch.float32)
     companions, manifest_fields = version_files(config, model_folder, model)
     files = {lora.WEIGHTS_FILE: tensor_set.file_of(adapter, {}), **companions}
     atomic_files.remove_folder(folder / "adapter")
     atomic_files.write_folder(folder / "adapter", files, manifest_fields)
     base = frozen_layers.UnpackedWeights(model)
-    return write_merged(folder / "merged", base, adapter, model_folder=model_folder, dtype=dtype)
+    return write_merged(folder / "merged", base, adapter, model_folder=model_folder)
 
 
 def write_merged(
@@ -313,15 +319,19 @@ def write_merged(
     adapter: Mapping[str, torch.Tensor],
     *,
     model_folder: Path,
-    dtype: torch.dtype,
 ) -> Path:
-    """Merge the adapter into the base weights and write them to folder `target`.
+    """Merge the adapter into the base weights and write them to folder `target`, in float32.
 
-    Returns `target`, which `from_pretrained` can load. Its config and tokenizer are copied from
-    `model_folder`. Needs memory for one merged tensor at a time. Raises OSError.
+    In bfloat16 rounding would remove most of the adapter. Returns `target`, which `from_pretrained`
+    can load. Its config and tokenizer are those of `model_folder`. Needs memory for one merged
+    tensor at a time. Raises OSError.
     """
-    merged = models.ConvertedWeights(lora.MergedWeights(base, adapter), dtype)
-    files = {WEIGHTS_FILE: tensor_set.file_of(merged, {}), **models.companion_files(model_folder)}
+    merged = models.ConvertedWeights(lora.MergedWeights(base, adapter), torch.float32)
+    files = {
+        WEIGHTS_FILE: tensor_set.file_of(merged, {}),
+        **models.companion_files(model_folder),
+        **config_file(model_folder, dtype="float32"),
+    }
     atomic_files.remove_folder(target)
     atomic_files.write_folder(target, files, {})
     return target

@@ -245,8 +245,8 @@ def _export_merged(config: Config, version: Version, local: Path, target: Path) 
         device=torch.device("cpu"),
         trust_remote_code=config.model.trust_remote_code,
     )
-    adapter, dtype = MappedTensors(local / WEIGHTS_FILE), models.DTYPES[config.weights.dtype]
-    write_merged(target, base.tensors, adapter, model_folder=base_folder, dtype=dtype)
+    adapter = MappedTensors(local / WEIGHTS_FILE)
+    write_merged(target, base.tensors, adapter, model_folder=base_folder)
 
 
 def weights_sha256(weights: Mapping[str, torch.Tensor]) -> str:

@@ -28,6 +28,23 @@ def test_number_of_parameters_equals_that_of_the_model(
     assert shape.is_known and shape.num_parameters == model.num_parameters()
 
 
+def test_shape_of_a_multimodal_model_is_that_of_its_text_part(tmp_path: Path) -> None:
+    # Gemma 3 4B as published; its config.json leaves out the defaults of transformers.
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = read_shape(tmp_path)
+    assert (shape.num_heads, shape.num_key_heads, shape.head_dim) == (8, 4, 256)
+    assert shape.vocab_size == 262_208 and shape.is_tied
+    assert shape.num_parameters == pytest.approx(3.88e9, rel=0.01)
+
+
 def test_size_of_a_named_model(qwen: ModelShape) -> None:
     assert qwen.num_parameters == 596_049_920
 
@@ -36,6 +53,7 @@ def test_size_of_a_named_model(qwen: ModelShape) -> None:
     ("content", "message"),
     [
         ("{", r"config\.json cannot be read \(.*\); copy the model again"),
+        ('{"x":' * 9999, r"config\.json cannot be read \(.*\); copy the model again"),
         ("[]", r"config\.json cannot be read \(.*\); copy the model again"),
         ('{"model_type": "gpt2", "n_embd": 768}', "has no hidden_size, so the memory of .*'gpt2'"),
         ('{"model_type": "x", "hidden_size": -4}', "has no hidden_size, so the memory of .*'x'"),

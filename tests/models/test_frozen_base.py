@@ -195,7 +195,7 @@ def test_parameters_that_transformers_keeps_in_float32_are_rounded(
     monkeypatch.setattr(type(model), "_keep_in_fp32_modules_strict", ["norm"])
     kept: Any = models.load_model(folder, device=CPU, dtype=torch.bfloat16)
     assert kept.model.norm.weight.dtype == torch.float32
-    merger = merger_of_files(folder, trust_remote_code=False)
+    merger = merger_of_files(folder, torch.float32, trust_remote_code=False)
     with_adapters(base := load_frozen_base(folder, base_dtype, device=CPU))
     found = merger.weights_of(
         WeightUpdate(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -168,6 +169,72 @@ def test_load_model_rejects_missing_tensor_or_wrong_shape(
     weights = changed(model, **{NORM: tensor})
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert reason in refused(tmp_path)
+
+
+def layers(number: int) -> dict[str, Any]:
+    return {"num_hidden_layers": number, "layer_types": ["full_attention"] * number}
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "fewer layers": (layers(1), "its config has no tensor 'model.layers.1.input_la"),
+    "more layers": (layers(3), "tensor model.layers.2.input_layernorm.weight is mi"),
+    "llama": ({"model_type": "llama"}, "no tensor 'model.layers.0.self_attn.k_norm.weight'"),
+    "other sizes": ({"hidden_size": 32}, r"shape \[64, 16\], and its config \[64, 32\]"),
+    "layer types": (
+        {"layer_types": ["full_attention"]},
+        r"`num_hidden_layers` \(2\) must be equal",
+    ),
+    "package": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "requires optimum"),
+    "not a language model": ({"model_type": "vit"}, "no causal language model for model_type 'vi"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_config_of_another_model_than_the_weights_is_refused(
+    tmp_path: Path, model: Any, change: str
+) -> None:
+    settings, message = CHANGES[change]
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    assert re.search(message, refused(tmp_path))
+
+
+def test_deeply_nested_config_is_refused(tmp_path: Path, model: Any) -> None:
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"x":' * 100_000 + "1" + "}" * 100_000)
+    assert "maximum recursion depth exceeded" in refused(tmp_path)
+
+
+def test_weights_in_bin_files_are_refused_with_a_conversion(tmp_path: Path, model: Any) -> None:
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    code = refused(tmp_path).partition('python -c "')[2].removesuffix('"')
+    exec(code, {})
+    assert unchanged(models.load_model(tmp_path, device=CPU, dtype=torch.float32), snapshot(model))
+
+
+@pytest.mark.parametrize("name", ["model.gguf", ""])
+def test_gguf_weights_are_refused(tmp_path: Path, name: str) -> None:
+    (written(tmp_path) / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=r"has quantized GGUF weights, .* give the Hugging Face"):
+        models.model_folder(str(tmp_path / name))
+
+
+def test_empty_folder_names_the_license_as_a_cause(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json; .*gated model, accept its license"):
+        models.model_folder(str(tmp_path))
+
+
+def test_tensors_of_other_parts_are_permitted(tmp_path: Path, model: Any) -> None:
+    model.save_pretrained(tmp_path)
+    extra = {
+        "score.weight": torch.ones(1),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    }
+    weights = {**models.weights_of(model), **extra}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    models.load_model(tmp_path, device=CPU, dtype=torch.float32)
 
 
 def test_name_of_an_unexpected_tensor_is_printed_escaped(tmp_path: Path, model: Any) -> None:

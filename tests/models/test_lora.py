@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,9 +19,11 @@ import pytest
 import torch
 from exactness import LARGEST_LOGIT, Float64, is_as_exact_as_torch
 from generators import apply_until
+from model_layouts import text_model
 from peak_memory import PeakMemory
 from real_programs import ran
 from sample_data import group_of, token_logprobs
+from transformers import AutoModelForCausalLM
 
 from peralta_zmq import build, models
 from peralta_zmq.build import make_engine
@@ -409,6 +412,38 @@ def test_final_weights_of_a_packed_base_are_merged_into_its_values(tmp_path: Pat
     merged = policy.export_adapter(config, tmp_path, models.EMBEDDED, model)
     whole = models.load_model(merged, device=torch.device("cpu"), dtype=torch.float32)
     assert are_exact_logits(whole(ids).logits, model, ids)
+
+
+def test_merged_weights_stay_exact_when_loaded_without_a_dtype(tmp_path: Path) -> None:
+    shutil.copytree(models.EMBEDDED, base := tmp_path / "base")
+    settings = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**settings, "dtype": "bfloat16"}))
+    config, model = trained()
+    build.make_learner(config, model).learn(some_groups(1))
+    merged = policy.export_adapter(config, tmp_path, base, model)
+    ids = torch.arange(3, 20)[None]
+    assert are_exact_logits(AutoModelForCausalLM.from_pretrained(merged)(ids).logits, model, ids)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "nemotron_h", "gpt_neox"])
+def test_adapters_of_all_linear_layers_fit_the_published_weights(
+    tmp_path: Path, model_type: str
+) -> None:
+    model = text_model(model_type)
+    model.save_pretrained(tmp_path)
+    base = models.FolderWeights(tmp_path)
+    lora.add_adapters(model, rank=2, alpha=4)
+    adapter = lora.published_weights(model)
+    merged = lora.MergedWeights(base, adapter)  # raises an error for names of other tensors
+    assert adapter and merged.keys() == base.keys()
+    assert not any(".experts." in name or "lm_head" in name for name in adapter)
+
+
+def test_model_without_linear_layers_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"GPT2LMHeadModel has no linear layer .*remove lora\.rank"
+    ):
+        lora.add_adapters(text_model("gpt2"), rank=2, alpha=4)
 
 
 def test_missing_target_modules_error_lists_choices() -> None:

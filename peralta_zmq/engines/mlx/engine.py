@@ -53,7 +53,8 @@ def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> Engine:
         end_ids = end_token_ids(models.generation_config(folder), tokenizer)
         weights = models.FolderWeights(folder)
     config = read_config(folder)
-    limit = config.get("max_position_embeddings") or settings.max_model_len
+    sizes = {**config, **config.get("text_config", {})}
+    limit = sizes.get("max_position_embeddings") or settings.max_model_len
     max_model_len = min(settings.max_model_len, limit)
     check_config(config, max_model_len=max_model_len)
     num_parameters = sum(tensor.numel() for tensor in weights.values())

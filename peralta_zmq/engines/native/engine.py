@@ -65,7 +65,7 @@ class NativeEngine:
         self._model, self._tokenizer, self._live, self._merger = model, tokenizer, live, merger
         self._slots = slots
         check_length(model, max_model_len)
-        self.max_model_len = min(max_model_len, model.config.max_position_embeddings)
+        self.max_model_len = min(max_model_len, models.max_positions(model))
         self._end_ids = end_token_ids(model.generation_config, tokenizer)
         self._cancelled = False
         self._loop: DecodeLoop | None = None  # of the running `generate`

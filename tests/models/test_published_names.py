@@ -1,0 +1,88 @@
+"""Names of tensors in published models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_layouts import MULTIMODAL, multimodal_model, text_model
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from peralta_zmq import models
+from peralta_zmq.errors import ConfigError
+
+CPU = torch.device("cpu")
+IDS = torch.arange(3, 40)[None]
+RENAMED = ["qwen3_moe", "mixtral", "gpt_neox", "nemotron_h"]
+
+
+def loaded(folder: Path) -> Any:
+    return models.load_model(folder, device=CPU, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("model_type", RENAMED)
+def test_weights_have_the_names_and_values_of_the_hub(tmp_path: Path, model_type: str) -> None:
+    model = text_model(model_type)
+    model.save_pretrained(tmp_path)
+    files, weights = models.FolderWeights(tmp_path), models.weights_of(loaded(tmp_path))
+    assert weights.keys() == files.keys() == models.weights_of(model).keys()
+    assert weights.keys() != model.state_dict().keys()
+    assert all(torch.equal(weights[name], files[name]) for name in files)
+
+
+@pytest.mark.parametrize("model_type", RENAMED)
+def test_weights_under_names_of_the_hub_are_applied_in_place(model_type: str) -> None:
+    model, other = text_model(model_type), text_model(model_type, seed=1)
+    assert not torch.equal(model(IDS).logits, other(IDS).logits)
+    models.apply_weights(model, models.weights_of(other))
+    assert torch.equal(model(IDS).logits, other(IDS).logits)
+
+
+def publish(source: Path, target: Path, model: Any) -> None:
+    target.mkdir()
+    weights = {name: each.contiguous() for name, each in models.weights_of(model).items()}
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    (target / "config.json").write_text(json.dumps(models.published_config(source)))
+
+
+@pytest.mark.parametrize("model_type", list(MULTIMODAL))
+def test_text_part_of_a_multimodal_model_is_a_model(tmp_path: Path, model_type: str) -> None:
+    whole = multimodal_model(model_type, tmp_path / "base")
+    expected = whole(IDS).logits
+    text = loaded(tmp_path / "base")
+    assert torch.equal(text(IDS).logits, expected)
+    assert len(models.weights_of(text)) < len(models.weights_of(whole))
+    publish(tmp_path / "base", tmp_path / "step", text)
+    elsewhere, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "step", output_loading_info=True
+    )
+    assert not any(report.values()) and type(elsewhere) is type(text)
+    assert torch.equal(elsewhere(IDS).logits, expected)
+    assert elsewhere.generation_config.eos_token_id in (2, [2])
+
+
+@pytest.mark.parametrize("model_type", list(MULTIMODAL))
+def test_base_and_version_of_a_multimodal_model_have_equal_names(
+    tmp_path: Path, model_type: str
+) -> None:
+    multimodal_model(model_type, tmp_path / "base")
+    text = loaded(tmp_path / "base")
+    publish(tmp_path / "base", tmp_path / "step", text)
+    weights = models.weights_of(text)
+    for folder in (tmp_path / "base", tmp_path / "step"):
+        files = models.FolderWeights(folder)
+        assert files.keys() == weights.keys() == models.weights_of(loaded(folder)).keys()
+        assert all(torch.equal(files[name], weights[name]) for name in files)
+    step, base = tmp_path / "step", tmp_path / "base"
+    assert models.published_config(step) == models.published_config(base)
+
+
+def test_model_without_a_text_class_is_refused_by_name(tmp_path: Path) -> None:
+    config = {"model_type": "blip", "text_config": {}, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"no causal language model for model_type 'blip_text"):
+        models.text_config(tmp_path)
