@@ -229,7 +229,8 @@ def write_model(shape: dict[str, Any], folder: Path) -> None:
         model = AutoModelForCausalLM.from_config(config)
     folder.mkdir()
     config.save_pretrained(folder)
-    for name, content in models.companion_files(models.EMBEDDED).items():
+    tokenizer = models.load_tokenizer(models.EMBEDDED)
+    for name, content in models.companion_files(models.EMBEDDED, tokenizer).items():
         if name.startswith("tokenizer"):
             (folder / name).write_bytes(content)
     weights = RandomWeights({name: each.shape for name, each in model.named_parameters()})

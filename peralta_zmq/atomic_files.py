@@ -45,6 +45,8 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Rec
 # File name that is not hidden and has no path separator: a name in a manifest from another machine
 # must not lead to another folder.
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+# The same, or a file in the only sub-folder that a complete folder may have.
+PLAIN_PATH = re.compile(rf"(?:additional_chat_templates/)?{PLAIN_NAME.pattern}")
 MAX_NAME = 128  # bytes of the name of a run or a generator, which is also a file name
 FAILPOINT_VARIABLE = "PERALTA_FAILPOINT"
 
@@ -69,11 +71,13 @@ def write_folder(final: Path, files: Mapping[str, Content], about: About) -> Man
     second call may succeed without having written the data.
     """
     temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}-{PROCESS_TAG}")
+    folders = sorted({temporary, *((temporary / name).parent for name in files)})
     parent = os.open(final.parent, os.O_RDONLY)  # now, so that it cannot fail after the rename
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         failpoint("atomic_files.cleared")
-        os.mkdir(temporary)
+        for folder in folders:
+            os.mkdir(folder)
         failpoint("atomic_files.begun")
         written = {name: _write(temporary / name, content) for name, content in files.items()}
         failpoint("atomic_files.written")
@@ -82,7 +86,8 @@ def write_folder(final: Path, files: Mapping[str, Content], about: About) -> Man
         failpoint("atomic_files.described")
         _write(temporary / STABLE, manifest.digest.encode())
         failpoint("atomic_files.marked")
-        sync_folder(temporary)
+        for folder in folders:
+            sync_folder(folder)
         failpoint("atomic_files.synced")
         _rename(temporary, final)
         failpoint("atomic_files.renamed")
@@ -137,7 +142,7 @@ def parse_manifest(text: bytes, *, stable: bytes, where: str) -> Manifest:
         }
     except MALFORMED as error:
         raise CorruptError(f"{where}: {MANIFEST} cannot be read ({error})") from None
-    if invalid := [name for name in files if not PLAIN_NAME.fullmatch(name)]:
+    if invalid := [name for name in files if not PLAIN_PATH.fullmatch(name)]:
         raise CorruptError(f"{where}: {invalid[0]!r} is not a plain file name")
     return Manifest(digest, about, files)
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from peralta_zmq.errors import TaskError
 
 FinishReason: TypeAlias = Literal["stop", "length"]
+CUT_OFF = " [cut off]"  # shown after a completion that a limit has ended
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 Int32Array: TypeAlias = NDArray[np.int32]
 Int64Array: TypeAlias = NDArray[np.int64]
@@ -104,6 +105,7 @@ class Sampling:
     max_completion_length: int = 48  # tokens
     fills_context: bool = False  # `max_completion_length` is what the prompt leaves of the context
     stop: tuple[str, ...] = ()  # a completion ends when its text contains one of these
+    skip_special_tokens: bool = False  # remove them from the text, not from the tokens
     seed: int = 0
 
     def at(self, policy_step: int) -> Sampling:
@@ -164,7 +166,7 @@ class Completion:
     logprobs: Float32Array  # [T], as defined on Rollout.logprobs
     policy_steps: Int32Array  # [T], policy step of the weights that sampled each token; -1 = none
     finish_reason: FinishReason
-    text: str  # without special tokens; of the last turn
+    text: str  # of the last turn, without its end token
     has_end_token: bool = False  # whether the last token is an end token
     is_partial: bool = False  # cancelled before its end; another request can resume it
     messages: tuple[Message, ...] = ()  # after the prompt, if the problem has turns
@@ -210,6 +212,11 @@ class Rollout:
     def __post_init__(self) -> None:
         assert len(self.token_ids) == len(self.loss_mask) == len(self.logprobs)
         assert len(self.token_ids) == len(self.policy_steps)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a limit of tokens or turns has ended the completion."""
+        return self.finish_reason == "length"
 
     @property
     def num_generated(self) -> int:
@@ -352,6 +359,7 @@ class Answer:
     problem: str  # Problem.question
     answer: str  # text of the completion, not Problem.answer
     reward: float
+    cut_off: bool = False  # Rollout.is_cut_off
 
 
 def sender_of(generator_id: str, incarnation: bytes) -> str:

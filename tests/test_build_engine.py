@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from custom_code import files_with_code
 from sample_data import tiny_model
 from transformers import dynamic_module_utils
@@ -52,6 +53,33 @@ def test_engine_keeps_turns_for_tasks_that_have_some(
     assert settings.keeps_turns == keeps_turns
 
 
+@pytest.mark.parametrize(("identity", "is_refused"), [
+    ("vocab_size=468 end_tokens=0,2", True), ("vocab_size=468 end_tokens=2", False), (None, False)
+])  # fmt: skip
+def test_generator_refuses_a_version_of_another_tokenizer(
+    tmp_path: Path, identity: str | None, is_refused: bool
+) -> None:
+    store = WeightStore.open(tmp_path / "weights")
+    store.claim("run")
+    companions = models.companion_files(models.EMBEDDED, models.load_tokenizer(models.EMBEDDED))
+    about = {"tokenizer": identity} if identity else {}
+    weights = models.weights_of(load_embedded())
+    store.publish(0, weights, companions=companions, about=about)
+    with closing(WeightSubscriber(store, tmp_path / "copy", poll_seconds=0.05)) as subscriber:
+        pending = subscriber.poll(timeout=30)
+        assert pending is not None
+        if not is_refused:
+            build.make_engine(config_of(), pending)
+            return
+        words = r"generator ann has another tokenizer .*end_tokens=0,2 -> end_tokens=2\); install"
+        with pytest.raises(ConfigError, match=words):
+            build.make_engine(config_of("--generator.name=ann"), pending)
+
+
+def load_embedded() -> Any:
+    return models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.bfloat16)
+
+
 def test_code_of_a_published_version_runs_only_if_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,7 +90,8 @@ def test_code_of_a_published_version_runs_only_if_trusted(
     for name, content in files_with_code().items():
         (folder / name).write_bytes(content)
     store.claim("run")
-    store.publish(0, models.weights_of(tiny_model()), companions=models.companion_files(folder))
+    companions = models.companion_files(folder, models.load_tokenizer(models.EMBEDDED))
+    store.publish(0, models.weights_of(tiny_model()), companions=companions)
     with closing(WeightSubscriber(store, tmp_path / "copy", poll_seconds=0.05)) as subscriber:
         pending = subscriber.poll(timeout=30)
         assert pending is not None

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from sample_data import group_of, tiny_model
-from transformers import GenerationConfig
 from user_modules import UserModules
 
 from peralta_zmq import build, models, registry
@@ -163,7 +162,7 @@ def test_demonstrations_are_chats_that_end_with_the_end_token(tmp_path: Path) ->
     file.write_text('{"prompt": "What is 2 + 3?", "completion": "2 + 3"}\n')
     config = config_of(f"--loss.sft-file={file}", "--loss.sft-weight=0.5")
     model = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
-    demonstrations = build.make_demonstrations(config, model, Scorer(model))
+    demonstrations = build.make_demonstrations(config, Scorer(model))
     assert demonstrations is not None and demonstrations.weight == 0.5
     (rollout,) = demonstrations.rollouts
     tokenizer = models.load_tokenizer(models.EMBEDDED)
@@ -174,29 +173,26 @@ def test_demonstrations_are_chats_that_end_with_the_end_token(tmp_path: Path) ->
     assert completion[-1] == tokenizer.eos_token_id
 
 
-def one_demonstration(folder: Path, *arguments: str, end_ids: int | list[int] = 2) -> Rollout:
+def one_demonstration(folder: Path, *arguments: str) -> Rollout:
     file = folder / "demos.jsonl"
     file.write_text('{"prompt": "What is 2 + 3?", "completion": "2 + 3"}\n')
     model = tiny_model()
-    model.generation_config = GenerationConfig(eos_token_id=end_ids)
     config = config_of(f"--loss.sft-file={file}", *arguments)
-    demonstrations = build.make_demonstrations(config, model, Scorer(model))
+    demonstrations = build.make_demonstrations(config, Scorer(model))
     assert demonstrations is not None
     return demonstrations.rollouts[0]
 
 
-@pytest.mark.parametrize(
-    ("end_ids", "end"),
-    [([0, 1, 2], 2), ([0, 1], 0), ([1, 9], 1), (2, 2)],  # template: 2, tokenizer: 0
-)
+@pytest.mark.parametrize(("end_of_turn", "end"), [("<|im_end|>", 2), ("", 0)])  # tokenizer: 0
 def test_demonstration_ends_as_the_chat_template_ends_a_turn(
-    tmp_path: Path, end_ids: int | list[int], end: int
+    tmp_path: Path, end_of_turn: str, end: int
 ) -> None:
     folder = shutil.copytree(models.EMBEDDED, tmp_path / "model")
     tokenizer = models.load_tokenizer(folder)
     tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", end_of_turn)
     tokenizer.save_pretrained(folder)
-    rollout = one_demonstration(tmp_path, f"--model.name={folder}", end_ids=end_ids)
+    rollout = one_demonstration(tmp_path, f"--model.name={folder}")
     assert rollout.token_ids[-1] == end
     assert tokenizer.decode(rollout.token_ids[rollout.loss_mask][:-1].tolist()) == "2 + 3"
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -19,7 +20,7 @@ from real_programs import REPO, Program, until
 from benchmarks.throttle import Link
 from peralta_zmq import models
 from peralta_zmq.config import Config, load_config
-from peralta_zmq.errors import JournalError
+from peralta_zmq.errors import ConfigError, JournalError
 from peralta_zmq.observe.metrics import Row, read_rows
 from peralta_zmq.observe.prometheus import documented_name
 from peralta_zmq.rollout import Message
@@ -300,3 +301,33 @@ def test_doctor_of_a_generator_reaches_a_running_trainer(machine: Machine) -> No
     trainer.process.terminate()
     assert trainer.wait() == 0, trainer.printed
     assert not list((machine.run / "weights").glob("doctor-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_outputs_of_a_run_are_models_of_the_next_one(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+
+    def run(name: str, *settings: str) -> str:
+        """Run a trainer and a generator to step 2; returns what they print."""
+        arguments = ("--run.dir", str(runs), "--run.name", name, "--wire.port", str(free_ports()))
+        more = ("--train.max-steps", "2", "--no-dashboard.enabled", "--no-eval.eval-base-model")
+        command = [sys.executable, str(REPO / "bin/lan"), "local", *arguments, *SMALL, *more]
+        ended = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=120)
+        rows = read_rows(runs / name / "metrics.jsonl")
+        assert (ended.returncode, [row["step"] for row in rows]) == (0, [1, 2]), ended.stderr
+        return ended.stdout
+
+    run("full")
+    run("lora", "--lora.rank", "4")
+    exported = [tmp_path / "exported", tmp_path / "exported_lora"]
+    for name, folder in zip(("full", "lora"), exported, strict=True):
+        command = [sys.executable, str(REPO / "bin/replay"), "export", str(runs / name), "2"]
+        subprocess.run([*command, str(folder)], check=True, timeout=60)
+    outputs = [runs / "full/weights/step_00000002", runs / "lora/merged", *exported]
+    for number, folder in enumerate(outputs):
+        run(f"next_{number}", "--model.name", str(folder))
+        run(f"next_lora_{number}", "--model.name", str(folder), "--lora.rank", "4")
+    for adapter in (runs / "lora/adapter", runs / "lora/weights/step_00000002"):
+        with pytest.raises(ConfigError, match="is a LoRA adapter; give the model"):
+            models.model_folder(str(adapter))

@@ -17,7 +17,9 @@ from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.tensor_set import MappedTensors
 from peralta_zmq.weights.version import WEIGHTS_FILE, Version
 
-COMPANIONS = {"config.json": b"{}", "tokenizer.json": b"{}"}
+COMPANIONS = {
+    "config.json": b"{}", "tokenizer.json": b"{}", "additional_chat_templates/tools.jinja": b"t"
+}  # fmt: skip
 
 
 def weights_at(step: int) -> dict[str, torch.Tensor]:
@@ -56,7 +58,7 @@ def loaded(store: WeightStore, version: Version) -> dict[str, torch.Tensor]:
 
 
 def names_in(folder: Path) -> set[str]:
-    return {file.name for file in folder.iterdir()}
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
 
 
 def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:

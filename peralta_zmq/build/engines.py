@@ -39,6 +39,16 @@ def make_engine(
     tokenizer = models.load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
     name, reason = choose_engine(config, folder)
     logger.info("engine=%s (%s)", name, reason)
+    identity = models.tokenizer_identity(folder, tokenizer)
+    if changes := models.tokenizer_changes(version.field("tokenizer"), identity):
+        remedy = (
+            "copy all files of the trainer's model.name to this machine" if update.is_adapter
+            else "install the trainer's versions of transformers and tokenizers on this machine"
+        )  # fmt: skip
+        raise ConfigError(
+            f"generator {config.generator.full_name} has another tokenizer in {folder} than the "
+            f"trainer ({changes}); {remedy}"
+        )
     factory = registry.resolve("engine", name)
     engine = factory.open(folder, settings_with_turns(config), step=version.step)
     if update.is_adapter:
@@ -167,6 +177,7 @@ def make_eval_sampling(config: Config, env: EnvSection | None = None, *, seed: i
             max_completion_length=sampling.max_completion_length,
             fills_context=sampling.fills_context,
             stop=sampling.stop,
+            skip_special_tokens=sampling.skip_special_tokens,
         )
     return replace(sampling, **own)
 

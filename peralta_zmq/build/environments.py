@@ -19,7 +19,6 @@ from peralta_zmq import models, registry
 from peralta_zmq.config import Config
 from peralta_zmq.config.environment_checks import host_and_port
 from peralta_zmq.config.training_sections import EnvSection
-from peralta_zmq.engines.rows import end_token_ids
 from peralta_zmq.environments.data_files import DataRow, read_rows
 from peralta_zmq.environments.dataset import (
     Environments,
@@ -128,9 +127,7 @@ def make_reward_pool(config: Config, *, is_verifier: bool) -> RewardPool:
     )
 
 
-def make_demonstrations(
-    config: Config, model: models.Model, scorer: Scorer
-) -> Demonstrations | None:
+def make_demonstrations(config: Config, scorer: Scorer) -> Demonstrations | None:
     """The demonstrations of `loss.sft_file`, if set, as the tokens of a chat with the model.
 
     Raises TaskError for a file that cannot be read.
@@ -144,13 +141,14 @@ def make_demonstrations(
     env = config.environments[0]
     system = [Message("system", env.system_prompt)] if env.system_prompt else []
     variables = _template_variables(env, _tool_schemas(config, env))
-    end = _end_of_turn(tokenizer, end_token_ids(model.generation_config, tokenizer), variables)
+    end = models.end_of_turn(tokenizer, variables)
+    end_ids = [cast(int, token) for token in (end, tokenizer.eos_token_id) if token is not None][:1]
 
     def rollout_of_row(row: DataRow) -> Rollout:
         chat = [*system, Message("user", row.prompt)]
         prompt = row.token_ids.split() or models.chat_prompt(tokenizer, chat, **variables)
         completion = tokenizer.encode(row.answer, add_special_tokens=False)
-        return demonstration([*map(int, prompt)], [*completion, *end])
+        return demonstration([*map(int, prompt)], [*completion, *end_ids])
 
     rows = read_rows(section.sft_file, prompt_column="prompt", answer_column="completion")
     rollouts, limit = [*map(rollout_of_row, rows)], train.max_tokens_per_microbatch
@@ -188,21 +186,6 @@ def _tool_schemas(config: Config, env: EnvSection) -> Sequence[Mapping[str, Any]
         next(iter(task.problems("train", config.run.seed, **env.data_options)), None)
     turns = turns_of(task)
     return turns.schemas if turns else ()
-
-
-def _end_of_turn(
-    tokenizer: models.Tokenizer, end_ids: Sequence[int], variables: Mapping[str, Any]
-) -> list[int]:
-    """The end token of a demonstration: of `end_ids`, the one that the chat template writes.
-
-    The end token of the tokenizer if the template writes none of them; empty without any.
-    """
-    chat = [Message("user", "1"), Message("assistant", "1")]
-    following = models.continuation_ids(
-        tokenizer, chat, chat[:1], ended=False, chat_template_kwargs=variables
-    )
-    candidates = [*following[:1], cast(int, tokenizer.eos_token_id), *end_ids]
-    return [token for token in candidates if token in end_ids][:1]
 
 
 # Reward functions.

@@ -215,6 +215,9 @@ class SamplingSection(Section):
     leaves of engine.max_model_len"""
     stop: Strings | None = None
     """end a completion when its text contains this string, or one of a list; it is removed"""
+    skip_special_tokens: bool = False
+    """remove special tokens from the texts that rewards and replies get, which are otherwise exact
+    up to the end token"""
 
 
 class TrainSection(Section):

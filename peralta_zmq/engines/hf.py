@@ -29,7 +29,7 @@ from transformers import (
 
 from peralta_zmq import models
 from peralta_zmq.engines.loading import AdapterMerger, open_model
-from peralta_zmq.engines.rows import completion_of, end_token_ids, has_stop, read_requests
+from peralta_zmq.engines.rows import completion_of, has_stop, read_requests
 from peralta_zmq.errors import EngineError
 from peralta_zmq.models.rotary import check_length
 from peralta_zmq.registry import EngineSettings, WeightUpdate
@@ -58,7 +58,7 @@ class HfEngine:
         self._slots = slots
         check_length(model, max_model_len)
         self.max_model_len = min(max_model_len, models.max_positions(model))
-        self._end_ids = end_token_ids(model.generation_config, tokenizer)
+        self._end_ids = models.end_token_ids(model.generation_config, tokenizer)
         self._cancelled = False
         pad_ids = (tokenizer.pad_token_id, *self._end_ids, 0)
         self._pad_id = cast(int, next(token for token in pad_ids if token is not None))

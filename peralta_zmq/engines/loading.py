@@ -39,6 +39,8 @@ def open_model(
     with loading_errors(folder):
         model = models.load_model(folder, device=device, dtype=dtype, **trust)
         tokenizer = models.load_tokenizer(folder, **trust)
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = models.folder_end_ids(folder, tokenizer)
     names = frozenset(models.weights_of(model))
 
     def load_base(base_dtype: str) -> BaseWeights:

@@ -264,7 +264,12 @@ def evaluate(
         report_progress(num_done)
         try:
             answered[id(problem)] = [
-                Answer(problem.question, completion.transcript, result.reward)
+                Answer(
+                    problem.question,
+                    completion.transcript,
+                    result.reward,
+                    cut_off=completion.finish_reason == "length",
+                )
                 for completion, result in zip(completions, scores.result(), strict=True)
             ]
         except TaskError as error:

@@ -11,17 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import GenerationConfig
 
 from peralta_zmq import models
 from peralta_zmq.errors import ConfigError, EngineError
 from peralta_zmq.rollout import BoolArray, Completion, Request, Sampling
 
 GIB = 2**30
+_decode = models.text_of  # exact, for rewards and stop strings
 
 
 def read_requests(
@@ -68,10 +67,12 @@ def completion_of(
 ) -> Completion:
     """Build the completion of one request.
 
-    Its text is cut before the first stop string; its tokens are not cut. `ended` says whether the
-    last token is an end token.
+    Its text is cut before the first stop string or the end token; its tokens are not cut. `ended`
+    says whether the last token is an end token.
     """
-    text = _decode(tokenizer, token_ids.tolist())
+    written = token_ids[:-1] if ended else token_ids
+    has_stopped = ended or has_stop(tokenizer, written.tolist(), sampling.stop)
+    text = _decode(tokenizer, written, skip_special_tokens=sampling.skip_special_tokens)
     stop_at = min((text.find(string) for string in sampling.stop if string in text), default=None)
     return Completion(
         index=request.index,
@@ -79,7 +80,7 @@ def completion_of(
         token_ids=token_ids.astype(np.int32),
         logprobs=logprobs.astype(np.float32),
         policy_steps=policy_steps.astype(np.int32),
-        finish_reason="stop" if ended or stop_at is not None else "length",
+        finish_reason="stop" if has_stopped else "length",
         text=text[:stop_at],
         has_end_token=ended,
     )
@@ -91,11 +92,6 @@ def has_stop(tokenizer: models.Tokenizer, token_ids: list[int], stop: Sequence[s
         return False
     text = _decode(tokenizer, token_ids)
     return any(string in text for string in stop)
-
-
-def _decode(tokenizer: models.Tokenizer, token_ids: list[int]) -> str:
-    """Text of generated tokens without special tokens, for rewards and stop strings."""
-    return cast(str, tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 def check_cache_memory(
@@ -121,15 +117,6 @@ def check_cache_memory(
             f"{needed / GIB:.1f} GiB for keys and values, {free_bytes / GIB:.1f} GiB are free; "
             f"{remedy}a smaller engine.max_model_len"
         )
-
-
-def end_token_ids(config: GenerationConfig | None, tokenizer: models.Tokenizer) -> list[int]:
-    """The tokens that end a completion: those of the model's config, else the tokenizer's."""
-    configured = getattr(config, "eos_token_id", None)
-    if configured is None:
-        configured = tokenizer.eos_token_id
-    token_ids = configured if isinstance(configured, (list, tuple)) else [configured]
-    return [cast(int, token_id) for token_id in token_ids if token_id is not None]
 
 
 @lru_cache(maxsize=1024)  # for each row in each decode step

@@ -35,16 +35,16 @@ class Evaluation:
         self._problems = problems
         # Number of answers by problem id. Problems with equal ids share one group.
         self._unanswered = {problem.id: rollouts_per_example[problem.task] for problem in problems}
-        self._answers: dict[str, Sequence[tuple[str, float]]] = {}  # by problem id
+        self._answers: dict[str, Sequence[tuple[str, float, bool]]] = {}  # by problem id
 
     def expects(self, problem_id: str, num_answers: int) -> bool:
         """Whether a group counts: the example is unanswered, and the group has full size."""
         return self._unanswered.get(problem_id) == num_answers
 
     def add(
-        self, problem_id: str, answers: Sequence[tuple[str, float]], *, policy_step: int
+        self, problem_id: str, answers: Sequence[tuple[str, float, bool]], *, policy_step: int
     ) -> None:
-        """Store the answers, (text, reward), of a group for which `expects` is True."""
+        """Store the answers (text, reward, is cut off) of a group for which `expects` is True."""
         self.policy_steps.append(policy_step)
         del self._unanswered[problem_id]
         self._answers[problem_id] = answers

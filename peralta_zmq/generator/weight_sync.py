@@ -126,10 +126,13 @@ def apply_newest(
     if pending is None:
         return current
     started = time.monotonic()
+    versions = (current, pending.version)
     try:
         # "adapts" is the hash of the base model of a LoRA adapter; None for full weights.
         if pending.version.field("adapts") != current.field("adapts"):
             raise ValueError("the version has another base model than the version in use")
+        if changes := models.tokenizer_changes(*(v.field("tokenizer") for v in versions)):
+            raise ValueError(f"it has another tokenizer ({changes}); restart this generator")
         engine.apply(build.weight_update(pending))
     except ValueError as error:
         subscriber.reject(pending.version)

@@ -404,4 +404,4 @@ def repetition(
 
 def overlong(rollout: Rollout) -> bool:
     """Detect a completion that was cut off at the maximum length."""
-    return rollout.finish_reason == "length"
+    return rollout.is_cut_off

@@ -49,7 +49,7 @@ def describe_groups(groups: Sequence[RolloutGroup], *, step: int) -> dict[str, f
         "frac_reward_zero_std": fmean(not group.has_signal for group in groups),
         "completions/mean_length": fmean(lengths),
         "completions/mean_turns": fmean(rollout.num_turns for rollout in rollouts),
-        "completions/clipped_ratio": fmean(r.finish_reason == "length" for r in rollouts),
+        "completions/clipped_ratio": fmean(r.is_cut_off for r in rollouts),
         "num_groups": len(groups),
         "num_rollouts": len(rollouts),
         "num_tokens": sum(len(rollout.token_ids) for rollout in rollouts),

@@ -13,6 +13,7 @@ from peralta_zmq.models.chat_templates import (
     check_continuations,
     check_template_kwargs,
     continuation_ids,
+    end_of_turn,
 )
 from peralta_zmq.models.device import (
     DTYPES,
@@ -43,8 +44,6 @@ from peralta_zmq.models.loading import (
     apply_weights,
     check_code,
     check_weights,
-    companion_files,
-    generation_config,
     load_model,
     load_tokenizer,
     max_positions,
@@ -56,3 +55,11 @@ from peralta_zmq.models.loading import (
 )
 from peralta_zmq.models.logprobs import selected_logprobs
 from peralta_zmq.models.published_names import weights_of
+from peralta_zmq.models.tokenizers import (
+    companion_files,
+    end_token_ids,
+    end_tokens_text,
+    folder_end_ids,
+    tokenizer_changes,
+    tokenizer_identity,
+)

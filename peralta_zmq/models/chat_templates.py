@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from itertools import takewhile
 from typing import Any, cast
 from uuid import uuid4
 
@@ -69,6 +70,18 @@ def continuation_ids(
         ) from None
     ids = _tokenized(tokenizer, text.rpartition(PLACEHOLDER)[2])
     return ids[1:] if ended else ids
+
+
+def end_of_turn(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] = {}) -> int | None:
+    """The special token that the chat template writes after a completion; None without one."""
+    chat = [Message("user", "1"), Message("assistant", PLACEHOLDER)]
+    try:
+        text = _rendered(tokenizer, chat, template_kwargs, prompt=False)
+    except (TemplateError, TypeError, ValueError):
+        return None
+    first = _tokenized(tokenizer, text.partition(PLACEHOLDER)[2].lstrip())[:1]
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return next((token for token in first if token in special), None)
 
 
 def _rendered(
@@ -146,13 +159,25 @@ def check_continuations(tokenizer: Tokenizer, problems: Iterable[Problem]) -> No
                 )
 
 
+def _without_end(
+    tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]
+) -> str:
+    """The text of a chat without what depends on the assistant's turn, such as an end of the chat.
+
+    That of Phi-3 writes an end token, unless the prompt of the assistant's turn follows.
+    """
+    texts = (_rendered(tokenizer, messages, variables, prompt=prompt) for prompt in (False, True))
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
+    return "".join(character for character, _ in pairs)
+
+
 def _unstable(tokenizer: Tokenizer, problem: Problem, role: Role) -> str:
     """Why a message of a role cannot continue the episode of a problem; empty if it can."""
     variables = problem.chat_template_kwargs
     turn = (Message("assistant", PLACEHOLDER), Message(role, REPLY))
     try:
         start, once, twice = (
-            _rendered(tokenizer, chat, variables, prompt=False) if chat else ""
+            _without_end(tokenizer, chat, variables) if chat else ""
             for chat in ([*problem.messages, *turn * count] for count in range(3))
         )
     except TemplateError as error:

@@ -31,7 +31,6 @@ from peralta_zmq.models.loading import (
     WEIGHT_FILES,
     Model,
     check_tensors,
-    generation_config,
     load_any_tokenizer,
     load_model,
     model_folder,
@@ -224,7 +223,6 @@ def _load_packed(
             output_loading_info=True,
         )
     check_tensors(folder, model, report)
-    model.generation_config = generation_config(folder)
     return model.eval(), packed
 
 

@@ -1,8 +1,4 @@
-"""Models and tokenizers of Hugging Face folders: loading, weights.
-
-The companion files of a model are its config and tokenizer files, which `from_pretrained` needs in
-addition to the weights.
-"""
+"""Models and tokenizers of Hugging Face folders: loading, weights."""
 
 from __future__ import annotations
 
@@ -11,17 +7,15 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import (
@@ -30,13 +24,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
 )
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
-from peralta_zmq.atomic_files import MALFORMED, PLAIN_NAME
+from peralta_zmq.atomic_files import MALFORMED
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.models.device import is_out_of_memory
 from peralta_zmq.models.published_names import TEXT_NAMES, text_names, weights_of
@@ -54,7 +47,6 @@ logging.getLogger("transformers.modeling_utils").addFilter(
 # Small models that are part of this package; the second one was taught turns and tool calls.
 EMBEDDED = Path(__file__).parent / "embedded"
 EMBEDDED_TURNS = Path(__file__).parent / "embedded_turns"
-COMPANION_SUFFIXES = (".json", ".txt", ".jinja", ".py")
 WEIGHT_FILES = "model*.safetensors"
 # Endings of the names of tensors that models compute from their config.
 COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
@@ -78,6 +70,11 @@ def model_folder(name: str) -> Path:
         raise ConfigError(
             f"model '{name}' has quantized GGUF weights, which cannot be trained; give the Hugging "
             "Face folder that they were made from"
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"model '{name}' is a LoRA adapter; give the model that it is merged into: the folder "
+            "merged/ of a run, or bin/replay export RUN STEP FOLDER"
         )
     if not (folder / "config.json").is_file():
         raise ConfigError(
@@ -265,13 +262,6 @@ def weight_files(folder: Path) -> list[Path]:
     raise ConfigError(f"model folder {folder} cannot be loaded: it has no {WEIGHT_FILES}; {remedy}")
 
 
-def generation_config(folder: Path) -> GenerationConfig:
-    """The generation settings of a model folder, or those in the model's config."""
-    if (folder / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(folder)
-    return GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
-
-
 class FolderWeights(Mapping[str, torch.Tensor]):
     """The tensors in the safetensors files of a model folder, read when accessed.
 
@@ -369,18 +359,9 @@ def check_weights(shapes: Mapping[str, torch.Size], weights: Mapping[str, torch.
             )
 
 
-def companion_files(folder: Path) -> dict[str, bytes]:
-    """Contents of the config and tokenizer files of a model folder, by file name."""
-    return {
-        file.name: file.read_bytes()
-        for file in sorted(folder.iterdir())
-        if file.suffix in COMPANION_SUFFIXES
-        and file.is_file()
-        and "index" not in file.name  # the index of sharded weight files
-        and PLAIN_NAME.fullmatch(file.name)  # receivers refuse other names
-    }
-
-
-def text_of(tokenizer: Tokenizer, token_ids: NDArray[np.integer]) -> str:
-    """The text of the tokens, with special tokens."""
-    return cast(str, tokenizer.decode(token_ids.tolist()))
+def text_of(
+    tokenizer: Tokenizer, token_ids: Iterable[int], *, skip_special_tokens: bool = False
+) -> str:
+    """The exact text of the tokens, or without special tokens."""
+    options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+    return cast(str, tokenizer.decode([*map(int, token_ids)], **options))

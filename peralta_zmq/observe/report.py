@@ -32,6 +32,7 @@ from peralta_zmq.observe.metrics import (
 )
 from peralta_zmq.observe.run_state import SESSION_STARTS
 from peralta_zmq.observe.verdict import Verdict
+from peralta_zmq.rollout import CUT_OFF
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -193,7 +194,10 @@ def _answer_lines(base: Evaluation, trained: Evaluation) -> list[str]:
     for after in trained.get("answers", []):
         if before := base_answers.get(after["problem"]):
             reward = f"{before['reward']:g} -> {after['reward']:g}"
-            texts = (after["problem"], before["answer"], after["answer"], reward)
+            marked = (
+                each["answer"] + CUT_OFF * bool(each.get("cut_off")) for each in (before, after)
+            )
+            texts = (after["problem"], *marked, reward)
             rows.append([" ".join(text.split()) for text in texts])
     if all(len(answer) <= WIDTHS[1] for row in rows for answer in row[1:3]):
         return [_columns(*titles), *(_columns(*row) for row in rows), ""]

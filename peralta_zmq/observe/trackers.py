@@ -29,6 +29,7 @@ import numpy as np
 
 from peralta_zmq.errors import ConfigError, described
 from peralta_zmq.observe.metrics import number
+from peralta_zmq.rollout import CUT_OFF
 
 # tracker -> imported package
 PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb"}
@@ -164,9 +165,12 @@ def _table_of(step: int, sample: Mapping[str, Any]) -> list[tuple[object, ...]]:
     """One row with the values of COLUMNS for each rollout in a row of samples.jsonl."""
     prompt, rewards = sample["prompt"], sample["rewards"]
     advantages = sample["advantages"] or [0.0] * len(rewards)  # none for a group without signal
+    texts = sample["texts"]
+    marked = zip(texts, sample.get("cut_off", [False] * len(texts)), strict=True)
+    shown = [text.removeprefix(prompt) + CUT_OFF * cut_off for text, cut_off in marked]
     return [
-        (step, sample["problem"], reward, advantage, prompt, text.removeprefix(prompt))
-        for reward, advantage, text in zip(rewards, advantages, sample["texts"], strict=True)
+        (step, sample["problem"], reward, advantage, prompt, text)
+        for reward, advantage, text in zip(rewards, advantages, shown, strict=True)
     ]
 
 

@@ -96,7 +96,8 @@ class EvaluationCoordinator:
             models.text_of(tokenizer, r.token_ids[int(r.loss_mask.argmax()) :])
             for r in group.rollouts
         ]
-        answers = list(zip(texts, group.rewards, strict=True))
+        cut_off = [rollout.is_cut_off for rollout in group.rollouts]
+        answers = list(zip(texts, group.rewards, cut_off, strict=True))
         current.add(group.problem_id, answers, policy_step=group.policy_step)
         if current.complete:
             self._current = None

@@ -14,6 +14,7 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 from peralta_zmq import models
 from peralta_zmq.atomic_files import failpoint
@@ -31,7 +32,7 @@ from peralta_zmq.learning.step_metrics import (
 )
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import check_trackers
-from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.rollout import CUT_OFF, RolloutGroup
 from peralta_zmq.trainer import evaluation, policy, session, sockets
 from peralta_zmq.trainer.accumulation import GradientAccumulation
 from peralta_zmq.trainer.checkpoint import CheckpointWriter
@@ -93,6 +94,7 @@ class Trainer:
             config, stack, run_id, limits, worker_info, train.digest, authenticator
         )
         store = policy.open_store(config)
+        identity = replace(identity, tokenizer=self.policy.manifest_fields["tokenizer"])
         run_log, journal = session.open_run_folder(
             config, stack, store, identity, address_file, stop
         )
@@ -326,7 +328,8 @@ class NoSignalWarning:
         self._warned = True
         firsts = [group.rollouts[0] for group in groups[:3]]
         samples = "; ".join(
-            f"{models.text_of(self._tokenizer, r.token_ids[r.loss_mask])!r} -> {r.reward:g}"
+            f"{models.text_of(self._tokenizer, r.token_ids[r.loss_mask])!r}"
+            f"{CUT_OFF * r.is_cut_off} -> {r.reward:g}"
             for r in firsts
         )
         self._run_log.note(
@@ -361,6 +364,7 @@ def _sample(
         "advantages": list(advantages),
         "prompt": models.text_of(tokenizer, prompt_ids),
         "texts": [models.text_of(tokenizer, r.token_ids) for r in group.rollouts],
+        "cut_off": [rollout.is_cut_off for rollout in group.rollouts],
         "num_turns": [rollout.num_turns for rollout in group.rollouts],
     }
 

@@ -10,6 +10,7 @@ adapters are trained and published; the base model stays in its own folder.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -38,6 +39,7 @@ from peralta_zmq.weights.version import WEIGHTS_FILE, Version
 PUBLISH_SECONDS = 60.0  # longest wait until the newest weights are published
 STOP_SECONDS = 2.0  # longest wait for them after a stop request
 CHECK_SECONDS = 0.2  # between two checks for a stop request while waiting for them
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,11 @@ def open_policy(config: Config, problems: Sequence[Problem], ranks: Ranks) -> Po
         build.check_start(config, "trainer", folder)
     tokenizer = models.load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
     model = build.load_policy(config, folder)
-    companions, manifest_fields = version_files(config, folder, model)
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = models.folder_end_ids(folder, tokenizer)
+    if text := models.end_tokens_text(folder, tokenizer):
+        logger.info(text)
+    companions, manifest_fields = version_files(config, folder, model, tokenizer)
     check_tokens(problems, len(tokenizer))
     models.check_template_kwargs(tokenizer, problems)
     dtype, _ = models.training_dtype(model, config.train.dtype)
@@ -103,17 +109,19 @@ def group_limits(config: Config, model: models.Model) -> wire.GroupLimits:
 
 
 def version_files(
-    config: Config, folder: Path, model: models.Model
+    config: Config, folder: Path, model: models.Model, tokenizer: models.Tokenizer
 ) -> tuple[dict[str, bytes], dict[str, str]]:
     """Return the companion files (content by name) and manifest fields of versions.
 
-    The companion files of a whole model are its config and tokenizer, without manifest fields. LoRA
-    adapters have a config file, and manifest fields with the digest and the name of the base model:
-    generators use them to check that they have the same base model. `adapts_dtype` is its format,
-    and `adapts_packed` the digest of its packed weights.
+    The manifest identifies the tokenizer. The companion files of a whole model are its config and
+    tokenizer. LoRA adapters have a config file, and manifest fields with the digest and the name of
+    the base model: generators use them to check that they have the same base model. `adapts_dtype`
+    is its format, and `adapts_packed` the digest of its packed weights.
     """
+    identity = {"tokenizer": models.tokenizer_identity(folder, tokenizer)}
     if not lora.has_adapters(model):
-        return {**models.companion_files(folder), **config_file(folder)}, {}
+        companions = models.companion_files(folder, tokenizer)
+        return {**companions, **config_file(folder)}, identity
     name = config.model.name
     # peft looks the base model up by folder or name; it does not have the names of embedded ones.
     is_embedded = folder in (models.EMBEDDED, models.EMBEDDED_TURNS)
@@ -122,6 +130,7 @@ def version_files(
         "adapts": lora.weights_digest(folder),
         "adapts_name": name,
         "adapts_dtype": config.lora.base_dtype,
+        **identity,
     }
     if (digest := frozen_layers.packed_digest(model)) is not None:
         fields["adapts_packed"] = digest
@@ -293,45 +302,54 @@ def final_weights(config: Config, policy: Policy, store: WeightStore) -> Path:
     store has no version, returns the folder of the store.
     """
     if lora.has_adapters(policy.model):
-        return export_adapter(config, config.run_folder, policy.base_folder, policy.model)
+        folder, tokenizer = policy.base_folder, policy.tokenizer
+        return export_adapter(config, config.run_folder, folder, policy.model, tokenizer)
     newest = store.newest()
     return newest.folder if newest else store.folder
 
 
-def export_adapter(config: Config, folder: Path, model_folder: Path, model: models.Model) -> Path:
+def export_adapter(
+    config: Config,
+    folder: Path,
+    model_folder: Path,
+    model: models.Model,
+    tokenizer: models.Tokenizer,
+) -> Path:
     """Write `folder/adapter` for peft and `folder/merged` for transformers.
 
     `model_folder` has the base model. Replaces an earlier export; returns `folder/merged`.
     Raises OSError.
     """
     adapter = tensor_set.copy_set(lora.published_weights(model), torch.float32)
-    companions, manifest_fields = version_files(config, model_folder, model)
+    companions, manifest_fields = version_files(config, model_folder, model, tokenizer)
     files = {lora.WEIGHTS_FILE: tensor_set.file_of(adapter, {}), **companions}
     atomic_files.remove_folder(folder / "adapter")
     atomic_files.write_folder(folder / "adapter", files, manifest_fields)
     base = frozen_layers.UnpackedWeights(model)
-    return write_merged(folder / "merged", base, adapter, model_folder=model_folder)
+    companions = merged_companions(model_folder, tokenizer)
+    return write_merged(folder / "merged", base, adapter, companions)
+
+
+def merged_companions(model_folder: Path, tokenizer: models.Tokenizer) -> dict[str, bytes]:
+    """The companion files of merged weights in float32; `model_folder` has the base model."""
+    companions = models.companion_files(model_folder, tokenizer)
+    return {**companions, **config_file(model_folder, dtype="float32")}
 
 
 def write_merged(
     target: Path,
     base: Mapping[str, torch.Tensor],
     adapter: Mapping[str, torch.Tensor],
-    *,
-    model_folder: Path,
+    companions: Mapping[str, bytes],
 ) -> Path:
     """Merge the adapter into the base weights and write them to folder `target`, in float32.
 
-    In bfloat16 rounding would remove most of the adapter. Returns `target`, which `from_pretrained`
-    can load. Its config and tokenizer are those of `model_folder`. Needs memory for one merged
-    tensor at a time. Raises OSError.
+    In bfloat16 rounding would remove most of the adapter. `companions` are the result of
+    `merged_companions`. Returns `target`, which `from_pretrained` can load. Needs memory for one
+    merged tensor at a time. Raises OSError.
     """
     merged = models.ConvertedWeights(lora.MergedWeights(base, adapter), torch.float32)
-    files = {
-        WEIGHTS_FILE: tensor_set.file_of(merged, {}),
-        **models.companion_files(model_folder),
-        **config_file(model_folder, dtype="float32"),
-    }
+    files = {WEIGHTS_FILE: tensor_set.file_of(merged, {}), **companions}
     atomic_files.remove_folder(target)
     atomic_files.write_folder(target, files, {})
     return target

@@ -39,7 +39,7 @@ from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint, journal
 from peralta_zmq.trainer.accumulation import repeat_micro_batches
 from peralta_zmq.trainer.collector import size_of, step_size
-from peralta_zmq.trainer.policy import group_limits, write_merged
+from peralta_zmq.trainer.policy import group_limits, merged_companions, write_merged
 from peralta_zmq.trainer.ranks import (
     PolicyLearner,
     join,
@@ -239,14 +239,16 @@ def export(run: Path, step: int, target: Path) -> int:
 def _export_merged(config: Config, version: Version, local: Path, target: Path) -> None:
     """Write the adapter in `local`, merged into its base model, to folder `target`."""
     base_folder = build.base_folder(config, version)
+    trust = config.model.trust_remote_code
     base = frozen_base.load_base_weights(
         base_folder,
         build.base_dtype(version),
         device=torch.device("cpu"),
-        trust_remote_code=config.model.trust_remote_code,
+        trust_remote_code=trust,
     )
-    adapter = MappedTensors(local / WEIGHTS_FILE)
-    write_merged(target, base.tensors, adapter, model_folder=base_folder)
+    tokenizer = models.load_tokenizer(base_folder, trust_remote_code=trust)
+    companions = merged_companions(base_folder, tokenizer)
+    write_merged(target, base.tensors, MappedTensors(local / WEIGHTS_FILE), companions)
 
 
 def weights_sha256(weights: Mapping[str, torch.Tensor]) -> str:

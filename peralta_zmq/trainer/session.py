@@ -1,9 +1,9 @@
 """Resources of a trainer session: run folder, weights folder, stop flag.
 
 A session is one start of the trainer; a run continues over any number of sessions. The run folder
-has a lock file, RUN.json (the run's id and the weights folder that the run has claimed),
-config.toml (the settings) and all records of the run. Only the run that has claimed a weights
-folder publishes weights to it.
+has a lock file, RUN.json (the run's id, the weights folder that the run has claimed, and properties
+of the tokenizer), config.toml (the settings) and all records of the run. Only the run that has
+claimed a weights folder publishes weights to it.
 
 An outage is a time in which a disk or a mounted folder of the run cannot be used, such as a full
 disk or a NAS that is off. The trainer of an existing run waits until the outage is over, also at
@@ -27,9 +27,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, TypeVar
 
-from peralta_zmq import atomic_files, http_server, wire
+from peralta_zmq import atomic_files, http_server, models, wire
 from peralta_zmq.atomic_files import FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY
 from peralta_zmq.config import RESOLVED, Config, earlier_config, write_resolved
+from peralta_zmq.config.resolved import REMEDY
 from peralta_zmq.errors import ConfigError, JournalError, OutageError, StoreError, failure_text
 from peralta_zmq.observe.metrics import LOCK
 from peralta_zmq.observe.run_log import RunLog
@@ -175,6 +176,7 @@ class RunIdentity:
     is_new: bool  # `run_id` is not from RUN.json
     previous_config: Config  # of the last session of the run; of this one if it is new
     lock: IO[bytes] | None = None  # of the run folder, if it is locked already
+    tokenizer: str | None = None  # models.tokenizer_identity
 
 
 def identify_run(config: Config, stack: ExitStack, stop: StopSignal) -> RunIdentity:
@@ -213,7 +215,7 @@ def open_run_folder(
 
     Writes the address file before the journal is read. Waits while the folders of an existing run
     cannot be used. For a new run, raises ConfigError or StoreError instead; after StoreError the
-    new files are removed.
+    new files are removed. Raises ConfigError if the run was made with another tokenizer.
     """
     folder, run_id, is_new = config.run_folder, identity.run_id, identity.is_new
 
@@ -226,7 +228,7 @@ def open_run_folder(
             stack.enter_context(_locked(config, identity))
         else:
             stack.enter_context(waiting(lambda: _locked(config, identity)))
-        waiting(lambda: _claim_weights(store, config, run_id))
+        waiting(lambda: _claim_weights(store, config, identity))
     except StoreError:
         if is_new:
             _remove_new(folder)
@@ -278,6 +280,12 @@ def _locked(config: Config, identity: RunIdentity) -> IO[bytes]:
             if known_run_id(folder) is not None:
                 raise _in_use_error(folder)
             write_identity(folder, run_id=identity.run_id, weights=None)
+        known = _read_identity(folder, "tokenizer")
+        if changes := models.tokenizer_changes(known, identity.tokenizer):
+            raise ConfigError(
+                f"run folder {folder} was made with other files of model.name "
+                f"{config.model.name}: {changes}; put the files back, or {REMEDY}"
+            )
         if not (folder / RESOLVED).exists():  # an earlier start may have been killed before this
             write_resolved(config, folder)
         stack.pop_all()  # without an error, the lock stays
@@ -323,12 +331,14 @@ def known_run_id(folder: Path) -> str | None:
     return _read_identity(folder, "run_id")
 
 
-def write_identity(folder: Path, *, run_id: str, weights: str | None) -> None:
+def write_identity(
+    folder: Path, *, run_id: str, weights: str | None, tokenizer: str | None = None
+) -> None:
     """Write RUN.json; `weights` is the address of the claimed weights folder.
 
     Raises OSError.
     """
-    text = json.dumps({"run_id": run_id, "weights": weights}) + "\n"
+    text = json.dumps({"run_id": run_id, "weights": weights, "tokenizer": tokenizer}) + "\n"
     atomic_files.replace_file(folder / IDENTITY, text.encode())
 
 
@@ -339,7 +349,7 @@ def _read_identity(folder: Path, field: str) -> str | None:
     """
     file = folder / IDENTITY
     try:
-        value = json.loads(file.read_text("utf-8"))[field]
+        value = {"tokenizer": None, **json.loads(file.read_text("utf-8"))}[field]
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError) as error:
@@ -350,17 +360,18 @@ def _read_identity(folder: Path, field: str) -> str | None:
     return None if value is None else str(value)
 
 
-def _claim_weights(store: WeightStore, config: Config, run_id: str) -> None:
+def _claim_weights(store: WeightStore, config: Config, identity: RunIdentity) -> None:
     """Claim the weights folder for the run. Raises StoreError if another run has it.
 
     If weights.dir is set and the run has claimed the folder before, a missing folder is not
     created: its file system is not mounted. The default folder, inside the run folder, is created
     again, because users delete it to free space. Raises OutageError or OSError if waiting may help.
     """
-    is_known = _read_identity(config.run_folder, "weights") == store.address
+    folder, run_id = config.run_folder, identity.run_id
+    is_known = _read_identity(folder, "weights") == store.address
     store.claim(run_id, known=is_known, create=not (is_known and config.weights.dir))
-    if not is_known:
-        write_identity(config.run_folder, run_id=run_id, weights=store.address)
+    if not is_known or _read_identity(folder, "tokenizer") is None:
+        write_identity(folder, run_id=run_id, weights=store.address, tokenizer=identity.tokenizer)
 
 
 def _remove_new(folder: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from peralta_zmq.atomic_files import CHUNK, PLAIN_NAME, open_regular
+from peralta_zmq.atomic_files import CHUNK, PLAIN_PATH, open_regular
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.http_server import HttpServer, RequestHandler
 from peralta_zmq.weights.backends import LocalBackend, read_small
@@ -28,7 +28,7 @@ from peralta_zmq.weights.version import RUN_FILE, VERSION_NAME
 CLIENT_TIMEOUT_SECONDS = 20.0  # without a byte from the server
 MAX_LISTING = 16 << 20  # bytes; a million versions
 RANGE = re.compile(r"bytes=(\d{1,18})-")  # value of the header Range, with which a client resumes
-VERSION_FILE = re.compile(rf"/({VERSION_NAME.pattern})/({PLAIN_NAME.pattern})")
+VERSION_FILE = re.compile(rf"/({VERSION_NAME.pattern})/({PLAIN_PATH.pattern})")
 
 
 class HttpBackend:
@@ -126,7 +126,7 @@ class _Handler(RequestHandler):
                 self._send_file(RUN_FILE)
             elif match := VERSION_FILE.fullmatch(self.path):
                 with self.backend.leases.reading(match[1]):
-                    self._send_file(match[1], match[2])
+                    self._send_file(match[1], *match[2].split("/"))
             else:
                 self.respond(HTTPStatus.NOT_FOUND)
         except FileNotFoundError:

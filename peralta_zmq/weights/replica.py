@@ -36,6 +36,7 @@ from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import DELTA_FILE, WEIGHTS_FILE, Version, folder_name
 
 STATE, INCOMING = "replica.json", "incoming"  # two manifests; folder of downloaded files
+LOCK = "lock"  # file that the process which uses the folder has locked
 logger = logging.getLogger(__name__)
 
 
@@ -149,8 +150,13 @@ class LocalReplica:
             target = tensor_set.MappedTensors(self.folder / WEIGHTS_FILE, writable=True)
             with (fetched / DELTA_FILE).open("rb") as file:
                 return delta.apply(file, target)
-        for file in fetched.iterdir():
-            os.replace(file, self.folder / file.name)
+        for path in self.folder.iterdir():  # of an earlier keyframe, which may have other files
+            if path.is_dir() and path.name != INCOMING:
+                shutil.rmtree(path)
+            elif path.is_file() and path.name != LOCK:
+                path.unlink()
+        for path in fetched.iterdir():
+            os.replace(path, self.folder / path.name)
         return tensor_set.checksums_of(self.tensors())
 
     def _check(self, member: Version, checksums: Mapping[str, int]) -> None:
@@ -182,7 +188,7 @@ def locked_folder(folder: Path) -> Generator[Path, None, None]:
     with ExitStack() as resources:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = resources.enter_context((folder / "lock").open("ab"))
+            lock = resources.enter_context((folder / LOCK).open("ab"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             temporary = tempfile.TemporaryDirectory(prefix="peralta-", ignore_cleanup_errors=True)
@@ -201,6 +207,7 @@ def _fetch(store: WeightStore, version: Version, target: Path) -> None:
     """
     target.mkdir(parents=True)
     for name in version.manifest.files:
+        (target / name).parent.mkdir(exist_ok=True)
         with (target / name).open("wb") as copy:
             for chunk in store.read(version, name):
                 copy.write(chunk)

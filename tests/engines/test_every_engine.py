@@ -7,6 +7,7 @@ these libraries.
 from __future__ import annotations
 
 import gc
+import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -304,6 +305,52 @@ def test_stop_string_ends_a_completion_and_is_removed(opener: Opener, tokenizer:
     assert len(stopped.token_ids) <= 4
     assert (stopped.finish_reason, stop in stopped.text) == ("stop", False)
     assert free[: len(stopped.token_ids)] == stopped.token_ids.tolist()
+
+
+def test_text_is_exact_up_to_the_end_token(opener: Opener) -> None:
+    model = sharp_model()
+    free = plain_greedy(model, PROMPTS[0], 12)
+    special = free[3]
+    end = next(token for token in free if free.index(token) > 4)
+    model.generation_config.eos_token_id = end
+    folder = opener.folder(model)
+    settings = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    stop = next(text for text, token in settings["model"]["vocab"].items() if token == special)
+    settings["added_tokens"].append({**settings["added_tokens"][0], "id": special, "content": stop})
+    (folder / "tokenizer.json").write_text(json.dumps(settings), "utf-8")
+    tokenizer = models.load_tokenizer(folder)
+    engine = opener.open(folder)
+
+    def sampled_with(**options: Any) -> Completion:
+        return sampled(engine, replace(GREEDY, **options), requests(PROMPTS[:1]))[0]
+
+    written = free[: free.index(end)]
+    exact, clean = sampled_with(), sampled_with(skip_special_tokens=True)
+    assert exact.token_ids.tolist() == clean.token_ids.tolist() == [*written, end]
+    assert stop in exact.text and exact.text == tokenizer.decode(written)
+    assert clean.text == tokenizer.decode(written, skip_special_tokens=True) != exact.text
+    for stopped in (
+        sampled_with(stop=(stop,)),
+        sampled_with(stop=(stop,), skip_special_tokens=True),
+    ):
+        assert stopped.token_ids.tolist() == free[: free.index(special) + 1]
+        assert stopped.text == tokenizer.decode(free[: free.index(special)])
+        assert stopped.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("source", ["config.json", "tokenizer_config.json"])
+def test_end_tokens_are_those_of_every_file(opener: Opener, source: str) -> None:
+    model = sharp_model()
+    free = plain_greedy(model, PROMPTS[0], 12)
+    folder = opener.folder(model)
+    content = json.loads((folder / source).read_text("utf-8"))
+    settings = {"config.json": {"eos_token_id": free[3]}}
+    tokenizer = models.load_tokenizer(folder)
+    name = {"eos_token": tokenizer.convert_ids_to_tokens(free[3])}
+    (folder / source).write_text(json.dumps({**content, **settings.get(source, name)}), "utf-8")
+    (completion,) = sampled(opener.open(folder), GREEDY, requests(PROMPTS[:1]))
+    assert completion.token_ids.tolist() == free[: free.index(free[3]) + 1]
+    assert completion.finish_reason == "stop"
 
 
 # Cancelled completions.

@@ -42,12 +42,13 @@ def test_evaluation_is_complete_with_its_last_example() -> None:
     assert not made.expects("1", 1)  # too few rollouts
     for number, problem in enumerate(("1", "0", "2")):
         assert made.expects(problem, 2)
-        made.add(problem, [("x", 1.0), ("y", 0.0)], policy_step=5 + number)
+        made.add(problem, [("x", 1.0, False), ("y", 0.0, True)], policy_step=5 + number)
         assert not made.expects(problem, 2)  # the first answer counts
         assert made.complete == (number == 2)
         assert is_in_bitmap(made.answered, int(problem))
     assert [problem.id for problem, _ in made.answers()] == ["0", "1", "2"]
-    assert made.answers()[2][1][0].problem == "what is 2?"
+    first, second = made.answers()[2][1]
+    assert (first.problem, first.cut_off, second.cut_off) == ("what is 2?", False, True)
     assert made.policy_steps == [5, 6, 7]
 
 

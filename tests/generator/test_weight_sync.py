@@ -27,7 +27,7 @@ from peralta_zmq.generator.weight_sync import (
 from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
-from peralta_zmq.weights.version import WEIGHTS_FILE
+from peralta_zmq.weights.version import WEIGHTS_FILE, Version
 
 ABSENT = "tcp://127.0.0.1:9"  # nothing listens there
 
@@ -69,6 +69,21 @@ def test_rejected_version_changes_nothing_and_a_later_one_is_applied(
     assert engine.weights["w"].tolist() == [1.0] * 4
     publish(store, 14, 14.0)
     assert apply_until(engine, subscriber, first, 14).step == 14
+
+
+def test_version_of_another_tokenizer_is_refused_in_use(
+    store: WeightStore, subscriber: WeightSubscriber, caplog: pytest.LogCaptureFixture
+) -> None:
+    def publish_of(step: int, tokenizer: str) -> Version:
+        weights, about = {"w": torch.full((4,), float(step))}, {"tokenizer": tokenizer}
+        return store.publish(step, weights, companions={}, about=about)
+
+    first = apply_until(engine := FakeEngine(), subscriber, publish_of(1, "end_tokens=2"), 1)
+    publish_of(2, "end_tokens=5")
+    assert subscriber.poll(timeout=20) is not None
+    assert apply_newest(engine, subscriber, first) is first
+    assert "another tokenizer (end_tokens=2 -> end_tokens=5); restart this gener" in caplog.text
+    assert engine.weights["w"].tolist() == [1.0] * 4
 
 
 class FullDisk(FakeEngine):
@@ -154,7 +169,7 @@ def test_engine_opens_on_keyframe_and_deltas_and_shares_no_memory(tmp_path: Path
     store.claim("run")
     cpu, norm = torch.device("cpu"), "model.norm.weight"
     model = models.load_model(models.EMBEDDED, device=cpu, dtype=torch.float32).bfloat16()
-    companions = models.companion_files(models.EMBEDDED)
+    companions = models.companion_files(models.EMBEDDED, models.load_tokenizer(models.EMBEDDED))
     weights = models.weights_of(model)
     versions = [store.publish(4, weights, companions=companions)]
 

@@ -53,7 +53,11 @@ LLAMA3 = (
     "{% else %}{{ message.content | trim }}{% endif %}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-FAMILIES = {"qwen2": (QWEN2, ""), "qwen3": (QWEN3, ""), "llama3": (LLAMA3, "<|eot_id|>")}
+# Ends a chat with the end token of the tokenizer, unless the assistant's turn follows.
+PHI3 = QWEN2 + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}"
+FAMILIES = {
+    "qwen2": (QWEN2, ""), "qwen3": (QWEN3, ""), "llama3": (LLAMA3, "<|eot_id|>"), "phi3": (PHI3, "")
+}  # fmt: skip
 SCHEMAS = [{"type": "function", "function": {"name": "add", "description": "Adds."}}]
 START = (Message("system", "Add."), Message("user", "1 plus 2?"))
 

@@ -17,7 +17,7 @@ from custom_code import files_with_code
 from safetensors.torch import load_file, save_file
 from sample_data import TINY, tiny_model
 
-from peralta_zmq import atomic_files, models
+from peralta_zmq import models
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.models import loading, lora
 from peralta_zmq.rollout import Message, Problem
@@ -301,18 +301,12 @@ def test_load_tokenizer_rejects_missing_chat_template(tmp_path: Path) -> None:
         models.load_tokenizer(tmp_path)
 
 
-def test_companion_files_are_config_and_tokenizer() -> None:
-    names = models.companion_files(models.EMBEDDED).keys()
-    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= names
-    assert not [name for name in names if "safetensors" in name]
-
-
-def test_companion_files_have_names_allowed_in_versions(tmp_path: Path) -> None:
-    for name in (".hidden.json", "my notes.txt", "config.json", "model.safetensors.index.json"):
-        (written(tmp_path) / name).write_text("{}")
-    files = models.companion_files(tmp_path)
-    atomic_files.write_folder(tmp_path / "step_000001", files, {})
-    assert set(atomic_files.read_manifest(tmp_path / "step_000001").files) == {"config.json"}
+@pytest.mark.parametrize("name", ["adapter", "step_00000003"])
+def test_adapter_folder_is_refused_as_a_model(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"{name}' is a LoRA adapter; give .*merged/ of a run"):
+        models.model_folder(str(tmp_path / name))
 
 
 # Chat prompt

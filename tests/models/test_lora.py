@@ -69,12 +69,16 @@ def trained(*arguments: str, seed: int = 0) -> tuple[Config, Any]:
     return config, build.load_policy(config, models.EMBEDDED)
 
 
+def tokenizer() -> models.Tokenizer:
+    return models.load_tokenizer(models.EMBEDDED)
+
+
 def some_groups(step: int, rewards: tuple[float, ...] = (1, 0, 0, 1)) -> list[RolloutGroup]:
     return [group_of(rewards, seed=10 * step + number) for number in range(2)]
 
 
 def published(config: Config, model: Any, store: WeightStore, step: int) -> Version:
-    companions, fields = policy.version_files(config, models.EMBEDDED, model)
+    companions, fields = policy.version_files(config, models.EMBEDDED, model, tokenizer())
     weights = lora.published_weights(model)
     return store.publish(step, weights, companions=companions, about=fields)
 
@@ -301,7 +305,8 @@ def test_adapter_of_a_base_with_other_values_is_rejected(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config, model, version, sampler = start_generator(store, subscriber, "--lora.base-dtype=nf4")
-    before, (_, about) = sampled(sampler), policy.version_files(config, models.EMBEDDED, model)
+    before = sampled(sampler)
+    _, about = policy.version_files(config, models.EMBEDDED, model, tokenizer())
     changed = {name: value for name, value in {**about, **fields}.items() if value is not None}
     store.publish(1, lora.published_weights(model), companions={}, about=changed)
     assert subscriber.poll(timeout=20) is not None
@@ -321,7 +326,7 @@ def test_generator_start_rejects_a_base_with_other_values(
     fields: dict[str, str], words: str, store: WeightStore, subscriber: WeightSubscriber
 ) -> None:
     config, model = trained("--lora.base-dtype=nf4")
-    _, about = policy.version_files(config, models.EMBEDDED, model)
+    _, about = policy.version_files(config, models.EMBEDDED, model, tokenizer())
     weights = lora.published_weights(model)
     store.publish(0, weights, companions={}, about={**about, **fields})
     staged = subscriber.poll(timeout=20)
@@ -334,7 +339,7 @@ def test_version_without_a_format_has_a_float32_base(
     store: WeightStore, subscriber: WeightSubscriber
 ) -> None:
     config, model = trained("--lora.base-dtype=float32")
-    _, about = policy.version_files(config, models.EMBEDDED, model)
+    _, about = policy.version_files(config, models.EMBEDDED, model, tokenizer())
     del about["adapts_dtype"]
     version = store.publish(0, lora.published_weights(model), companions={}, about=about)
     staged = subscriber.poll(timeout=20)
@@ -393,7 +398,7 @@ def test_final_weights_load_in_transformers_and_peft(tmp_path: Path) -> None:
     ids = torch.arange(3, 20)[None]
     expected = model(ids).logits.detach()
     for _ in range(2):  # the same run may end twice
-        merged = policy.export_adapter(config, tmp_path, models.EMBEDDED, model)
+        merged = policy.export_adapter(config, tmp_path, models.EMBEDDED, model, tokenizer())
     cpu = torch.device("cpu")
     whole = models.load_model(merged, device=cpu, dtype=torch.float32)
     assert not lora.has_adapters(whole)
@@ -409,7 +414,7 @@ def test_final_weights_of_a_packed_base_are_merged_into_its_values(tmp_path: Pat
     config, model = trained("--lora.base-dtype=nf4")
     build.make_learner(config, model).learn(some_groups(1))
     ids = torch.arange(3, 20)[None]
-    merged = policy.export_adapter(config, tmp_path, models.EMBEDDED, model)
+    merged = policy.export_adapter(config, tmp_path, models.EMBEDDED, model, tokenizer())
     whole = models.load_model(merged, device=torch.device("cpu"), dtype=torch.float32)
     assert are_exact_logits(whole(ids).logits, model, ids)
 

@@ -144,6 +144,16 @@ def test_closing_text_shows_long_answers_at_full_length(evaluated: Path) -> None
     assert blocks[2].startswith("held-out accuracy")
 
 
+def test_closing_text_marks_answers_that_were_cut_off(folder: Path) -> None:
+    rows = (("3 5 +", False), ("no end, " * 9, True))
+    for step, (answer, cut_off) in enumerate(rows):
+        listed = {"problem": "add", "answer": answer, "reward": 0.0, "cut_off": cut_off}
+        append(folder / EVALUATIONS, {"step": step, "accuracy": 0.5, "answers": [listed]})
+    lines = closing_text(folder, write_summary(folder, **CLOSING), folder).splitlines()
+    assert lines[1] == "base answer        3 5 +"
+    assert lines[2] == f"trained answer     {'no end, ' * 9}[cut off]"
+
+
 def test_closing_text_without_base_evaluation_compares_no_answers(folder: Path) -> None:
     evaluate(folder, 5, 0.97)
     text = closing_text(folder, write_summary(folder, **CLOSING), folder)

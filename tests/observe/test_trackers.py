@@ -98,6 +98,14 @@ def test_samples_and_histograms_are_logged_every_nth_step() -> None:
     assert [row[3] for row in recording.logged[3].samples] == [0.0, 0.0]
 
 
+def test_completions_that_were_cut_off_are_marked() -> None:
+    recording = RecordingTracker()
+    with Tracker("recording", recording.open, interval=1) as tracker:
+        tracker.log(1, ROW, sample={**SAMPLE, "cut_off": [False, True]})
+    shown = [row[-1] for row in SAMPLE_ROWS for row in [tuple(row.values())]]
+    assert [row[-1] for row in recording.logged[0].samples] == [shown[0], f"{shown[1]} [cut off]"]
+
+
 def refuse(first_step: int) -> AbstractContextManager[LogStep]:
     raise OSError("no room")
 

@@ -120,6 +120,31 @@ def test_run_folder_with_other_settings_is_refused_and_unchanged(settings: list[
     assert (earlier.run_folder / "config.toml").read_bytes() == before
 
 
+def test_run_with_an_edited_template_or_tokenizer_is_refused(
+    settings: list[str], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(models.EMBEDDED, tmp_path / "model"))
+    file = folder / "tokenizer_config.json"
+    config = config_of(*settings, "--model.name", str(folder))
+    before = file.read_text("utf-8")
+    for text in (before, before):
+        file.write_text(text, "utf-8")
+        with ExitStack() as stack:
+            Trainer(config, stack)
+    file.write_text(before.replace("{{ message.role }}", "{{ message.role | upper }}"), "utf-8")
+    identity = (config.run_folder / "RUN.json").read_bytes()
+    changed = r"other files of model\.name .*: chat_template=\w{16} -> chat_template=\w{16}; put"
+    with ExitStack() as stack, pytest.raises(ConfigError, match=changed):
+        Trainer(config, stack)
+    assert (config.run_folder / "RUN.json").read_bytes() == identity
+    (config.run_folder / "RUN.json").write_bytes(  # as an older version wrote it
+        json.dumps({**json.loads(identity), "tokenizer": None}).encode()
+    )
+    with ExitStack() as stack:
+        Trainer(config, stack)
+    assert json.loads((config.run_folder / "RUN.json").read_bytes())["tokenizer"]
+
+
 def test_second_trainer_on_a_run_folder_is_refused(settings: list[str]) -> None:
     config = config_of(*settings)
     with ExitStack() as stack:
@@ -542,6 +567,7 @@ def test_samples_have_texts_rewards_and_advantages_of_a_group_of_the_step(
         prompt = group.rollouts[0].token_ids[:3].tolist()
         assert row["prompt"] == tokenizer.decode(prompt)
         assert (row["problem"], row["task"]) == (group.problem_id, group.task)
+        assert row["cut_off"] == [each.finish_reason == "length" for each in group.rollouts]
         assert (row["generator"], row["policy_step"]) == (group.generator_id, group.policy_step)
         assert tuple(row["rewards"]) == group.rewards
         mean = sum(group.rewards) / 4

@@ -105,6 +105,16 @@ def test_copy_with_a_damaged_companion_is_read_again_at_once(
     assert same(restarted.tensors(), weights_at(1))
 
 
+def test_keyframe_replaces_all_files_of_the_one_before(
+    store: WeightStore, replica: LocalReplica
+) -> None:
+    replica.advance(store, publish(store, 0))
+    (replica.folder / "replica.json").unlink()  # the next process uses a copy that is not valid
+    other = store.publish(1, weights_at(1), companions={"config.json": b"{}", "vocab.txt": b"a"})
+    LocalReplica(replica.folder).advance(store, other)
+    assert names_in(replica.folder) == {WEIGHTS_FILE, "config.json", "vocab.txt", "replica.json"}
+
+
 def test_files_of_a_keyframe_are_fsynced(
     store: WeightStore, replica: LocalReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,8 +127,9 @@ def test_files_of_a_keyframe_are_fsynced(
 
     monkeypatch.setattr(os, "fsync", record)
     replica.advance(store, publish(store, 0))
-    for file in replica.folder.iterdir():
-        assert synced[file.stat().st_ino] == file.stat().st_size, file.name
+    for name in names_in(replica.folder):
+        file = replica.folder / name
+        assert synced[file.stat().st_ino] == file.stat().st_size, name
     assert replica.folder.stat().st_ino in synced
 
 

@@ -177,13 +177,13 @@ def test_keyframe_loads_with_from_pretrained(store: WeightStore, tmp_path: Path)
 
     model = tiny_model(seed=3).bfloat16()
     model.config.save_pretrained(tmp_path / "origin")
+    tokenizer = models.load_tokenizer(models.EMBEDDED)
     companions = {
-        **models.companion_files(models.EMBEDDED),
-        **models.companion_files(tmp_path / "origin"),
+        **models.companion_files(models.EMBEDDED, tokenizer),
+        **models.companion_files(tmp_path / "origin", tokenizer),
     }
     version = store.publish(1, models.weights_of(model), companions=companions)
     read = AutoModelForCausalLM.from_pretrained(version.folder, dtype=torch.bfloat16).state_dict()
     assert read["lm_head.weight"].shape == (TINY["vocab_size"], TINY["hidden_size"])
     assert all(torch.equal(read[name], tensor) for name, tensor in model.state_dict().items())
-    vocabulary = models.load_tokenizer(models.EMBEDDED).get_vocab()
-    assert models.load_tokenizer(version.folder).get_vocab() == vocabulary
+    assert models.load_tokenizer(version.folder).get_vocab() == tokenizer.get_vocab()

@@ -29,7 +29,6 @@ from peralta_zmq.engines.rows import (
     GIB,
     Rows,
     check_cache_memory,
-    end_token_ids,
     read_requests,
 )
 from peralta_zmq.errors import ConfigError
@@ -50,7 +49,7 @@ def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> Engine:
     models.check_code(folder, trust_remote_code=settings.trust_remote_code)
     with loading_errors(folder):
         tokenizer = models.load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
-        end_ids = end_token_ids(models.generation_config(folder), tokenizer)
+        end_ids = models.folder_end_ids(folder, tokenizer)
         weights = models.FolderWeights(folder)
     config = read_config(folder)
     sizes = {**config, **config.get("text_config", {})}

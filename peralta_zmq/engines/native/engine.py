@@ -27,7 +27,7 @@ from peralta_zmq.engines.native.decoder import FAMILIES, Decoder, NewTokens
 from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS, PrefixCache
 from peralta_zmq.engines.native.sampler import sample
 from peralta_zmq.engines.native.turn_cache import KEPT_FRACTION, TurnCache
-from peralta_zmq.engines.rows import Rows, end_token_ids, read_requests
+from peralta_zmq.engines.rows import Rows, read_requests
 from peralta_zmq.errors import EngineError
 from peralta_zmq.models.rotary import check_length
 from peralta_zmq.registry import EngineSettings, WeightUpdate
@@ -66,7 +66,7 @@ class NativeEngine:
         self._slots = slots
         check_length(model, max_model_len)
         self.max_model_len = min(max_model_len, models.max_positions(model))
-        self._end_ids = end_token_ids(model.generation_config, tokenizer)
+        self._end_ids = models.end_token_ids(model.generation_config, tokenizer)
         self._cancelled = False
         self._loop: DecodeLoop | None = None  # of the running `generate`
         self._kept_fraction = KEPT_FRACTION if keeps_turns else 0.0

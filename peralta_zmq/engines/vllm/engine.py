@@ -21,7 +21,7 @@ from transformers import AutoConfig
 
 from peralta_zmq import models
 from peralta_zmq.engines.loading import loading_errors, merger_of_files
-from peralta_zmq.engines.rows import Rows, check_cache_memory, end_token_ids, read_requests
+from peralta_zmq.engines.rows import Rows, check_cache_memory, read_requests
 from peralta_zmq.engines.vllm.core import NewRequest, Token
 from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
 from peralta_zmq.engines.vllm.refusals import OTHERS, check_arguments, check_sampling
@@ -52,7 +52,7 @@ def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> Engine:
     models.check_code(folder, **trust)
     with loading_errors(folder):
         tokenizer = models.load_tokenizer(folder, **trust)
-        end_ids = end_token_ids(models.generation_config(folder), tokenizer)
+        end_ids = models.folder_end_ids(folder, tokenizer)
         shapes = {name: tensor.shape for name, tensor in models.FolderWeights(folder).items()}
         config = AutoConfig.from_pretrained(folder, **trust).get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or settings.max_model_len

@@ -344,10 +344,11 @@ class TextStream:
     def next_piece(self, tokens: Sequence[SampledToken]) -> str:
         """The text that is certain after `tokens`, all so far, without the earlier pieces.
 
-        Text that may be the start of a stop string or of a character is kept for a later piece.
+        Text that may be the start of a stop string or of a character is kept for a later piece, and
+        the text of the last token, which may be an end token.
         """
-        token_ids = [token_id for token_id, _, _ in tokens]
-        text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        token_ids = [token_id for token_id, _, _ in tokens[:-1]]
+        text = models.text_of(self._tokenizer, token_ids)
         stop_at = [text.find(string) for string in self._stop if string in text]
         end = len(text.rstrip(INCOMPLETE)) - max(
             (len(string) - 1 for string in self._stop), default=0

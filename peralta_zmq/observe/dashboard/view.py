@@ -47,6 +47,7 @@ from peralta_zmq.observe.run_state import (
     seconds_left,
 )
 from peralta_zmq.observe.verdict import verdict
+from peralta_zmq.rollout import CUT_OFF
 
 NUM_CHANGE = 20  # the mean reward of the newest 20 steps is compared with that of the 20 before
 MAX_EVENTS, MAX_MARKERS = 60, 80  # newest events and markers in one update
@@ -185,7 +186,8 @@ def _sample(index: int, row: Row) -> Json:
     )
     prompt = str(row.get("prompt", ""))
     num_turns = cast("list[Any]", row.get("num_turns", [1] * len(texts)))
-    rollouts = zip(texts[:MAX_ROLLOUTS], rewards, advantages, num_turns, strict=False)
+    cut_off = cast("list[Any]", row.get("cut_off", [False] * len(texts)))
+    rollouts = zip(texts[:MAX_ROLLOUTS], rewards, advantages, num_turns, cut_off, strict=False)
     return {
         "number": index,
         "step": number(row, "step", 0.0),
@@ -196,12 +198,12 @@ def _sample(index: int, row: Row) -> Json:
         "prompt": _truncate(prompt),
         "rollouts": [
             {
-                "text": _truncate(text.removeprefix(prompt)),
+                "text": _truncate(text.removeprefix(prompt)) + CUT_OFF * bool(is_cut_off),
                 "reward": reward,
                 "advantage": advantage,
                 "num_turns": count,
             }
-            for text, reward, advantage, count in rollouts
+            for text, reward, advantage, count, is_cut_off in rollouts
         ],
     }
 

@@ -121,6 +121,7 @@ def test_other_model_is_refused_as_not_found(tokenizer: Any) -> None:
         ("five plus \u00e9\u4e16 is \U0001f600!", (), "five plus \u00e9\u4e16 is \U0001f600!"),
         ("the answer STOP after", ("STOP",), "the answer "),
         ("the answer STO", ("STOP",), "the answer STO"),
+        ("the answer is 5<|im_end|>", (), "the answer is 5"),
     ],
 )
 def test_pieces_of_a_stream_join_to_the_text_without_stop_strings(

@@ -199,7 +199,9 @@ def test_sample_shows_turns_and_null_for_a_missing_reward(tmp_path: Path) -> Non
         "num_turns": [1, 2],
     }
     append(folder / "samples.jsonl", sample)
-    (group,) = view.samples(read_run(folder))
+    append(folder / "samples.jsonl", {**sample, "cut_off": [False, True]})
+    group, newer = view.samples(read_run(folder))
+    assert [each["text"] for each in newer["rollouts"]] == ["3 + 4", "other [cut off]"]
     assert (group["prompt"], group["mean"]) == ("<user>\nadd\n", 1.0)
     assert group["rollouts"] == [
         {"text": "3 + 4", "reward": 1.0, "advantage": 0.5, "num_turns": 1},
