@@ -42,7 +42,8 @@ def measure(
 ) -> dict[str, float]:
     """Take the steps; `flags` are the settings, and `folder` gets all files."""
     config = load_config("bench", flags)
-    policy = open_policy(config, [], SINGLE)
+    tokenizer = models.load_tokenizer(models.model_folder(config.model.name))
+    policy = open_policy(config, tokenizer, SINGLE)
     store = WeightStore.open(folder / "weights")
     store.claim("bench")
     about = cast("dict[str, str | int]", policy.manifest_fields)

@@ -62,6 +62,8 @@ class Problem:
     answer: str  # only for the reward function, never part of the prompt
     input_token_ids: tuple[int, ...] = ()  # the prompt as token ids; replaces `messages` if given
     sample_index: int = -1  # see RolloutGroup.sample_index; -1 = not assigned yet
+    # For messages: line in the data file, or number in the environment; 0 = not set.
+    row: int = field(default=0, compare=False, repr=False)
     # JSON values for the reward functions, never part of the prompt.
     info: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     # Variables of the chat template, such as enable_thinking.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from peralta_zmq import wire
+from peralta_zmq.build.dry_run import PromptReader
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.reward_functions import RewardFunction
@@ -84,6 +85,7 @@ def generator_of(
         sockets, weights, name="ann", incarnation=b"bootboot", worker_info={"python": "3.11"},
         outbox_limit=outbox_limit(config), max_steps=config.train.max_steps,
     )  # fmt: skip
+    reader = PromptReader(tokenizer, num_embeddings=1 << 30, context=1 << 30)
     return Generator(
-        config, engine, tokenizer, environments or environments_of(reward), weights, connection
+        config, engine, reader, environments or environments_of(reward), weights, connection
     )

@@ -162,7 +162,7 @@ def test_demonstrations_are_chats_that_end_with_the_end_token(tmp_path: Path) ->
     file.write_text('{"prompt": "What is 2 + 3?", "completion": "2 + 3"}\n')
     config = config_of(f"--loss.sft-file={file}", "--loss.sft-weight=0.5")
     model = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
-    demonstrations = build.make_demonstrations(config, Scorer(model))
+    demonstrations = build.make_demonstrations(config, model, Scorer(model))
     assert demonstrations is not None and demonstrations.weight == 0.5
     (rollout,) = demonstrations.rollouts
     tokenizer = models.load_tokenizer(models.EMBEDDED)
@@ -176,9 +176,9 @@ def test_demonstrations_are_chats_that_end_with_the_end_token(tmp_path: Path) ->
 def one_demonstration(folder: Path, *arguments: str) -> Rollout:
     file = folder / "demos.jsonl"
     file.write_text('{"prompt": "What is 2 + 3?", "completion": "2 + 3"}\n')
-    model = tiny_model()
+    model = tiny_model(vocab_size=468)
     config = config_of(f"--loss.sft-file={file}", *arguments)
-    demonstrations = build.make_demonstrations(config, Scorer(model))
+    demonstrations = build.make_demonstrations(config, model, Scorer(model))
     assert demonstrations is not None
     return demonstrations.rollouts[0]
 
@@ -244,6 +244,13 @@ def test_demonstrations_longer_than_a_micro_batch_are_counted_in_the_log(
         "1 of 1 demonstrations in loss.sft_file are longer than "
         "train.max_tokens_per_microbatch 10: train.oversize truncate applies to them"
     ]
+
+
+def test_demonstration_with_a_token_beyond_the_model_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "demos.jsonl"
+    file.write_text('{"prompt": "2", "completion": "2"}\n')
+    with pytest.raises(TaskError, match=r"row 1 of loss\.sft_file has token \d+, but"):
+        build.make_learner(config_of(f"--loss.sft-file={file}"), tiny_model(vocab_size=8))
 
 
 def test_missing_file_of_demonstrations_is_refused(tmp_path: Path) -> None:

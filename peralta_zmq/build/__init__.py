@@ -6,6 +6,7 @@ that start them keep the settings (`config`).
 components     learner, loss, reference models
 engines        engine, sampling
 environments   problems, reward functions and demonstrations
+dry_run        checks of the prompts and the model; imported as a module
 memory_checks  memory planner, its plans against this machine, errors of allocations
 """
 

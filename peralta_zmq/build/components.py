@@ -103,7 +103,7 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
         reference=reference,
         teacher=teacher,
         selection=make_selection(config, scorer),
-        demonstrations=make_demonstrations(config, scorer),
+        demonstrations=make_demonstrations(config, model, scorer),
         ranks=ranks,
     )
 

@@ -37,7 +37,7 @@ from peralta_zmq.environments.reward_pool import (
 )
 from peralta_zmq.environments.turns import turns_of
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import ConfigError, TaskError
 from peralta_zmq.http_server import read_private_token
 from peralta_zmq.learning.demonstrations import Demonstrations, demonstration
 from peralta_zmq.learning.packing import Packing
@@ -127,7 +127,9 @@ def make_reward_pool(config: Config, *, is_verifier: bool) -> RewardPool:
     )
 
 
-def make_demonstrations(config: Config, scorer: Scorer) -> Demonstrations | None:
+def make_demonstrations(
+    config: Config, model: models.Model, scorer: Scorer
+) -> Demonstrations | None:
     """The demonstrations of `loss.sft_file`, if set, as the tokens of a chat with the model.
 
     Raises TaskError for a file that cannot be read.
@@ -141,6 +143,7 @@ def make_demonstrations(config: Config, scorer: Scorer) -> Demonstrations | None
     env = config.environments[0]
     system = [Message("system", env.system_prompt)] if env.system_prompt else []
     variables = _template_variables(env, _tool_schemas(config, env))
+    vocab_size = int(model.config.vocab_size)
     end = models.end_of_turn(tokenizer, variables)
     end_ids = [cast(int, token) for token in (end, tokenizer.eos_token_id) if token is not None][:1]
 
@@ -148,6 +151,11 @@ def make_demonstrations(config: Config, scorer: Scorer) -> Demonstrations | None
         chat = [*system, Message("user", row.prompt)]
         prompt = row.token_ids.split() or models.chat_prompt(tokenizer, chat, **variables)
         completion = tokenizer.encode(row.answer, add_special_tokens=False)
+        if (token := max(*map(int, prompt), *completion, *end_ids)) >= vocab_size:
+            raise TaskError(
+                f"row {row.line_number} of loss.sft_file has token {token}, but the model has "
+                f"{vocab_size}; resize its embeddings to the tokenizer, or remove the added tokens"
+            )
         return demonstration([*map(int, prompt)], [*completion, *end_ids])
 
     rows = read_rows(section.sft_file, prompt_column="prompt", answer_column="completion")

@@ -96,6 +96,9 @@ class DataSection(Section):
     """other keyword arguments of the task's function `problems`, as a TOML table or as JSON"""
     chat_template_kwargs: Table = Field(default={})
     """variables of the model's chat template, for example { enable_thinking = true }"""
+    overlong: Literal["skip", "refuse"] = "skip"
+    """prompts that leave no room for a completion in engine.max_model_len or the model's context:
+    skip them, or refuse to start"""
 
 
 class EnvSampling(Section):
@@ -155,7 +158,7 @@ class EnvSection(RewardSettings, DataSection):
     @property
     def data_options(self) -> dict[str, Any]:
         """The data settings that are not None, as keyword arguments of the task's `problems`."""
-        fields = set(DataSection.model_fields) - {"args", "chat_template_kwargs"}
+        fields = set(DataSection.model_fields) - {"args", "chat_template_kwargs", "overlong"}
         return {**self.model_dump(include=fields, exclude_none=True), **self.args}
 
     def with_rewards_of(self, task: TaskSection) -> EnvSection:

@@ -127,11 +127,6 @@ class Environments:
         (score,) = self.reward_sources[problem.task].score(problem, [text], [()]).result()
         return score.reward
 
-    @property
-    def problems_with_turns(self) -> list[Problem]:
-        """The problems whose completions may be followed by further turns."""
-        return [problem for problem in self.problems if self.has_turns(problem)]
-
     def has_turns(self, problem: Problem) -> bool:
         """Whether a completion may be followed by further turns."""
         return problem.task in self.reply_sources
@@ -164,13 +159,28 @@ def load_problems(
     """All problems of a split, as returned by the function `problems` of a task.
 
     `options` are the settings in [data]. `wrap` may add a progress bar around the iterator. Raises
-    ConfigError for an option that the task does not have, and TaskError if the split is empty.
+    ConfigError for an option that the task does not have, and TaskError if the split is empty or
+    has a message that is not text.
     """
     _check_options(problems, split, seed, options)
     loaded = list(wrap(problems(split, seed, **options)))
     if not loaded:
         raise TaskError(f"the task has no problems for '{split}'; choose a data set in [data]")
-    return loaded
+    for row, problem in enumerate(loaded, start=1):
+        _check_text(problem, split, row)
+    return [replace(problem, row=problem.row or row) for row, problem in enumerate(loaded, start=1)]
+
+
+def _check_text(problem: Problem, split: str, row: int) -> None:
+    """Raise TaskError for messages with images or other parts, and for lone surrogates."""
+    for text in (problem.answer, *(message.content for message in problem.messages)):
+        try:
+            str.encode(text)
+        except (TypeError, UnicodeEncodeError):
+            raise TaskError(
+                f"row {problem.row or row} of the problems for '{split}' has {text!a:.60} as text; "
+                "prompts and answers must be valid text, without images or other parts"
+            ) from None
 
 
 def _check_options(
@@ -192,17 +202,6 @@ def _check_options(
         inspect.signature(problems).bind(split, seed, **options)
     except TypeError as error:
         raise ConfigError(f"options in [data] do not fit the task: {error}; correct them") from None
-
-
-def check_tokens(problems: Sequence[Problem], vocab_size: int) -> None:
-    """Raise TaskError for `input_token_ids` beyond the model's vocabulary."""
-    for problem in problems:
-        if problem.input_token_ids and max(problem.input_token_ids) >= vocab_size:
-            raise TaskError(
-                f"problem {problem.id} of '{problem.task}' has the token "
-                f"{max(problem.input_token_ids)} in input_token_ids, but the model has "
-                f"{vocab_size} tokens; tokenize it with this model's tokenizer"
-            )
 
 
 def problem_id(values: Sequence[str]) -> str:
@@ -368,5 +367,6 @@ def _problem(row: DataRow, task: str, system_prompt: str) -> Problem:
         messages=(*system, *user),
         answer=row.answer,
         input_token_ids=tuple(map(int, words)),
+        row=row.line_number,
         info=row.info,
     )

@@ -33,7 +33,7 @@ from http import HTTPStatus
 from typing import Any, TypeVar, cast
 from urllib.parse import parse_qs, urlsplit
 
-from peralta_zmq.build import open_environments
+from peralta_zmq.build import dry_run, open_environments
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import Environments, ReplySource, RewardSource
 from peralta_zmq.environments.verifier_client import (
@@ -41,7 +41,7 @@ from peralta_zmq.environments.verifier_client import (
     messages_to_json,
     problem_to_json,
 )
-from peralta_zmq.errors import PeraltaError
+from peralta_zmq.errors import ConfigError, PeraltaError
 from peralta_zmq.http_server import HttpServer, RequestHandler, read_private_token
 from peralta_zmq.rollout import Message, Problem
 
@@ -63,6 +63,7 @@ def run(config: Config) -> None:
     section = config.verifier
     token = read_private_token(section.token_file, option="verifier.token_file")
     with closing(Verifier(config, host=section.host, port=section.port, token=token)) as verifier:
+        verifier.log_dry_run(config)
         stopped = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: stopped.set())
@@ -88,7 +89,7 @@ class Verifier:
 
     def __init__(self, config: Config, *, host: str, port: int, token: str | None) -> None:
         self._splits: dict[str, Environments] = {
-            split: open_environments(config, split, local=True) for split in ("train", "eval")
+            split: open_environments(config, split, local=True) for split in dry_run.SPLITS
         }
         self._problems = {
             (split, problem.task, problem.id): problem
@@ -106,6 +107,13 @@ class Verifier:
             _Handler, host=host, port=port, token=token, port_setting="verifier.port", verifier=self
         )
         self.port = self._server.port
+
+    def log_dry_run(self, config: Config) -> None:
+        """Log what a trainer reports about the prompts, if `model.name` is on this machine."""
+        with suppress(ConfigError):
+            reader = dry_run.PromptReader.of(config)
+            for split in dry_run.SPLITS:
+                dry_run.log(dry_run.check_prompts(config, self._splits[split], split, reader)[1])
 
     def close(self) -> None:
         """Stop the server and the reward workers."""

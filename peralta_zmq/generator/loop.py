@@ -15,7 +15,8 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 
-from peralta_zmq import build, models, registry, wire
+from peralta_zmq import build, registry, wire
+from peralta_zmq.build import dry_run
 from peralta_zmq.config import Config
 from peralta_zmq.engines import GroupSampler
 from peralta_zmq.environments.curriculum import is_in_bitmap
@@ -53,13 +54,13 @@ class Generator:
         self,
         config: Config,
         engine: registry.Engine,
-        tokenizer: models.Tokenizer,
+        reader: dry_run.PromptReader,
         environments: Environments,
         weights: ServedWeights,
         connection: TrainerConnection,
     ) -> None:
         self._config, self._environments = config, environments
-        self._engine, self._tokenizer = engine, tokenizer
+        self._engine, self._reader = engine, reader
         self._weights, self._connection = weights, connection
         self._pacer = SamplingPacer(
             config.groups_per_step,
@@ -118,7 +119,7 @@ class Generator:
     def _sampler(self, environments: Environments, num_generations: int) -> GroupSampler:
         return GroupSampler(
             self._engine,
-            self._tokenizer,
+            self._reader.tokenizer,
             num_generations=num_generations,
             replies=environments,
             max_turns=self._config.task.max_turns,
@@ -344,6 +345,10 @@ class Generator:
         except TaskError as error:
             logger.warning("evaluation of step %d skipped: %s", step, error)
             return
+        held_out, findings = dry_run.check_prompts(config, held_out, "eval", self._reader)
+        if fatal := next((finding for finding in findings if finding.is_fatal), None):
+            logger.warning("evaluation of step %d skipped: %s", step, fatal.text)
+            return held_out.close()
         self._evaluation = self._sampler(held_out, config.eval.rollouts_per_example)
         with closing(held_out):
             self._make_groups(

@@ -8,8 +8,8 @@ import os
 from contextlib import ExitStack, closing
 
 from peralta_zmq import build, models, wire
+from peralta_zmq.build import dry_run
 from peralta_zmq.config import Config
-from peralta_zmq.environments.dataset import check_tokens
 from peralta_zmq.errors import OutOfMemoryError
 from peralta_zmq.generator import serving
 from peralta_zmq.generator.loop import Generator
@@ -81,9 +81,8 @@ def run_once(config: Config) -> None:
         )
         logger.info("generator=%s threads=%d version=%d", name, threads, version.number)
         engine = serving.serve_chats(config, engine, tokenizer, stack)
-        check_tokens(environments.problems, len(tokenizer))
-        models.check_template_kwargs(tokenizer, environments.problems)
-        models.check_continuations(tokenizer, environments.problems_with_turns)
+        reader = dry_run.PromptReader.of(config, tokenizer)
+        environments = dry_run.usable_environments(config, environments, "train", reader)
         rollouts = wire.RolloutSender(trainer.current, hwm=config.wire.hwm, keys=keys)
         stack.enter_context(closing(rollouts))
         trainer.add(rollouts.connection)
@@ -99,4 +98,4 @@ def run_once(config: Config) -> None:
             outbox_limit=outbox_limit(config),
             max_steps=config.train.max_steps,
         )
-        Generator(config, engine, tokenizer, environments, weights, connection).run()
+        Generator(config, engine, reader, environments, weights, connection).run()

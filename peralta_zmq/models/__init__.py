@@ -10,6 +10,7 @@ adapters) as modules.
 
 from peralta_zmq.models.chat_templates import (
     chat_prompt,
+    chat_prompts,
     check_continuations,
     check_template_kwargs,
     continuation_ids,

@@ -9,10 +9,10 @@ placeholder in place of the completion, and only the text after the placeholder 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any, cast
 from uuid import uuid4
 
@@ -24,6 +24,7 @@ from peralta_zmq.rollout import Message, Problem, Role
 
 # For a completion and for a reply; random, so that no message contains them.
 PLACEHOLDER, REPLY = uuid4().hex, uuid4().hex
+PROMPTS_PER_CALL = 256  # of a fast tokenizer, which distributes them over the cores
 
 
 def chat_prompt(
@@ -32,9 +33,32 @@ def chat_prompt(
     """Token ids of a chat up to the assistant's turn.
 
     `template_kwargs` are variables of the chat template, such as `tools` (schemas); by default,
-    thinking is disabled.
+    thinking is disabled. Raises ConfigError if the template refuses the messages.
     """
-    return _tokenized(tokenizer, _rendered(tokenizer, messages, template_kwargs, prompt=True))
+    try:
+        return _tokenized(tokenizer, _rendered(tokenizer, messages, template_kwargs, prompt=True))
+    except (TemplateError, ValueError, TypeError) as error:  # of the tokenizer: a lone surrogate
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the chat template refuses the messages: {reason}") from None
+
+
+def chat_prompts(tokenizer: Tokenizer, problems: Iterable[Problem]) -> Iterator[list[int] | str]:
+    """The token ids of each problem's prompt, or the reason why the chat template refuses it."""
+    unread = iter(problems)
+    while batch := list(islice(unread, PROMPTS_PER_CALL)):
+        texts = list[str]()
+        refusals = dict[int, str]()  # by index in the batch
+        for index, problem in enumerate(batch):
+            messages = () if problem.input_token_ids else problem.messages
+            variables = problem.chat_template_kwargs
+            try:
+                texts.append(_rendered(tokenizer, messages, variables, prompt=True))
+            except TemplateError as error:
+                texts.append("")
+                refusals[index] = str(error) or type(error).__name__
+        encoded = cast(Any, tokenizer)(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        for index, problem in enumerate(batch):
+            yield list(problem.input_token_ids) or refusals.get(index) or encoded[index]
 
 
 def continuation_ids(
@@ -91,11 +115,17 @@ def _rendered(
     *,
     prompt: bool,
 ) -> str:
-    """The text of a chat, with the prompt of the assistant's turn if `prompt` is True."""
+    """The text of a chat, with the prompt of the assistant's turn if `prompt` is True.
+
+    Raises TemplateError, in one line, for any error in the code of the template.
+    """
     variables: dict[str, Any] = {"enable_thinking": False, **template_kwargs}
-    text = tokenizer.apply_chat_template(
-        list(map(_to_dict, messages)), tokenize=False, add_generation_prompt=prompt, **variables
-    )
+    try:
+        text = tokenizer.apply_chat_template(
+            list(map(_to_dict, messages)), tokenize=False, add_generation_prompt=prompt, **variables
+        )
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise TemplateError(" ".join(str(error).split())[:200]) from None
     return cast(str, text)
 
 
@@ -191,7 +221,7 @@ def _unstable(tokenizer: Tokenizer, problem: Problem, role: Role) -> str:
         return "changes earlier messages when others follow"
     if not after_twice.startswith(after_once):
         return "changes earlier messages when others follow"
-    end = _tokenized(tokenizer, after_once)[0]
-    if end not in tokenizer.all_special_ids and end not in tokenizer.added_tokens_decoder:
+    end = _tokenized(tokenizer, after_once)[:1]
+    if not {*end} & {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}:
         return "writes no end token after a completion"
     return ""

@@ -163,7 +163,10 @@ def published_config(folder: Path, *, dtype: str | None = None) -> dict[str, Any
         if whole_class is MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]:  # Qwen3.5
             config["architectures"] = text.architectures
         else:
-            config = json.loads(text.to_json_string(use_diff=False))
+            # Not the form of transformers 5 for rotary embeddings, which mlx-lm does not read.
+            added = json.loads(text.to_json_string(use_diff=False))
+            added.pop("rope_parameters", None)
+            config = {**added, **config["text_config"], "eos_token_id": text.eos_token_id}
     for part in (config, config.get("text_config", {})) if dtype else ():
         part.pop("torch_dtype", None)
         part["dtype"] = dtype

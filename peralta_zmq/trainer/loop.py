@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from peralta_zmq import models
 from peralta_zmq.atomic_files import failpoint
-from peralta_zmq.build import memory_errors, open_environments
+from peralta_zmq.build import dry_run, memory_errors, open_environments
 from peralta_zmq.config import Config
 from peralta_zmq.environments.curriculum import MAX_POSITIONS, DifficultyPools
 from peralta_zmq.environments.dataset import Environments
@@ -83,10 +83,12 @@ class Trainer:
         held_out = open_environments(config, "eval", limit=config.eval.num_examples)
         stack.enter_context(closing(held_out))
         evaluation.check_size(config, held_out)
+        reader = dry_run.PromptReader.of(config)
+        train = dry_run.usable_environments(config, train, "train", reader)
+        held_out = dry_run.usable_environments(config, held_out, "eval", reader)
+        dry_run.log([dry_run.check_end_tokens(reader.tokenizer)])
         pools = _open_pools(config, train)
-        self.policy = policy.open_policy(config, [*train.problems, *held_out.problems], ranks)
-        with_turns = [*train.problems_with_turns, *held_out.problems_with_turns]
-        models.check_continuations(self.policy.tokenizer, with_turns)
+        self.policy = policy.open_policy(config, reader.tokenizer, ranks)
         worker_info = self.policy.worker_info
         limits = policy.group_limits(config, self.policy.model)
         authenticator = sockets.open_authenticator(config, stack, stop, is_new=identity.is_new)

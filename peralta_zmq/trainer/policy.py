@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +21,10 @@ import torch
 
 from peralta_zmq import atomic_files, build, http_server, models, registry, wire
 from peralta_zmq.config import Config
-from peralta_zmq.environments.dataset import check_tokens
 from peralta_zmq.errors import ConfigError, OutageError, StoreError
 from peralta_zmq.learning.distributed import DistributedRanks, Ranks
 from peralta_zmq.models import frozen_layers, lora
 from peralta_zmq.observe.run_log import recorded_weights_ids
-from peralta_zmq.rollout import Problem
 from peralta_zmq.trainer.ranks import PolicyLearner, make_policy_learner
 from peralta_zmq.trainer.session import Session
 from peralta_zmq.weights import tensor_set
@@ -57,24 +55,18 @@ class Policy:
     worker_info: Mapping[str, str]  # device and dtype, to show to users
 
 
-def open_policy(config: Config, problems: Sequence[Problem], ranks: Ranks) -> Policy:
-    """Load the model; check that its tokenizer fits; build learner and engine.
+def open_policy(config: Config, tokenizer: models.Tokenizer, ranks: Ranks) -> Policy:
+    """Load the model of the tokenizer; build learner and engine.
 
-    On rank 0 of several ranks, the learner also directs the other ranks. Raises ConfigError, or
-    TaskError if a problem has token ids that the tokenizer lacks.
+    On rank 0 of several ranks, the learner also directs the other ranks. Raises ConfigError.
     """
     folder = models.model_folder(config.model.name)
     if not isinstance(ranks, DistributedRanks):  # the plan is that of a single process
         build.check_start(config, "trainer", folder)
-    tokenizer = models.load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
     model = build.load_policy(config, folder)
     assert model.generation_config is not None
     model.generation_config.eos_token_id = models.folder_end_ids(folder, tokenizer)
-    if text := models.end_tokens_text(folder, tokenizer):
-        logger.info(text)
     companions, manifest_fields = version_files(config, folder, model, tokenizer)
-    check_tokens(problems, len(tokenizer))
-    models.check_template_kwargs(tokenizer, problems)
     dtype, _ = models.training_dtype(model, config.train.dtype)
     learner = make_policy_learner(config, model, ranks)
     engine = build.make_live_engine(config, model, tokenizer)

@@ -283,8 +283,8 @@ def _locked(config: Config, identity: RunIdentity) -> IO[bytes]:
         known = _read_identity(folder, "tokenizer")
         if changes := models.tokenizer_changes(known, identity.tokenizer):
             raise ConfigError(
-                f"run folder {folder} was made with other files of model.name "
-                f"{config.model.name}: {changes}; put the files back, or {REMEDY}"
+                f"files of model.name {config.model.name} have changed since run folder {folder} "
+                f"was made: {changes}; put them back, or {REMEDY}"
             )
         if not (folder / RESOLVED).exists():  # an earlier start may have been killed before this
             write_resolved(config, folder)

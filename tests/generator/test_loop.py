@@ -528,6 +528,18 @@ def test_silent_trainer_gets_no_more_groups_than_the_outbox_keeps(
     assert (len(outbox), outbox.num_lost) == (64, 0)
 
 
+def test_evaluation_without_usable_prompts_does_not_end_the_generator(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = models.load_tokenizer(models.EMBEDDED)
+    generator = scene.start(8, tokenizer=tokenizer, eval={"max_completion_length": 500})
+    scene.announce(wire.Announcement("run", evaluation_step=8))
+    generator._make_evaluation_groups()
+    assert "evaluation of step 8 skipped: held-out environment 'calculator': 250 of 250" in (
+        caplog.text
+    )
+
+
 @pytest.mark.parametrize(
     "change", [{"evaluation_step": -1}, {"evaluation_step": 9}, {"run_id": "another"}]
 )

@@ -18,7 +18,6 @@ from peralta_zmq.learning.exclusion import MISMATCH, NOT_FINITE, mismatched_grou
 from peralta_zmq.learning.losses import TokenLoss, Tokens
 from peralta_zmq.learning.packing import Packing, make_micro_batches
 from peralta_zmq.learning.update import UpdateResult
-from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.wire.group_rules import MAX_TOKENS
 
@@ -126,13 +125,9 @@ def test_update_without_usable_group_changes_nothing_and_is_not_skipped(model: A
 
 def test_policy_without_finite_logprobs_excludes_no_group() -> None:
     broken = tiny_model().double()
-    scorer = Scorer(broken)  # it refuses a model without finite logprobs
     with torch.no_grad():
         broken.model.norm.weight[0] = math.nan
-    samples, _ = packed(groups_of(), max_tokens=1000)
-    batches = make_micro_batches(samples, Packing(max_tokens=1000))
-    loss = losses.preset("reinforce")
-    gradient, result = step_gradient(broken, batches, loss, compute_logprobs=scorer)
+    gradient, result = update(broken, groups_of(), losses.preset("reinforce"))
     assert gradient is None and not result.excluded and not result.mismatch
     assert "logprobs of the policy are not finite" in result.skip_reason
 

@@ -117,6 +117,17 @@ def test_refused_packed_rows_leave_the_model_as_it_was() -> None:
     assert torch.equal(alone(model, row()[:60]), before)
 
 
+@torch.no_grad()
+def test_bfloat16_takes_values_narrower_than_keys() -> None:
+    """As of DeepSeek, without experts, which rounding would choose otherwise."""
+    model = random_model({**FAMILIES["DeepSeek-V3"], "first_k_dense_replace": 4}, scale=1.0)
+    scored, expected = plain(model, row())
+    scorer = Scorer(model, dtype=torch.bfloat16)
+    error = (scorer(row(), TREES, scored) - expected).abs()
+    # Logits below 1 in bfloat16, whose steps are 2**-8 of a value, and four layers.
+    assert scorer.packs and error.max() < 0.02
+
+
 def mixing(model: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The model, with the hidden states [B, T, H] of its first layer changed."""
     model.model.layers[0].register_forward_hook(lambda _, __, hidden: change(hidden))

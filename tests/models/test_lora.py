@@ -425,7 +425,7 @@ def test_merged_weights_stay_exact_when_loaded_without_a_dtype(tmp_path: Path) -
     (base / "config.json").write_text(json.dumps({**settings, "dtype": "bfloat16"}))
     config, model = trained()
     build.make_learner(config, model).learn(some_groups(1))
-    merged = policy.export_adapter(config, tmp_path, base, model)
+    merged = policy.export_adapter(config, tmp_path, base, model, models.load_tokenizer(base))
     ids = torch.arange(3, 20)[None]
     assert are_exact_logits(AutoModelForCausalLM.from_pretrained(merged)(ids).logits, model, ids)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from model_layouts import MULTIMODAL, multimodal_model, text_model
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from peralta_zmq import models
 from peralta_zmq.errors import ConfigError
@@ -79,6 +79,24 @@ def test_base_and_version_of_a_multimodal_model_have_equal_names(
         assert all(torch.equal(files[name], weights[name]) for name in files)
     step, base = tmp_path / "step", tmp_path / "base"
     assert models.published_config(step) == models.published_config(base)
+
+
+def test_published_config_has_the_sizes_and_rotary_embedding_of_the_text_part(
+    tmp_path: Path,
+) -> None:
+    # Gemma 3 4B as published, in the form of transformers 4, which mlx-lm reads.
+    rope = {"factor": 8.0, "rope_type": "linear"}
+    sizes = {"hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+    text = {"model_type": "gemma3_text", "rope_scaling": rope, **sizes}
+    config = {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = models.text_config(tmp_path)
+    published = models.published_config(tmp_path)
+    assert published["rope_scaling"] == rope and published["num_attention_heads"] == 8
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    found = AutoConfig.from_pretrained(tmp_path)
+    assert found.rope_parameters == expected.rope_parameters
+    assert found.to_dict() == {**expected.to_dict(), "_name_or_path": found.name_or_path}
 
 
 def test_model_without_a_text_class_is_refused_by_name(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_run_with_an_edited_template_or_tokenizer_is_refused(
             Trainer(config, stack)
     file.write_text(before.replace("{{ message.role }}", "{{ message.role | upper }}"), "utf-8")
     identity = (config.run_folder / "RUN.json").read_bytes()
-    changed = r"other files of model\.name .*: chat_template=\w{16} -> chat_template=\w{16}; put"
+    changed = r"have changed since .*: chat_template=\w{16} -> chat_template=\w{16}; put them back"
     with ExitStack() as stack, pytest.raises(ConfigError, match=changed):
         Trainer(config, stack)
     assert (config.run_folder / "RUN.json").read_bytes() == identity

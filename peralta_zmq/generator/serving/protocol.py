@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from peralta_zmq import models
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.generator.serving.engine import MAX_WAITING, ChatCompletion, SampledToken
 from peralta_zmq.rollout import FinishReason, Message, Role, Sampling
 
@@ -211,12 +211,8 @@ def _prompt(
 ) -> list[int]:
     try:
         return models.chat_prompt(tokenizer, messages, **template_kwargs)
-    except (jinja2.TemplateError, ValueError, TypeError) as error:
-        # Templates refuse orders of roles, and tokenizers refuse unpaired surrogates.
-        reason = " ".join(str(error).split())
-        raise ApiError(
-            f"the chat template of the model refuses the messages: {reason}", param="messages"
-        ) from None
+    except ConfigError as error:
+        raise ApiError(str(error), param="messages") from None
 
 
 def _limit(fields: _Fields, num_prompt: int, max_model_len: int) -> int:

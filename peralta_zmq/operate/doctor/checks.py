@@ -41,11 +41,11 @@ class Report:
     """Runs checks, prints each result at once, and counts the failures."""
 
     def __init__(self) -> None:
-        self.checks: dict[str, Check] = {}  # by name
+        self.checks: list[tuple[str, Check]] = []  # with their names
 
     def add(self, name: str, check: Check) -> bool:
         """Print a result; returns True if the check passed."""
-        self.checks[name] = check
+        self.checks.append((name, check))
         # A check that passed may have a remedy as advice; its line is then a note.
         level = "FAIL" if not check.ok else "note" if check.remedy else "ok"
         remedy = f". {check.remedy[0].upper()}{check.remedy[1:]}" if check.remedy else ""
@@ -79,11 +79,11 @@ class Report:
 
     def close(self, *, as_json: bool) -> int:
         """Print the summary, and all results as JSON if `as_json`; returns the exit code."""
-        num_failed = sum(not check.ok for check in self.checks.values())
+        num_failed = sum(not check.ok for _, check in self.checks)
         summary = f"{num_failed} of {len(self.checks)} checks failed"
         sys.stdout.write(f"{summary if num_failed else 'all checks passed'}\n")
         if as_json:
-            rows = [{"name": name, **asdict(check)} for name, check in self.checks.items()]
+            rows = [{"name": name, **asdict(check)} for name, check in self.checks]
             sys.stdout.write(json.dumps({"checks": rows}) + "\n")
         sys.stdout.flush()
         return int(num_failed > 0)

@@ -100,32 +100,6 @@ def check_device(config: Config) -> Check:
     return Check(True, detail)
 
 
-def check_engine(config: Config) -> Check:
-    """Report which engine a generator runs here, and why. Raises ConfigError if it cannot run."""
-    from peralta_zmq import build, models, registry
-
-    folder = None
-    with suppress(ConfigError):  # a generator gets its model from the trainer
-        folder = models.model_folder(config.model.name)
-    name, reason = build.choose_engine(config, folder)
-    registry.resolve("engine", name)
-    return Check(True, f"{name} ({reason})")
-
-
-def check_model(config: Config) -> Check:
-    """Check that the model loads without a network. Raises ConfigError if not."""
-    from peralta_zmq import models
-
-    started, folder = time.monotonic(), models.model_folder(config.model.name)
-    trust = config.model.trust_remote_code
-    tokenizer = models.load_tokenizer(folder, trust_remote_code=trust)
-    device, dtype = models.choose_device(config.model.device), models.DTYPES["float32"]
-    model = models.load_model(folder, device=device, dtype=dtype, trust_remote_code=trust)
-    size = f"{model.num_parameters() / 1e6:.1f} M parameters, {len(tokenizer)} tokens"
-    seconds = time.monotonic() - started
-    return Check(True, f"{config.model.name}: {size}, loaded offline in {seconds:.1f} s")
-
-
 def check_memory(config: Config, role: Literal["trainer", "generator"]) -> Check | None:
     """Compare the planned memory of a role with that of this machine.
 

@@ -1,7 +1,8 @@
 """`bin/doctor plan`: the memory that a run needs, before anything is loaded.
 
-Reads only the config.json of the model. For each role that does not fit, prints what each setting
-would save, the least costly first.
+Reads only the config.json of the model, and its tokenizer, if it has one, for a dry run of the
+prompts. For each role that does not fit, prints what each setting would save, the least costly
+first.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from peralta_zmq.config import Config, check_memory_fractions, load_config
 from peralta_zmq.errors import ConfigError, program_name
+from peralta_zmq.operate.doctor.checks import Report
 
 if TYPE_CHECKING:
     from peralta_zmq.build import MemoryPlanner
@@ -25,8 +27,9 @@ PROGRAM = f"{program_name('doctor')} plan"
 USAGE = f"""\
 usage: {PROGRAM} [--json] [--role trainer|generator] [--memory GIB] [@ FILE.toml ...] [OPTIONS]
 
-Computes the memory of a run from its settings and the model's config.json, and compares it with
-this machine; exit code 1 if it does not fit.
+Computes the memory of a run from its settings and the model's config.json, compares it with this
+machine, and checks the prompts if the model's folder has its tokenizer. Exit code 1 if a role does
+not fit or a check fails.
   --json          the last line is {{"plans": [{{"role", "peak", "limit", "fits", "parts", ...}}]}}
   --role ROLE     only the role of this machine; default: the trainer and the generators that
                   bin/lan local starts (run.num_local_generators)
@@ -53,9 +56,16 @@ def main(options: argparse.Namespace, settings: Sequence[str]) -> int:
         except ConfigError as error:
             raise ConfigError(f"{error}, or plan for one of the two with --role") from None
     from peralta_zmq import build, models  # import torch, too slow for --help
+    from peralta_zmq.operate.doctor.role_checks import add_findings
 
     folder = models.model_folder(config.model.name)
     planner = build.MemoryPlanner.of(config, folder, memory_gib=options.memory)
+    report = Report()
+    if any(folder.glob("tokenizer*")):  # the verifiers of a run need not run yet
+        is_here = not any(env.address for env in (*config.environments, *config.eval_environments))
+        report.run(
+            "prompts", add_findings, config, report, roles[0], weights=False, prompts=is_here
+        )
     _print_model(config, planner)
     plans: list[Plan] = []
     rows: list[dict[str, Any]] = []
@@ -73,7 +83,7 @@ def main(options: argparse.Namespace, settings: Sequence[str]) -> int:
         fits &= _print_together(config, planner, plans)
     if options.json:
         _write(json.dumps({"plans": rows}))
-    return int(not fits)
+    return int(not fits or not all(check.ok for _, check in report.checks))
 
 
 def _print_model(config: Config, planner: MemoryPlanner) -> None:

@@ -11,6 +11,7 @@ import platform
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -19,6 +20,9 @@ from peralta_zmq.config import Config, earlier_config
 from peralta_zmq.errors import ConfigError, WireError, failure_text, program_name
 from peralta_zmq.operate.doctor import machine_checks, network_checks, weights_checks
 from peralta_zmq.operate.doctor.checks import Check, Report, failed_check
+
+if TYPE_CHECKING:
+    from peralta_zmq.memory import Role
 
 
 def default_role(config: Config) -> str:
@@ -44,8 +48,8 @@ def check_trainer(config: Config, report: Report, stack: ExitStack, *, serve: bo
         report.run("answers", network_checks.serve_probes, config, stack, folder, worker_info)
     _check_machine(config, report)
     report.run("memory", machine_checks.check_memory, config, "trainer")
-    report.run("model", machine_checks.check_model, config)
-    report.run("reward", machine_checks.check_reward, config)
+    opened = report.run("reward", machine_checks.check_reward, config)
+    report.run("model", add_findings, config, report, "trainer", weights=True, prompts=opened)
     report.run("run", _check_run, config)
     if folder is None:
         _check_address(config, report, model_bytes, reply=None)
@@ -68,11 +72,11 @@ def check_generator(
     """
     name = config.generator.full_name
     _check_machine(config, report)
-    report.run("engine", machine_checks.check_engine, config)
     report.run("memory", machine_checks.check_memory, config, "generator")
     system, host = platform.system(), config.wire.host
     report.run("localnet", machine_checks.check_local_network, system, host)
-    report.run("reward", machine_checks.check_reward, config)
+    opened = report.run("reward", machine_checks.check_reward, config)
+    report.run("model", add_findings, config, report, "generator", weights=False, prompts=opened)
     has_keys = report.run("keys", network_checks.check_keys, config, "generator", name)
     reached = report.run("reach", network_checks.check_reach, config, wait_seconds=wait_seconds)
     client = reply = None
@@ -98,6 +102,17 @@ def _check_machine(config: Config, report: Report) -> None:
     report.run("versions", machine_checks.check_versions, *machine_checks.this_python())
     report.run("device", machine_checks.check_device, config)
     report.run("sleep", machine_checks.check_sleep, platform.system(), has_battery)
+
+
+def add_findings(
+    config: Config, report: Report, role: Role, *, weights: bool, prompts: bool
+) -> None:
+    """Add the results of the dry run to the report. Raises ConfigError or TaskError."""
+    from peralta_zmq.build import dry_run
+
+    findings = dry_run.check_run(config, role, with_weights=weights, with_prompts=prompts)
+    for name, detail, remedy, is_fatal in findings:
+        report.add(name, Check(not is_fatal, detail, remedy))
 
 
 def _check_run(config: Config) -> Check | None:

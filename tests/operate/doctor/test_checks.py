@@ -57,5 +57,5 @@ def test_check_that_hangs_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
     report = Report()
     assert not report.run_with_timeout("weights", lambda: Check(never.wait(), ""))
-    assert report.checks == {"weights": Check(False, "no answer within 0.05 s", HANGS)}
+    assert report.checks == [("weights", Check(False, "no answer within 0.05 s", HANGS))]
     never.set()

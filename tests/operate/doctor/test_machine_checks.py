@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -68,30 +67,6 @@ def test_gpu_without_cuda_torch_is_noted(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(machine_checks.shutil, "which", lambda program: program)
     check = machine_checks.check_device(load_config("doctor", []))
     assert check.remedy.startswith("install a CUDA build") or torch.cuda.is_available()
-
-
-def test_engine_check_reports_the_engine_and_the_reason() -> None:
-    check = machine_checks.check_engine(load_config("doctor", ["--engine.name", "hf"]))
-    assert check == Check(True, "hf (set by engine.name)")
-    automatic = machine_checks.check_engine(load_config("doctor", []))
-    assert re.fullmatch(r"(native|mlx|vllm) \(auto: .+\)", automatic.detail)
-
-
-def test_engine_check_refuses_an_option_that_the_engine_lacks() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.quantize 4 is not an option of engine 'hf'"):
-        machine_checks.check_engine(
-            load_config("doctor", ["--engine.name=hf", "--engine.quantize=4"])
-        )
-
-
-@pytest.mark.skipif(find_spec("mlx_lm") is None, reason="mlx-lm is not installed")
-def test_engine_check_refuses_a_model_that_mlx_lacks(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "bigbird"}')
-    settings = ["--engine.name=mlx", "--model.name", str(tmp_path)]
-    with pytest.raises(ConfigError, match="engine 'mlx' has no model 'bigbird'"):
-        machine_checks.check_engine(load_config("doctor", settings))
-    elsewhere = [*settings[:-1], str(tmp_path / "missing")]  # on the trainer's machine
-    assert machine_checks.check_engine(load_config("doctor", elsewhere)).ok
 
 
 def test_unavailable_device_raises() -> None:

@@ -47,9 +47,13 @@ def test_checks_of_a_trainer_pass(settings: list[str], run_doctor: Run) -> None:
     code, checks = run_doctor("--role", "trainer", *settings)
     assert failed(checks) == [] and code == 0
     assert list(checks) == ["config", "keys", "ports", "versions", "device", "sleep", "memory",
-                           "model", "reward", "weights", "writing", "space", "speed"]  # fmt: skip
+                           "reward", "engine", "model", "training", "end token", "prompts",
+                           "weights", "writing", "space", "speed"]  # fmt: skip
     assert "1.7 M parameters" in checks["model"]["detail"]
     assert "earns 1 in" in checks["reward"]["detail"]
+    prompts = "held-out environment 'calculator': 250 prompts of at most 26 tokens"
+    assert checks["prompts"]["detail"] == prompts
+    assert checks["training"]["detail"].startswith("packed rows")
 
 
 def test_checks_of_a_generator_pass_with_a_trainers_doctor(
@@ -58,9 +62,9 @@ def test_checks_of_a_generator_pass_with_a_trainers_doctor(
     assert role_checks.check_trainer(load_config("doctor", settings), Report(), stack, serve=True)
     code, checks = run_doctor(*settings, "--role", "generator")
     assert failed(checks) == [] and code == 0
-    assert list(checks) == ["config", "versions", "device", "sleep", "engine", "memory", "reward",
-                           "keys", "reach", "probe", "clock", "burst", "weights", "visible",
-                           "speed", "space"]  # fmt: skip
+    assert list(checks) == ["config", "versions", "device", "sleep", "memory", "reward", "engine",
+                           "end token", "prompts", "keys", "reach", "probe", "clock", "burst",
+                           "weights", "visible", "speed", "space"]  # fmt: skip
 
 
 def test_folder_and_weights_of_another_run_fail(
@@ -143,12 +147,10 @@ def test_default_role_follows_wire_host() -> None:
 
 
 @pytest.mark.parametrize(("check", "setting", "value", "message"), [
-    (machine_checks.check_model, "--model.name", "no/such-model",
-     "fetch it once with: hf download no/such-model"),
     (machine_checks.check_reward, "--task.reward", "no_such_module:f", "no_such_module"),
     (machine_checks.check_reward, "--data.train", "nowhere.csv", "nowhere"),
 ])  # fmt: skip
-def test_missing_model_reward_or_data_is_named(
+def test_missing_reward_or_data_is_named(
     check: Callable[[Config], Check], setting: str, value: str, message: str
 ) -> None:
     with pytest.raises((ConfigError, TaskError), match=message):
