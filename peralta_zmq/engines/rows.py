@@ -20,7 +20,7 @@ from peralta_zmq.errors import ConfigError, EngineError
 from peralta_zmq.rollout import BoolArray, Completion, Request, Sampling
 
 GIB = 2**30
-_decode = models.text_of  # exact, for rewards and stop strings
+_decode = models.text_of  # text of generated tokens, for rewards and stop strings
 
 
 def read_requests(

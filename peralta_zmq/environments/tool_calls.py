@@ -114,7 +114,7 @@ def assistant_message(text: str) -> Message:
     if calls := CALL.findall(text):
         parsed = tuple(_parsed_call(call, closed=bool(end)) for call, end in calls)
         return Message("assistant", CALL.sub("", text).strip(), tool_calls=parsed)
-    stripped = text.strip()
+    stripped = text.strip().removeprefix("<|python_tag|>")  # special token of Llama 3.1
     if stripped.startswith("{") and '"parameters"' in stripped:
         call = _parsed_call(stripped, closed=True)
         if not call.error:

@@ -30,12 +30,10 @@ FIXED_TEXT = "Naïve café: 12345 + 678.9 =\t?\n\n    def f(x):  return x**2  # 
 def end_token_sources(folder: Path, tokenizer: Tokenizer) -> dict[str, list[int]]:
     """The end tokens that each source names: files of the model folder, tokenizer, template."""
     config = _read_json(folder / "config.json")
-    nested = config.get("text_config")  # of a multimodal model
-    configs = [config, cast("dict[str, Any]", nested if isinstance(nested, dict) else {})]
+    nested: Any = config.get("text_config")  # of a multimodal model
+    inner = nested.get("eos_token_id") if isinstance(nested, dict) else None
     return {
-        "config.json": [
-            token for each in configs for token in _token_ids(each.get("eos_token_id"))
-        ],
+        "config.json": _token_ids(config.get("eos_token_id")) + _token_ids(inner),
         GENERATION_CONFIG: _token_ids(_read_json(folder / GENERATION_CONFIG).get("eos_token_id")),
         "tokenizer": _token_ids(tokenizer.eos_token_id),
         "chat template": _token_ids(end_of_turn(tokenizer)),

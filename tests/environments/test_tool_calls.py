@@ -94,7 +94,8 @@ def test_calls_in_a_completion_become_tool_calls() -> None:
     call = ToolCall("add", {"a": 1})
     assert message == Message("assistant", "I add.", tool_calls=(call, call))
     llama = '{"name": "add", "parameters": {"a": 1}}'
-    assert assistant_message(llama) == Message("assistant", "", tool_calls=(call,))
+    for text in (llama, f"<|python_tag|>{llama}"):
+        assert assistant_message(text) == Message("assistant", "", tool_calls=(call,))
 
 
 @pytest.mark.parametrize("text", ["1 + 2", '{"name": "add"}', '{"parameters": 1}', ""])
