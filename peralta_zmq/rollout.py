@@ -168,7 +168,7 @@ class Completion:
     logprobs: Float32Array  # [T], as defined on Rollout.logprobs
     policy_steps: Int32Array  # [T], policy step of the weights that sampled each token; -1 = none
     finish_reason: FinishReason
-    text: str  # of the last turn, without its end token
+    text: str  # text of the last turn, without its end token
     has_end_token: bool = False  # whether the last token is an end token
     is_partial: bool = False  # cancelled before its end; another request can resume it
     messages: tuple[Message, ...] = ()  # after the prompt, if the problem has turns

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from peralta_zmq import models, registry
-from peralta_zmq.build.components import load_policy
+from peralta_zmq.build.components import load_policy, make_scorer
 from peralta_zmq.build.engines import choose_engine, make_eval_sampling, make_sampling
 from peralta_zmq.build.environments import open_environments
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import Environments, Split
 from peralta_zmq.errors import ConfigError, PeraltaError, program_name
 from peralta_zmq.memory import Role
-from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.observe.terminal import track
 from peralta_zmq.rollout import Problem
 
@@ -37,7 +36,7 @@ logger = logging.getLogger(__name__)
 class Finding(NamedTuple):
     """One line of the dry run."""
 
-    name: str  # of the check
+    name: str  # name of the check
     detail: str
     remedy: str = ""  # empty if there is nothing to do
     is_fatal: bool = False  # the run cannot start
@@ -52,8 +51,8 @@ class PromptReader(NamedTuple):
     """The tokenizer that makes prompts, and the sizes of the model that reads them."""
 
     tokenizer: models.Tokenizer
-    num_embeddings: int  # of tokens
-    context: int  # tokens
+    num_embeddings: int  # number of token ids that the model knows
+    context: int  # longest sequence of the model, in tokens
 
     @classmethod
     def of(cls, config: Config, tokenizer: models.Tokenizer | None = None) -> PromptReader:
@@ -111,8 +110,7 @@ def _check_weights(config: Config, folder: Path) -> Iterator[Finding]:
     model = load_policy(config, folder)
     size = f"{model.num_parameters() / 1e6:.1f} M parameters"
     yield Finding("model", f"{config.model.name}: {size}, loaded offline")
-    dtype, _ = models.training_dtype(model, config.train.dtype)
-    reason = Scorer(model, dtype=dtype).padding_reason
+    reason = make_scorer(config, model).padding_reason
     yield Finding("training", reason or "packed rows: a prompt is computed once for its group")
 
 
@@ -202,10 +200,10 @@ class _Fault(NamedTuple):
     """Why a prompt cannot be sampled."""
 
     what: str  # verb and object, for all prompts with this fault
-    value: str  # of this prompt
+    value: str  # property of this prompt, such as its length
     remedy: str
-    is_skipped: bool = False  # and not fatal, unless no prompt is left
-    num_tokens: int = 0  # of a prompt that is too long: the remedy of the longest one is shown
+    is_skipped: bool = False  # True: not fatal, unless no prompt is left
+    num_tokens: int = 0  # length of a prompt that is too long; the longest one's remedy is shown
 
 
 class _PromptCheck(NamedTuple):
@@ -243,8 +241,8 @@ class _PromptCheck(NamedTuple):
         if needed > context:
             other = f"lower sampling.max_completion_length: the model reads {context} tokens"
         what = f"do not fit into {self.limit} tokens with a completion of {self.num_new}"
-        value, remedy = f" ({len(prompt)} tokens)", f"shorten them, or {other}"
-        return _Fault(what, value, remedy, self.skips, len(prompt))
+        length = f" ({len(prompt)} tokens)"
+        return _Fault(what, length, f"shorten them, or {other}", self.skips, len(prompt))
 
 
 def _check_template(

@@ -101,7 +101,7 @@ class AdapterMerger:
         self._load_base: Callable[[str], BaseWeights] = load_base
         self._dtype = dtype
         self._base: BaseWeights | None = None
-        self._noise: dict[str, Tensor] = {}  # of the base weights that have an adapter
+        self._noise: dict[str, Tensor] = {}  # rounding noise by base weight with an adapter
         self._base_dtype = ""  # format of `_base`
 
     def weights_of(self, update: WeightUpdate) -> Mapping[str, Tensor]:

@@ -153,7 +153,8 @@ class Learner:
         self._parameters, self._settings, self._ranks = parameters, settings, ranks
         self._compute_logprobs, self._compute_with_entropy = compute_logprobs, compute_with_entropy
         self._reference, self._teacher, self._selection = reference, teacher, selection
-        self._demonstrations, self._masters = demonstrations, masters
+        self._demonstrations = demonstrations
+        self._masters = masters
         self._packed = PackedGroups()  # of step `self.step + 1`
         self._device = next(iter(parameters.values())).device
         self._optimizer = adamw.make_optimizer(

@@ -49,7 +49,8 @@ class MasterWeights:
                 full = full_tensor(parameter.detach())
                 masters = make_masters(name, full)
                 rounded = masters.to(dtype).float()
-                assert torch.equal(rounded, full.to(dtype).float()), f"{name} rounds to others"
+                is_kept = (rounded == full.to(dtype).float()) | full.isnan()
+                assert is_kept.all(), f"masters of {name} round to other weights"
                 remainders = _difference(masters, rounded, REMAINDERS[dtype])
                 self.remainders[name] = shard_tensor(remainders, parameter.detach())
                 parameter.detach().copy_(shard_tensor(rounded, parameter.detach()))

@@ -24,7 +24,7 @@ from peralta_zmq.rollout import Message, Problem, Role
 
 # For a completion and for a reply; random, so that no message contains them.
 PLACEHOLDER, REPLY = uuid4().hex, uuid4().hex
-PROMPTS_PER_CALL = 256  # of a fast tokenizer, which distributes them over the cores
+PROMPTS_PER_CALL = 256  # a fast tokenizer distributes the prompts of a call over the cores
 
 
 def chat_prompt(
@@ -37,7 +37,7 @@ def chat_prompt(
     """
     try:
         return _tokenized(tokenizer, _rendered(tokenizer, messages, template_kwargs, prompt=True))
-    except (TemplateError, ValueError, TypeError) as error:  # of the tokenizer: a lone surrogate
+    except (TemplateError, ValueError, TypeError) as error:  # a tokenizer refuses lone surrogates
         reason = " ".join(str(error).split())
         raise ConfigError(f"the chat template refuses the messages: {reason}") from None
 

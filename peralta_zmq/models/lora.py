@@ -68,7 +68,7 @@ def add_adapters(
         torch.manual_seed(seed)
         try:
             peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-        except ValueError as error:  # for some layers of Mamba models
+        except ValueError as error:  # peft refuses some layers of Mamba models
             raise ConfigError(f"set other lora.target_modules: {error}") from None
     for layer in _layers(model).values():
         layer.lora_A.float()  # peft gives adapters the dtype of the base layer
@@ -92,9 +92,11 @@ def published_weights(model: nn.Module) -> dict[str, Tensor]:
     """Weights to publish: the scaled adapters if the model has any, else all."""
     if not (layers := _layers(model)):
         return weights_of(model)
-    adapters, names = dict[str, Tensor](), linear_layers(model)
+    adapters: dict[str, Tensor] = {}
+    names = linear_layers(model)
     for layer_name, layer in layers.items():
-        name, scale = names[layer_name], layer.scaling[ADAPTER]
+        name = names[layer_name]
+        scale = layer.scaling[ADAPTER]
         adapters[PREFIX + name + A] = layer.lora_A[ADAPTER].weight.detach()
         adapters[PREFIX + name + B] = layer.lora_B[ADAPTER].weight.detach() * scale
     return adapters
@@ -143,7 +145,9 @@ class MergedWeights(Mapping[str, Tensor]):
         *,
         prepare: Callable[[str, Tensor], Tensor] = lambda _, weight: weight.float(),
     ) -> None:
-        self._base, self._adapter, self._prepare = base, adapter, prepare
+        self._base = base
+        self._adapter = adapter
+        self._prepare = prepare
         for name in adapter:
             layer = name.removeprefix(PREFIX).removesuffix(A).removesuffix(B)
             target = f"{layer}.weight"

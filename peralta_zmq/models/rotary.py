@@ -21,7 +21,8 @@ def check_length(model: Any, max_length: int) -> None:
 
     A token that was sampled before that has another logprob in the complete sequence.
     """
-    limit, config = length_limit(model), model.config.get_text_config()
+    limit = length_limit(model)
+    config = model.config.get_text_config()
     if limit is not None and min(max_length, config.max_position_embeddings) > limit:
         raise ConfigError(
             f"engine.max_model_len is {max_length}, but the rotary embedding of model "
@@ -34,7 +35,7 @@ def length_limit(model: torch.nn.Module) -> int | None:
     """The longest sequence with the original rotary embedding; None if it never changes."""
     limits = list[int]()
     for module, settings in _changing(model):
-        limits.append(module.config.max_position_embeddings)  # that of dynamic NTK
+        limits.append(module.config.max_position_embeddings)  # dynamic NTK changes beyond it
         if settings["rope_type"] == "longrope":
             limits.append(settings["original_max_position_embeddings"])
     return min(limits, default=None)

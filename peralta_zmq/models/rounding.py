@@ -13,17 +13,18 @@ import hashlib
 import torch
 from torch import Tensor
 
-MORE_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of the mantissa of fp32
+# Bits that the mantissa of fp32 has more than that of these dtypes.
+MORE_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
 @torch.no_grad()
 def grid_noise(weights: Tensor, dtype: torch.dtype, *, seed: str) -> Tensor:
     """int16 noise for `off_grid`, of the shape of `weights`, which depends on `seed`.
 
-    It is 0 for zeros, for weights that are not on the grid of `dtype`, and for a `dtype` of 32
-    bits. It is uniform over the integers that fp32 numbers are in memory. Adjacent numbers have
-    adjacent integers, also across a power of two, below which the grid is finer: so there too, an
-    update has the same mean effect upwards and downwards.
+    It is 0 for zeros, infinities and NaN, for weights that are not on the grid of `dtype`, and for
+    a `dtype` of 32 bits. It is uniform over the integers that fp32 numbers are in memory. Adjacent
+    numbers have adjacent integers, also across a power of two, below which the grid is finer: so
+    there too, an update has the same mean effect upwards and downwards.
     """
     noise = torch.zeros(weights.shape, dtype=torch.int16, device=weights.device)
     if dtype in MORE_BITS:
@@ -31,7 +32,7 @@ def grid_noise(weights: Tensor, dtype: torch.dtype, *, seed: str) -> Tensor:
         random = torch.Generator(weights.device).manual_seed(int.from_bytes(digest[:7], "little"))
         limit = (1 << MORE_BITS[dtype] - 1) - 1  # the last number that is nearer to this weight
         noise.random_(-limit, limit + 1, generator=random)
-        noise *= (weights.to(dtype) == weights) & (weights != 0)
+        noise *= (weights.to(dtype) == weights) & (weights != 0) & weights.isfinite()
     return noise
 
 

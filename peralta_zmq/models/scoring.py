@@ -216,8 +216,12 @@ class Scorer:
 
     def _find_reasons(self, trial: _Trial) -> tuple[str, str]:
         """Return `padding_reason` and `whole_logits_reason` of the fastest way that is correct."""
-        config, head, difference = self._model.config, self._model.get_output_embeddings(), ""
-        attention, padding, whole = config._attn_implementation, self._unpackable(), ""
+        config = self._model.config
+        head = self._model.get_output_embeddings()
+        attention = config._attn_implementation
+        padding = self._unpackable()
+        whole = ""
+        difference = ""
         if not isinstance(head, torch.nn.Linear) or getattr(head, "bias", None) is not None:
             whole = "whole logits: the output head has a bias or is not torch.nn.Linear"
         for packs, in_chunks in product((True, False), repeat=2):
@@ -251,13 +255,15 @@ class Scorer:
     @torch.no_grad()
     def _new_trial(self, max_length: int) -> _Trial:
         """Random sequences, and their logprobs, computed for each sequence alone."""
-        config, trees = self._model.config.get_text_config(), TRIAL_TREES
+        config = self._model.config.get_text_config()
+        trees = TRIAL_TREES
         lengths = [*_lengths_in(config.to_dict()), length_limit(self._model) or max_length]
         if lengths := [length for length in lengths if 0 < length < max_length]:
             trees = TRIAL_TREES[-1], PrefixTree((TreeSpan(-1, max(lengths) + 8),))
         random, length = torch.Generator().manual_seed(0), sum(tree.num_tokens for tree in trees)
         token_ids = torch.randint(int(config.vocab_size), (length,), generator=random)
-        token_ids, start = token_ids.to(self._model.device), 0
+        token_ids = token_ids.to(self._model.device)
+        start = 0
         scored, logprobs = list[Tensor](), list[Tensor]()
         for tree in trees:
             layout = TreeLayout(tree)
@@ -320,7 +326,7 @@ class _Inputs(NamedTuple):
     mask: Tensor  # attention mask
     options: dict[str, Any]  # other options of the model
     select: Callable[[Tensor], Tensor]  # [B, K, W] of the tokens that the model keeps -> [N, W]
-    layout: PackedLayout | None = None  # of a packed row
+    layout: PackedLayout | None = None  # None: padded rows
 
 
 def _padded_layout(

@@ -19,7 +19,8 @@ GENERATION_CONFIG = "generation_config.json"
 TEMPLATES = "additional_chat_templates/*.jinja"
 # Suffixes of config and tokenizer files, and of Python code. A tokenizer class may name others.
 COMPANION_SUFFIXES = {".json", ".txt", ".jinja", ".py", ".model", ".tiktoken"}
-OWN_FILES = {MANIFEST, "replica.json"}  # of a weight version, and of a generator's copy of it
+# Files that a weight version and a generator's copy of it add.
+OWN_FILES = {MANIFEST, "replica.json"}
 # Letters of several scripts, digits, white space and code.
 FIXED_TEXT = "Naïve café: 12345 + 678.9 =\t?\n\n    def f(x):  return x**2  # Привет, 漢字 🙂"
 
@@ -30,7 +31,7 @@ FIXED_TEXT = "Naïve café: 12345 + 678.9 =\t?\n\n    def f(x):  return x**2  # 
 def end_token_sources(folder: Path, tokenizer: Tokenizer) -> dict[str, list[int]]:
     """The end tokens that each source names: files of the model folder, tokenizer, template."""
     config = _read_json(folder / "config.json")
-    nested: Any = config.get("text_config")  # of a multimodal model
+    nested: Any = config.get("text_config")  # a multimodal model has one
     inner = nested.get("eos_token_id") if isinstance(nested, dict) else None
     return {
         "config.json": _token_ids(config.get("eos_token_id")) + _token_ids(inner),
@@ -118,10 +119,11 @@ def companion_files(folder: Path, tokenizer: Tokenizer) -> dict[str, bytes]:
         if (name := path.relative_to(folder).as_posix()) not in OWN_FILES
         and path.is_file()
         and (name in vocabulary or COMPANION_SUFFIXES.intersection(path.suffixes))
-        and not name.endswith(".index.json")  # of sharded weight files
+        and not name.endswith(".index.json")  # lists of sharded weight files
         and PLAIN_PATH.fullmatch(name)
     }
-    config, end_ids = _read_json(folder / GENERATION_CONFIG), folder_end_ids(folder, tokenizer)
+    config = _read_json(folder / GENERATION_CONFIG)
+    end_ids = folder_end_ids(folder, tokenizer)
     if end_ids and set(_token_ids(config.get("eos_token_id"))) != set(end_ids):
         text = json.dumps({**config, "eos_token_id": end_ids}, indent=2) + "\n"
         files[GENERATION_CONFIG] = text.encode()

@@ -118,7 +118,7 @@ class PackedMask(NamedTuple):
     """Mask of a packed row, in place of the tensor that transformers builds for SDPA."""
 
     layout: PackedLayout
-    parts: list[_Part]  # of the layout, without the keys that the model masks
+    parts: list[_Part]  # parts of the layout, without the keys that the model masks
 
 
 _layout = ContextVar[PackedLayout | None]("_layout", default=None)

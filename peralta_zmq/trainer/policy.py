@@ -10,7 +10,6 @@ adapters are trained and published; the base model stays in its own folder.
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
@@ -37,7 +36,6 @@ from peralta_zmq.weights.version import WEIGHTS_FILE, Version
 PUBLISH_SECONDS = 60.0  # longest wait until the newest weights are published
 STOP_SECONDS = 2.0  # longest wait for them after a stop request
 CHECK_SECONDS = 0.2  # between two checks for a stop request while waiting for them
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +292,9 @@ def final_weights(config: Config, policy: Policy, store: WeightStore) -> Path:
     store has no version, returns the folder of the store.
     """
     if lora.has_adapters(policy.model):
-        folder, tokenizer = policy.base_folder, policy.tokenizer
-        return export_adapter(config, config.run_folder, folder, policy.model, tokenizer)
+        return export_adapter(
+            config, config.run_folder, policy.base_folder, policy.model, policy.tokenizer
+        )
     newest = store.newest()
     return newest.folder if newest else store.folder
 

@@ -367,7 +367,8 @@ def _claim_weights(store: WeightStore, config: Config, identity: RunIdentity) ->
     created: its file system is not mounted. The default folder, inside the run folder, is created
     again, because users delete it to free space. Raises OutageError or OSError if waiting may help.
     """
-    folder, run_id = config.run_folder, identity.run_id
+    folder = config.run_folder
+    run_id = identity.run_id
     is_known = _read_identity(folder, "weights") == store.address
     store.claim(run_id, known=is_known, create=not (is_known and config.weights.dir))
     if not is_known or _read_identity(folder, "tokenizer") is None:

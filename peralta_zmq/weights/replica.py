@@ -150,7 +150,7 @@ class LocalReplica:
             target = tensor_set.MappedTensors(self.folder / WEIGHTS_FILE, writable=True)
             with (fetched / DELTA_FILE).open("rb") as file:
                 return delta.apply(file, target)
-        for path in self.folder.iterdir():  # of an earlier keyframe, which may have other files
+        for path in self.folder.iterdir():  # an earlier keyframe may have other files
             if path.is_dir() and path.name != INCOMING:
                 shutil.rmtree(path)
             elif path.is_file() and path.name != LOCK:

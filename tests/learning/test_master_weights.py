@@ -62,6 +62,14 @@ def test_weights_off_the_grid_are_their_own_masters() -> None:
     assert torch.equal(masters_of(masters, parameters)["w"], base)
 
 
+def test_weights_that_are_not_finite_are_their_own_masters() -> None:
+    """A broken model is reported by its steps, which are skipped."""
+    parameters = {"w": nn.Parameter(torch.tensor([torch.inf, torch.nan, 1.0]))}
+    masters = noisy(parameters)
+    joined = masters_of(masters, parameters)["w"]
+    assert joined[0] == torch.inf and joined[1].isnan() and joined[2] != 1.0
+
+
 @pytest.mark.parametrize("dtype", GRIDS)
 def test_join_restores_masters_bit_for_bit(dtype: torch.dtype) -> None:
     parameters = {"w": nn.Parameter(torch.tensor(SPECIAL * 100).to(dtype).float())}
