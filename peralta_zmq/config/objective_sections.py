@@ -10,15 +10,9 @@ function; `peralta_zmq.build` checks which options that function takes.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from peralta_zmq.config.sections import (
     Fraction,
@@ -34,8 +28,6 @@ Objective: TypeAlias = Literal[
 CorrectionMode: TypeAlias = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
 ]
-# Settings that [loss] had in an older version, with the value that has no effect.
-OLDER_SETTINGS = {"use_decoupled_loss": True, "behav_imp_weight_cap": None, "ratio_type": None}
 AboveOne: TypeAlias = Annotated[float, Field(gt=1)]
 
 
@@ -142,18 +134,6 @@ class LossSection(Section):
     """sft_file: demonstrations per training step"""
     kwargs: Table = Field(default={})
     """keyword arguments of a custom loss, as a TOML table or as JSON"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_unset_older_settings(cls, settings: object) -> object:
-        """Accept config.toml of an older run, which has all settings of that version."""
-        if not isinstance(settings, dict):  # pydantic refuses it
-            return settings
-        return {
-            name: value
-            for name, value in cast("dict[str, Any]", settings).items()
-            if name not in OLDER_SETTINGS or value not in (OLDER_SETTINGS[name], "None")
-        }
 
 
 class AdvantageSection(Section):

@@ -52,23 +52,17 @@ def write_resolved(config: Config, folder: Path) -> None:
 def load_resolved(program: str, folder: Path, settings: Sequence[str] = ()) -> Config:
     """Load config.toml in a run folder, changed by the command-line options `settings`.
 
-    A setting that the version of the run did not have gets the value with its behavior. Raises
-    ConfigError.
+    Raises ConfigError.
     """
-    config = load_config(program, ["@", str(folder / RESOLVED), *settings])
-    if config.lora.rank is not None and "base_dtype" not in config.lora.model_fields_set:
-        lora = config.lora.model_copy(update={"base_dtype": "float32"})
-        config = config.model_copy(update={"lora": lora})
-    return config
+    return load_config(program, ["@", str(folder / RESOLVED), *settings])
 
 
 def earlier_config(config: Config, folder: Path) -> Config:
     """Return the settings of the last start of the run in `folder`.
 
     For a new run, returns `config` itself. Raises ConfigError if `config` changes a setting that
-    a resumed run may not change, if a setting had another meaning in the version that made the run,
-    or if config.toml in `folder` is damaged; OSError if config.toml cannot be read for another
-    reason.
+    a resumed run may not change, or if config.toml in `folder` is damaged; OSError if config.toml
+    cannot be read for another reason.
     """
     try:
         (folder / RESOLVED).read_bytes()  # `load_config` would raise ConfigError for an OSError
@@ -81,8 +75,6 @@ def earlier_config(config: Config, folder: Path) -> Config:
             f"run folder {folder} cannot be resumed, its {RESOLVED} does not load "
             f"({error}); {REMEDY}"
         ) from None
-    if "num_minibatches" not in earlier.train.model_fields_set:
-        _check_older(earlier, folder)
     before, now = dict(_settings(earlier)), dict(_settings(config))
     changes = [
         f"{key} {shorten(before[key])} -> {shorten(now[key])}"
@@ -94,20 +86,6 @@ def earlier_config(config: Config, folder: Path) -> Config:
             f"run folder {folder} was made with other settings: {', '.join(changes)}; {REMEDY}"
         )
     return earlier
-
-
-def _check_older(config: Config, folder: Path) -> None:
-    """Raise ConfigError if settings of a run of an older version have another meaning today."""
-    changes: list[str] = []
-    if (number := config.train.num_iterations) > 1:
-        changes.append(f"train.num_iterations {number} meant train.num_minibatches {number}")
-    if config.loss.name == "grpo":
-        changes.append("loss.name grpo meant loss.name dapo")
-    if changes:
-        raise ConfigError(
-            f"run folder {folder} is of an older version, in which {' and '.join(changes)}; "
-            f"{REMEDY}"
-        )
 
 
 def toml_text(config: Config) -> str:

@@ -10,7 +10,7 @@ from config_files import load
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from peralta_zmq.config import Config, earlier_config, load_resolved, write_resolved
+from peralta_zmq.config import Config, earlier_config, write_resolved
 from peralta_zmq.config.resolved import toml_text
 from peralta_zmq.config.schema import known_fields
 from peralta_zmq.errors import ConfigError
@@ -104,59 +104,3 @@ def test_earlier_config_names_damaged_file_and_remedies(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[run")
     with pytest.raises(ConfigError, match=r"does not load .* choose another --run.name"):
         earlier_config(Config(), tmp_path)
-
-
-def test_earlier_config_refuses_iterations_that_meant_mini_batches(tmp_path: Path) -> None:
-    reused = load("--train.num-iterations=4")
-    write_resolved(reused, tmp_path)
-    assert earlier_config(reused, tmp_path) == reused
-    of_older_version(tmp_path / "config.toml")
-    with pytest.raises(
-        ConfigError, match=r"num_iterations 4 meant train\.num_minibatches 4; choose"
-    ):
-        earlier_config(reused, tmp_path)
-
-
-def test_earlier_config_refuses_grpo_that_meant_dapo(tmp_path: Path) -> None:
-    grpo = load("--loss.name=grpo")
-    write_resolved(grpo, tmp_path)
-    assert earlier_config(grpo, tmp_path) == grpo
-    of_older_version(tmp_path / "config.toml")
-    with pytest.raises(ConfigError, match=r"loss\.name grpo meant loss\.name dapo; choose another"):
-        earlier_config(grpo, tmp_path)
-
-
-def test_earlier_config_accepts_older_run_without_iterations(tmp_path: Path) -> None:
-    write_resolved(Config(), tmp_path)
-    of_older_version(tmp_path / "config.toml")
-    assert earlier_config(Config(), tmp_path).engine.name == "native"
-
-
-def test_earlier_config_of_older_lora_run_has_a_float32_base(tmp_path: Path) -> None:
-    adapters = load("--lora.rank=4")
-    write_resolved(adapters, tmp_path)
-    file = tmp_path / "config.toml"
-    file.write_text(file.read_text().replace('base_dtype = "bfloat16"\n', ""))
-    with pytest.raises(ConfigError, match=r"lora\.base_dtype 'float32' -> 'bfloat16'"):
-        earlier_config(adapters, tmp_path)
-    earlier_config(load("--lora.rank=4", "--lora.base-dtype=float32"), tmp_path)
-
-
-def test_settings_of_an_older_lora_run_change_only_by_name(tmp_path: Path) -> None:
-    write_resolved(load("--lora.rank=4"), tmp_path)
-    file = tmp_path / "config.toml"
-    file.write_text(file.read_text().replace('base_dtype = "bfloat16"\n', ""))
-    assert load_resolved("replay", tmp_path).lora.base_dtype == "float32"
-    assert load_resolved("replay", tmp_path, ["--lora.rank=8"]).lora.base_dtype == "float32"
-    chosen = load_resolved("replay", tmp_path, ["--lora.base-dtype=nf4"])
-    assert chosen.lora.base_dtype == "nf4"
-
-
-def of_older_version(file: Path) -> None:
-    """Remove the setting that older versions did not have, and add those that only they had."""
-    older = (
-        '[loss]\nuse_decoupled_loss = true\nbehav_imp_weight_cap = "None"\nratio_type = "None"\n'
-    )
-    text = file.read_text().replace('[engine]\nname = "auto"', '[engine]\nname = "native"')
-    lines = text.replace("[loss]\n", older).splitlines(keepends=True)
-    file.write_text("".join(line for line in lines if not line.startswith("num_minibatches")))
