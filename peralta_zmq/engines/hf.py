@@ -1,8 +1,8 @@
 """Engine that samples with transformers' `generate`.
 
 Implements the protocol registry.Engine. Works for every model, but is slower than the native
-engine. Requests are sampled in batches of padded prompts; newer weights are applied between two
-batches.
+engine. Requests are sampled in batches of padded prompts. A caller may apply newer weights between
+two tokens; keys and values of earlier tokens are kept.
 
 Letters in shapes: B requests of a batch, P tokens of its longest prompt, T generated tokens of its
 longest completion, V vocabulary.
@@ -56,12 +56,13 @@ class HfEngine:
         self.step = step
         self._model, self._tokenizer, self._merger = model, tokenizer, merger
         self._slots = slots
-        check_length(model, max_model_len)
+        check_length(model.config, max_model_len)
         self.max_model_len = min(max_model_len, models.max_positions(model))
         self._end_ids = models.end_token_ids(model.generation_config, tokenizer)
         self._cancelled = False
-        pad_ids = (tokenizer.pad_token_id, *self._end_ids, 0)
-        self._pad_id = cast(int, next(token for token in pad_ids if token is not None))
+        pad_id = cast("int | None", tokenizer.pad_token_id)
+        vocab_size: int = model.config.get_text_config().vocab_size
+        self._pad_id = 0 if pad_id is None or not 0 <= pad_id < vocab_size else pad_id
         # transformers would take the options that `_generation_config` leaves unset from the model.
         model.generation_config = GenerationConfig()
 
@@ -80,7 +81,7 @@ class HfEngine:
         return cls(model, tokenizer, slots=settings.slots, max_model_len=settings.max_model_len)
 
     def apply(self, update: WeightUpdate) -> None:
-        """Sample from the new weights from the next batch on.
+        """Sample from the new weights from the next token on.
 
         Raises ValueError, with nothing changed, if the weights belong to another model.
         """
@@ -101,8 +102,8 @@ class HfEngine:
         """Yield one completion per request, in the order of the requests.
 
         A request of None means that no request is available now. `between_steps` is called after
-        each batch. Raises ConfigError for a request longer than `max_model_len`, and EngineError
-        for non-finite logits.
+        each decode step. Raises ConfigError for a request longer than `max_model_len`, and
+        EngineError for non-finite logits.
         """
         self._cancelled = False
         source, has_more = iter(requests), True
@@ -114,23 +115,26 @@ class HfEngine:
             # batch of its own.
             for _, group in groupby(batch, _batch_key):
                 part = list(group)
-                yield from self._sample(part, part[0].sampling or sampling)
+                yield from self._sample(part, part[0].sampling or sampling, between_steps)
             if between_steps is not None:
                 between_steps()
 
-    def _sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+    def _sample(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        between_steps: Callable[[], None] | None,
+    ) -> Iterator[Completion]:
         """Sample one batch; yields the completions in the order of `requests`."""
-        step = self.step  # a caller may apply newer weights between two completions
         longest = sampling.max_completion_length
-        sampling = sampling.at(step)
         prompts = [torch.from_numpy(request.prompt_ids).long() for request in requests]
         token_ids = self._pad_left(prompts, self._pad_id)  # [B, P]
         attention_mask = self._pad_left([torch.ones_like(prompt) for prompt in prompts], 0)
         num_prompt = token_ids.shape[1]
         limits = [min(request.max_completion_length or longest, longest) for request in requests]
-        recorder = LogprobRecorder(sampling.temperature or 1.0)
+        recorder = TokenRecorder(self, sampling, between_steps)
         # The recorder is first, because it records the logits before any penalty. transformers
-        # appends the processors for temperature and truncation.
+        # appends the processors for truncation.
         processors = LogitsProcessorList([recorder])
         if sampling.repetition_penalty != 1:
             processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -138,20 +142,25 @@ class HfEngine:
             processors.append(
                 MinNewTokensLengthLogitsProcessor(num_prompt, sampling.min_tokens, self._end_ids)
             )
+        is_greedy = recorder.temperature == 0
+        if not is_greedy:
+            processors.append(Temperature(recorder))
         with torch.inference_mode(), torch.random.fork_rng():
             index = 0 if requests[0].is_standalone else requests[0].index
             torch.manual_seed(zlib.crc32(f"{sampling.seed}/{index}".encode()))
             sequences = cast(Any, self._model).generate(
                 input_ids=token_ids,
                 attention_mask=attention_mask,
-                generation_config=self._generation_config(sampling, max(limits)),
+                generation_config=self._generation_config(
+                    sampling, max(limits), is_greedy=is_greedy
+                ),
                 logits_processor=processors,
                 tokenizer=self._tokenizer,
             )
         generated = sequences[:, num_prompt:]  # [B, T]
         logprobs = recorder.logprobs(generated)
         if not logprobs.isfinite().all():
-            raise EngineError(f"the weights of step {step} give logits that are not finite")
+            raise EngineError(f"the weights of step {self.step} give logits that are not finite")
         for request, limit, ids, id_logprobs in zip(
             requests, limits, generated, logprobs, strict=True
         ):
@@ -162,7 +171,7 @@ class HfEngine:
                 sampling,
                 token_ids=ids[:length].cpu().numpy(),
                 logprobs=id_logprobs[:length].cpu().numpy(),
-                policy_steps=np.full(length, step, np.int32),
+                policy_steps=np.array(recorder.policy_steps[:length], np.int32),
                 ended=int(ids[length - 1]) in self._end_ids,
             )
 
@@ -171,18 +180,19 @@ class HfEngine:
         padded = pad_sequence(rows, batch_first=True, padding_value=value, padding_side="left")
         return padded.to(self._model.device)
 
-    def _generation_config(self, sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
+    def _generation_config(
+        self, sampling: Sampling, max_new_tokens: int, *, is_greedy: bool
+    ) -> GenerationConfig:
         """The options in `sampling` for which `_sample` does not add processors."""
         truncation: dict[str, Any] = {}
-        if sampling.temperature:  # not greedy
+        if not is_greedy:
             truncation = {
-                "temperature": sampling.temperature,
                 "top_k": sampling.top_k,
                 "top_p": sampling.top_p,
                 "min_p": sampling.min_p or None,
             }
         return GenerationConfig(
-            do_sample=sampling.temperature > 0,
+            do_sample=not is_greedy,
             max_new_tokens=max_new_tokens,
             eos_token_id=self._end_ids,
             pad_token_id=self._pad_id,
@@ -208,15 +218,21 @@ def _batch_key(request: Request) -> object:
     return request.sampling, request.index if request.is_standalone else None
 
 
-class LogprobRecorder(LogitsProcessor):
+class TokenRecorder(LogitsProcessor):
     """Records the logprob of each sampled token from the logits before any truncation.
 
     transformers calls the recorder with the tokens sampled so far and the logits of the next token.
-    The token that was sampled from these logits is therefore known one call later.
+    The token that was sampled from these logits is therefore known one call later. Then calls
+    `between_steps`, which may apply newer weights: they compute the logits of the following token.
     """
 
-    def __init__(self, temperature: float) -> None:
-        self._temperature = temperature
+    def __init__(
+        self, engine: HfEngine, sampling: Sampling, between_steps: Callable[[], None] | None
+    ) -> None:
+        self._engine, self._sampling, self._between_steps = engine, sampling, between_steps
+        self.policy_steps: list[int] = []
+        """Of the weights that computed the logits, for each token sampled so far and the next."""
+        self.temperature = sampling.at(engine.step).temperature  # of the next token
         self._logits: torch.Tensor | None = None  # [B, V], of the token to be sampled next
         self._logprobs: list[torch.Tensor] = []  # [B] for each token sampled so far
 
@@ -224,6 +240,10 @@ class LogprobRecorder(LogitsProcessor):
         if self._logits is not None:
             self._record_token(input_ids[:, -1])
         self._logits = scores
+        self.policy_steps.append(self._engine.step)
+        self.temperature = self._sampling.at(self._engine.step).temperature
+        if self._between_steps is not None:
+            self._between_steps()
         return scores
 
     def logprobs(self, generated: torch.Tensor) -> torch.Tensor:
@@ -235,5 +255,15 @@ class LogprobRecorder(LogitsProcessor):
         """Record the logprobs of `tokens` [B], which were sampled from the stored logits."""
         assert self._logits is not None
         self._logprobs.append(
-            models.selected_logprobs(self._logits, tokens, temperature=self._temperature)
+            models.selected_logprobs(self._logits, tokens, temperature=self.temperature or 1.0)
         )
+
+
+class Temperature(LogitsProcessor):
+    """Divides the logits by the temperature of the recorder's next token."""
+
+    def __init__(self, recorder: TokenRecorder) -> None:
+        self._recorder = recorder
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> Any:
+        return scores / self._recorder.temperature

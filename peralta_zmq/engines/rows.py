@@ -29,8 +29,7 @@ def read_requests(
     """Read requests until there are `limit`, or `source` yields None or ends.
 
     None means that no request is available now. Returns the requests, and True if `source` may
-    yield more later. Raises ConfigError for an empty prompt, or if prompt and completion together
-    do not fit into `max_model_len` tokens.
+    yield more later. Prompt and completion must fit into `max_model_len` tokens.
     """
     batch: list[Request] = []
     for request in islice(source, limit):
@@ -42,15 +41,7 @@ def read_requests(
         if own_sampling.fills_context:
             num_new = max(1, max_model_len - num_prompt)
             request = replace(request, max_completion_length=num_new)
-        if num_prompt == 0:
-            raise ConfigError("a prompt is empty; check the chat template of the tokenizer")
-        if num_prompt + num_new > max_model_len:
-            raise ConfigError(
-                f"a prompt of {num_prompt} tokens and sampling.max_completion_length {num_new} do "
-                f"not fit into {max_model_len} tokens; raise engine.max_model_len to "
-                f"{num_prompt + num_new} if the model allows it, or use shorter prompts or a "
-                "smaller sampling.max_completion_length"
-            )
+        assert 0 < num_prompt <= max_model_len - num_new, (num_prompt, num_new, max_model_len)
         batch.append(request)
     return batch, len(batch) == limit  # fewer than the limit: `source` has ended
 
@@ -262,7 +253,7 @@ class Rows:
         if not is_short.any():
             return None
         banned = np.zeros((len(rows), vocab_size), np.bool_)
-        banned[np.ix_(is_short, self._end_ids)] = True
+        banned[np.ix_(is_short, self._end_ids[self._end_ids < vocab_size])] = True
         return banned
 
     def newest(self) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,14 @@ def test_apply_between_two_completions_keeps_their_step(model: Any, tokenizer: A
     next(completions)
     engine.apply(WeightUpdate(9, models.weights_of(sharp_model(seed=8))))
     assert set(next(completions).policy_steps.tolist()) == {3}
+
+
+def test_padding_token_without_embedding_is_not_used(model: Any, tokenizer: Any) -> None:
+    padded = copy.deepcopy(tokenizer)
+    padded.add_special_tokens({"pad_token": "[PAD]"})
+    assert padded.pad_token_id >= model.config.vocab_size
+    expected = sampled(HfEngine(model, tokenizer), GREEDY, requests(PROMPTS))
+    assert tokens(sampled(HfEngine(model, padded), GREEDY, requests(PROMPTS))) == tokens(expected)
 
 
 def test_standalone_request_with_index_0_is_sampled_alone() -> None:
