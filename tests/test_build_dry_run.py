@@ -74,7 +74,7 @@ def users(*texts: str) -> list[list[tuple[str, str]]]:
     return [[("user", text)] for text in texts]
 
 
-def model(folder: Path, *, template: str = CHAT, **sizes: int) -> str:
+def model(folder: Path, *, template: str = CHAT, **sizes: Any) -> str:
     """--model.name of the embedded model with another template and other sizes, and no weights."""
     folder.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -154,7 +154,7 @@ def test_context_of_the_model_limits_prompts(
     name = model(tmp_path / "m", max_position_embeddings=100)
     line = refusal(config_with(users("one", "9 8 " * 20), name, "--data.overlong=refuse"))
     assert "1 of 2 prompts do not fit into 100 tokens with a completion of 48" in line
-    assert "lower sampling.max_completion_length: the model reads 100 tokens" in line
+    assert line.endswith("shorten them: the model reads 100 tokens")
 
 
 def test_completions_of_each_split_need_their_own_room(
@@ -188,6 +188,8 @@ def test_completions_of_each_split_need_their_own_room(
         ("{{ messages[0].content + 1 }}", [("user", "1")], "can only concatenate str",
          "correct the messages"),
         ("{{ messages[7].content.text }}", [("user", "1")], "", "correct the messages"),
+        ("{{ 1 // (messages | length - 1) }}", [("user", "1")], "integer division or modulo by",
+         "correct the messages"),
         ("{% if %}", [("user", "1")], "Expected an expression", "correct the messages"),
     ],
 )  # fmt: skip
@@ -348,8 +350,22 @@ def test_engine_that_cannot_run_is_a_fault_of_a_generator_only(tmp_path: Path) -
 def test_generator_without_the_model_checks_its_engine_only() -> None:
     (engine,) = findings_of("--model.name=no/such-model")
     assert engine.name == "engine"
-    with pytest.raises(ConfigError, match="neither a folder nor in the Hugging Face cache"):
-        findings_of("--model.name=no/such-model", role="trainer")
+    for words, role in (((), "trainer"), (("--lora.rank=4",), "generator")):
+        with pytest.raises(ConfigError, match="neither a folder nor in the Hugging Face cache"):
+            findings_of("--model.name=no/such-model", *words, role=role)
+
+
+def test_context_beyond_a_change_of_the_rotary_embedding_is_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    name = model(tmp_path / "m", max_position_embeddings=256, rope_parameters=rope)
+    assert all(finding.name != "model" for finding in findings_of(name))
+    rope |= {"rope_type": "longrope", "original_max_position_embeddings": 128}
+    rope |= {"short_factor": [1.0] * 24, "long_factor": [2.0] * 24}
+    name = model(tmp_path / "n", max_position_embeddings=256, rope_parameters=rope)
+    (finding,) = (finding for finding in findings_of(name) if finding.name == "model")
+    assert finding.is_fatal and finding.remedy == "set engine.max_model_len to at most 128"
+    short = findings_of(name, "--engine.max-model-len=128")
+    assert all(finding.name != "model" for finding in short)
 
 
 @pytest.mark.skipif(find_spec("mlx_lm") is None, reason="mlx-lm is not installed")
@@ -361,7 +377,7 @@ def test_engine_that_lacks_the_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_model_without_end_token_is_noted(tmp_path: Path) -> None:
-    model(tmp_path / "m", eos_token_id=None)  # type: ignore[arg-type]
+    model(tmp_path / "m", eos_token_id=None)
     tokenizer = models.load_tokenizer(tmp_path / "m")
     tokenizer.eos_token = None
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -23,13 +23,16 @@ from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import Environments, Split
 from peralta_zmq.errors import ConfigError, PeraltaError, program_name
 from peralta_zmq.memory import Role
+from peralta_zmq.models.rotary import check_length
 from peralta_zmq.observe.terminal import track
 from peralta_zmq.rollout import Problem
 
 MAX_ROWS = 3  # rows that a finding names
 SPLITS: dict[Split, str] = {"train": "training", "eval": "held-out"}
-COPY = "copy all tokenizer files of the model again, or correct its chat template"
-RESIZE = "resize the embeddings to the tokenizer (resize_token_embeddings), or remove added tokens"
+COPY_TOKENIZER = "copy all tokenizer files of the model again, or correct its chat template"
+RESIZE_EMBEDDINGS = (
+    "resize the embeddings to the tokenizer (resize_token_embeddings), or remove added tokens"
+)
 logger = logging.getLogger(__name__)
 
 
@@ -51,7 +54,7 @@ class PromptReader(NamedTuple):
     """The tokenizer that makes prompts, and the sizes of the model that reads them."""
 
     tokenizer: models.Tokenizer
-    num_embeddings: int  # number of token ids that the model knows
+    num_embeddings: int  # rows of the embedding of tokens
     context: int  # longest sequence of the model, in tokens
 
     @classmethod
@@ -75,13 +78,13 @@ def check_run(
 ) -> Iterator[Finding]:
     """Check the model, loading its weights as the trainer does if `with_weights`, and all prompts.
 
-    A generator without the model, which it gets from the trainer, checks its engine only. Raises
-    ConfigError or TaskError for a model or environments that cannot be opened.
+    A generator without the model, which it gets from the trainer, checks its engine only; adapters
+    need the model. Raises ConfigError for a model that cannot be opened.
     """
     try:
         folder = models.model_folder(config.model.name)
     except ConfigError:
-        if role == "trainer":
+        if role == "trainer" or config.lora.rank is not None:
             raise
         folder = None
     try:
@@ -93,16 +96,23 @@ def check_run(
     if folder is None:
         return
     reader = PromptReader.of(config)
-    if with_weights:
-        try:
+    trust = config.model.trust_remote_code
+    try:
+        sizes = models.text_config(folder, trust_remote_code=trust)
+        check_length(sizes, config.engine.max_model_len)
+        if with_weights:
             yield from _check_weights(config, folder)
-        except PeraltaError as error:  # the prompts are checked all the same
-            yield _finding_of("model", error)
+    except PeraltaError as error:  # the prompts are checked all the same
+        yield _finding_of("model", error)
     yield check_end_tokens(reader.tokenizer)
     for split in SPLITS if with_prompts else ():
         limit = config.eval.num_examples if split == "eval" else -1
-        with closing(open_environments(config, split, limit=limit)) as environments:
-            yield from check_prompts(config, environments, split, reader)[1]
+        try:
+            with closing(open_environments(config, split, limit=limit)) as environments:
+                findings = check_prompts(config, environments, split, reader)[1]
+        except PeraltaError as error:
+            findings = [_finding_of("prompts", error)]
+        yield from findings
 
 
 def _check_weights(config: Config, folder: Path) -> Iterator[Finding]:
@@ -217,32 +227,31 @@ class _PromptCheck(NamedTuple):
 
     def fault_of(self, problem: Problem, prompt: list[int] | str) -> _Fault | None:
         """Why a prompt cannot be sampled; a text is the reason why the template refuses it."""
-        tokenizer, num_known, context = self.reader
-        remedy = RESIZE
+        tokenizer, num_embeddings, context = self.reader
+        remedy = RESIZE_EMBEDDINGS
         if isinstance(prompt, str):
             has_system = any(message.role == "system" for message in problem.messages)
             remedy = f"correct the messages{' or remove data.system_prompt' * has_system}"
             return _Fault("are refused by the chat template", f" ({prompt})", remedy)
         if problem.input_token_ids:
-            num_known = min(num_known, len(tokenizer))
+            num_embeddings = min(num_embeddings, len(tokenizer))
             remedy = "make input_token_ids with the tokenizer of this model"
         elif not problem.question.strip():
             return _Fault("are empty", "", "fill them in, or remove the rows", is_skipped=True)
         elif self.special_ids.issuperset(prompt):
             text = tokenizer.decode(prompt)
-            return _Fault("have special tokens only", f" ({text!r})", COPY)
-        if unknown := [token for token in prompt if not 0 <= token < num_known]:
+            return _Fault("have special tokens only", f" ({text!r})", COPY_TOKENIZER)
+        if unknown := [token for token in prompt if not 0 <= token < num_embeddings]:
             text = "" if problem.input_token_ids else f" {tokenizer.decode(unknown[:1])!r}"
-            what = f"have tokens that are not among the {num_known} of the model"
+            what = f"have tokens that are not among the {num_embeddings} of the model"
             return _Fault(what, f" (token {unknown[0]}{text})", remedy)
         if (needed := len(prompt) + self.num_new) <= self.limit:
             return None
-        other = f"raise engine.max_model_len to {needed}"
-        if needed > context:
-            other = f"lower sampling.max_completion_length: the model reads {context} tokens"
+        remedy = f"shorten them: the model reads {context} tokens"
+        if needed <= context:
+            remedy = f"shorten them, or raise engine.max_model_len to {needed}"
         what = f"do not fit into {self.limit} tokens with a completion of {self.num_new}"
-        length = f" ({len(prompt)} tokens)"
-        return _Fault(what, length, f"shorten them, or {other}", self.skips, len(prompt))
+        return _Fault(what, f" ({len(prompt)} tokens)", remedy, self.skips, len(prompt))
 
 
 def _check_template(
@@ -264,7 +273,7 @@ def _check_template(
         if prompt == of_changed and not example.input_token_ids:
             detail = f"{name}: prompts do not depend on the message of the {message.role}"
             is_fatal = index == len(example.messages) - 1
-            yield Finding("template", detail, COPY, is_fatal=is_fatal)
+            yield Finding("template", detail, COPY_TOKENIZER, is_fatal=is_fatal)
 
 
 def _finding_of(name: str, error: PeraltaError, *, is_fatal: bool = True) -> Finding:

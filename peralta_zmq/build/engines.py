@@ -75,7 +75,11 @@ def choose_engine(config: Config, folder: Path | None = None) -> tuple[str, str]
     samplings = [make_sampling(config, env, seed=seed) for env in config.environments]
     samplings += [make_eval_sampling(config, env, seed=seed) for env in config.eval_environments]
     return choice.choose_engine(
-        config.engine.name, engine_settings(config), samplings=samplings, folder=folder
+        config.engine.name,
+        engine_settings(config),
+        samplings=samplings,
+        folder=folder,
+        merges_adapters=config.lora.rank is not None,
     )
 
 

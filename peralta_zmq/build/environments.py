@@ -151,7 +151,7 @@ def make_demonstrations(
         chat = [*system, Message("user", row.prompt)]
         prompt = row.token_ids.split() or models.chat_prompt(tokenizer, chat, **variables)
         completion = tokenizer.encode(row.answer, add_special_tokens=False)
-        if (token := max(*map(int, prompt), *completion, *end_ids)) >= vocab_size:
+        if (token := max([*map(int, prompt), *completion, *end_ids])) >= vocab_size:
             raise TaskError(
                 f"row {row.line_number} of loss.sft_file has token {token}, but the model has "
                 f"{vocab_size}; resize its embeddings to the tokenizer, or remove the added tokens"

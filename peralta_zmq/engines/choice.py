@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -53,6 +54,7 @@ def choose_engine(
     *,
     samplings: Sequence[Sampling] = (),
     folder: Path | None = None,
+    merges_adapters: bool = False,
     machine: Machine | None = None,  # None = this machine
 ) -> tuple[str, str]:
     """The engine for `engine.name`, and the reason.
@@ -65,13 +67,17 @@ def choose_engine(
     """
     machine = machine or this_machine()
     chosen, reason = name, "set by engine.name"
+
+    merges = folder if merges_adapters else None
+    check_vllm = partial(_check_vllm, settings, samplings, machine, merges)
+    check_mlx = partial(_check_mlx, settings, folder, merges)
     if name == AUTO:
-        chosen, reason = _automatic(machine, folder, settings, samplings)
+        chosen, reason = _automatic(machine, folder, settings, check_vllm, check_mlx)
     elif name == "vllm":
-        _check_vllm(settings, samplings, machine, folder)
+        check_vllm()
     _check(chosen, settings, f" ({reason})" if name == AUTO else "")
-    if name == "mlx" and folder is not None:
-        _check_mlx_model(folder, settings)
+    if name == "mlx":
+        check_mlx()
     if chosen == "native" and folder is not None:
         reason += _fallback(folder)
     return chosen, reason
@@ -86,21 +92,24 @@ def _fallback(folder: Path) -> str:
 
 
 def _automatic(
-    machine: Machine, folder: Path | None, settings: EngineSettings, samplings: Sequence[Sampling]
+    machine: Machine,
+    folder: Path | None,
+    settings: EngineSettings,
+    check_vllm: Callable[[], None],
+    check_mlx: Callable[[], None],
 ) -> tuple[str, str]:
     """The engine for a machine, and the reason."""
     if machine.is_apple:
         if not machine.has_mlx:
             return "native", "auto: mlx-lm is not installed; pip install 'peralta_zmq[mlx]'"
         try:
-            if folder is not None:
-                _check_mlx_model(folder, settings)
+            check_mlx()
         except ConfigError as error:
             return "native", f"auto: {error}"
         return "mlx", "auto: Apple silicon with mlx-lm"
     if machine.has_cuda and settings.device.startswith(("auto", "cuda")):
         try:
-            _check_vllm(settings, samplings, machine, folder)
+            check_vllm()
             if folder is not None:
                 refusals.check_model(read_config(folder))
         except ConfigError as error:
@@ -109,11 +118,39 @@ def _automatic(
     return "native", "auto: neither Apple silicon nor CUDA"
 
 
-def _check_mlx_model(folder: Path, settings: EngineSettings) -> None:
-    """Raise ConfigError if engine mlx cannot serve the model in `folder`."""
+def _check_vllm(
+    settings: EngineSettings, samplings: Sequence[Sampling], machine: Machine, merges: Path | None
+) -> None:
+    """Raise ConfigError if engine vllm cannot run with these settings, or merge adapters."""
+    refusals.check_version(machine.vllm, has_cuda=machine.has_cuda)
+    refusals.check_arguments(settings.vllm_args)
+    for sampling in samplings:
+        refusals.check_sampling(sampling)
+    if merges is not None:
+        _check_merge("vllm", merges)
+
+
+def _check_mlx(settings: EngineSettings, folder: Path | None, merges: Path | None) -> None:
+    """Raise ConfigError if engine mlx cannot serve the model in `folder`, or merge adapters."""
     from peralta_zmq.engines.mlx.model import check_config
 
-    check_config(read_config(folder), max_model_len=settings.max_model_len)
+    if folder is not None:
+        check_config(read_config(folder), max_model_len=settings.max_model_len)
+    if merges is not None:
+        _check_merge("mlx", merges)
+
+
+def _check_merge(name: str, folder: Path) -> None:
+    """Raise ConfigError if engine vllm or mlx cannot merge adapters into the weight files."""
+    config = json.loads((folder / "config.json").read_bytes())
+    kind = "quantized" if "quantization_config" in config else ""
+    if name == "vllm" and "text_config" in config:
+        kind = "multimodal"
+    if kind:
+        raise ConfigError(
+            f"engine '{name}' cannot merge adapters into the {kind} model in {folder}; "
+            "set engine.name to native"
+        )
 
 
 def _check(name: str, settings: EngineSettings, why: str) -> None:
@@ -130,23 +167,6 @@ def _check(name: str, settings: EngineSettings, why: str) -> None:
             )
     if name == "mlx":
         import_extra("mlx_lm", extra="mlx", needed_by="engine.name 'mlx'")
-
-
-def _check_vllm(
-    settings: EngineSettings, samplings: Sequence[Sampling], machine: Machine, folder: Path | None
-) -> None:
-    """Raise ConfigError if engine vllm cannot run with these settings, or the model in `folder`."""
-    refusals.check_version(machine.vllm, has_cuda=machine.has_cuda)
-    refusals.check_arguments(settings.vllm_args)
-    for sampling in samplings:
-        refusals.check_sampling(sampling)
-    if folder is not None and read_config(folder) != json.loads(
-        (folder / "config.json").read_bytes()
-    ):
-        raise ConfigError(
-            f"engine 'vllm' cannot merge adapters into the multimodal model in {folder}; "
-            f"{refusals.OTHERS}"
-        )
 
 
 def live_engine(name: str) -> LiveEngineFactory:

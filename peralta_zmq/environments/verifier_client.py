@@ -351,6 +351,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
             for each in problem.messages
         ],
         "input_token_ids": list(problem.input_token_ids),
+        "row": problem.row,
     }
 
 
@@ -371,4 +372,11 @@ def _problem_from_json(row: dict[str, Any], task: str) -> Problem:
         raise ValueError("a token id is not a whole number")
     if not (messages or tokens):
         raise ValueError("a problem has no prompt")
-    return Problem(str(row["id"]), task, messages, answer=str(row["id"]), input_token_ids=tokens)
+    return Problem(
+        str(row["id"]),
+        task,
+        messages,
+        answer=str(row["id"]),
+        input_token_ids=tokens,
+        row=int(row.get("row", 0)),
+    )

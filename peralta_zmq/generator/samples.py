@@ -23,6 +23,7 @@ from peralta_zmq.environments.curriculum import (
     static_share,
 )
 from peralta_zmq.environments.dataset import Environments
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.rollout import Problem
 
 # Seconds without a lease, in which the trainer waits for groups, before the static share is drawn.
@@ -81,18 +82,20 @@ def sample_problems(
     """This generator's endless sequence of training problems in one run.
 
     None while it waits for a lease. `announcement` returns the newest announcement, None before the
-    first.
+    first. Raises ConfigError if the trainer has other problems.
     """
     digest = environments.digest
 
     def excluded(position: int) -> bool:
-        """Whether the trainer excludes this problem; False if its train set differs."""
+        """Whether the trainer excludes this problem."""
         newest = announcement()
-        return (
-            newest is not None
-            and newest.train_set_digest == digest
-            and is_in_bitmap(newest.excluded, position)
-        )
+        if newest is not None and newest.train_set_digest not in (b"", digest):
+            raise ConfigError(
+                f"generator {config.generator.full_name} has other training problems than the "
+                "trainer; use its [data], [[env]], model, engine.max_model_len and "
+                "sampling.max_completion_length"
+            )
+        return newest is not None and is_in_bitmap(newest.excluded, position)
 
     sizes = list(environments.sizes.values())
     sampler = ProblemSampler(sizes, seed=config.run.seed, ratios=config.curriculum.env_ratios)
@@ -110,8 +113,8 @@ def _sample_indices(
 ) -> Iterator[int | None]:
     """Yield the leased sample indices; None while there is no lease.
 
-    The static share replaces the leases while the trainer is of a version that grants none, and
-    after LEASE_TIMEOUT without one. It starts at the next sample index that the trainer announces.
+    The static share replaces the leases while the trainer grants none, and after LEASE_TIMEOUT
+    without one. It starts at the next sample index that the trainer announces.
     """
     share: Iterator[int] | None = None
     # Seconds in which the trainer waited for groups, by announcements up to `last`.

@@ -280,16 +280,21 @@ def _locked(config: Config, identity: RunIdentity) -> IO[bytes]:
             if known_run_id(folder) is not None:
                 raise _in_use_error(folder)
             write_identity(folder, run_id=identity.run_id, weights=None)
-        known = _read_identity(folder, "tokenizer")
-        if changes := models.tokenizer_changes(known, identity.tokenizer):
-            raise ConfigError(
-                f"files of model.name {config.model.name} have changed since run folder {folder} "
-                f"was made: {changes}; put them back, or {REMEDY}"
-            )
+        check_tokenizer(config, identity.tokenizer)
         if not (folder / RESOLVED).exists():  # an earlier start may have been killed before this
             write_resolved(config, folder)
         stack.pop_all()  # without an error, the lock stays
     return locked
+
+
+def check_tokenizer(config: Config, identity: str | None) -> None:
+    """Raise ConfigError if the run was made with another tokenizer than that with `identity`."""
+    known = _read_identity(config.run_folder, "tokenizer")
+    if changes := models.tokenizer_changes(known, identity):
+        raise ConfigError(
+            f"files of model.name {config.model.name} have changed since run folder "
+            f"{config.run_folder} was made: {changes}; put them back, or {REMEDY}"
+        )
 
 
 def _lock(config: Config) -> IO[bytes]:

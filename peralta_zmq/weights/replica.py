@@ -150,13 +150,17 @@ class LocalReplica:
             target = tensor_set.MappedTensors(self.folder / WEIGHTS_FILE, writable=True)
             with (fetched / DELTA_FILE).open("rb") as file:
                 return delta.apply(file, target)
-        for path in self.folder.iterdir():  # an earlier keyframe may have other files
-            if path.is_dir() and path.name != INCOMING:
-                shutil.rmtree(path)
-            elif path.is_file() and path.name != LOCK:
-                path.unlink()
-        for path in fetched.iterdir():
+        kept = {LOCK, INCOMING}
+        for path in fetched.iterdir():  # each file is replaced, because the engine may read one
+            kept.add(path.name)
+            if path.is_dir():
+                shutil.rmtree(self.folder / path.name, ignore_errors=True)
             os.replace(path, self.folder / path.name)
+        for path in self.folder.iterdir():  # an earlier keyframe may have other files
+            if path.name not in kept and path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in kept:
+                path.unlink()
         return tensor_set.checksums_of(self.tensors())
 
     def _check(self, member: Version, checksums: Mapping[str, int]) -> None:

@@ -26,7 +26,8 @@ INTEGER_FIELDS = {"number": None, "step": None, "parent": -1, "depth": 0, "linea
 # Optional text fields. model: fingerprint of the tensor names and shapes. result: digest of this
 # version's weights. base: `result` of the parent. adapts, adapts_name: digest and name of the model
 # that a LoRA adapter belongs to. adapts_dtype: format of that model in the trainer; if absent,
-# float32. adapts_packed: digest of its packed weights. tokenizer: properties of the trainer's one.
+# float32. adapts_packed: digest of its packed weights. tokenizer: properties of the
+# trainer's tokenizer.
 TEXT_FIELDS = (
     *("run_id", "model", "base", "result"),
     *("adapts", "adapts_name", "adapts_dtype", "adapts_packed", "tokenizer"),

@@ -81,7 +81,7 @@ class Announcement:
     answered: bytes = b""
     """Bit field as in `excluded`: the held-out problems whose answers are complete."""
     max_group_bytes: int = MAX_MESSAGE  # a larger group makes the trainer close the connection
-    grants_leases: bool = False  # whether statuses can ask for sample leases; False: older version
+    grants_leases: bool = False  # whether statuses can ask for sample leases
     lease_starts: dict[str, int] = field(default_factory=dict[str, int])
     """By live sender with a new sample lease: the first sample index that it alone draws."""
     lease_ends: dict[str, int] = field(default_factory=dict[str, int])

@@ -188,3 +188,11 @@ def test_automatic_choice_is_native_for_a_model_that_vllm_lacks(tmp_path: Path) 
     config.write_text('{"architectures": ["BigBirdForCausalLM"]}')
     engine, reason = choose_engine("auto", EngineSettings(), machine=GPU, folder=tmp_path)
     assert engine == "native" and "auto: engine 'vllm' has no model BigBirdForCausalLM" in reason
+
+
+def test_vllm_is_refused_for_a_multimodal_model_only_if_it_merges_adapters(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3", "text_config": {}}')
+    name, settings = "vllm", EngineSettings()
+    assert choose_engine(name, settings, machine=GPU, folder=tmp_path)[0] == "vllm"
+    with pytest.raises(ConfigError, match="cannot merge adapters into the multimodal model"):
+        choose_engine(name, settings, machine=GPU, folder=tmp_path, merges_adapters=True)

@@ -320,6 +320,7 @@ def test_environment_with_address_uses_its_verifier(tmp_path: Path) -> None:
         near = open_environments(config_of(tmp_path, MIXED), "train")
         assert [problem.id for problem in far.problems] == [problem.id for problem in near.problems]
         assert far.digest == near.digest
+        assert [each.row for each in far.problems] == [each.row for each in near.problems]
         assert far.reward(far.problems[1000], near.problems[1000].answer) == 1.0
         assert far.reward(far.problems[1000], "") == 0.0
 

@@ -12,6 +12,7 @@ from generators import FakeEngine, apply_until, generator_of, publish
 from sockets import ANYWHERE, eventually
 
 from peralta_zmq import wire
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.generator import samples
 from peralta_zmq.generator.loop import Generator
 from peralta_zmq.generator.trainer_connection import Sockets
@@ -98,6 +99,12 @@ def test_static_share_replaces_leases_that_a_waiting_trainer_does_not_grant(
     monkeypatch.setattr(samples, "LEASE_TIMEOUT", 30.0)
     scene.announce(waiting, range(102, 106))
     assert scene.draw(3) == [104, 105, None]
+
+
+def test_other_training_problems_than_those_of_the_trainer_are_refused(scene: Scene) -> None:
+    scene.announce(replace(LEASING, train_set_digest=b"another!"), range(40, 43))
+    with pytest.raises(ConfigError, match=r"has other training problems than the trainer; use"):
+        scene.draw(1)
 
 
 def test_new_run_drops_the_leases_of_the_previous_one(scene: Scene) -> None:

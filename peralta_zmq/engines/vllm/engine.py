@@ -53,7 +53,7 @@ def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> Engine:
     with loading_errors(folder):
         tokenizer = models.load_tokenizer(folder, **trust)
         end_ids = models.folder_end_ids(folder, tokenizer)
-        shapes = {name: tensor.shape for name, tensor in models.FolderWeights(folder).items()}
+        shapes = {name: tensor.shape for name, tensor in models.folder_weights(folder).items()}
         config = AutoConfig.from_pretrained(folder, **trust).get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or settings.max_model_len
     max_model_len = min(settings.max_model_len, limit)
@@ -96,10 +96,13 @@ def check_device(device: torch.device) -> None:
 
 def cache_bytes(config: Any, dtype: torch.dtype, *, slots: int, max_model_len: int) -> int:
     """Bytes of vLLM's cache of keys and values on a CPU. Raises ConfigError if too large."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    token_bytes = 2 * config.num_hidden_layers * kv_heads * head_dim * dtype.itemsize
+    # Not its attributes, because that of a size that differs between layers raises an error.
+    sizes: dict[str, Any] = config.to_dict()
+    heads = sizes["num_attention_heads"]
+    widths = sizes.get("head_dim") or sizes["hidden_size"] // heads, sizes.get("global_head_dim")
+    kv_heads = sizes.get("num_key_value_heads") or heads
+    head_dim = max(width for width in widths if width)
+    token_bytes = 2 * sizes["num_hidden_layers"] * kv_heads * head_dim * dtype.itemsize
     row_bytes = token_bytes * BLOCK * -(-max_model_len // BLOCK)
     free_bytes = models.free_bytes(torch.device("cpu"))
     size = {"slots": slots, "max_model_len": max_model_len, "extra_rows": 1}

@@ -1,4 +1,4 @@
-"""Checks of this machine: versions, device, memory, model, reward, sleep, local network.
+"""Checks of this machine: versions, device, memory, reward, sleep, local network.
 
 Most functions take the state of the system as arguments, so that tests can pass another one.
 """

@@ -63,9 +63,9 @@ def main(options: argparse.Namespace, settings: Sequence[str]) -> int:
     report = Report()
     if any(folder.glob("tokenizer*")):  # the verifiers of a run need not run yet
         is_here = not any(env.address for env in (*config.environments, *config.eval_environments))
-        report.run(
-            "prompts", add_findings, config, report, roles[0], weights=False, prompts=is_here
-        )
+        # For another machine (--memory), an engine that this machine lacks is only a note.
+        role = roles[0] if options.memory is None else "trainer"
+        report.run("prompts", add_findings, config, report, role, weights=False, prompts=is_here)
     _print_model(config, planner)
     plans: list[Plan] = []
     rows: list[dict[str, Any]] = []

@@ -118,15 +118,23 @@ def add_findings(
 def _check_run(config: Config) -> Check | None:
     """Check that an existing run can be resumed; returns None for a new run.
 
-    Raises ConfigError if the settings of the existing run differ.
+    Raises ConfigError if the settings or the tokenizer of the existing run differ.
     """
+    from peralta_zmq import models
+    from peralta_zmq.trainer.session import check_tokenizer
+
     folder = config.run_folder
     try:
         is_resumed = earlier_config(config, folder) is not config  # which it returns for a new run
     except OSError as error:
         detail = f"{error.filename or folder} cannot be read ({failure_text(error)})"
         return Check(False, detail, "mount it, or give this user the right to read it")
-    return Check(True, f"resumes in {folder}") if is_resumed else None
+    if not is_resumed:
+        return None
+    model = models.model_folder(config.model.name)
+    tokenizer = models.load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
+    check_tokenizer(config, models.tokenizer_identity(model, tokenizer))
+    return Check(True, f"resumes in {folder}")
 
 
 def _probe_trainer(

@@ -256,7 +256,8 @@ def test_completions_are_replaced_at_once(engine: Any) -> None:
         ({"architectures": ["NoSuchModel"]}, {}, r"cannot serve the model .*; set engine\.name to"),
         ({}, {"vllm_args": {"no_such": 1}}, r"engine\.vllm_args: .*no_such.*EngineArgs"),
         ({}, {"slots": 900_000_000}, r"engine\.slots 900000000 .* GiB .* use engine\.slots \d"),
-        ({"auto_map": {"AutoConfig": "code.Mine"}}, {}, r"model\.trust_remote_code"),
+        ({"auto_map": {"AutoConfig": "code.Mine"}, "model_type": "mine"}, {},
+         r"model\.trust_remote_code"),
     ],
 )  # fmt: skip
 def test_model_or_settings_that_vllm_cannot_use_are_refused(

@@ -171,3 +171,13 @@ def test_fractions_of_one_machine_may_add_up_to_one(
     assert plan(model, SMALL, "--memory=40", *fractions) == 0
     out = capsys.readouterr().out
     assert " of 24.00 GiB needed" in out and " of 16.00 GiB needed" in out
+
+
+def test_engine_that_this_machine_lacks_is_only_noted_for_another_machine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Quantized weights need the engine mlx."""
+    words = ("--role=generator", "--engine.quantize=4", "--engine.name=native")
+    assert plan(*words) == 1
+    assert plan(*words, "--memory=64") == 0
+    assert "note  engine    engine.quantize 4 is not an option of" in capsys.readouterr().out

@@ -77,6 +77,11 @@ def test_folder_and_weights_of_another_run_fail(
     (nas / "RUN.json").write_text('{"run_id": "other-1"}')
     code, checks = run_doctor("--role", "trainer", *settings)
     assert code == 0 and checks["run"]["detail"] == f"resumes in {run}"
+    other = {"run_id": "demo-1", "weights": None, "tokenizer": "vocab_size=7"}
+    (run / "RUN.json").write_text(json.dumps(other))
+    code, checks = run_doctor("--role", "trainer", *settings)
+    assert code == 1 and "was made: vocab_size=7 -> vocab_size=468" in checks["run"]["detail"]
+    (run / "RUN.json").write_text('{"run_id": "demo-1", "weights": null}')
     (run / "config.toml").rename(run / "away")
     (run / "config.toml").mkdir()
     code, checks = run_doctor("--role", "trainer", *settings)
