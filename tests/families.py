@@ -65,7 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
                        "sliding_window_pattern": 2, "query_pre_attn_scalar": 32,
                        "rope_local_base_freq": 1e4, "rope_theta": 1e6,
                        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
-    "Gemma 4": {"model_type": "gemma4_text", "head_dim": 32, "global_head_dim": 32,
+    "Gemma 4": {"model_type": "gemma4_text", "head_dim": 32, "global_head_dim": 64,
                 "sliding_window": WINDOW, "layer_types": LAYERS,
                 "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 468,
                 "num_kv_shared_layers": 2, "final_logit_softcapping": 30.0},

@@ -128,7 +128,7 @@ def serve(config: Config, folder: Path, machine: Machine) -> None:
     """Sample as a generator does."""
     settings = replace(engine_settings(config), dtype=machine.sampling_dtype)
     engine = registry.resolve("engine", machine.engine).open(folder, settings)
-    engine.apply(registry.WeightUpdate(1, models.FolderWeights(folder)))  # into memory
+    engine.apply(registry.WeightUpdate(1, models.folder_weights(folder)))  # into memory
     sample(config, engine)
 
 

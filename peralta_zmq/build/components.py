@@ -63,6 +63,8 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
     trained = ranks.prepare(model)
     parameters = lora.trained_parameters(trained)
     masters = make_master_weights(config, parameters)
+    if config.lora.rank is None:
+        round_buffers(trained, models.DTYPES[config.weights.dtype])
     scorer = make_scorer(config, trained)
     reference, teacher = make_reference_models(config, trained, scorer)
     divisor, reason = early_divisor(config, num_ranks=ranks.world_size)
@@ -125,6 +127,14 @@ def make_master_weights(
     return MasterWeights(parameters, dtype, make_masters=make_masters if has_noise else None)
 
 
+def round_buffers(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Round published buffers, such as biases of routers, to the values that generators get."""
+    buffers = dict(model.named_buffers())
+    for name in buffers.keys() & model.state_dict().keys():
+        if buffers[name].is_floating_point():
+            buffers[name].copy_(buffers[name].to(dtype))
+
+
 def load_policy(config: Config, folder: Path) -> models.Model:
     """The policy: the model in `folder` in fp32.
 
@@ -156,7 +166,7 @@ def make_scorer(config: Config, model: models.Model) -> Scorer:
     """The trainer's forward pass, which returns logprobs; logs its dtype."""
     train = config.train
     dtype, reason = models.training_dtype(model, train.dtype)
-    check_length(model, config.engine.max_model_len)
+    check_length(model.config, config.engine.max_model_len)
     scorer = Scorer(
         model,
         dtype=dtype,

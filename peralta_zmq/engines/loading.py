@@ -60,10 +60,10 @@ def merger_of_files(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool
             return load_base_weights(
                 folder, base_dtype, device=cpu, trust_remote_code=trust_remote_code
             )
-        weights = models.FolderWeights(folder)
+        weights = models.folder_weights(folder)
         if base_dtype == "float32":
             return BaseWeights(weights, None)
-        return BaseWeights(models.ConvertedWeights(weights, torch.bfloat16), None)
+        return BaseWeights(models.converted_weights(weights, torch.bfloat16), None)
 
     return AdapterMerger(load_base, dtype)
 
@@ -125,7 +125,7 @@ class AdapterMerger:
                 f"{update.base_digest}, but here {self._base.digest}; install the trainer's "
                 "version of peralta_zmq"
             )
-        return lora.MergedWeights(self._base.tensors, update.tensors, prepare=self._off_grid)
+        return lora.merged_weights(self._base.tensors, update.tensors, base_in_fp32=self._off_grid)
 
     def _off_grid(self, name: str, weight: Tensor) -> Tensor:
         """The base weight in fp32, off the grid of the engine's dtype."""

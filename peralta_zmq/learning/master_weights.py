@@ -55,12 +55,11 @@ class MasterWeights:
                 self.remainders[name] = shard_tensor(remainders, parameter.detach())
                 parameter.detach().copy_(shard_tensor(rounded, parameter.detach()))
         random = torch.Generator().manual_seed(0)
-        self._sampled = {
-            name: torch.randint(local_tensor(parameter).numel(), (SAMPLED,), generator=random).to(
-                parameter.device
-            )
-            for name, parameter in parameters.items()
-        }
+        self._sampled: dict[str, Tensor] = {}  # indices of elements in this rank's part
+        for name, parameter in parameters.items():
+            if size := local_tensor(parameter).numel():
+                indices = torch.randint(size, (SAMPLED,), generator=random)
+                self._sampled[name] = indices.to(parameter.device)
         self._start = self._sample()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
@@ -103,7 +102,7 @@ class MasterWeights:
             moves = (masters - start_masters).double()
             published_moves = (published - start_published).double()
             products = (moves @ moves, moves @ published_moves, published_moves @ published_moves)
-            sums += torch.stack(products).cpu()
+            sums += torch.stack(products).cpu() * local_tensor(self._parameters[name]).numel()
         ranks.all_reduce(sums)
         square, product, published_square = sums.tolist()
         if not square:

@@ -116,7 +116,7 @@ def read_shape(folder: Path) -> ModelShape:
     try:
         config: Any = json.loads(path.read_bytes())
         if "text_config" in config and "auto_map" not in config:
-            config = models.text_config(folder).to_dict()
+            config = models.text_config(folder, trust_remote_code=True).to_dict()
         return _shape_of(config.get("text_config") or config, path)
     except (OSError, *MALFORMED) as error:
         reason = " ".join(str(error).split())

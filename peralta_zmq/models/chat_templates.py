@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from jinja2 import TemplateError
 
+from peralta_zmq.atomic_files import MALFORMED
 from peralta_zmq.errors import ConfigError, RewardError
 from peralta_zmq.models.loading import Tokenizer
 from peralta_zmq.rollout import Message, Problem, Role
@@ -101,7 +102,7 @@ def end_of_turn(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] = {}) -
     chat = [Message("user", "1"), Message("assistant", PLACEHOLDER)]
     try:
         text = _rendered(tokenizer, chat, template_kwargs, prompt=False)
-    except (TemplateError, TypeError, ValueError):
+    except TemplateError:
         return None
     first = _tokenized(tokenizer, text.partition(PLACEHOLDER)[2].lstrip())[:1]
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
@@ -124,7 +125,7 @@ def _rendered(
         text = tokenizer.apply_chat_template(
             list(map(_to_dict, messages)), tokenize=False, add_generation_prompt=prompt, **variables
         )
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except (TemplateError, *MALFORMED, ArithmeticError, IndexError) as error:
         raise TemplateError(" ".join(str(error).split())[:200]) from None
     return cast(str, text)
 
@@ -217,9 +218,8 @@ def _unstable(tokenizer: Tokenizer, problem: Problem, role: Role) -> str:
     if REPLY not in once:
         return f"drops messages with the role {role}"
     after_once, after_twice = (text.partition(PLACEHOLDER)[2] for text in (once, twice))
-    if not (once.startswith(start) and twice.startswith(start)):
-        return "changes earlier messages when others follow"
-    if not after_twice.startswith(after_once):
+    starts = (once, start), (twice, start), (after_twice, after_once)
+    if not all(text.startswith(beginning) for text, beginning in starts):
         return "changes earlier messages when others follow"
     end = _tokenized(tokenizer, after_once)[:1]
     if not {*end} & {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}:

@@ -31,8 +31,8 @@ from peralta_zmq.models.loading import (
     WEIGHT_FILES,
     Model,
     check_tensors,
-    load_any_tokenizer,
     load_model,
+    load_tokenizer,
     model_folder,
     model_loading_errors,
     tensor_locations,
@@ -69,7 +69,7 @@ def load_teacher(
     """
     folder = model_folder(name)
     teacher_ids, policy_ids = (
-        load_any_tokenizer(each, trust_remote_code).get_vocab()
+        load_tokenizer(each, trust_remote_code=trust_remote_code, needs_template=False).get_vocab()
         for each in (folder, model_folder(policy_name))
     )
     if differing := sorted(policy_ids.items() ^ teacher_ids.items()):

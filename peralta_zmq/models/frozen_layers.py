@@ -7,7 +7,7 @@ it. Weights are buffers, because the dtype of a transformers model is that of it
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding, linear
 
 from peralta_zmq.models.base_formats import PackedTensor, digest_of
-from peralta_zmq.models.published_names import BASE_LAYER, weights_of
+from peralta_zmq.models.published_names import BASE_LAYER, LazyWeights, weights_of
 
 SCALES = ".packed_scales"  # end of the name of a packed layer's scales
 NUM_COMPARED = 8  # rows of an embedding
@@ -165,30 +165,24 @@ def _original_name(name: str) -> str:
     return name.replace(f"{BASE_LAYER}.", ".")
 
 
-class UnpackedWeights(Mapping[str, Tensor]):
+def unpacked_weights(model: nn.Module) -> LazyWeights:
     """Weights of a base model without its adapters, under their original names.
 
     A packed weight is unpacked when it is read.
     """
+    layers = {
+        f"{name}.weight": module
+        for name, module in model.named_modules()
+        if isinstance(module, FrozenLinear)
+    }
+    weights = {
+        _original_name(name): layers.get(name, tensor)
+        for name, tensor in weights_of(model).items()
+        if ".lora_" not in name and not name.endswith(SCALES)
+    }
 
-    def __init__(self, model: nn.Module) -> None:
-        layers = {
-            f"{name}.weight": module
-            for name, module in model.named_modules()
-            if isinstance(module, FrozenLinear)
-        }
-        self._weights = {
-            _original_name(name): layers.get(name, tensor)
-            for name, tensor in weights_of(model).items()
-            if ".lora_" not in name and not name.endswith(SCALES)
-        }
-
-    def __getitem__(self, name: str) -> Tensor:
-        weight = self._weights[name]
+    def read(name: str) -> Tensor:
+        weight = weights[name]
         return weight.unpack(torch.bfloat16) if isinstance(weight, FrozenLinear) else weight
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
+    return LazyWeights(weights, read)

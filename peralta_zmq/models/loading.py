@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -29,10 +29,10 @@ from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
-from peralta_zmq.atomic_files import MALFORMED
+from peralta_zmq.atomic_files import MALFORMED, MANIFEST
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.models.device import is_out_of_memory
-from peralta_zmq.models.published_names import TEXT_NAMES, text_names, weights_of
+from peralta_zmq.models.published_names import TEXT_NAMES, LazyWeights, text_names, weights_of
 
 transformers_logging.disable_progress_bar()
 # transformers' log handler prints texts of a model folder, such as names of tensors, unescaped. The
@@ -49,7 +49,12 @@ EMBEDDED = Path(__file__).parent / "embedded"
 EMBEDDED_TURNS = Path(__file__).parent / "embedded_turns"
 WEIGHT_FILES = "model*.safetensors"
 # Endings of the names of tensors that models compute from their config.
-COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+COMPUTED = (
+    ".rotary_emb.inv_freq",
+    *(".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"),
+    ".causal_mask",
+)
+CONVERTED_FORMATS = ("fp8", "mxfp4")  # quantized weights that transformers can convert
 SHARD_BYTES = 1 << 30
 CONFIG_FILES = ("config.json", "tokenizer_config.json")  # files that may name custom code
 FORMAT_ERRORS = (SafetensorError, StrictDataclassError)
@@ -71,10 +76,14 @@ def model_folder(name: str) -> Path:
             f"model '{name}' has quantized GGUF weights, which cannot be trained; give the Hugging "
             "Face folder that they were made from"
         )
-    if (folder / "adapter_config.json").is_file():
+    is_adapter = (folder / "adapter_config.json").is_file()
+    if is_adapter and (folder.parent / "merged/config.json").is_file():
+        folder = folder.parent / "merged"  # the same weights in a run folder
+    elif is_adapter or ((folder / MANIFEST).is_file() and not _has(folder, WEIGHT_FILES)):
+        kind = "is a LoRA adapter" if is_adapter else "has only the changes of a step"
         raise ConfigError(
-            f"model '{name}' is a LoRA adapter; give the model that it is merged into: the folder "
-            "merged/ of a run, or bin/replay export RUN STEP FOLDER"
+            f"model '{name}' {kind}; give a complete model: the folder merged/ of a run with "
+            "adapters, or the folder made by bin/replay export RUN STEP FOLDER"
         )
     if not (folder / "config.json").is_file():
         raise ConfigError(
@@ -129,36 +138,51 @@ def load_model(
 def text_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """The config of the model in `folder`, or of the text part of a multimodal model.
 
-    Raises ConfigError if it cannot be read, if transformers has no causal language model for it, or
-    for custom code as in `load_model`.
+    With trusted custom code, that of the whole model. Raises ConfigError if it cannot be read, if
+    transformers has no causal language model for it, if its weights are quantized in a format that
+    transformers does not convert, or for custom code as in `load_model`.
     """
     check_code(folder, trust_remote_code=trust_remote_code)
     with model_loading_errors(f"model folder {folder} cannot be loaded"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    if hasattr(config, "auto_map"):
+        text = config.get_text_config()
+        written: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+    if quantized := written.get("quantization_config"):
+        method = quantized.get("quant_method")
+        if method not in CONVERTED_FORMATS:
+            raise ConfigError(
+                f"model folder {folder} has weights in the quantized format {method}, which cannot "
+                "be trained; choose the model with full weights"
+            )
+        text.quantization_config = {**quantized, "dequantize": True}
+    if trust_remote_code and hasattr(config, "auto_map"):
         return config
-    text = config.get_text_config()
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        model_type = getattr(text, "model_type", config.model_type)
         raise ConfigError(
             f"model folder {folder} cannot be loaded: transformers has no causal language model "
-            f"for model_type '{text.model_type}'; choose another model"
+            f"for model_type '{model_type}'; choose another model"
         )
     text.architectures = [cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]).__name__]
     for name in ("dtype", "eos_token_id"):
         if (value := getattr(config, name, None)) is not None:
             setattr(text, name, value)
+    if "tie_word_embeddings" not in (written.get("text_config") or written):
+        text.tie_word_embeddings = written.get("tie_word_embeddings", text.tie_word_embeddings)
     return text
 
 
 def published_config(folder: Path, *, dtype: str | None = None) -> dict[str, Any]:
     """The config.json of models that are trained from the model in `folder`.
 
-    A multimodal model is published as a text model. `dtype` is that of the tensors, if they have
-    another one than in `folder`. Raises OSError, and ConfigError as `text_config`.
+    A multimodal model is published as a text model, and a quantized one with full weights. `dtype`
+    is that of the tensors, if they have another one than in `folder`. Raises OSError, and
+    ConfigError as `text_config`.
     """
     config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
-    if "text_config" in config and "auto_map" not in config:
-        text = text_config(folder)
+    config.pop("quantization_config", None)
+    if config.get("text_config") and "auto_map" not in config:
+        text = text_config(folder, trust_remote_code=True)  # which has no code without auto_map
         whole_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[config["model_type"]], None)
         if whole_class is MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]:  # Qwen3.5
             config["architectures"] = text.architectures
@@ -166,7 +190,8 @@ def published_config(folder: Path, *, dtype: str | None = None) -> dict[str, Any
             # Not the form of transformers 5 for rotary embeddings, which mlx-lm does not read.
             added = json.loads(text.to_json_string(use_diff=False))
             added.pop("rope_parameters", None)
-            config = {**added, **config["text_config"], "eos_token_id": text.eos_token_id}
+            end_ids = getattr(text, "eos_token_id", None)
+            config = {**added, **config["text_config"], "eos_token_id": end_ids}
     for part in (config, config.get("text_config", {})) if dtype else ():
         part.pop("torch_dtype", None)
         part["dtype"] = dtype
@@ -180,11 +205,17 @@ def check_tensors(folder: Path, model: Model, report: Mapping[str, Any]) -> None
     Tensors of other parts, such as an image encoder, are permitted.
     """
     modules = dict(model.named_modules())
+    settings = cast(Any, model.config).get_text_config()
+    # Layers after the last one, which predict further tokens (DeepSeek-V3, GLM).
+    count = getattr(settings, "num_nextn_predict_layers", None) or 0
+    extra = {f"layers.{settings.num_hidden_layers + index}." for index in range(count)}
     # The tensors in the model's lists of layers, or directly in one of its modules.
     unexpected = [
         name
         for name in report["unexpected_keys"]
-        if re.sub(r"\.\d+\..*|\.[^.]*$", "", name) in modules and not name.endswith(COMPUTED)
+        if re.sub(r"\.\d+\..*|\.[^.]*$", "", name) in modules
+        and not name.endswith(COMPUTED)
+        and not any(f".{part}" in name for part in extra)
     ]
     if missing := sorted(report["missing_keys"]):
         reason = f"tensor {missing[0]} is missing"
@@ -206,35 +237,34 @@ def max_positions(model: Model) -> int:
     return int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
 
 
-def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:
+def load_tokenizer(
+    folder: Path, *, trust_remote_code: bool = False, needs_template: bool = True
+) -> Tokenizer:
     """Load the tokenizer in `folder`.
 
-    Raises ConfigError if the tokenizer has no chat template, or for custom code as in `load_model`.
+    Raises ConfigError if the tokenizer has no chat template and `needs_template`, or for custom
+    code as in `load_model`.
     """
-    tokenizer = load_any_tokenizer(folder, trust_remote_code)
-    if not tokenizer.chat_template:
+    check_code(folder, trust_remote_code=trust_remote_code)
+    with model_loading_errors(f"model folder {folder} has no usable tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if needs_template and not tokenizer.chat_template:
         raise ConfigError(f"the tokenizer in {folder} has no chat template; use a chat model")
     return tokenizer
 
 
-def load_any_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
-    """Load a tokenizer, with or without chat template."""
-    check_code(folder, trust_remote_code=trust_remote_code)
-    with model_loading_errors(f"model folder {folder} has no usable tokenizer"):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-
-
 def check_code(folder: Path, *, trust_remote_code: bool) -> None:
-    """Raise ConfigError if the folder has custom code that is not trusted.
+    """Raise ConfigError if the folder needs custom code that is not trusted.
 
-    Needed because transformers raises no error for custom code if transformers itself has a class
-    for the model: it uses that class instead.
+    If transformers has a class of its own for the model, it uses that class.
     """
     for file in CONFIG_FILES:
-        settings: object = None
+        settings: Any = None
         with suppress(OSError, *MALFORMED):  # missing or damaged: loading reports it
             settings = json.loads((folder / file).read_bytes())
-        if isinstance(settings, dict) and "auto_map" in settings and not trust_remote_code:
+        if not isinstance(settings, dict) or "auto_map" not in settings or trust_remote_code:
+            continue
+        if settings.get("model_type") not in CONFIG_MAPPING:
             raise ConfigError(
                 f"model folder {folder} has custom Python code (auto_map in {file}); set "
                 "model.trust_remote_code on every machine to run it, or remove auto_map"
@@ -258,38 +288,32 @@ def weight_files(folder: Path) -> list[Path]:
     if paths := sorted(folder.glob(WEIGHT_FILES)):
         return paths
     remedy = "download the model again"
-    if _has(folder, "*.bin"):
+    if _has(folder, "pytorch_model*.bin"):
         code = "from transformers import AutoModelForCausalLM as M; "
         code += f"M.from_pretrained('{folder}').save_pretrained('{folder}')"
         remedy = f'convert its .bin files: python -c "{code}"'
     raise ConfigError(f"model folder {folder} cannot be loaded: it has no {WEIGHT_FILES}; {remedy}")
 
 
-class FolderWeights(Mapping[str, torch.Tensor]):
+def folder_weights(folder: Path) -> LazyWeights:
     """The tensors in the safetensors files of a model folder, read when accessed.
 
     Of a multimodal model only the text part, under the names of a text model. Raises ConfigError if
     there is no file, or a damaged one.
     """
+    locations = tensor_locations(folder)
+    files = {file for file, _ in locations.values()}
+    opened: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in files}
 
-    def __init__(self, folder: Path) -> None:
-        self._locations = tensor_locations(folder)
-        files = {file for file, _ in self._locations.values()}
-        self._opened: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in files}
+    def read(name: str) -> torch.Tensor:
+        file, name_in_file = locations[name]
+        return opened[file].get_tensor(name_in_file)
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        file, name_in_file = self._locations[name]
-        return self._opened[file].get_tensor(name_in_file)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._locations)
-
-    def __len__(self) -> int:
-        return len(self._locations)
+    return LazyWeights(locations, read)
 
 
 def tensor_locations(folder: Path) -> dict[str, tuple[Path, str]]:
-    """The tensors of a model folder: name -> file and name in the file; see FolderWeights."""
+    """The tensors of a model folder: name -> file and name in the file; see `folder_weights`."""
     files = dict[str, Path]()
     with model_loading_errors(f"model folder {folder} cannot be loaded"):
         for path in weight_files(folder):
@@ -298,20 +322,9 @@ def tensor_locations(folder: Path) -> dict[str, tuple[Path, str]]:
     return {name: (files[each], each) for name, each in text_names(files).items()}
 
 
-class ConvertedWeights(Mapping[str, torch.Tensor]):
+def converted_weights(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> LazyWeights:
     """Weights in another dtype on the CPU; a tensor is converted when it is read."""
-
-    def __init__(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
-        self._weights, self._dtype = weights, dtype
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._weights[name].detach().to("cpu", self._dtype).contiguous()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
+    return LazyWeights(weights, lambda name: weights[name].detach().to("cpu", dtype).contiguous())
 
 
 def save_weights(weights: Mapping[str, torch.Tensor], folder: Path) -> None:

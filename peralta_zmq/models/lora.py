@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from peralta_zmq.atomic_files import read_chunks
 from peralta_zmq.errors import ConfigError, import_extra
 from peralta_zmq.models.loading import Model
-from peralta_zmq.models.published_names import linear_layers, weights_of
+from peralta_zmq.models.published_names import LazyWeights, linear_layers, weights_of
 
 ALL_LINEAR = "all-linear"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"  # as peft names them
 ADAPTER = "default"  # peft can hold several adapters by name; this one is used
 PEFT_OPTIONS = {"bias": "none", "task_type": "CAUSAL_LM"}
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+# Types of models with Mamba layers, to whose out_proj peft adds no adapters.
+MAMBA_TYPES = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 logger = logging.getLogger(__name__)
 
 
@@ -131,45 +133,35 @@ def weights_digest(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-class MergedWeights(Mapping[str, Tensor]):
-    """Weights of `base` with the adapter added; a tensor is computed when read.
+def merged_weights(
+    base: Mapping[str, Tensor],
+    adapter: Mapping[str, Tensor],
+    *,
+    base_in_fp32: Callable[[str, Tensor], Tensor] = lambda _, weight: weight.float(),
+) -> LazyWeights:
+    """Weights of `base` with the adapter added, in fp32 where it is; each is computed when read.
 
-    `adapter` has the tensors of `published_weights`. `prepare(name, weight)` returns, in fp32, the
-    base weight to which an adapter is added. Raises ValueError if the adapter does not fit `base`.
+    `adapter` has the tensors of `published_weights`. An adapter is added to the result of
+    `base_in_fp32(name, weight)`. Raises ValueError if the adapter does not fit `base`.
     """
+    for name in adapter:
+        layer = name.removeprefix(PREFIX).removesuffix(A).removesuffix(B)
+        target = f"{layer}.weight"
+        a, b = adapter.get(PREFIX + layer + A), adapter.get(PREFIX + layer + B)
+        if target not in base or a is None or b is None:
+            raise ValueError(f"{name} does not belong to an adapter of this model")
+        shape = (b.shape[0], a.shape[-1])
+        if a.shape[0] != b.shape[-1] or shape != base[target].shape:
+            raise ValueError(f"{name} does not fit {target} {list(base[target].shape)}")
 
-    def __init__(
-        self,
-        base: Mapping[str, Tensor],
-        adapter: Mapping[str, Tensor],
-        *,
-        prepare: Callable[[str, Tensor], Tensor] = lambda _, weight: weight.float(),
-    ) -> None:
-        self._base = base
-        self._adapter = adapter
-        self._prepare = prepare
-        for name in adapter:
-            layer = name.removeprefix(PREFIX).removesuffix(A).removesuffix(B)
-            target = f"{layer}.weight"
-            a, b = adapter.get(PREFIX + layer + A), adapter.get(PREFIX + layer + B)
-            if target not in base or a is None or b is None:
-                raise ValueError(f"{name} does not belong to an adapter of this model")
-            shape = (b.shape[0], a.shape[-1])
-            if a.shape[0] != b.shape[-1] or shape != base[target].shape:
-                raise ValueError(f"{name} does not fit {target} {list(base[target].shape)}")
-
-    def __getitem__(self, name: str) -> Tensor:
-        weight, stem = self._base[name], PREFIX + name.removesuffix(".weight")
-        if stem + A not in self._adapter:
+    def read(name: str) -> Tensor:
+        weight, stem = base[name], PREFIX + name.removesuffix(".weight")
+        if stem + A not in adapter:
             return weight
-        a, b = (self._adapter[stem + suffix].to(weight.device).float() for suffix in (A, B))
-        return torch.addmm(self._prepare(name, weight), b, a)  # fp32; the caller converts it
+        a, b = (adapter[stem + suffix].to(weight.device).float() for suffix in (A, B))
+        return torch.addmm(base_in_fp32(name, weight), b, a)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._base)
-
-    def __len__(self) -> int:
-        return len(self._base)
+    return LazyWeights(base, read)
 
 
 def _targets(model: Model, names: Sequence[str]) -> list[str]:
@@ -182,6 +174,8 @@ def _targets(model: Model, names: Sequence[str]) -> list[str]:
     if tuple(names) == (ALL_LINEAR,):
         head = model.get_output_embeddings()
         found = [name for name in linear if model.get_submodule(name) is not head]
+        if getattr(model.config, "model_type", None) in MAMBA_TYPES:
+            found = [name for name in found if not name.endswith(".out_proj")]
         if not found:
             raise ConfigError(
                 f"lora.rank is set, but {type(model).__name__} has no linear layer to which an "

@@ -8,7 +8,7 @@ Of a multimodal model only the text part is loaded and published, under the name
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +28,26 @@ class _View(Tensor):
 
     def contiguous(self, *args: Any, **options: Any) -> Tensor:
         return self
+
+
+class LazyWeights(Mapping[str, Tensor]):
+    """Tensors by name, each computed when it is read."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+        self._names = dict.fromkeys(names)
+        self._read = read
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

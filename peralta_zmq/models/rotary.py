@@ -6,7 +6,6 @@ transformers the longest sequence of a forward pass chooses those of all its row
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -16,13 +15,13 @@ from torch import Tensor
 from peralta_zmq.errors import ConfigError
 
 
-def check_length(model: Any, max_length: int) -> None:
+def check_length(config: Any, max_length: int) -> None:
     """Raise ConfigError if sequences of `max_length` tokens change their embedding.
 
-    A token that was sampled before that has another logprob in the complete sequence.
+    A token that was sampled before that has another logprob in the complete sequence. `config` is
+    that of the model.
     """
-    limit = length_limit(model)
-    config = model.config.get_text_config()
+    limit = length_limit(config)
     if limit is not None and min(max_length, config.max_position_embeddings) > limit:
         raise ConfigError(
             f"engine.max_model_len is {max_length}, but the rotary embedding of model "
@@ -31,30 +30,25 @@ def check_length(model: Any, max_length: int) -> None:
         )
 
 
-def length_limit(model: torch.nn.Module) -> int | None:
+def length_limit(config: Any) -> int | None:
     """The longest sequence with the original rotary embedding; None if it never changes."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     limits = list[int]()
-    for module, settings in _changing(model):
-        limits.append(module.config.max_position_embeddings)  # dynamic NTK changes beyond it
-        if settings["rope_type"] == "longrope":
+    for settings in (rope, *rope.values()):  # of all layers, or for each type of layers
+        rope_type = settings.get("rope_type") if isinstance(settings, dict) else None
+        if rope_type in ("dynamic", "longrope"):
+            limits.append(config.max_position_embeddings)  # dynamic NTK changes beyond it
+        if rope_type == "longrope":
             limits.append(settings["original_max_position_embeddings"])
     return min(limits, default=None)
 
 
 def split_rotary(model: torch.nn.Module) -> None:
     """Let the length of each row choose its rotary embedding."""
-    for module, _ in _changing(model):
-        module.forward = partial(_forward_by_row, module)
-
-
-def _changing(model: torch.nn.Module) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The modules whose embedding may change, and their settings, for each type of layers."""
     for module in cast(Any, model.modules()):
-        if isinstance(getattr(module, "rope_type", None), str | dict):
-            settings = module.config.rope_parameters
-            for each in settings.values() if isinstance(module.rope_type, dict) else [settings]:
-                if each["rope_type"] in ("dynamic", "longrope"):
-                    yield module, each
+        has_embedding = isinstance(getattr(module, "rope_type", None), str | dict)
+        if has_embedding and length_limit(module.config) is not None:
+            module.forward = partial(_forward_by_row, module)
 
 
 def _forward_by_row(

@@ -14,7 +14,8 @@ of logits. A model for which this is not correct computes whole logits.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Sequence
 from itertools import product
 from operator import itemgetter
 from typing import Any, NamedTuple, cast
@@ -41,7 +42,7 @@ from peralta_zmq.models.tree_attention import (
 from peralta_zmq.rollout import Int64Array, PrefixTree, TreeSpan
 
 TOLERANCE = 1e-3  # largest difference in fp32 from the logprobs of each sequence alone
-# A row for this comparison; its first tree branches inside a completion.
+# A row of sequences to compare; its first tree branches inside a completion.
 TRIAL_TREES = (
     PrefixTree((TreeSpan(-1, 5), TreeSpan(4, 3), TreeSpan(5, 4))),
     PrefixTree((TreeSpan(-1, 2), TreeSpan(1, 6))),
@@ -49,8 +50,10 @@ TRIAL_TREES = (
 TRIAL_SCORED = 32  # tokens of a sequence that are compared, evenly spaced
 # Types of layers in which tokens exchange values only by attention.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-# Names of settings with a number of tokens from which on a model may compute differently.
-LENGTH_NAMES = ("window", "chunk", "original_max_position_embeddings", "floor_scale")
+# Settings in a config with a number of tokens from which on a model may compute differently.
+LENGTHS = re.compile(
+    r'"\w*(?:window|chunk|original_max_position_embeddings|floor_scale)\w*": (\d+)'
+)
 TRIAL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 
 
@@ -76,17 +79,17 @@ class Scorer:
     ) -> None:
         self._model, self._dtype = cast(Any, model), dtype
         self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-        trial = self._new_trial(max_length)  # before anything is replaced
+        # A row with a longer sequence is padded: a shared prefix would have two embeddings.
+        self._packed_length = length_limit(self._model.config.get_text_config())
+        trials = self._trials(max_length)  # before anything is replaced
         if gradient_checkpointing:
             _checkpoint_layers(model)
         replace_norms(model)
         replace_rotary(model)
         split_rotary(model)
-        # A row with a longer sequence is padded: a shared prefix would have two embeddings.
-        self._packed_length = length_limit(model)
         if dtype != torch.float32:
             replace_linears(model)
-        self.padding_reason, self.whole_logits_reason = self._find_reasons(trial)
+        self.padding_reason, self.whole_logits_reason = self._find_reasons(trials)
 
     @property
     def packs(self) -> bool:
@@ -214,26 +217,32 @@ class Scorer:
             raise ValueError(f"{len(inputs.layout.attended)} of {num_layers} layers have attention")
         return logits
 
-    def _find_reasons(self, trial: _Trial) -> tuple[str, str]:
+    def _find_reasons(self, trials: Sequence[_Trial]) -> tuple[str, str]:
         """Return `padding_reason` and `whole_logits_reason` of the fastest way that is correct."""
         config = self._model.config
         head = self._model.get_output_embeddings()
         attention = config._attn_implementation
-        padding = self._unpackable()
-        whole = ""
+        unpackable = self._unpackable()
+        needs_logits = ""
         difference = ""
         if not isinstance(head, torch.nn.Linear) or getattr(head, "bias", None) is not None:
-            whole = "whole logits: the output head has a bias or is not torch.nn.Linear"
+            needs_logits = "whole logits: the output head has a bias or is not torch.nn.Linear"
         for packs, in_chunks in product((True, False), repeat=2):
-            if (packs and padding) or (in_chunks and whole):
+            if (packs and unpackable) or (in_chunks and needs_logits):
                 continue
-            self.padding_reason = "" if packs else padding or f"padded rows: {difference}"
-            self.whole_logits_reason = "" if in_chunks else whole or f"whole logits: {difference}"
+            padding = unpackable or f"padded rows: {difference}"
+            whole = needs_logits or f"whole logits: {difference}"
+            self.padding_reason = "" if packs else padding
+            self.whole_logits_reason = "" if in_chunks else whole
             config._attn_implementation = TREE_ATTENTION if packs else attention
-            difference = self._difference(trial)
+            difference = next(filter(None, map(self._difference, trials)), "")
             if not difference:
                 return self.padding_reason, self.whole_logits_reason
-        raise ConfigError(f"model {config.name_or_path} cannot be trained: {difference}")
+        raise self._untrainable(difference)
+
+    def _untrainable(self, reason: str) -> ConfigError:
+        name = self._model.config.name_or_path
+        return ConfigError(f"model {name} cannot be trained: {reason}; choose another model")
 
     def _unpackable(self) -> str:
         """Return why the model cannot compute packed rows, or '' if the trial decides."""
@@ -245,21 +254,29 @@ class Scorer:
             return f"padded rows: the model has layers of type {', '.join(others)}"
         if any(isinstance(module, torch.nn.Conv1d) for module in self._model.modules()):
             return "padded rows: the model has convolutions over its tokens"
-        if getattr(config, "attn_temperature_tuning", False):
-            return "padded rows: the model's attention depends on the index of a token in its row"
         attention = self._model.config._attn_implementation
         if attention not in (BASE_ATTENTION, TREE_ATTENTION):
             return f"padded rows: the model's attention is {attention}"
         return ""
 
-    @torch.no_grad()
-    def _new_trial(self, max_length: int) -> _Trial:
-        """Random sequences, and their logprobs, computed for each sequence alone."""
-        config = self._model.config.get_text_config()
-        trees = TRIAL_TREES
-        lengths = [*_lengths_in(config.to_dict()), length_limit(self._model) or max_length]
+    def _trials(self, max_length: int) -> list[_Trial]:
+        """A row of short sequences, and one with a sequence longer than the model's windows."""
+        settings = self._model.config.get_text_config().to_json_string(use_diff=False)
+        lengths = [*map(int, LENGTHS.findall(settings)), self._packed_length or max_length]
+        rows = [TRIAL_TREES]
         if lengths := [length for length in lengths if 0 < length < max_length]:
-            trees = TRIAL_TREES[-1], PrefixTree((TreeSpan(-1, max(lengths) + 8),))
+            rows.append((TRIAL_TREES[-1], PrefixTree((TreeSpan(-1, max(lengths) + 8),))))
+        try:
+            return list(map(self._new_trial, rows))
+        except TRIAL_ERRORS as error:
+            if is_out_of_memory(error):
+                raise
+            raise self._untrainable(_first_line(error)) from error
+
+    @torch.no_grad()
+    def _new_trial(self, trees: tuple[PrefixTree, ...]) -> _Trial:
+        """Random tokens of the trees, and the logprobs of each sequence alone."""
+        config = self._model.config.get_text_config()
         random, length = torch.Generator().manual_seed(0), sum(tree.num_tokens for tree in trees)
         token_ids = torch.randint(int(config.vocab_size), (length,), generator=random)
         token_ids = token_ids.to(self._model.device)
@@ -268,7 +285,7 @@ class Scorer:
         for tree in trees:
             layout = TreeLayout(tree)
             for span, (parent, _) in enumerate(tree.spans):
-                if parent < 0 and len(tree.spans) > 1:  # a part of the next ones
+                if parent < 0 and len(tree.spans) > 1:  # a prefix of the next sequences
                     continue
                 path = torch.from_numpy(start + layout.path(span)).to(token_ids.device)
                 kept = torch.linspace(0, len(path) - 2, min(len(path) - 1, TRIAL_SCORED)).long()
@@ -292,7 +309,7 @@ class Scorer:
         except TRIAL_ERRORS as error:
             if is_out_of_memory(error):
                 raise
-            return (str(error) or type(error).__name__).splitlines()[0]
+            return _first_line(error)
         finally:
             self._dtype = dtype
         if torch.allclose(found, trial.logprobs, rtol=0, atol=TOLERANCE, equal_nan=True):
@@ -310,13 +327,8 @@ class _Trial(NamedTuple):
     logprobs: Tensor  # fp32 [N]
 
 
-def _lengths_in(settings: dict[str, Any]) -> Iterator[int]:
-    """The numbers of tokens in a config from which on the model may compute differently."""
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from _lengths_in(cast("dict[str, Any]", value))
-        elif type(value) is int and any(each in name for each in LENGTH_NAMES):
-            yield value
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 class _Inputs(NamedTuple):

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from peralta_zmq.atomic_files import MALFORMED, MANIFEST, PLAIN_PATH
 from peralta_zmq.models.chat_templates import end_of_turn
-from peralta_zmq.models.loading import Tokenizer
+from peralta_zmq.models.loading import Tokenizer, published_config
 
 GENERATION_CONFIG = "generation_config.json"
 TEMPLATES = "additional_chat_templates/*.jinja"
@@ -68,7 +68,7 @@ def end_tokens_text(folder: Path, tokenizer: Tokenizer) -> str:
 def _token_ids(value: object) -> list[int]:
     """The token ids in a setting such as eos_token_id: None, a number or a list."""
     values = cast("Sequence[object]", value if isinstance(value, (list, tuple)) else [value])
-    return [each for each in values if type(each) is int]
+    return [each for each in values if type(each) is int and each >= 0]
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -106,11 +106,13 @@ def _digest(content: object) -> str:
 # Companion files.
 
 
-def companion_files(folder: Path, tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Contents of the config, tokenizer and processor files of a model folder, by name.
+def companion_files(
+    folder: Path, tokenizer: Tokenizer, *, dtype: str | None = None
+) -> dict[str, bytes]:
+    """The config, tokenizer and processor files of models trained from that in `folder`, by name.
 
-    The generation config gets the end tokens of all sources. Leaves out files with names that
-    receivers refuse.
+    config.json is `published_config`, and the generation config gets the end tokens of all sources.
+    Leaves out files with names that receivers refuse.
     """
     vocabulary = set(tokenizer.vocab_files_names.values())
     files = {
@@ -127,4 +129,5 @@ def companion_files(folder: Path, tokenizer: Tokenizer) -> dict[str, bytes]:
     if end_ids and set(_token_ids(config.get("eos_token_id"))) != set(end_ids):
         text = json.dumps({**config, "eos_token_id": end_ids}, indent=2) + "\n"
         files[GENERATION_CONFIG] = text.encode()
-    return files
+    published = json.dumps(published_config(folder, dtype=dtype), indent=2)
+    return {**files, "config.json": published.encode()}

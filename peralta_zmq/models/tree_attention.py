@@ -114,13 +114,6 @@ class PackedLayout(NamedTuple):
         )
 
 
-class PackedMask(NamedTuple):
-    """Mask of a packed row, in place of the tensor that transformers builds for SDPA."""
-
-    layout: PackedLayout
-    parts: list[_Part]  # parts of the layout, without the keys that the model masks
-
-
 _layout = ContextVar[PackedLayout | None]("_layout", default=None)
 
 
@@ -168,7 +161,10 @@ def _mask_of(layout: TreeLayout) -> NDArray[np.bool_]:
 
 
 def _mask(*, mask_function: Any, use_vmap: bool = False, **options: Any) -> Any:
-    """Mask for `_attention`, as a function for transformers."""
+    """Mask for `_attention`, as a function for transformers: the layout of a packed row.
+
+    Its parts leave out the keys that the model masks.
+    """
     layout = _layout.get()
     if layout is None:
         base = AttentionMaskInterface()[BASE_ATTENTION]
@@ -176,13 +172,13 @@ def _mask(*, mask_function: Any, use_vmap: bool = False, **options: Any) -> Any:
     if use_vmap:
         raise ValueError("the model adds a rule of its own to its attention mask")
     if mask_function is causal_mask_function:
-        return PackedMask(layout, layout.parts)
+        return layout
     queries = layout.positions.split([len(part.mask) for part in layout.parts])
     segments, parts = layout.positions.split(layout.segment_sizes), list[_Part]()
     for part, query in zip(layout.parts, queries, strict=True):
         key = torch.cat([segments[index] for index in part.segments])
         parts.append(part._replace(mask=part.mask & mask_function(0, 0, query[:, None], key)))
-    return PackedMask(layout, parts)
+    return layout._replace(parts=parts)
 
 
 def _attention(
@@ -198,7 +194,7 @@ def _attention(
     Outside of `packed_row` it is the original attention: an engine may sample from the same model
     object, without trees. A backward pass may compute a layer again outside of it.
     """
-    if not isinstance(attention_mask, PackedMask):
+    if not isinstance(attention_mask, PackedLayout):
         if _layout.get() is not None:
             raise ValueError("the model changes its attention mask")
         base = AttentionInterface()[BASE_ATTENTION]
@@ -206,10 +202,10 @@ def _attention(
     for name, option in options.items():
         if name not in KNOWN_OPTIONS and (isinstance(option, Tensor) or option):
             raise ValueError(f"the model's attention has the option {name}")
-    layout, parts = attention_mask
-    layout.attended.add(id(module))
+    attention_mask.attended.add(id(module))
+    parts = attention_mask.parts
     queries = query.split([len(part.mask) for part in parts], 2)
-    sizes = layout.segment_sizes
+    sizes = attention_mask.segment_sizes
     keys, values = (_in_fp32(each).split(sizes, 2) for each in (key, value))
     scaling = options.get("scaling") or query.shape[-1] ** -0.5
 

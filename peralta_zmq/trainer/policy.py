@@ -9,7 +9,6 @@ adapters are trained and published; the base model stays in its own folder.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
@@ -110,8 +109,7 @@ def version_files(
     """
     identity = {"tokenizer": models.tokenizer_identity(folder, tokenizer)}
     if not lora.has_adapters(model):
-        companions = models.companion_files(folder, tokenizer)
-        return {**companions, **config_file(folder)}, identity
+        return models.companion_files(folder, tokenizer), identity
     name = config.model.name
     # peft looks the base model up by folder or name; it does not have the names of embedded ones.
     is_embedded = folder in (models.EMBEDDED, models.EMBEDDED_TURNS)
@@ -125,12 +123,6 @@ def version_files(
     if (digest := frozen_layers.packed_digest(model)) is not None:
         fields["adapts_packed"] = digest
     return {lora.CONFIG_FILE: content}, fields
-
-
-def config_file(folder: Path, *, dtype: str | None = None) -> dict[str, bytes]:
-    """The config.json of models that are trained from the model in `folder`, by its name."""
-    content = json.dumps(models.published_config(folder, dtype=dtype), indent=2)
-    return {"config.json": content.encode()}
 
 
 # Publishing to the weight store.
@@ -316,30 +308,25 @@ def export_adapter(
     files = {lora.WEIGHTS_FILE: tensor_set.file_of(adapter, {}), **companions}
     atomic_files.remove_folder(folder / "adapter")
     atomic_files.write_folder(folder / "adapter", files, manifest_fields)
-    base = frozen_layers.UnpackedWeights(model)
-    companions = merged_companions(model_folder, tokenizer)
-    return write_merged(folder / "merged", base, adapter, companions)
-
-
-def merged_companions(model_folder: Path, tokenizer: models.Tokenizer) -> dict[str, bytes]:
-    """The companion files of merged weights in float32; `model_folder` has the base model."""
-    companions = models.companion_files(model_folder, tokenizer)
-    return {**companions, **config_file(model_folder, dtype="float32")}
+    base = frozen_layers.unpacked_weights(model)
+    return write_merged(folder / "merged", base, adapter, model_folder, tokenizer)
 
 
 def write_merged(
     target: Path,
     base: Mapping[str, torch.Tensor],
     adapter: Mapping[str, torch.Tensor],
-    companions: Mapping[str, bytes],
+    model_folder: Path,
+    tokenizer: models.Tokenizer,
 ) -> Path:
     """Merge the adapter into the base weights and write them to folder `target`, in float32.
 
-    In bfloat16 rounding would remove most of the adapter. `companions` are the result of
-    `merged_companions`. Returns `target`, which `from_pretrained` can load. Needs memory for one
-    merged tensor at a time. Raises OSError.
+    In bfloat16 rounding would remove most of the adapter. `model_folder` has the base model.
+    Returns `target`, which `from_pretrained` can load. Needs memory for one merged tensor at a
+    time. Raises OSError.
     """
-    merged = models.ConvertedWeights(lora.MergedWeights(base, adapter), torch.float32)
+    companions = models.companion_files(model_folder, tokenizer, dtype="float32")
+    merged = models.converted_weights(lora.merged_weights(base, adapter), torch.float32)
     files = {WEIGHTS_FILE: tensor_set.file_of(merged, {}), **companions}
     atomic_files.remove_folder(target)
     atomic_files.write_folder(target, files, {})

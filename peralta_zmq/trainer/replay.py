@@ -39,7 +39,7 @@ from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint, journal
 from peralta_zmq.trainer.accumulation import repeat_micro_batches
 from peralta_zmq.trainer.collector import size_of, step_size
-from peralta_zmq.trainer.policy import group_limits, merged_companions, write_merged
+from peralta_zmq.trainer.policy import group_limits, write_merged
 from peralta_zmq.trainer.ranks import (
     PolicyLearner,
     join,
@@ -247,8 +247,8 @@ def _export_merged(config: Config, version: Version, local: Path, target: Path) 
         trust_remote_code=trust,
     )
     tokenizer = models.load_tokenizer(base_folder, trust_remote_code=trust)
-    companions = merged_companions(base_folder, tokenizer)
-    write_merged(target, base.tensors, MappedTensors(local / WEIGHTS_FILE), companions)
+    adapter = MappedTensors(local / WEIGHTS_FILE)
+    write_merged(target, base.tensors, adapter, base_folder, tokenizer)
 
 
 def weights_sha256(weights: Mapping[str, torch.Tensor]) -> str:

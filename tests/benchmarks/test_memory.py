@@ -82,4 +82,4 @@ def test_cell_is_measured_in_a_process(tmp_path: Path, monkeypatch: pytest.Monke
 
 def shapes_of(shape: dict[str, Any], folder: Path) -> dict[str, torch.Size]:
     memory.write_model(shape, folder / "again")
-    return {name: each.shape for name, each in models.FolderWeights(folder / "again").items()}
+    return {name: each.shape for name, each in models.folder_weights(folder / "again").items()}

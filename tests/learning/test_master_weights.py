@@ -62,6 +62,11 @@ def test_weights_off_the_grid_are_their_own_masters() -> None:
     assert torch.equal(masters_of(masters, parameters)["w"], base)
 
 
+def test_rank_without_a_part_of_a_parameter_has_no_movement() -> None:
+    masters = noisy({"w": nn.Parameter(torch.empty(0, 4))})
+    assert masters.movement(SINGLE) == {}
+
+
 def test_weights_that_are_not_finite_are_their_own_masters() -> None:
     """A broken model is reported by its steps, which are skipped."""
     parameters = {"w": nn.Parameter(torch.tensor([torch.inf, torch.nan, 1.0]))}

@@ -49,6 +49,8 @@ OTHERS: dict[str, dict[str, Any]] = {
                                "new_decoder_architecture": True, "alibi": False},
     "mask changed by the model": {"model_type": "doge"},
     "softcap": {**FAMILIES["Gemma 2"], "layer_types": LAYERS},
+    "layers without rotary embedding": {
+        "model_type": "beam", "layer_types": LAYERS, "sliding_window": WINDOW},
 }  # fmt: skip
 KINDS = {
     **OTHERS,
@@ -145,6 +147,15 @@ def test_trial_is_longer_than_the_window() -> None:
 
     scorer, error = scored_error(mixing(llama(sliding_window=WINDOW), change))
     assert error < TOLERANCE and scorer.padding_reason.startswith("padded rows: logprobs")
+
+
+def test_rows_below_a_change_of_the_rotary_embedding_are_compared_too() -> None:
+    def change(hidden: Tensor) -> Tensor:
+        """Scale tokens by their index in the row, not their position."""
+        return hidden * (1 + (torch.arange(hidden.shape[1]) >= 16))[:, None]
+
+    changed = mixing(random_model(OTHERS["dynamic NTK"]), change)
+    assert Scorer(changed).padding_reason.startswith("padded rows: logprobs")
 
 
 def test_trial_is_not_longer_than_the_sequences_of_the_run() -> None:

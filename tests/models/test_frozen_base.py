@@ -25,9 +25,9 @@ from peralta_zmq.models.base_formats import BLOCK, BYTES_PER_WEIGHT, CHUNK_BLOCK
 from peralta_zmq.models.frozen_base import load_base_weights, load_frozen_base
 from peralta_zmq.models.frozen_layers import (
     FrozenLinear,
-    UnpackedWeights,
     freeze,
     packed_digest,
+    unpacked_weights,
 )
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.registry import WeightUpdate
@@ -94,7 +94,7 @@ def test_frozen_base_computes_with_the_unpacked_values(
     assert base.dtype == torch.float32
     assert not any(parameter.requires_grad for parameter in base.parameters())
     assert_as_exact(base(ids).logits, lambda model: model(ids).logits, plain)
-    weights, expected = UnpackedWeights(with_adapters(base)), models.weights_of(plain)
+    weights, expected = unpacked_weights(with_adapters(base)), models.weights_of(plain)
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name].float(), each) for name, each in expected.items())
     original = models.load_model(folder, device=CPU, dtype=torch.float32)
@@ -181,7 +181,7 @@ def test_files_with_computed_frequencies_are_packed(folder: Path) -> None:
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     names = load_base_weights(folder, "nf4", device=CPU).tensors.keys()
-    assert names == UnpackedWeights(load_frozen_base(folder, "nf4", device=CPU)).keys()
+    assert names == unpacked_weights(load_frozen_base(folder, "nf4", device=CPU)).keys()
 
 
 @pytest.mark.parametrize("base_dtype", FORMATS)
@@ -207,7 +207,7 @@ def test_parameters_that_transformers_keeps_in_float32_are_rounded(
         )
     )
     sampled = load_base_weights(folder, base_dtype, device=CPU).tensors["model.norm.weight"]
-    trained = UnpackedWeights(base)["model.norm.weight"]
+    trained = unpacked_weights(base)["model.norm.weight"]
     assert torch.equal(trained, sampled.float())
     assert torch.equal(trained, found["model.norm.weight"].float())
     assert not torch.equal(trained, weights["model.norm.weight"])
@@ -221,7 +221,7 @@ def test_scaled_embedding_of_gemma_is_stored_in_bfloat16(base_dtype: str, tmp_pa
     assert embedding.weight is head.weight and head.weight.dtype == torch.bfloat16
     plain, ids = unpacked_model(folder, base_dtype), torch.arange(3, 40)[None]
     assert_as_exact(base(ids).logits, lambda model: model(ids).logits, plain)
-    names = UnpackedWeights(base).keys()
+    names = unpacked_weights(base).keys()
     assert names == models.weights_of(plain).keys()
 
 

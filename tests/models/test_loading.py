@@ -73,14 +73,14 @@ def test_weights_of_has_names_of_save_pretrained(tmp_path: Path, tied: bool) -> 
 def test_folder_weights_are_those_of_all_files(tmp_path: Path, model: Any) -> None:
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    weights, expected = models.FolderWeights(tmp_path), models.weights_of(model)
+    weights, expected = models.folder_weights(tmp_path), models.weights_of(model)
     assert weights.keys() == expected.keys() and len(weights) == len(expected)
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
 def test_folder_weights_without_a_file_raise(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be loaded: it has no model\*\.safetensors"):
-        models.FolderWeights(tmp_path)
+        models.folder_weights(tmp_path)
 
 
 NORM = "model.norm.weight"  # the last tensor, so that those before it would have been copied
@@ -184,7 +184,11 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         {"layer_types": ["full_attention"]},
         r"`num_hidden_layers` \(2\) must be equal",
     ),
-    "package": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "requires optimum"),
+    "package": ({"attn_implementation": "flash_attention_2"}, "FlashAttention2"),
+    "quantized": (
+        {"quantization_config": {"quant_method": "gptq"}},
+        "quantized format gptq, which",
+    ),
     "not a language model": ({"model_type": "vit"}, "no causal language model for model_type 'vi"),
 }
 
@@ -258,16 +262,24 @@ run_plain_program(main, "bin/x")
     assert r"model.\x1b]0;owned\x07" in result.stderr and "\x07" not in result.stderr
 
 
-@pytest.mark.parametrize("model_type", ["mine", "qwen3"])
+def test_class_of_transformers_is_used_instead_of_untrusted_code(
+    tmp_path: Path, model: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model.save_pretrained(tmp_path)
+    for name, content in files_with_code("qwen3").items():
+        (tmp_path / name).write_bytes(content)
+    loaded = models.load_model(tmp_path, device=CPU, dtype=torch.float32)
+    assert type(loaded) is type(model) and "code of the model" not in capfd.readouterr().out
+
+
 def test_untrusted_code_is_refused_without_a_prompt(
     tmp_path: Path,
     model: Any,
-    model_type: str,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     model.save_pretrained(tmp_path)
-    for name, content in files_with_code(model_type).items():
+    for name, content in files_with_code("mine").items():
         (tmp_path / name).write_bytes(content)
     monkeypatch.setattr(sys, "stdin", answer := io.StringIO("y\n"))
     text = refused(tmp_path)
@@ -305,8 +317,21 @@ def test_load_tokenizer_rejects_missing_chat_template(tmp_path: Path) -> None:
 def test_adapter_folder_is_refused_as_a_model(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     (tmp_path / name / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=rf"{name}' is a LoRA adapter; give .*merged/ of a run"):
+    with pytest.raises(ConfigError, match=rf"{name}' is a LoRA adapter; .*merged/ of a run"):
         models.model_folder(str(tmp_path / name))
+
+
+def test_exported_adapter_stands_for_the_merged_model_beside_it(tmp_path: Path) -> None:
+    for name, file in (("adapter", "adapter_config.json"), ("merged", "config.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+    assert models.model_folder(str(tmp_path / "adapter")) == tmp_path / "merged"
+
+
+def test_folder_of_a_delta_is_refused_as_a_model(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"has only the changes of a step; .*bin/replay export"):
+        models.model_folder(str(tmp_path))
 
 
 # Chat prompt
@@ -357,7 +382,7 @@ def test_saved_weights_are_divided_into_files_and_read_again(
     weights = {f"w{number}": torch.full((10,), float(number)) for number in range(7)}  # 40 bytes
     models.save_weights(weights, tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
-    read = models.FolderWeights(tmp_path)
+    read = models.folder_weights(tmp_path)
     assert {name: read[name].tolist() for name in read} == {
         name: tensor.tolist() for name, tensor in weights.items()
     }

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from exactness import LARGEST_LOGIT, Float64, is_as_exact_as_torch
+from families import FAMILIES, random_model
 from generators import apply_until
 from model_layouts import text_model
 from peak_memory import PeakMemory
@@ -37,7 +38,7 @@ from peralta_zmq.learning.packing import Packing, make_micro_batches, pack_group
 from peralta_zmq.learning.reference_models import reference_logprobs
 from peralta_zmq.models import lora
 from peralta_zmq.models.frozen_base import load_frozen_base
-from peralta_zmq.models.frozen_layers import UnpackedWeights
+from peralta_zmq.models.frozen_layers import unpacked_weights
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Request, RolloutGroup, Sampling, rollout_of
@@ -111,10 +112,10 @@ def merged_model(model: Any, dtype: torch.dtype) -> Any:
     plain = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=dtype)
     base, adapter = (
         {name: each.to(dtype) for name, each in weights.items()}
-        for weights in (UnpackedWeights(model), lora.published_weights(model))
+        for weights in (unpacked_weights(model), lora.published_weights(model))
     )
     with Float64():
-        models.apply_weights(plain, lora.MergedWeights(base, adapter))
+        models.apply_weights(plain, lora.merged_weights(base, adapter))
     return plain
 
 
@@ -148,7 +149,7 @@ def has_exact_logprobs(group: RolloutGroup, model: Any) -> bool:
 
 def test_only_adapters_are_trained_and_checkpointed() -> None:
     config, model = trained("--lora.target-modules", TARGETS)
-    before = {name: each.clone() for name, each in UnpackedWeights(model).items()}
+    before = {name: each.clone() for name, each in unpacked_weights(model).items()}
     learner = build.make_learner(config, model)
     learner.learn(some_groups(1))
     state = learner.state()
@@ -158,7 +159,7 @@ def test_only_adapters_are_trained_and_checkpointed() -> None:
     layers = model.config.num_hidden_layers
     assert len([path for path in state if path.startswith("model/")]) == layers * 3 * 2
     assert all(".lora_" in n for n, each in model.named_parameters() if each.grad is not None)
-    after = UnpackedWeights(model)
+    after = unpacked_weights(model)
     assert all(torch.equal(after[name], each) for name, each in before.items())
     assert any(bool(each.any()) for name, each in lora.published_weights(model).items()
                if name.endswith(lora.B))  # fmt: skip
@@ -251,7 +252,7 @@ def test_versions_hold_adapters_and_base_identity(store: WeightStore) -> None:
     assert version.field("adapts_name") == "embedded"
     assert version.field("adapts") == lora.weights_digest(models.EMBEDDED)
     numbers = sum(each.numel() for each in lora.published_weights(model).values())
-    whole = sum(each.numel() for each in UnpackedWeights(model).values())
+    whole = sum(each.numel() for each in unpacked_weights(model).values())
     assert 4 * numbers < version.size < 4 * numbers + 20_000
     assert version.size < 4 * whole / 10
 
@@ -437,10 +438,10 @@ def test_adapters_of_all_linear_layers_fit_the_published_weights(
 ) -> None:
     model = text_model(model_type)
     model.save_pretrained(tmp_path)
-    base = models.FolderWeights(tmp_path)
+    base = models.folder_weights(tmp_path)
     lora.add_adapters(model, rank=2, alpha=4)
     adapter = lora.published_weights(model)
-    merged = lora.MergedWeights(base, adapter)  # raises an error for names of other tensors
+    merged = lora.merged_weights(base, adapter)  # raises an error for names of other tensors
     assert adapter and merged.keys() == base.keys()
     assert not any(".experts." in name or "lm_head" in name for name in adapter)
 
@@ -533,3 +534,10 @@ def test_lora_run_stopped_before_first_step_resumes(tmp_path: Path) -> None:
             trainer.recover()
             trainer.session.stop.requested = True
             trainer.finish()
+
+
+def test_all_linear_leaves_out_layers_that_peft_refuses() -> None:
+    model = random_model(FAMILIES["Falcon-H1"])
+    lora.add_adapters(model, rank=2, alpha=2)
+    layers = {name.split(".")[-4] for name in lora.trained_parameters(model)}
+    assert {"in_proj", "o_proj", "q_proj"} <= layers and "out_proj" not in layers

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES, random_model
 from model_layouts import MULTIMODAL, multimodal_model, text_model
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from peralta_zmq import models
+from peralta_zmq.build.components import round_buffers
 from peralta_zmq.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -28,7 +30,7 @@ def loaded(folder: Path) -> Any:
 def test_weights_have_the_names_and_values_of_the_hub(tmp_path: Path, model_type: str) -> None:
     model = text_model(model_type)
     model.save_pretrained(tmp_path)
-    files, weights = models.FolderWeights(tmp_path), models.weights_of(loaded(tmp_path))
+    files, weights = models.folder_weights(tmp_path), models.weights_of(loaded(tmp_path))
     assert weights.keys() == files.keys() == models.weights_of(model).keys()
     assert weights.keys() != model.state_dict().keys()
     assert all(torch.equal(weights[name], files[name]) for name in files)
@@ -74,11 +76,17 @@ def test_base_and_version_of_a_multimodal_model_have_equal_names(
     publish(tmp_path / "base", tmp_path / "step", text)
     weights = models.weights_of(text)
     for folder in (tmp_path / "base", tmp_path / "step"):
-        files = models.FolderWeights(folder)
+        files = models.folder_weights(folder)
         assert files.keys() == weights.keys() == models.weights_of(loaded(folder)).keys()
         assert all(torch.equal(files[name], weights[name]) for name in files)
     step, base = tmp_path / "step", tmp_path / "base"
     assert models.published_config(step) == models.published_config(base)
+
+
+def test_published_config_of_a_quantized_model_is_of_full_weights(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert models.published_config(tmp_path) == {"model_type": "llama"}
 
 
 def test_published_config_has_the_sizes_and_rotary_embedding_of_the_text_part(
@@ -104,3 +112,47 @@ def test_model_without_a_text_class_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"no causal language model for model_type 'blip_text"):
         models.text_config(tmp_path)
+
+
+def change_config(folder: Path, changes: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_quantized_weights_of_a_multimodal_model_are_converted(tmp_path: Path) -> None:
+    multimodal_model("gemma3", tmp_path)
+    change_config(tmp_path, {"quantization_config": {"quant_method": "fp8"}})
+    assert models.text_config(tmp_path).quantization_config["dequantize"]
+
+
+def test_tied_embeddings_of_the_whole_model_are_those_of_the_text_part(tmp_path: Path) -> None:
+    multimodal_model("qwen3_5", tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    assert text.pop("tie_word_embeddings")
+    change_config(tmp_path, {"text_config": text})
+    assert loaded(tmp_path).config.tie_word_embeddings
+
+
+def test_layers_that_predict_further_tokens_are_not_unexpected(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {**FAMILIES["DeepSeek-V3"], "num_nextn_predict_layers": 1}
+    model = random_model(sizes)
+    model.save_pretrained(tmp_path)
+    weights = models.folder_weights(tmp_path)
+    number = model.config.num_hidden_layers
+    extra = {f"model.layers.{number}.eh_proj.weight": torch.ones(2)}
+    save_file({**weights, **extra}, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded(tmp_path)
+    extra = {f"model.layers.{number + 1}.eh_proj.weight": torch.ones(2)}
+    save_file({**weights, **extra}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"its config has no tensor .*layers\.{number + 1}"):
+        loaded(tmp_path)
+
+
+def test_published_buffers_are_rounded_as_generators_get_them() -> None:
+    """The biases of DeepSeek-V3's routers are not parameters."""
+    model = random_model(FAMILIES["DeepSeek-V3"])
+    biases = [each for name, each in model.named_buffers() if name.endswith("correction_bias")]
+    for bias in biases:
+        bias.copy_(8 + 1e-3 * torch.arange(bias.numel()).view_as(bias))
+    round_buffers(model, torch.bfloat16)
+    assert biases and all(torch.equal(each, each.bfloat16().float()) for each in biases)

@@ -54,7 +54,6 @@ def test_end_of_turn_is_the_special_token_after_a_completion(
     [
         ({"eos_token_id": 0}, {"eos_token_id": [5, 0]}, [0, 2, 5]),
         ({"eos_token_id": None}, {"eos_token_id": None}, [2]),
-        ({"eos_token_id": None, "text_config": {"eos_token_id": 7}}, {}, [2, 7]),
     ],
 )
 def test_end_tokens_are_those_of_all_sources_and_are_published(
@@ -68,6 +67,11 @@ def test_end_tokens_are_those_of_all_sources_and_are_published(
     listed = published["eos_token_id"]
     assert published["top_k"] == 3
     assert (listed if isinstance(listed, list) else [listed]) == ends
+
+
+def test_end_tokens_of_the_text_part_of_a_multimodal_model_count(folder: Path) -> None:
+    change(folder, "config.json", eos_token_id=None, text_config={"eos_token_id": 7})
+    assert models.folder_end_ids(folder, models.load_tokenizer(folder)) == [2, 7]
 
 
 def test_sources_of_end_tokens_are_named_only_if_they_differ(folder: Path) -> None:

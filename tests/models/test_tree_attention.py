@@ -7,7 +7,7 @@ from torch import Tensor
 from peralta_zmq.learning.packing import TreeBuilder
 from peralta_zmq.memory.plan import attention_size
 from peralta_zmq.models import tree_attention
-from peralta_zmq.models.tree_attention import PackedLayout, PackedMask
+from peralta_zmq.models.tree_attention import PackedLayout
 from peralta_zmq.rollout import PrefixTree, TreeSpan
 
 CPU = torch.device("cpu")
@@ -38,8 +38,7 @@ def attention(layout: PackedLayout, *dtypes: torch.dtype) -> list[Tensor]:
         torch.randn(1, heads, length, 8, generator=random).bfloat16().to(dtype).requires_grad_()
         for heads, dtype in zip((4, 2, 2), dtypes, strict=True)
     )
-    mask = PackedMask(layout, layout.parts)
-    result, _ = tree_attention._attention(None, query, key, value, mask, scaling=0.3)
+    result, _ = tree_attention._attention(None, query, key, value, layout, scaling=0.3)
     (result * torch.arange(8)).sum().backward()
     gradients = [each.grad for each in (query, key, value) if each.grad is not None]
     return [result.detach(), *gradients]

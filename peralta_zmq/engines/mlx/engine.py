@@ -50,7 +50,7 @@ def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> Engine:
     with loading_errors(folder):
         tokenizer = models.load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
         end_ids = models.folder_end_ids(folder, tokenizer)
-        weights = models.FolderWeights(folder)
+        weights = models.folder_weights(folder)
     config = read_config(folder)
     sizes = {**config, **config.get("text_config", {})}
     limit = sizes.get("max_position_embeddings") or settings.max_model_len

@@ -64,7 +64,7 @@ class NativeEngine:
         self.step = step
         self._model, self._tokenizer, self._live, self._merger = model, tokenizer, live, merger
         self._slots = slots
-        check_length(model, max_model_len)
+        check_length(model.config, max_model_len)
         self.max_model_len = min(max_model_len, models.max_positions(model))
         self._end_ids = models.end_token_ids(model.generation_config, tokenizer)
         self._cancelled = False

@@ -137,7 +137,7 @@ class Comparison:
 
     def __call__(self, model: torch.nn.Module) -> str | None:
         """Name of the first tensor that differs."""
-        published = models.FolderWeights(Path(self._folder))
+        published = models.folder_weights(Path(self._folder))
         for name, parameter in model.named_parameters():
             if name not in published or published[name].shape != parameter.shape:
                 continue
