@@ -1,9 +1,9 @@
 """Steps and seconds to a reward on the real model, with and without noise in the master weights.
 
-`python -m benchmarks.rounding --keep FILE [--rates 2e-5 ...] [--arms NAME ...] [--seeds 5]
-[--seconds 400] [--document FILE]`. Each run is `bin/lan local @ configs/extract.toml`; it ends at a
-mean reward of 0.9 or after `--seconds`. FILE gets a line of JSON per run; runs that it has are not
-repeated. The page gets a table of all runs in FILE.
+`python -m benchmarks.rounding --keep FILE [--rates 2e-5 ...] [--arms NAME ...] [--seeds 0 1 ...]
+[--seconds 400] [--document FILE] [--picture FILE]`. Each run is `bin/lan local @
+configs/extract.toml`; it ends at a mean reward of 0.9 or after `--seconds`. FILE gets a line of
+JSON per run; runs that it has are not repeated. The page gets a table of all runs in FILE.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
+
+from matplotlib.figure import Figure
 
 from benchmarks.pages import write_between
 from benchmarks.peers import environment
@@ -55,6 +57,7 @@ def main() -> None:
     parser.add_argument("--checkout", type=Path, default=ROOT, help="of the program to run")
     parser.add_argument("--label", default="", help="added to the names of the arms")
     parser.add_argument("--document", type=Path)
+    parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     for seed in options.seeds:
         for rate in options.rates:
@@ -69,6 +72,8 @@ def main() -> None:
                         file.write(json.dumps(key | found) + "\n")
     if options.document:
         write_between(options.document, BEGIN, END, table(read_rows(options.keep)))
+    if options.picture:
+        draw(read_rows(options.keep), options.picture)
 
 
 def run_once(
@@ -137,25 +142,45 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
 def table(runs: Sequence[Row]) -> str:
     """One line per rate and arm: medians with the range over the seeds."""
     columns = ["learning rate", "arm", "seeds", "steps to .5", "to .9", "seconds to .5", "to .9",
-               "reward at step 14", "mismatch_kl", "delta, MB"]  # fmt: skip
+               "reward of the last 3 steps", "mismatch_kl", "delta, MB"]  # fmt: skip
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     keys = sorted({(-float(str(run["rate"])), str(run["rate"]), str(run["arm"])) for run in runs})
     for _, rate, arm in keys:
         chosen: list[Any] = [run for run in runs if (run["rate"], run["arm"]) == (rate, arm)]
         kl = [value for run in chosen for value in run["mismatch_kl"][1:]]
         sizes = [size for run in chosen for size in run["delta_mb"]]
-        at_14 = [run["rewards"][13] if len(run["rewards"]) > 13 else max(run["rewards"])
-                 for run in chosen]  # fmt: skip
+        last = [mean(run["rewards"][-3:]) for run in chosen]
         cells = [
             *(rate, arm, str(len(chosen))),
             *(_range([run[f"step_{limit}"] for run in chosen]) for limit in REWARDS),
             *(_range([run[f"seconds_{limit}"] for run in chosen]) for limit in REWARDS),
-            f"{median(at_14):.2f}",
+            f"{median(last):.2f}",
             f"{min(kl):.0e} to {max(kl):.0e}" if kl else "",
             f"{max(sizes):.1f} to {min(sizes):.1f}" if sizes else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def draw(runs: Sequence[Row], file: Path) -> None:
+    """Median reward by step, with and without noise, for each learning rate."""
+    figure = Figure(figsize=(9, 3), layout="tight")
+    rates = sorted({str(run["rate"]) for run in runs}, key=float, reverse=True)
+    panels: Any = figure.subplots(1, len(rates), sharey=True)
+    for panel, rate in zip(panels, rates, strict=True):
+        for arm, color in (("noise", "tab:blue"), ("masters on the grid", "tab:orange")):
+            curves: list[Any] = [
+                run["rewards"] for run in runs if (run["rate"], run["arm"]) == (rate, arm)
+            ]
+            for curve in curves:
+                panel.plot(range(1, len(curve) + 1), curve, color=color, alpha=0.3, linewidth=1)
+            length = min(map(len, curves))
+            medians = [median(curve[step] for curve in curves) for step in range(length)]
+            panel.plot(range(1, length + 1), medians, color=color, label=arm)
+        panel.set(title=f"learning rate {rate}", xlabel="training step", ylim=(0, 1))
+    panels[0].set_ylabel("reward")
+    panels[0].legend(loc="lower right", fontsize=8)
+    figure.savefig(file, dpi=110)
 
 
 def _range(values: Sequence[float | None]) -> str:

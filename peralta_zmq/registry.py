@@ -198,9 +198,9 @@ class Engine(Protocol):
         Completions in flight that end with `cancel` or EngineProcessError are yielded as they are,
         with `is_partial`, so that a request of a later call can resume them (Request.resumes). An
         engine may leave them out; the caller then requests them again from the start.
-        Raises ConfigError for a request longer than `max_model_len`, EngineError for logits that
-        are not finite, and EngineProcessError if a process of the engine fails; the first two drop
-        the completions in flight.
+        Prompt and completion of a request must fit into `max_model_len` tokens. Raises EngineError
+        for logits that are not finite, which drops the completions in flight, and
+        EngineProcessError if a process of the engine fails.
         """
         ...
 
@@ -319,7 +319,7 @@ def resolve(kind: Kind, name: str) -> Any:
     prefix, _, rest = name.partition(":")
     if kind == "task" and prefix in ADAPTERS:
         return pkgutil.resolve_name(ADAPTERS[prefix])(rest)
-    target = TABLES[kind].get(name) or _import_path(kind, name)
+    target = import_path(kind, name)
     if kind == "task" and ":" not in target:
         # With the colon, pkgutil.resolve_name only imports the module. Without the colon, an
         # ImportError inside the module would become a misleading AttributeError.
@@ -347,8 +347,10 @@ def is_shipped(kind: Kind, name: str) -> bool:
     return name in TABLES[kind]
 
 
-def _import_path(kind: Kind, name: str) -> str:
-    """The argument of `pkgutil.resolve_name`; ConfigError if the name is not dotted."""
+def import_path(kind: Kind, name: str) -> str:
+    """The argument of `pkgutil.resolve_name`; ConfigError if the name is unknown and not dotted."""
+    if name in TABLES[kind]:
+        return TABLES[kind][name]
     if ":" in name or (kind == "task" and "." in name):
         return name
     if "." in name:

@@ -21,6 +21,12 @@ def on_length(completion_ids, max_completion_length):
     return [max_completion_length] * len(completion_ids)
 async def judge(completions): return [1.0] * len(completions)
 judge.REWARD_IS_BOUNDED = True
+import functools
+class Judge:
+    def __call__(self, completions, **columns): return [0.5] * len(completions)
+instance = Judge()
+partial = functools.partial(Judge.__call__, instance)
+short = lambda completions, **columns: [0.5] * len(completions)
 """
 
 
@@ -138,3 +144,10 @@ def test_length_limit_of_all_turns_is_the_context(
     text += 'reward_functions = ["my_functions.on_length"]\n[engine]\nmax_model_len = 300\n'
     ((function,),) = functions_of(tmp_path, text).values()
     assert function.options == {"max_completion_length": length}
+
+
+@pytest.mark.parametrize("name", ["instance", "partial", "short"])
+def test_callable_without_a_name_is_scored_in_a_worker(tmp_path: Path, name: str) -> None:
+    text = f'[task]\nreward_functions = ["my_functions:{name}"]\n'
+    with closing(open_environments(load(tmp_path, text), "eval")) as environments:
+        assert environments.reward(environments.problems[0], "1 + 2") == 0.5

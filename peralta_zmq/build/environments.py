@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from difflib import get_close_matches
+from types import ModuleType
 from typing import Any, Literal, cast
 
 from peralta_zmq import models, registry
@@ -241,6 +242,7 @@ def make_reward_functions(
                 RewardFunction(
                     function, options, is_bounded and not inspect.iscoroutinefunction(function),
                     takes_group=True, label=label, weight=weight,
+                    path=registry.import_path("reward_function", name),
                 )
             )  # fmt: skip
     return functions
@@ -256,8 +258,10 @@ def _own_function(
 ) -> RewardFunction:
     """The reward function of the task, or of the setting `reward`."""
     function: Callable[..., Any] = task.reward
+    path = f"{task.__name__}:reward" if isinstance(task, ModuleType) else ""
     if env.reward is not None:
         function = registry.resolve("reward", env.reward)
+        path = registry.import_path("reward", env.reward)
     try:
         inspect.signature(function).bind(None, None, **options)
     except TypeError as error:
@@ -267,7 +271,7 @@ def _own_function(
         ) from None
     is_bounded = env.reward is None and getattr(task, "REWARD_IS_BOUNDED", False)
     is_bounded = is_bounded and not inspect.iscoroutinefunction(function)
-    return RewardFunction(function, options, is_bounded, label=label, weight=weight)
+    return RewardFunction(function, options, is_bounded, label=label, weight=weight, path=path)
 
 
 def _group_options(

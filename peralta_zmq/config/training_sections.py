@@ -237,7 +237,7 @@ class TrainSection(Section):
     """AdamW with its state in float32, bfloat16 or 8 bits (8, 4 or 2 bytes per weight);
     adamw_8bit needs the package extra `optim`"""
     learning_rate: PositiveFloat = 2e-4
-    """peak learning rate"""
+    """peak learning rate; for a pretrained model 5e-6 to 2e-5, with LoRA 1e-4 (docs/rounding.md)"""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """learning rate schedule after the warm-up"""
     warmup_steps: NonNegativeInt = 0

@@ -102,8 +102,8 @@ class HfEngine:
         """Yield one completion per request, in the order of the requests.
 
         A request of None means that no request is available now. `between_steps` is called after
-        each decode step. Raises ConfigError for a request longer than `max_model_len`, and
-        EngineError for non-finite logits.
+        each decode step. Raises EngineError for non-finite logits, and what `between_steps` raises,
+        through transformers' `generate`.
         """
         self._cancelled = False
         source, has_more = iter(requests), True

@@ -24,6 +24,7 @@ TOKENS_COLUMN = "input_token_ids"
 INFO_COLUMN = "info"
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIX = ".parquet"
+csv.field_size_limit((1 << 31) - 1)  # characters; a memory limit, 131,072 by default
 
 
 class DataRow(NamedTuple):
@@ -108,6 +109,8 @@ def _csv_records(text: str) -> Iterator[tuple[int, Mapping[str, object]]]:
         for fields in reader:
             if not header:
                 header = fields
+                if twice := sorted({name for name in header if header.count(name) > 1}):
+                    raise ValueError(f"line {number}: two columns are named '{twice[0]}'")
             elif fields:
                 if len(fields) != len(header):
                     raise ValueError(
@@ -131,15 +134,15 @@ def _json_records(text: str) -> Iterator[tuple[int, Mapping[str, object]]]:
             continue
         try:
             record = json.loads(line, parse_int=str, parse_float=str)
-        except (json.JSONDecodeError, RecursionError) as error:
+            if INFO_COLUMN in record:
+                record[INFO_COLUMN] = json.loads(line)[INFO_COLUMN]  # its numbers are numbers
+        except (ValueError, RecursionError) as error:
             reason = str(error).replace("line 1 ", "")  # json counts lines from the start of `line`
             remedy = "write one flat object on each line"
             raise ValueError(f"line {number}: not JSON ({reason}); {remedy}") from None
         if not isinstance(record, dict):
             reason = f"{line.strip():.40} is not an object"
             raise ValueError(f"line {number}: {reason}; write one object on each line")
-        if INFO_COLUMN in record:
-            record[INFO_COLUMN] = json.loads(line)[INFO_COLUMN]  # its numbers are numbers
         yield number, cast("dict[str, object]", record)
 
 
@@ -155,7 +158,16 @@ def _parquet_records(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"cannot be read as Parquet ({reason}); write the file again") from None
     for number, row in enumerate(table.to_pylist(), start=1):
-        record = json.loads(json.dumps(row, default=str), parse_int=str, parse_float=str)
+        try:
+            text = json.dumps(
+                row,
+                default=lambda value: value.decode() if isinstance(value, bytes) else str(value),
+            )
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"row {number}: bytes that are not UTF-8 text ({error.reason})"
+            ) from None
+        record = json.loads(text, parse_int=str, parse_float=str)
         yield number, record | ({INFO_COLUMN: row[INFO_COLUMN]} if INFO_COLUMN in row else {})
 
 

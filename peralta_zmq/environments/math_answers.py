@@ -22,14 +22,25 @@ TIMEOUT_SECONDS = 3  # for parsing one answer, and for comparing it
 def reward(problem: Problem, completion_text: str) -> float:
     """1 if the last answer in the text equals the target mathematically, else 0.
 
-    An answer that cannot be parsed earns 0. So does one that takes longer than TIMEOUT_SECONDS to
-    parse or to compare; this limit holds in the main thread only. Raises TaskError for a target
-    that cannot be parsed.
+    So does a text that is the target, or the same number (1e10). An answer that cannot be parsed
+    earns 0, and one that takes longer than TIMEOUT_SECONDS to parse or to compare; this limit holds
+    in the main thread only. Raises TaskError for a target that cannot be parsed.
     """
+    if _is_target(completion_text, problem.answer):
+        return 1.0
     library = _library()
     target = parsed_answer(problem, _parse_target)
     parsed = library.parse(completion_text[-SEARCHED_LENGTH:], parsing_timeout=_timeout())
     return float(bool(parsed) and library.verify(list(target), parsed, timeout_seconds=_timeout()))
+
+
+def _is_target(text: str, target: str) -> bool:
+    """Whether a text is the target, or a number with the value of the target."""
+    answer, expected = (each.strip().strip("$").strip() for each in (text, target))
+    try:
+        return answer == expected or float(answer) == float(expected)
+    except ValueError:
+        return False
 
 
 def boxed_answer(

@@ -45,16 +45,18 @@ class RewardFunction:
     takes_group: bool = False  # TRL's signature
     label: str = ""  # in metrics
     weight: float = 1.0
+    path: str = ""  # MODULE:NAME for a function that does not have them, such as a lambda
 
     @property
     def name(self) -> str:
         """MODULE:NAME."""
-        return f"{self.function.__module__}:{self.function.__qualname__}"
+        name = getattr(self.function, "__qualname__", "<>")
+        return self.path if "<" in name else f"{self.function.__module__}:{name}"
 
     @property
     def is_async(self) -> bool:
         """Whether the function is a coroutine function (`async def`)."""
-        return inspect.iscoroutinefunction(self.function)
+        return any(map(inspect.iscoroutinefunction, (self.function, self.function.__call__)))
 
     def calls(
         self,

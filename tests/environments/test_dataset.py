@@ -67,6 +67,11 @@ def test_rows_have_line_numbers_and_unchanged_text(write: Write, case: str) -> N
     assert rows_of(write(name, content)) == expected
 
 
+def test_field_may_be_longer_than_the_default_limit_of_csv(write: Write) -> None:
+    text = "word " * 40_000
+    assert rows_of(write("x.csv", f"q,a\n{text},1\n")) == [(2, text, "1")]
+
+
 def test_unknown_name_is_refused_with_similar_names(write: Write) -> None:
     error = error_of("math_1kk")
     assert "no data set or file 'math_1kk', did you mean 'math_1k'?" in error
@@ -102,6 +107,9 @@ REFUSED = {
     "a null": ("x.jsonl", '{"q": null, "a": 1}', "column 'q' is None; it must be text or a number"),
     "a truth value": ("x.jsonl", '{"q": "1", "a": true}', "column 'a' is True; it must be"),
     "a lone surrogate": ("x.jsonl", '{"q": "\\ud800", "a": 1}', "column 'q' has a lone surr"),
+    "a number of great length": (
+        "x.jsonl", '{"q": 1, "a": 1, "info": {"n": ' + "9" * 5000 + "}}", "line 1: not JSON (Exc"),
+    "two columns of a name": ("x.csv", "q,a,a\none,1,2\n", "line 1: two columns are named 'a'"),
     "another encoding": ("x.csv", b"q,a\n1,1\ncaf\xe9,1\n", "line 3: invalid continuation byte"),
     "another format": ("x.txt", "q", "is neither .csv, .jsonl nor .parquet; convert or rename it"),
 }  # fmt: skip
@@ -153,5 +161,10 @@ def test_parquet_has_the_types_of_jsonl(tmp_path: Path) -> None:
     parquet.write_table(arrow.table(tokens), file)
     (row,) = read_rows(str(file), prompt_column="q", answer_column="a")
     assert row.token_ids == "5 6"
+    parquet.write_table(arrow.table({"q": ["é".encode()], "a": [b"1"]}), file)
+    (row,) = read_rows(str(file), prompt_column="q", answer_column="a")
+    assert (row.prompt, row.answer) == ("é", "1")
+    parquet.write_table(arrow.table({"q": [b"\xe9"], "a": ["1"]}), file)
+    assert "row 1: bytes that are not UTF-8 text (unexpected end" in error_of(str(file))
     file.write_bytes(b"PAR1")
     assert "cannot be read as Parquet" in error_of(str(file))

@@ -19,8 +19,11 @@ from families import FAMILIES, LAYERS, ORIGINAL, WINDOW, random_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from peralta_zmq import models
 from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.models import lora
+from peralta_zmq.models.frozen_base import load_frozen_base
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.models.tree_attention import TreeLayout
 from peralta_zmq.registry import EngineSettings
@@ -258,16 +261,53 @@ def measured(family: str, folder: Path) -> Row:
     reloads = torch.equal(alone(again, row()[:60]), alone(model, row()[:60]))
     rows = "packed" if scorer.packs else scorer.padding_reason.replace("padded rows: ", "padded: ")
     name = "native" if isinstance(engine, NativeEngine) else "hf"
-    texts = [f"`{FAMILIES[family]['model_type']}`", rows, name, "yes" if reloads else "no"]
-    return Row(family, texts, [error, engine_error])
+    adapted = adapted_layers(model)
+    packs = packed_base(folder)
+    texts = [f"`{FAMILIES[family]['model_type']}`", rows, name, adapted, packs]
+    texts.append("yes" if reloads else "no")
+    return Row(family, texts, [error, engine_error, merged_error(model)])
+
+
+def with_adapters(model: Any) -> Any:
+    """A copy of the model with random adapters."""
+    adapted = copy.deepcopy(model)
+    lora.add_adapters(adapted, rank=2, alpha=2)
+    random = torch.Generator().manual_seed(0)
+    for parameter in lora.trained_parameters(adapted).values():
+        parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=random))
+    return adapted
+
+
+def adapted_layers(model: Any) -> str:
+    """Which layers lora.target_modules all-linear adapts."""
+    has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
+    return "without experts" if has_experts else "all" * lora.has_adapters(with_adapters(model))
+
+
+def merged_error(model: Any) -> float:
+    """The largest difference of a logprob with adapters from that with merged weights."""
+    adapted, merged = with_adapters(model), copy.deepcopy(model)
+    weights = lora.merged_weights(models.weights_of(model), lora.published_weights(adapted))
+    models.apply_weights(merged, weights)
+    tokens = row()[:60]
+    return float((alone(adapted, tokens) - alone(merged, tokens)).abs().max())
+
+
+def packed_base(folder: Path) -> str:
+    """Whether the weights can be packed for adapters, or why not."""
+    try:
+        load_frozen_base(folder, "int8", device=torch.device("cpu"))
+    except ConfigError as error:
+        return f"no: {str(error).partition(':')[2].partition(';')[0].strip()}"
+    return "yes"
 
 
 def table(rows: list[Row]) -> str:
     """The table of docs/models.md."""
     lines = [
-        "| family | model_type | trainer | engine | transformers reloads it | error of the trainer "
-        "| error of the engine |",
-        "|---|---|---|---|---|---|---|",
+        "| family | model_type | trainer | engine | LoRA | int8 base | transformers reloads it "
+        "| error of the trainer | error of the engine | error of merged adapters |",
+        "|---|---|---|---|---|---|---|---|---|---|",
         *(
             f"| {row.family} | {' | '.join(row.texts)} | "
             f"{' | '.join(f'{error:.0e}' for error in row.errors)} |"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from damage import flip_bit, remove
 from sample_data import group_of
-from trainer_sessions import Continued, groups_for
+from trainer_sessions import Continued, Session, groups_for
 from weight_sets import COMPANIONS, names_in, publish_chain, same, weights_at
 
 from peralta_zmq.config import load_config, write_resolved
@@ -218,3 +218,20 @@ def test_export_writes_a_published_step_to_a_new_folder(store: WeightStore, tmp_
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="file/below cannot be written: Not a directory"):
         export(0, "file/below")
+
+
+def published(folder: Path, *more: str) -> list[str | None]:
+    """The digests of the weights of all versions after two steps."""
+    with ExitStack() as stack:
+        session = Session(stack, folder, *more)
+        session.advance()
+        session.advance()
+        session.trainer.publishing.wait()
+        return [each.field("result") for each in session.trainer.publishing.store.versions()]
+
+
+def test_first_version_has_the_base_weights_with_and_without_noise(tmp_path: Path) -> None:
+    with_noise = published(tmp_path / "a")
+    without = published(tmp_path / "b", "--no-train.master-noise")
+    assert with_noise[0] is not None and with_noise[0] == without[0]
+    assert with_noise[-1] != without[-1]

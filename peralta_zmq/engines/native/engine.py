@@ -127,9 +127,8 @@ class NativeEngine:
         """Yield each completion when it ends.
 
         Requests are read when rows become free; a request of None means that no request is
-        available now. `between_steps` is called after each decode step. Raises ConfigError for a
-        request longer than `max_model_len`, and EngineError for non-finite logits; both drop the
-        completions in flight.
+        available now. `between_steps` is called after each decode step. Raises EngineError for
+        non-finite logits, which drops the completions in flight.
         """
         self._cancelled = False
         decoder = self._decoder or self._new_decoder()
