@@ -132,6 +132,9 @@ def load_model(
             trust_remote_code=trust_remote_code,
         )
     check_tensors(folder, model, report)
+    if hasattr(config, "quantization_config"):  # transformers converts the weights to bfloat16
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
     return cast(Model, model.to(device).eval())
 
 

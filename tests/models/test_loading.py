@@ -386,3 +386,30 @@ def test_saved_weights_are_divided_into_files_and_read_again(
     assert {name: read[name].tolist() for name in read} == {
         name: tensor.tolist() for name, tensor in weights.items()
     }
+
+
+def test_fp8_weights_are_converted(tmp_path: Path) -> None:
+    """Blocks of 128 by 128 weights with a scale, as in Qwen3-FP8 and DeepSeek-V3."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    original = tiny_model(**sizes, num_attention_heads=4, num_key_value_heads=4)
+    original.save_pretrained(tmp_path)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in models.weights_of(original).items():
+        tensors[name] = weight.bfloat16().contiguous()
+        if name.endswith("proj.weight"):
+            rows, columns = (size // 128 for size in weight.shape)
+            blocks = weight.view(rows, 128, columns, 128)
+            scales = blocks.abs().amax((1, 3)) / 448  # the largest number of float8_e4m3fn
+            packed = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+            tensors |= {name: packed.view(weight.shape), f"{name}_scale_inv": scales}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    quantized = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {**quantized, "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = models.load_model(tmp_path, device=CPU, dtype=torch.float32)
+    weights = models.weights_of(loaded)
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    for name, weight in models.weights_of(original).items():
+        # A number with 3 bits of mantissa is off by at most 1/16.
+        assert torch.allclose(weights[name], weight, rtol=0.07, atol=1e-3), name
