@@ -26,8 +26,9 @@ def reward(problem: Problem, completion_text: str) -> float:
     earns 0, and one that takes longer than TIMEOUT_SECONDS to parse or to compare; this limit holds
     in the main thread only. Raises TaskError for a target that cannot be parsed.
     """
-    if _is_target(completion_text, problem.answer):
-        return 1.0
+    is_target = _is_target(_last_box(completion_text) or completion_text, problem.answer)
+    if is_target or ":" in problem.answer:  # a time or a ratio, for the library a quotient
+        return float(is_target)
     library = _library()
     target = parsed_answer(problem, _parse_target)
     parsed = library.parse(completion_text[-SEARCHED_LENGTH:], parsing_timeout=_timeout())

@@ -25,7 +25,9 @@ def problem(answer: str) -> Problem:
     ("64", "I do not know", 0.0),
     ("Yes", " Yes\n", 1.0),
     ("(1, 2]", "$(1, 2]$", 1.0),
-    ("1e10", "10000000000", 1.0),
+    ("1e10", r"\boxed{10000000000}", 1.0),
+    ("3:30", r"\boxed{1/10}", 0.0),
+    ("3:30", r"\boxed{3:30}", 1.0),
 ])  # fmt: skip
 def test_equal_values_earn_one(target: str, text: str, reward: float) -> None:
     pytest.importorskip("math_verify")
