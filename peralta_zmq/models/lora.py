@@ -72,6 +72,11 @@ def add_adapters(
             peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
         except ValueError as error:  # peft refuses some layers of Mamba models
             raise ConfigError(f"set other lora.target_modules: {error}") from None
+    if unknown := sorted(_layers(model).keys() - linear_layers(model).keys()):
+        raise ConfigError(
+            f"lora.target_modules makes peft add an adapter to {unknown[0]}, which generators "
+            "cannot merge; set it to layers of the attention, such as q_proj and v_proj"
+        )
     for layer in _layers(model).values():
         layer.lora_A.float()  # peft gives adapters the dtype of the base layer
         layer.lora_B.float()
@@ -183,6 +188,9 @@ def _targets(model: Model, names: Sequence[str]) -> list[str]:
             )
         if any(name.endswith(".experts") for name, _ in model.named_modules()):
             logger.warning("lora.target_modules all-linear adds no adapters to experts")
+            # By these names peft finds fused experts, too.
+            ends = ("gate_proj", "up_proj", "down_proj")
+            found = [name for name in found if not name.endswith(ends)]
         return found
     modules = dict(model.named_modules())
     for target in names:

@@ -319,6 +319,7 @@ def table(rows: list[Row]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys")  # peft, for experts
 def test_table_of_families_is_what_they_measure(tmp_path: Path) -> None:
     rows = [measured(name, tmp_path / str(index)) for index, name in enumerate(FAMILIES)]
     assert max(max(each.errors) for each in rows) < TOLERANCE, table(rows)

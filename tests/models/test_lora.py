@@ -541,3 +541,14 @@ def test_all_linear_leaves_out_layers_that_peft_refuses() -> None:
     lora.add_adapters(model, rank=2, alpha=2)
     layers = {name.split(".")[-4] for name in lora.trained_parameters(model)}
     assert {"in_proj", "o_proj", "q_proj"} <= layers and "out_proj" not in layers
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys")
+def test_experts_that_peft_finds_by_name_get_no_adapters() -> None:
+    """DeepSeek-V3 has dense layers with the names of the experts' matrices."""
+    model = random_model(FAMILIES["DeepSeek-V3"])
+    lora.add_adapters(model, rank=2, alpha=2)
+    assert not any(".mlp." in name for name in lora.published_weights(model))
+    model = random_model(FAMILIES["DeepSeek-V3"])
+    with pytest.raises(ConfigError, match=r"adapter to model\.layers\.1\.mlp\.experts, which"):
+        lora.add_adapters(model, rank=2, alpha=2, target_modules=["gate_proj", "up_proj"])
