@@ -231,7 +231,7 @@ class TokenRecorder(LogitsProcessor):
     ) -> None:
         self._engine, self._sampling, self._between_steps = engine, sampling, between_steps
         self.policy_steps: list[int] = []
-        """Of the weights that computed the logits, for each token sampled so far and the next."""
+        """Policy step of the weights behind each token sampled so far and the next one."""
         self.temperature = sampling.at(engine.step).temperature  # of the next token
         self._logits: torch.Tensor | None = None  # [B, V], of the token to be sampled next
         self._logprobs: list[torch.Tensor] = []  # [B] for each token sampled so far
