@@ -6,8 +6,7 @@ problem, 128 rollouts per step, a learning rate falling from 2e-4 to 0 over 80 s
 when the mean reward of the last five steps is 0.9. Times count from the moment when everything is
 loaded; for ours, this is when the trainer receives the first status of a generator. Those of the
 claims `..._with_start_...` count from the command. `local_ready` is the time from our command to
-that moment. `time_SIDE_PART` and `cpu_SIDE_KIND` divide the times up. `--quick` runs a few steps of
-each without reaching the goal.
+that moment. `--quick` runs a few steps of each without reaching the goal.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from benchmarks import harness
-from benchmarks.harness import REPO, Claim, progress_of, spread
-from benchmarks.measured_command import KINDS, MeasuredCommand
+from benchmarks.harness import REPO, Claim, compared, progress_of, spread
+from benchmarks.measured_command import MeasuredCommand
 from benchmarks.peers import environment
 from benchmarks.peers.task import Task
 from tools.link_proxy import free_ports
@@ -36,11 +34,6 @@ QUICK_TIMEOUTS, QUICK_STEPS = {"ours": 60.0, "trl": 60.0, "ray_original": 90.0},
 PEERS = ("trl", "ray_original")
 MAX_READY_SECONDS = 3.0
 REQUIRED = {"wall_vs_trl": 4.0, "wall_with_start_vs_trl": 3.0, "wall_vs_ray_original": 8.0}
-OUR_PARTS = {
-    "wait": "time/wait_for_batch", "journal": "time/journal", "train": "time/forward_backward",
-    "publish": "time/publish",
-}  # fmt: skip
-CONCURRENT = "_meanwhile"  # suffix of a part that ran in another process at the same time
 MODULES = {"trl": "benchmarks.peers.trl_grpo", "ray_original": "benchmarks.peers.ray_original"}
 Row = Mapping[str, Any]
 
@@ -52,15 +45,11 @@ class RunResult:
     wall: float  # seconds since everything was loaded
     wall_with_start: float  # seconds since the command started
     ready: float  # seconds from the command until everything was loaded
-    cpu: float
-    cpu_with_start: float
     rollouts_per_s: float
     bytes_per_update: float
     memory: float  # peak in bytes
     steps: int
     reached: bool
-    parts: Mapping[str, float]  # wall seconds of the trainer by part, of others `..._meanwhile`
-    kinds: Mapping[str, float]  # CPU seconds of the trainer and of the generators
 
 
 def run(*, quick: bool) -> Iterable[Claim]:
@@ -75,8 +64,6 @@ def run(*, quick: bool) -> Iterable[Claim]:
             report_progress(f"{name}: {side[-1]}")
     for peer in PEERS:
         yield from comparison(peer, results["ours"], results[peer])
-    for name, side in results.items():
-        yield from breakdown(name, side)
     yield ready_claim([each.ready for each in results["ours"]])
 
 
@@ -240,41 +227,17 @@ def measured(
     steps = goal or len(rows)
     ended = rows[steps - 1]["time"]
     rollouts = sum(row.get("rollouts", BATCH) for row in rows[:steps])
-    wall, cpu = ended - started, child.cpu_at(ended)
-    kinds = {kind: child.cpu_at(ended, kind) - child.cpu_at(started, kind) for kind in KINDS}
-    parts, divisor = parts_of(rows[:steps], started, wall), steps if per_step else 1
+    divisor = steps if per_step else 1
     return RunResult(
-        wall=wall / divisor,
+        wall=(ended - started) / divisor,
         wall_with_start=(ended - child.started) / divisor,
         ready=started - child.started,
-        cpu=(cpu - child.cpu_at(started)) / divisor,
-        cpu_with_start=cpu / divisor,
-        rollouts_per_s=rollouts / wall,
+        rollouts_per_s=rollouts / (ended - started),
         bytes_per_update=bytes_per_update,
         memory=child.peak_memory,
         steps=steps,
         reached=goal is not None,
-        parts={part: each / divisor for part, each in parts.items()},
-        kinds={kind: each / divisor for kind, each in kinds.items()},
     )
-
-
-def parts_of(rows: Sequence[Row], started: float, wall: float) -> dict[str, float]:
-    """Wall seconds by part; `rest` is the time that belongs to no part of the trainer."""
-    totals = dict[str, float]()
-    for row in rows:
-        parts = row.get("seconds") or our_parts(row, started)
-        for part, part_seconds in parts.items():
-            totals[part] = totals.get(part, 0.0) + part_seconds
-    sequential = sum(each for part, each in totals.items() if not part.endswith(CONCURRENT))
-    return {**totals, "rest": wall - sequential}
-
-
-def our_parts(row: Row, started: float) -> dict[str, float]:
-    """Seconds of one of our steps by part, without the wait for the generator to load."""
-    parts = {part: row[name] for part, name in OUR_PARTS.items()}
-    parts["wait"] -= max(0.0, started - (row["time"] - row["step_time"]))
-    return parts
 
 
 def comparison(
@@ -287,37 +250,18 @@ def comparison(
     goal = "to reward 0.9" if all(each.reached for each in (*ours, *theirs)) else (
         "until ended; not all reached 0.9"
     )  # fmt: skip
-    for name, unit in (
-        ("wall", f"s {goal}"), ("cpu", f"CPU s {goal}"),
-        ("wall_with_start", f"s {goal}, start included"),
-        ("cpu_with_start", f"CPU s {goal}, start included"),
-        ("memory", "bytes, all processes"), ("steps", "steps"),
-    ):  # fmt: skip
-        yield claim(f"{name}_vs_{peer}", name, unit, ours, theirs, less_is_better=True)
-    yield claim(
-        f"rollouts_per_s_vs_{peer}", "rollouts_per_s", "rollouts/s", ours, theirs,
-        less_is_better=False,
-    )  # fmt: skip
-    if any(each.bytes_per_update for each in theirs):
-        yield claim(
-            f"bytes_per_update_vs_{peer}", "bytes_per_update", "bytes", ours, theirs,
-            less_is_better=True,
-        )  # fmt: skip
-
-
-def breakdown(side: str, results: Sequence[RunResult]) -> Iterator[Claim]:
-    """Wall seconds of one side by part, and CPU seconds by kind of process if there are several."""
-    walls, cpus = [each.wall for each in results], [each.cpu for each in results]
-    cores = [each.cpu / each.wall for each in results]
-    yield Claim(f"cores_{side}", statistics.median(cores), "cores busy", n=len(cores),
-                spread=spread(cores))  # fmt: skip
-    for part in results[0].parts:
-        values = [each.parts[part] for each in results]
-        yield part_claim(f"time_{side}_{part}", values, walls, "s, share of wall")
-    for kind in results[0].kinds:
-        values = [each.kinds[kind] for each in results]
-        if any(values):
-            yield part_claim(f"cpu_{side}_{kind}", values, cpus, "CPU s, share of all")
+    units = {
+        "wall": f"s {goal}", "wall_with_start": f"s {goal}, start included",
+        "memory": "bytes, all processes", "steps": "steps", "rollouts_per_s": "rollouts/s",
+        "bytes_per_update": "bytes",
+    }  # fmt: skip
+    if not any(result.bytes_per_update for result in theirs):
+        del units["bytes_per_update"]
+    for name, unit in units.items():
+        mine, peers = ([float(getattr(each, name)) for each in side] for side in (ours, theirs))
+        yield compared(
+            f"{name}_vs_{peer}", mine, peers, unit, less_is_better=name != "rollouts_per_s"
+        )
 
 
 def ready_claim(times: Sequence[float]) -> Claim:
@@ -327,27 +271,3 @@ def ready_claim(times: Sequence[float]) -> Claim:
         "local_ready", median, "s", bound=MAX_READY_SECONDS, share=median / MAX_READY_SECONDS,
         n=len(times), spread=spread(times),
     )  # fmt: skip
-
-
-def part_claim(name: str, parts: Sequence[float], wholes: Sequence[float], unit: str) -> Claim:
-    """A part of a whole, with its share; one value per round."""
-    median = statistics.median(parts)
-    return Claim(
-        name, median, unit,
-        share=statistics.median(a / b for a, b in zip(parts, wholes, strict=True)),
-        n=len(parts), spread=spread(parts) if median else None,
-    )  # fmt: skip
-
-
-def claim(
-    name: str,
-    field: str,
-    unit: str,
-    ours: Sequence[RunResult],
-    theirs: Sequence[RunResult],
-    *,
-    less_is_better: bool,
-) -> Claim:
-    """One measurement of both sides."""
-    mine, peer = ([float(getattr(each, field)) for each in side] for side in (ours, theirs))
-    return harness.compared(name, mine, peer, unit, less_is_better=less_is_better)

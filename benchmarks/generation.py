@@ -16,6 +16,7 @@ import shutil
 import statistics
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -46,9 +47,9 @@ from peralta_zmq.engines.hf import HfEngine
 from peralta_zmq.engines.native import NativeEngine, decoder, linears
 from peralta_zmq.engines.native.kernels import decode_layer, gemm
 from peralta_zmq.environments import calculator
-from peralta_zmq.registry import WeightUpdate
-from peralta_zmq.rollout import Int32Array, Request, Sampling
-from peralta_zmq.weights.tensor_set import MappedTensors, check_finite
+from peralta_zmq.registry import Engine, WeightUpdate
+from peralta_zmq.rollout import Completion, Int32Array, Request, Sampling
+from peralta_zmq.weights.tensor_set import FileTensors, check_finite
 from tools.base_model import new_model
 
 NUM_PROMPT, NUM_COMMON, NUM_NEW, SIBLINGS = 110, 90, 48, 4
@@ -85,7 +86,7 @@ def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
     progress("warming up")
     setting.original(4)
     setting.hf_batched(1, 4)
-    list(setting.native.generate(requests(1, 4), SAMPLING))
+    completed(setting.native, requests(1, 4))
     yield from against_peers(interleaved(variants(setting), repeats=1 if quick else 3))
     if device == CPU and not quick:
         yield from against_vllm(setting)
@@ -156,12 +157,14 @@ class Setting:
         sampling: Sampling = SAMPLING,
     ) -> float:
         """Tokens per second of the native engine, without a prefix cache from earlier calls."""
-        batch = requests(num_prompts, num_new)
+        batch = requests(num_prompts, num_new, sampling=sampling)
+        if (rows := self.native._rows) is not None:  # pyright: ignore[reportPrivateUsage]
+            rows.invalidate()
         started = time.perf_counter()
-        completions = list(self.native.generate(batch, sampling))
+        completions = completed(self.native, batch)
         seconds = time.perf_counter() - started
         num_tokens = sum(len(completion.token_ids) for completion in completions)
-        assert num_tokens == sum(request.max_completion_length or 0 for request in batch)
+        assert num_tokens == sum(request.sampling.max_completion_length for request in batch)
         return num_tokens / seconds
 
     def step(self, num_prompts: int) -> Step:
@@ -241,8 +244,19 @@ class Setting:
 
     def _decode(self, num_prompts: int, between_steps: Callable[[], None]) -> None:
         batch = requests(num_prompts, NUM_STEPS, longer=(NUM_NEW - NUM_STEPS) // 2)
-        sampling = replace(SAMPLING, max_completion_length=NUM_STEPS)
-        list(self.native.generate(batch, sampling, between_steps))
+        completed(self.native, batch, between_steps)
+
+
+def completed(
+    engine: Engine, batch: Sequence[Request], between_steps: Callable[[], None] = lambda: None
+) -> list[Completion]:
+    """Sample completions, each of which takes the next free slot."""
+    waiting, completions = deque(batch), list[Completion]()
+    while len(completions) < len(batch):
+        engine.submit([waiting.popleft() for _ in range(min(engine.num_free(), len(waiting)))])
+        completions += engine.advance()
+        between_steps()
+    return completions
 
 
 @contextmanager
@@ -291,12 +305,18 @@ def prompts(count: int, longer: int = 0) -> list[Int32Array]:
     return [np.concatenate([common, suffix]).astype(np.int32) for suffix in suffixes]
 
 
-def requests(num_prompts: int, num_new: int | Sequence[int], longer: int = 0) -> list[Request]:
+def requests(
+    num_prompts: int,
+    num_new: int | Sequence[int],
+    longer: int = 0,
+    *,
+    sampling: Sampling = SAMPLING,
+) -> list[Request]:
     """Four requests per prompt, of one length or with a length each."""
     arrays = [prompt for prompt in prompts(num_prompts, longer) for _ in range(SIBLINGS)]
     lengths = [num_new] * len(arrays) if isinstance(num_new, int) else num_new
     return [
-        Request(index, array, length)
+        Request(index, array, replace(sampling, max_completion_length=length))
         for index, (array, length) in enumerate(zip(arrays, lengths, strict=True))
     ]
 
@@ -550,7 +570,7 @@ def against_copy(setting: Setting, rounds: int) -> Iterator[Claim]:
     """
     with TemporaryDirectory(prefix="bench-generation-") as folder:
         save_file(models.weights_of(setting.hf), file := Path(folder) / "model.safetensors")
-        weights = MappedTensors(file)
+        weights = FileTensors(file)
         check_finite(weights)  # as the subscriber's thread does; it also reads the pages
         times = interleaved(
             {
@@ -596,4 +616,4 @@ def tiny(*, repeats: int, device: torch.device) -> Claim:
 
 def rate(engine: NativeEngine | HfEngine, batch: Sequence[Request]) -> float:
     """Completions per second."""
-    return len(batch) / seconds(lambda: list(engine.generate(batch, Sampling())))
+    return len(batch) / seconds(lambda: completed(engine, batch))

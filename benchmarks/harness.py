@@ -1,4 +1,4 @@
-"""`bin/bench NAME [--json] [--quick]`: command line and measurement helpers of all benches.
+"""`bin/bench NAME [--json] [--quick]`: command line and measurement functions of all benches.
 
 A bench is a module with `run(quick: bool) -> Iterable[Claim]`. It measures this program and its
 peer interleaved in one run, so that changes of a shared machine's speed affect both. A bench with
@@ -11,36 +11,43 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
+import platform
+import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
-from benchmarks import pages
-from benchmarks.report import REPO, Claim, report_of, table
+from peralta_zmq.config.programs import package_version
 from peralta_zmq.observe.run_state import format_duration
 
-__all__ = [
-    "REPO", "Claim", "bounded", "compared", "interleaved", "main", "progress", "progress_of",
-    "seconds", "spread",
-]  # fmt: skip
-BENCHES = (
-    "generation", "training", "streaming", "head", "memory", "memory_lora", "weights", "wire",
-    "endtoend", "original_size", "scale", "scoring",
-)  # fmt: skip
-ON_DEVICE = ("generation", "training", "head", "weights")
+REPO = Path(__file__).resolve().parent.parent
+TOY = ("@", str(REPO / "configs/demo.toml"))  # settings for the embedded model
+BENCHES = ("generation", "training", "memory", "weights", "wire", "endtoend")
+ON_DEVICE = ("generation", "training", "weights")
+LIBRARIES = ("torch", "transformers", "pyzmq", "msgpack", "safetensors")
 
 
-class Bench(Protocol):
-    """Interface of a bench module."""
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One measured claim; None where a field does not apply."""
 
-    def run(self, *, quick: bool) -> Iterable[Claim]:
-        """Measure; `quick` gives a rough answer in under a minute."""
-        ...
+    name: str
+    ours: float
+    unit: str
+    peer: float | None = None
+    ratio: float | None = None  # above 1 = better than the peer
+    bound: float | None = None  # hardware limit, measured in the same run
+    share: float | None = None  # ours / bound
+    n: int = 1  # repetitions
+    spread: float | None = None  # (max - min) / median of ours
+    required: float | None = None  # required ratio, or required share if there is no peer
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -123,57 +130,64 @@ def progress_of(
 
 
 def main() -> int:
-    """Run one bench, or all, and print a table or JSON; 1 when one of them failed."""
+    """Run one bench and print a table or JSON, or all in processes; 1 when one of them failed."""
     parser = argparse.ArgumentParser(prog="bin/bench", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("name", choices=[*available(), "all"])
-    parser.add_argument(
-        "--json", action="store_true",
-        help="one JSON object as the last line; with all, one line per claim",
-    )  # fmt: skip
+    parser.add_argument("name", choices=[*BENCHES, "all"])
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help="a rough answer in under a minute")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {package_version()}")
     parser.add_argument(
         "--device", default="cpu",
         help=f"device of the model, such as cuda, for {', '.join(ON_DEVICE)} or all",
     )  # fmt: skip
-    parser.add_argument(
-        "--record", action="store_true",
-        help="save the claims in benchmarks/results/, and write them into README.md and docs/",
-    )  # fmt: skip
     arguments = parser.parse_args()
-    names = available() if arguments.device == "cpu" else ON_DEVICE
-    if arguments.name not in (*names, "all"):
-        parser.error(f"{arguments.name} has no --device; choose one of {', '.join(names)}, or all")
-    chosen = names if arguments.name == "all" else [arguments.name]
-    if arguments.record and arguments.quick:
-        parser.error("--record needs a whole measurement, without --quick")
-    suffix = "" if arguments.device == "cpu" else f"_{arguments.device.partition(':')[0]}"
-    for name in chosen if arguments.record else ():
-        pages.page_of(name + suffix)
+    names = BENCHES if arguments.device == "cpu" else ON_DEVICE
     if arguments.name == "all":
-        return run_all(names, arguments)
-    report, claims = measured(arguments.name, quick=arguments.quick, device=arguments.device)
-    sys.stdout.write(f"{json.dumps(report)}\n" if arguments.json else table(claims))
-    return int(not _recorded(report, arguments))
+        return run_all(names)
+    if arguments.name not in names:
+        parser.error(f"{arguments.name} has no --device; choose one of {', '.join(names)}, or all")
+    report = measured(arguments.name, quick=arguments.quick, device=arguments.device)
+    sys.stdout.write(f"{json.dumps(report)}\n" if arguments.json else table(report))
+    return 0
 
 
-def available() -> list[str]:
-    """Return the benches of this checkout."""
-    return [name for name in BENCHES if (Path(__file__).parent / f"{name}.py").exists()]
+def run_all(names: Sequence[str]) -> int:
+    """Run each bench with these arguments in a process of its own; 1 if one of them failed."""
+    options = [argument for argument in sys.argv[1:] if argument != "all"]
+    failed = list[str]()
+    for name in names:
+        progress(f"bench {name}")
+        if subprocess.run([sys.executable, str(REPO / "bin" / "bench"), name, *options]).returncode:
+            failed.append(name)
+    if failed:
+        progress(f"failed: {', '.join(failed)}")
+    return int(bool(failed))
 
 
-def measured(name: str, *, quick: bool, device: str) -> tuple[dict[str, Any], list[Claim]]:
-    """Run one bench. On a GPU its name has a suffix, so that its table is a different one."""
-    module = importlib.import_module(f"benchmarks.{name}")
-    installed = getattr(module, "peers", dict) if device == "cpu" else dict
-    peers = cast("Callable[[], dict[str, str]]", installed)
-    required = cast("dict[str, float]", getattr(module, "REQUIRED", {}))
+def measured(name: str, *, quick: bool, device: str) -> dict[str, Any]:
+    """Run one bench; returns its claims with machine and versions."""
+    module: Any = importlib.import_module(f"benchmarks.{name}")
+    required: dict[str, float] = module.REQUIRED
     if device == "cpu":
-        made, card = cast("Bench", module).run(quick=quick), ""
+        made, card = module.run(quick=quick), ""
     else:
         chosen, card = _find_device(device)
-        made, name = module.run(quick=quick, device=chosen), f"{name}_{chosen.type}"
-    claims = [replace(each, required=required.get(each.name)) for each in made]
-    return report_of(name, claims, quick=quick, peers=peers(), card=card), claims
+        made = module.run(quick=quick, device=chosen)
+    claims = [asdict(replace(claim, required=required.get(claim.name))) for claim in made]
+    peers = module.peers() if device == "cpu" and hasattr(module, "peers") else {}
+    return {
+        "bench": name,
+        "quick": quick,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "machine": {**machine(), "card": card},
+        "versions": {
+            "python": platform.python_version(),
+            **{library: version(library) for library in LIBRARIES},
+            **peers,
+        },
+        "claims": claims,
+    }
 
 
 def _find_device(device: str) -> tuple[Any, str]:
@@ -188,53 +202,66 @@ def _find_device(device: str) -> tuple[Any, str]:
     return chosen, models.device_name(chosen)
 
 
-def run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
-    """Run each bench in a separate process; a failed one does not stop the others.
-
-    The claims of one bench are printed and recorded before the next one starts.
-    """
-    failed = [name for name in names if not _run_and_print(name, arguments)]
-    if failed:
-        progress(f"failed: {', '.join(failed)}")
-    return int(bool(failed))
-
-
-def _run_and_print(name: str, arguments: argparse.Namespace) -> bool:
-    """Run one bench in a process and print its claims; returns False if it failed."""
-    report = _run_in_process(name, arguments)
-    if report is None:
-        return False
-    claims = [Claim(**each) for each in report["claims"]]
-    lines = claim_lines(report) if arguments.json else [f"{name}\n{table(claims)}"]
-    sys.stdout.writelines(lines)
-    sys.stdout.flush()
-    return _recorded(report, arguments)
-
-
-def _recorded(report: Mapping[str, Any], arguments: argparse.Namespace) -> bool:
-    """Record the claims if asked to; return whether all quoted claims were measured."""
-    missing = pages.record(report) if arguments.record else []
-    for each in missing:
-        progress(f"not measured, but quoted in {each}")
-    return not missing
-
-
-def claim_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each claim as one line of JSON, with bench, machine and versions."""
-    facts = {name: value for name, value in report.items() if name != "claims"}
+def table(report: Mapping[str, Any]) -> str:
+    """Return a report as a table for the terminal."""
+    hardware = report["machine"]
+    lines = [
+        f"{hardware['card'] or hardware['cpu']}, {hardware['cores']} cores, commit "
+        f"{report['commit'] or 'unknown'}, {report['date']}",
+        f"{'claim':<34} {'ours':>12} {'peer':>12} {'ratio':>15} {'bound':>12} {'share':>15}  unit",
+    ]
     for claim in report["claims"]:
-        yield json.dumps({**claim, **facts}) + "\n"
+        ours, peer, ratio, bound, share = (
+            number_cell(claim[field]) for field in ("ours", "peer", "ratio", "bound", "share")
+        )
+        required = f" (>= {number_cell(claim['required'])})" if claim["required"] else ""
+        if ratio:
+            ratio += required
+        elif share:
+            share += required
+        lines.append(
+            f"{claim['name']:<34} {ours:>12} {peer:>12} {ratio:>15} {bound:>12} {share:>15}  "
+            f"{claim['unit']}"
+        )
+    return "\n".join(lines) + "\n"
 
 
-def _run_in_process(name: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the report of one bench; None if it failed, with the reason on stderr."""
-    command = [sys.executable, str(REPO / "bin" / "bench"), name, "--json"]
-    command += ["--device", arguments.device]
-    progress(f"bench {name}")
-    done = subprocess.run(
-        [*command, *(["--quick"] if arguments.quick else [])], stdout=subprocess.PIPE, text=True
-    )
-    if done.returncode:
-        progress(f"{name} failed, exit status {done.returncode}")
-        return None
-    return cast("dict[str, Any]", json.loads(done.stdout.splitlines()[-1]))
+def number_cell(value: float | None) -> str:
+    """Format with four significant digits, without exponent where that is readable."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e13 else f"{value:.4g}"
+
+
+def machine() -> dict[str, object]:
+    """Return processor, usable cores and memory."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
+    cpu = re.sub(r"\((R|TM)\)|\bProcessor\b", " ", names[0] if names else platform.processor())
+    has_amx = any("amx_bf16" in line for line in lines if line.startswith("flags"))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": " ".join(cpu.split()) + " with AMX" * has_amx,
+        "cores": cores,
+        "memory_gib": round(memory / 2**30, 1),
+        "system": platform.platform(),
+    }
+
+
+def commit() -> str:
+    """Return the commit of this checkout, with + for uncommitted changes except in pages; empty
+    outside of git.
+    """
+    git = ["git", "-C", str(REPO)]
+    try:
+        done = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        )
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!*.md"])
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip() + "+" * bool(changed.returncode)

@@ -1,16 +1,14 @@
-"""Memory of full fine-tuning, and time of its steps, on random weights in the shapes of Qwen3.
+"""Memory of a trainer, and time of its steps, on random weights in the shapes of Qwen3.
 
-Each cell is a trainer in a process of its own (memory_cell.py): it loads the model, publishes it,
-takes steps and writes a checkpoint. `*_memory` is the peak of the memory that the kernel cannot
-drop: anonymous and shared memory, and swapped pages; its bound is the limit of the cell.
-`*_resident` is the peak of all resident pages, also of mapped files (libraries, weights), which the
-kernel can drop and read again. `*_needed` are the weights, gradients and optimizer state alone.
-`before` is the package at commit BEFORE. Such a cell and the one without `before` are measured by
-turns, TURNS times each; their largest memory and median time count. `before` writes no checkpoint,
-because that package copies the weights twice for one and 24 GiB are then too little.
+Each cell is a trainer in a process of its own, without sockets: it loads the model, publishes it,
+takes steps that are each published in the background during the next step, and writes a checkpoint.
+`*_memory` is the peak of the memory that the kernel cannot drop: anonymous and shared memory, and
+swapped pages; its bound is the limit of the cell. `*_resident` is the peak of all resident pages,
+also of mapped files (libraries, weights), which the kernel can drop and read again. `*_needed` are
+the weights, gradients and optimizer state alone.
 
-`CELLS="full_1.7b_8bit full_0.6b_fp32" bin/bench memory` measures only these cells. `--quick` uses
-tiny shapes. Linux only. The cells of LoRA are the bench `memory_lora`, because they take an hour.
+`CELLS="full_1.7b_8bit lora_4b_nf4" bin/bench memory` measures only these cells; those of LoRA take
+an hour. `--quick` uses tiny shapes. Linux only.
 """
 
 from __future__ import annotations
@@ -19,40 +17,39 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.harness import REPO, Claim, progress
-from peralta_zmq import models
+from benchmarks.harness import REPO, TOY, Claim, progress
+from benchmarks.training import LENGTHS, SHAPE, random_group
+from peralta_zmq import build, models
+from peralta_zmq.config import load_config
+from peralta_zmq.learning.distributed import SINGLE
+from peralta_zmq.models import lora
+from peralta_zmq.trainer.checkpoint import Checkpoint, write_checkpoint
+from peralta_zmq.trainer.policy import Policy, open_policy
 from peralta_zmq.weights import tensor_set
+from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
+from peralta_zmq.weights.store import WeightStore
 
-BEFORE = "52dee932"  # the last commit that computed whole logits
-TURNS = 3
 PERIOD = 0.01  # seconds between two samples of a process
-NUM_PROMPT = 110
-LENGTHS = (12, 18, 26, 40)  # tokens of the completions
+PUBLISH_TIMEOUT = 600.0  # seconds
 DTYPE = "--train.dtype=bfloat16"  # the limits below are for this dtype
 RATE = "--train.learning-rate=2e-6"  # usual for full fine-tuning; deltas are then small
 CHECKPOINTING = "--train.gradient-checkpointing"
 GB, GIB = 10**9, 2**30
-COMMON: dict[str, Any] = {
-    "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936,
-    "max_position_embeddings": 8192, "tie_word_embeddings": True, "eos_token_id": None,
-    "bos_token_id": None,
-}  # fmt: skip
+COMMON: dict[str, Any] = {**SHAPE, "max_position_embeddings": 8192}
 SHAPES: dict[str, dict[str, Any]] = {
-    "0.6b": {**COMMON, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
-             "intermediate_size": 3072},
-    "1.7b": {**COMMON, "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16,
-             "intermediate_size": 6144},
+    "0.6b": COMMON,
+    "1.7b": {**COMMON, "hidden_size": 2048, "intermediate_size": 6144},
     "4b": {**COMMON, "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
            "intermediate_size": 9728},
 }  # fmt: skip
@@ -70,31 +67,33 @@ class Cell:
     lengths: tuple[int, ...] = LENGTHS
     num_steps: int = 2  # the second one has optimizer state
     limit: float | None = None  # bytes
-    commit: str = ""  # of the measured package; empty = this checkout
+
+
+def lora_cell(size: str, base_dtype: str, *, limit: float | None = None) -> Cell:
+    """Adapters on a frozen base; one step, because a step takes minutes."""
+    flags = ("--lora.rank=16", f"--lora.base-dtype={base_dtype}", CHECKPOINTING)
+    return Cell(size=size, flags=flags, lengths=(512,) * 8, num_steps=1, limit=limit)
 
 
 # A trainer whose weights, gradients, moments and copies need most of its memory saves memory at the
 # cost of time. With this setting it does so for the 0.6B shape in 24 GiB.
 SMALL = "--train.memory-fraction=0.5"
-BF16_MOMENTS, EIGHT_BIT = ("--train.optim=adamw_bf16",), ("--train.optim=adamw_8bit",)
 CELLS = {
-    "full_0.6b_fp32_before": Cell(size="0.6b", commit=BEFORE),
     "full_0.6b_fp32": Cell(size="0.6b"),
     "full_0.6b_fp32_small": Cell(size="0.6b", flags=(SMALL,), limit=10.5 * GB),
     "full_0.6b_fp32_small_checkpointing": Cell(
         size="0.6b", flags=(SMALL, CHECKPOINTING), limit=10.5 * GB
     ),
-    "full_0.6b_bf16_moments": Cell(size="0.6b", flags=(*BF16_MOMENTS, SMALL), limit=8.9 * GB),
-    "full_1.7b_8bit": Cell(size="1.7b", flags=EIGHT_BIT, limit=20 * GIB),
+    "full_0.6b_bf16_moments": Cell(
+        size="0.6b", flags=("--train.optim=adamw_bf16", SMALL), limit=8.9 * GB
+    ),
+    "full_1.7b_8bit": Cell(size="1.7b", flags=("--train.optim=adamw_8bit",), limit=20 * GIB),
+    "lora_1.7b_bf16": lora_cell("1.7b", "bfloat16"),
+    "lora_4b_bf16": lora_cell("4b", "bfloat16"),
+    "lora_4b_int8": lora_cell("4b", "int8"),
+    "lora_4b_nf4": lora_cell("4b", "nf4", limit=12 * GIB),
 }
-
-
-def required(cells: Mapping[str, Cell]) -> dict[str, float]:
-    """The least share of each cell that has a limit."""
-    return {f"{name}_memory": 1.0 for name, cell in cells.items() if cell.limit}
-
-
-REQUIRED = required(CELLS)
+REQUIRED = {f"{name}_memory": 1.0 for name, cell in CELLS.items() if cell.limit}  # the least share
 
 
 class Usage(NamedTuple):
@@ -105,50 +104,13 @@ class Usage(NamedTuple):
 
 
 def run(*, quick: bool) -> Iterator[Claim]:
-    """Measure full fine-tuning."""
-    return measured_cells(CELLS, quick=quick)
-
-
-def measured_cells(cells: Mapping[str, Cell], *, quick: bool) -> Iterator[Claim]:
     """Measure cells in processes; a failed one is reported and left out."""
-    chosen = os.environ.get("CELLS", "").split() or list(cells)
-    if unknown := set(chosen) - cells.keys():
-        raise SystemExit(f"CELLS has {min(unknown)}; choose from {', '.join(cells)}")
-    rounds: dict[str, list[list[Claim]]] = {name: [] for name in chosen}
+    chosen = os.environ.get("CELLS", "").split() or list(CELLS)
+    if unknown := set(chosen) - CELLS.keys():
+        raise SystemExit(f"CELLS has {min(unknown)}; choose from {', '.join(CELLS)}")
     with tempfile.TemporaryDirectory(prefix="bench-memory-") as folder:
-        for name in by_turns(chosen):
-            rounds[name].append(measure(name, cells[name], Path(folder), quick=quick))
-    measured = {name: combined(found) for name, found in rounds.items()}
-    for claims in measured.values():
-        yield from claims
-    yield from comparisons(measured)
-
-
-def by_turns(names: Sequence[str]) -> list[str]:
-    """The cells in the order of their measurements."""
-    compared = [name for name in names if f"{name}_before" in names]
-    pairs = [[f"{name}_before", name] * TURNS for name in compared]
-    order = [name for pair in pairs for name in pair]
-    return order + [name for name in names if name not in order]
-
-
-def combined(rounds: Sequence[list[Claim]]) -> list[Claim]:
-    """The largest memory and the median time of measurements of one cell."""
-    found = [claims for claims in rounds if claims]
-    same = [sorted(claims, key=lambda claim: claim.ours) for claims in zip(*found, strict=True)]
-    return [each[len(each) // 2 if each[0].unit == "s" else -1] for each in same]
-
-
-def comparisons(measured: Mapping[str, list[Claim]]) -> Iterator[Claim]:
-    """Compare cells with `NAME_before` cells that were measured."""
-    for name, claims in measured.items():
-        before = {each.name: each for each in measured.get(f"{name}_before", ())}
-        for each in claims:
-            figure = each.name.removeprefix(name)
-            peer = before.get(f"{name}_before{figure}")
-            if peer and figure in ("_memory", "_step"):
-                ratio = peer.ours / each.ours
-                yield Claim(f"{each.name}_vs_before", each.ours, each.unit, peer.ours, ratio)
+        for name in chosen:
+            yield from measure(name, CELLS[name], Path(folder), quick=quick)
 
 
 def measure(name: str, cell: Cell, root: Path, *, quick: bool) -> list[Claim]:
@@ -158,18 +120,10 @@ def measure(name: str, cell: Cell, root: Path, *, quick: bool) -> list[Claim]:
     with tempfile.TemporaryDirectory(dir=root) as folder:
         flags = [f"--model.name={model}", f"--run.dir={folder}", RATE, DTYPE, *cell.flags]
         lengths = [min(length, 32) for length in cell.lengths] if quick else cell.lengths
-        arguments = json.dumps(
-            [folder, flags, NUM_PROMPT, lengths, cell.num_steps, not cell.commit]
-        )
-        try:
-            package = package_of(cell.commit, root / cell.commit) if cell.commit else REPO
-        except subprocess.CalledProcessError:
-            progress(f"{name} failed: this clone does not have commit {cell.commit}")
-            return []
-        command = [sys.executable, str(Path(__file__).with_name("memory_cell.py")), arguments]
+        arguments = json.dumps([folder, flags, lengths, cell.num_steps])
         process = subprocess.Popen(
-            command, cwd=package, env={**os.environ, "PYTHONPATH": str(package)},
-            stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "benchmarks.memory", arguments],
+            cwd=REPO, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         peak = watch(process)
         output = process.communicate()[0]
@@ -178,14 +132,13 @@ def measure(name: str, cell: Cell, root: Path, *, quick: bool) -> list[Claim]:
         return []
     figures: dict[str, float] = json.loads(output.splitlines()[-1])
     duration = figures.pop("seconds")
-    needed = sum(figures.values())
     parts = ", ".join(f"{part} {size / GB:.2f}" for part, size in figures.items())
     progress(f"{name}: {peak.private / GB:.2f} GB, {duration:.1f} s ({parts})")
     share = cell.limit / peak.private if cell.limit else None
     return [
         Claim(f"{name}_memory", peak.private, "bytes", bound=cell.limit, share=share),
         Claim(f"{name}_resident", peak.resident, "bytes"),
-        Claim(f"{name}_needed", needed, "bytes"),
+        Claim(f"{name}_needed", sum(figures.values()), "bytes"),
         Claim(f"{name}_step", duration, "s"),
     ]
 
@@ -210,15 +163,50 @@ def usage(pid: int) -> Usage:
     return Usage(private, sizes.get("VmHWM", 0))
 
 
-def package_of(commit: str, folder: Path) -> Path:
-    """Folder with the package as of a commit. Raises CalledProcessError without the commit."""
-    if not folder.exists():
-        archive = folder.with_suffix(".tar")
-        command = ["git", "archive", "--output", str(archive), commit, "peralta_zmq"]
-        subprocess.run(command, cwd=REPO, check=True)
-        with tarfile.open(archive) as opened:
-            opened.extractall(folder, filter="data")
-    return folder
+def take_steps(
+    folder: Path, flags: Sequence[str], lengths: Sequence[int], num_steps: int
+) -> dict[str, float]:
+    """Be the trainer of a cell; `flags` are the settings, and `folder` gets all files.
+
+    Returns the seconds of the last step and the bytes of weights, gradients and optimizer state.
+    """
+    config = load_config("bench", [*TOY, *flags])
+    tokenizer = models.load_tokenizer(models.model_folder(config.model.name))
+    policy = open_policy(config, tokenizer, SINGLE)
+    store = WeightStore.open(folder / "weights")
+    store.claim("bench")
+    about = cast("dict[str, str | int]", policy.manifest_fields)
+    writer = VersionWriter(store, companions=policy.companions, about=about)
+    moves = build.moves_snapshots(config, policy.base_folder)
+    seconds = 0.0
+    with closing(WeightPublisher(writer, moves_snapshots=moves)) as publisher:
+        publisher.publish(0, lora.published_weights(policy.model))
+        for step in range(1, num_steps + 1):
+            group = random_group(step, int(policy.model.config.vocab_size), lengths)
+            started = time.perf_counter()
+            policy.learner.add([group])
+            result = policy.learner.finish_step()
+            publisher.publish(step, lora.published_weights(policy.model))
+            seconds = time.perf_counter() - started
+            assert not result.skip_reason and not result.excluded, result
+            assert result.metrics["grad_norm"] > 0
+        assert publisher.wait(PUBLISH_TIMEOUT)
+        assert all(report.version for report in publisher.take_reports())
+    state = policy.learner.state()
+    write_checkpoint(folder / "checkpoints", Checkpoint(num_steps, state, {}), run_id="bench")
+    return {"seconds": seconds, **needed_bytes(policy, state)}
+
+
+def needed_bytes(policy: Policy, state: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Bytes of the weights, of the gradients and of the optimizer state."""
+    model: Any = policy.model
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    return {
+        "weights": sum(each.nbytes() for each in storages.values()),
+        "gradients": sum(each.nbytes for each in lora.trained_parameters(model).values()),
+        "optimizer": sum(each.nbytes for path, each in state.items() if path.startswith("adamw")),
+    }
 
 
 def write_model(shape: dict[str, Any], folder: Path) -> None:
@@ -259,3 +247,10 @@ class RandomWeights(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._shapes)
+
+
+if __name__ == "__main__":
+    models.use_threads()
+    models.keep_memory()
+    place, *options = cast("list[Any]", json.loads(sys.argv[1]))
+    sys.stdout.write(json.dumps(take_steps(Path(place), *options)) + "\n")

@@ -1,9 +1,9 @@
 """Steps and seconds to a reward on the real model, with and without noise in the master weights.
 
 `python -m benchmarks.rounding --keep FILE [--rates 2e-5 ...] [--arms NAME ...] [--seeds 0 1 ...]
-[--seconds 400] [--document FILE] [--picture FILE]`. Each run is `bin/lan local @
-configs/extract.toml`; it ends at a mean reward of 0.9 or after `--seconds`. FILE gets a line of
-JSON per run; runs that it has are not repeated. The page gets a table of all runs in FILE.
+[--seconds 400] [--picture FILE]`. Each run is `bin/lan local @ configs/extract.toml`; it ends at a
+mean reward of 0.9 or after `--seconds`. FILE gets a line of JSON per run; runs that it has are not
+repeated. Prints a table of all runs in FILE.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.pages import write_between
+from benchmarks.harness import REPO
 from benchmarks.peers import environment
 from benchmarks.peers.task import Task
 from peralta_zmq.observe.metrics import Row, number, read_rows
 from tools import real_model
 from tools.link_proxy import free_ports
 
-ROOT = Path(__file__).parent.parent
-BEGIN, END = "<!-- table: benchmarks.rounding -->", "<!-- end of table -->"
 MODEL = str(real_model.model_folder())
 REWARDS = (0.5, 0.9)
 FP32, BF16 = "--train.dtype=float32", "--train.dtype=bfloat16"
@@ -47,16 +45,15 @@ TRL = {"TRL, bf16": "bfloat16", "TRL, fp32": "float32"}
 
 
 def main() -> None:
-    """Run what FILE lacks; write the table."""
+    """Run what FILE lacks; print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--keep", type=Path, required=True)
     parser.add_argument("--rates", nargs="+", default=["2e-5"])
     parser.add_argument("--arms", nargs="+", default=[*ARMS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[*range(5)])
     parser.add_argument("--seconds", type=float, default=400.0)
-    parser.add_argument("--checkout", type=Path, default=ROOT, help="of the program to run")
+    parser.add_argument("--checkout", type=Path, default=REPO, help="of the program to run")
     parser.add_argument("--label", default="", help="added to the names of the arms")
-    parser.add_argument("--document", type=Path)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     for seed in options.seeds:
@@ -70,8 +67,7 @@ def main() -> None:
                         found = run_once(options.checkout, ARMS[name], rate, seed, options.seconds)
                     with options.keep.open("a") as file:
                         file.write(json.dumps(key | found) + "\n")
-    if options.document:
-        write_between(options.document, BEGIN, END, table(read_rows(options.keep)))
+    sys.stdout.write(f"{table(read_rows(options.keep))}\n")
     if options.picture:
         draw(read_rows(options.keep), options.picture)
 
@@ -105,7 +101,7 @@ def run_trl(dtype: str, rate: str, seed: int, seconds: float) -> dict[str, Any]:
                     dtype=dtype, batch_size=64, learning_rate=float(rate), max_steps=60,
                     temperature=0.8, seed=seed)  # fmt: skip
         command = [str(environment.python()), "-m", "benchmarks.peers.trl_grpo", task.to_json()]
-        worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPO)
         assert worker.stdout is not None
         started = 0.0
         rows: list[Row] = []
@@ -142,18 +138,21 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
 def table(runs: Sequence[Row]) -> str:
     """One line per rate and arm: medians with the range over the seeds."""
     columns = ["learning rate", "arm", "seeds", "steps to .5", "to .9", "seconds to .5", "to .9",
-               "reward of the last 3 steps", "mismatch_kl", "delta, MB"]  # fmt: skip
+               "reward of steps 4 to 6", "of the last 3 steps", "mismatch_kl",
+               "delta, MB"]  # fmt: skip
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     keys = sorted({(-float(str(run["rate"])), str(run["rate"]), str(run["arm"])) for run in runs})
     for _, rate, arm in keys:
         chosen: list[Any] = [run for run in runs if (run["rate"], run["arm"]) == (rate, arm)]
         kl = [value for run in chosen for value in run["mismatch_kl"][1:]]
         sizes = [size for run in chosen for size in run["delta_mb"]]
+        first = [mean(run["rewards"][3:6]) for run in chosen]
         last = [mean(run["rewards"][-3:]) for run in chosen]
         cells = [
             *(rate, arm, str(len(chosen))),
             *(_range([run[f"step_{limit}"] for run in chosen]) for limit in REWARDS),
             *(_range([run[f"seconds_{limit}"] for run in chosen]) for limit in REWARDS),
+            f"{median(first):.2f}",
             f"{median(last):.2f}",
             f"{min(kl):.0e} to {max(kl):.0e}" if kl else "",
             f"{max(sizes):.1f} to {min(sizes):.1f}" if sizes else "",

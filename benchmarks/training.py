@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Claim, bounded, compared, interleaved, progress, seconds
+from benchmarks.harness import REPO, Claim, bounded, compared, interleaved, progress, seconds
 from benchmarks.limits import flops
 from peralta_zmq import models
 from peralta_zmq.learning.advantages import advantages_of, group_mean
@@ -32,7 +32,6 @@ from peralta_zmq.learning.losses import preset
 from peralta_zmq.learning.optimizer import make_optimizer
 from peralta_zmq.learning.packing import PackedSample, Packing, make_micro_batches, pack_groups
 from peralta_zmq.learning.update import update_parameters
-from peralta_zmq.models import head
 from peralta_zmq.models.scoring import Scorer, set_checkpointing
 from peralta_zmq.rollout import Rollout, RolloutGroup
 from tools.base_model import new_model
@@ -63,10 +62,7 @@ def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
     shape = QUICK_SHAPE if quick else SHAPE
     variant = chosen_variant(shape, device)
     dtype_name = {"narrow": "bf16", "exact": "exact_fp32"}[variant]
-    for name, number in (("peak_memory", 1), ("peak_memory_4_groups", NUM_GROUPS)):
-        yield peak_memory(f"{name}_vs_original", shape, variant, num_groups=number, device=device)
-    if device == CPU:
-        yield kept_memory(shape, variant, repeats=1 if quick else 3)
+    yield peak_memory(shape, variant, device)
     times = interleaved(variants(shape, variant, device), repeats=2 if quick else 3)
     original = times["original"]
     yield per_group("exact_fp32_vs_original", times["exact"], original)
@@ -93,7 +89,7 @@ class Setting:
         parameters = dict(self.model.named_parameters())
         self._optimizer = make_optimizer(parameters, betas=(0.9, 0.95), weight_decay=0.0)
         self._optimizer.param_groups[0]["lr"] = RATE
-        self._groups = [group(seed, shape["vocab_size"]) for seed in range(num_groups)]
+        self._groups = [random_group(seed, shape["vocab_size"]) for seed in range(num_groups)]
         self._scorers = {
             dtype: Scorer(self.model, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
         }
@@ -114,17 +110,6 @@ class Setting:
     def narrow(self, num_groups: int) -> None:
         """Our step in bf16 over fp32 weights."""
         self._ours(num_groups, torch.bfloat16)
-
-    def narrow_recomputed(self, num_groups: int) -> None:
-        """The same, but the head keeps no logits for the backward pass."""
-        kept_bytes, head.KEPT_BYTES = head.KEPT_BYTES, 0
-        self.narrow(num_groups)
-        head.KEPT_BYTES = kept_bytes
-
-    def narrow_whole(self, num_groups: int) -> None:
-        """The same with the whole logits of all generated tokens."""
-        self._scorers[torch.bfloat16].whole_logits_reason = "for comparison"
-        self.narrow(num_groups)
 
     def _ours(self, num_groups: int, dtype: torch.dtype) -> None:
         batches = make_micro_batches(self.samples(num_groups), PACKING, device=self._device)
@@ -166,12 +151,12 @@ class Setting:
         return 6.0 * (tokens * self._num_body + generated * self._num_head)
 
 
-def group(seed: int, vocab_size: int, *, run_id: str = "") -> RolloutGroup:
-    """Four rollouts of random tokens; the first two have reward 1."""
+def random_group(seed: int, vocab_size: int, lengths: Sequence[int] = LENGTHS) -> RolloutGroup:
+    """Rollouts of random tokens after one prompt; every second one has reward 1."""
     random = np.random.default_rng(seed)
     prompt = random.integers(3, vocab_size, NUM_PROMPT)
     rollouts = list[Rollout]()
-    for number, length in enumerate(LENGTHS):
+    for number, length in enumerate(lengths):
         mask = np.arange(NUM_PROMPT + length) >= NUM_PROMPT
         rollouts.append(
             Rollout(
@@ -181,11 +166,11 @@ def group(seed: int, vocab_size: int, *, run_id: str = "") -> RolloutGroup:
                 loss_mask=mask,
                 logprobs=np.where(mask, -np.log(vocab_size), 0).astype(np.float32),
                 policy_steps=np.where(mask, 0, -1).astype(np.int32),
-                reward=float(number < 2),
+                reward=float(number % 2),
                 finish_reason="stop",
             )
         )
-    return RolloutGroup(run_id, "ann", bytes(8), seed, "", "", 0, "", tuple(rollouts))
+    return RolloutGroup("bench", "ann", bytes(8), seed, "", "", 0, "", tuple(rollouts))
 
 
 def padded(rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -212,12 +197,11 @@ def variants(
 ) -> dict[str, Callable[[], float]]:
     """Seconds per group of each variant, in the second of two steps of a new process.
 
-    `variant` is the one of 4 groups. Only ours keeps freed memory in the process, as in a run.
+    `variant` is the one of 4 groups.
     """
 
     def second(name: str, num_groups: int = 1) -> float:
-        keeps = name != "original"
-        return measure_in_process(shape, name, num_groups, device, keeps=keeps)[1] / num_groups
+        return measure_in_process(shape, name, num_groups, device)[1] / num_groups
 
     return {
         "original": partial(second, "original"),
@@ -245,56 +229,43 @@ def flop_share(setting: Setting, variant: str, *, repeats: int) -> Claim:
     return bounded(f"flop_share_{name}", rates, bounds, "FLOP/s")
 
 
-def peak_memory(
-    name: str, shape: dict[str, Any], variant: str, *, num_groups: int, device: torch.device
-) -> Claim:
+def peak_memory(shape: dict[str, Any], variant: str, device: torch.device) -> Claim:
     """Peak device memory during two steps of `variant` and the original, in separate processes.
 
     Includes weights, gradients and optimizer state.
     """
     (ours, _), (peer, _) = (
-        measure_in_process(shape, each, num_groups, device, keeps=each == variant)
-        for each in (variant, "original")
+        measure_in_process(shape, each, 1, device) for each in (variant, "original")
     )
-    progress(f"{name}: {ours / 2**30:.2f} GiB, original {peer / 2**30:.2f} GiB")
-    return Claim(name, float(ours), "bytes", peer=float(peer), ratio=peer / ours)
-
-
-def kept_memory(shape: dict[str, Any], variant: str, *, repeats: int) -> Claim:
-    """Second step of a process that keeps freed memory, against one that gets new pages."""
-    times = interleaved(
-        {
-            "kept": lambda: measure_in_process(shape, variant, 1, CPU, keeps=True)[1],
-            "new": lambda: measure_in_process(shape, variant, 1, CPU, keeps=False)[1],
-        },
-        repeats=repeats,
+    progress(f"peak memory: {ours / 2**30:.2f} GiB, original {peer / 2**30:.2f} GiB")
+    return Claim(
+        "peak_memory_vs_original", float(ours), "bytes", peer=float(peer), ratio=peer / ours
     )
-    return per_group("kept_memory_vs_new_pages", times["kept"], times["new"])
 
 
 def measure_in_process(
-    shape: dict[str, Any], variant: str, num_groups: int, device: torch.device, *, keeps: bool
+    shape: dict[str, Any], variant: str, num_groups: int, device: torch.device
 ) -> tuple[int, float]:
     """Peak bytes and the seconds of the second step, in a new process.
 
-    On a GPU in this one, because its allocator counts from zero when asked to.
+    On a GPU in this one, because its allocator counts from zero when asked to. Only ours keeps
+    freed memory in the process, as in a run.
     """
     if device.type != "cpu":
         return two_steps(shape, variant, num_groups, device)
-    arguments = json.dumps([shape, variant, num_groups, str(device), keeps])
+    arguments = json.dumps([shape, variant, num_groups])
     command = [sys.executable, "-m", "benchmarks.training", arguments]
-    root = Path(__file__).parent.parent
-    process = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=root)
+    process = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=REPO)
     peak, duration = json.loads(process.stdout)
     return peak, duration
 
 
-def measure(shape: dict[str, Any], variant: str, num_groups: int, device: str, keeps: bool) -> None:
+def measure(shape: dict[str, Any], variant: str, num_groups: int) -> None:
     """Print the peak bytes of this process and the seconds of the second of two steps."""
     models.use_threads()
-    if keeps:
+    if variant != "original":
         models.keep_memory()
-    sys.stdout.write(json.dumps(two_steps(shape, variant, num_groups, torch.device(device))))
+    sys.stdout.write(json.dumps(two_steps(shape, variant, num_groups, CPU)))
 
 
 def two_steps(

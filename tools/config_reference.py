@@ -28,9 +28,8 @@ the same TOML file: `bin/trainer @ configs/lan.toml`. On the command line, a set
 `bin/trainer @ configs/lan.toml --train.learning-rate 1e-5`. `--no-eval.eval-base-model` sets
 `eval.eval_base_model`, which is true or false, to false. The value `None` unsets a setting.
 """
-KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text",
-         tuple: "list", dict: "table"}  # fmt: skip
-BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+KINDS = {bool: "bool", int: "int", float: "float", str: "text", tuple: "list", dict: "table"}
+BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def config_text() -> str:
@@ -61,10 +60,10 @@ def _section(title: str, section: type[Section], *, note: str = "") -> str:
 
 
 def allowed(field: FieldInfo) -> str:
-    """Type and limits of a setting: 'whole number, at least 1', '`a` or `b`', 'text or None'."""
+    """Type and limits of a setting: 'int >=1', '`a` or `b`', 'text or None'."""
     words = list(dict.fromkeys(_words(field.annotation, field.metadata)))
     optional = "None" in words
-    text = ", ".join(word for word in words if word != "None")
+    text = " ".join(word for word in words if word != "None")
     return f"{text} or None" if optional else text
 
 
@@ -87,9 +86,9 @@ def _words(annotation: Any, metadata: list[Any]) -> Iterator[str]:
 def _bounds(metadata: list[Any]) -> Iterator[str]:
     for constraint in metadata:  # a pydantic Field holds its constraints in a list of its own
         for part in [constraint, *cast("list[Any]", getattr(constraint, "metadata", None) or [])]:
-            for name, words in BOUNDS.items():
+            for name, sign in BOUNDS.items():
                 if (bound := getattr(part, name, None)) is not None:
-                    yield f"{words} {bound:g}"
+                    yield f"{sign}{bound:g}"
 
 
 def _code(text: str) -> str:

@@ -121,7 +121,7 @@ def unaccounted_groups(history: History) -> Check:
         f"{_shown(record.key)} is {record.outcome} at step {record.step} without a cause"
         for record in without_cause(history)
     ]
-    accounted = outcomes.keys() | logs.lost | history.rolled_back
+    accounted = outcomes.keys() | logs.lost
     broken += [
         f"{_shown(key)} of step {step} has no outcome"
         for key, step in logs.made.items()
@@ -200,9 +200,8 @@ def accounts(history: History) -> Check:
     if not len(known) <= stated["made"] <= len(made):
         between = " to ".join(str(count) for count in sorted({len(known), len(made)}))
         broken.append(f"made is {stated['made']} in the summary, {between} in the records")
-    gone = history.logs.lost | (history.rolled_back - outcomes.keys())
-    if stated["lost"] > len(gone):
-        broken.append(f"lost is {stated['lost']} in the summary, {len(gone)} in the logs")
+    if stated["lost"] > (num_lost := len(history.logs.lost)):
+        broken.append(f"lost is {stated['lost']} in the summary, {num_lost} in the logs")
     uncounted = len(made) - len(known)
     text = f"made {len(known)} + {uncounted} of senders whose final status is missing"
     return Check("P6", text, tuple(broken))
@@ -224,11 +223,14 @@ def hostile_groups(history: History, *, minutes: float = 0.0) -> Check:
     """
     hostile, excluded = history.logs.hostile, _excluded(history)
     outcomes = {key: _hostile_outcome(history, key, excluded) for key in hostile}
+    completed = _completed(history)
+    late = {record.key for record in history.journal if record.step - 1 in completed}
     broken = [
         f"{_shown(key)} is {outcome}, not {hostile[key].expected}"
         for key, outcome in outcomes.items()
         if outcome not in (hostile[key].expected, "in flight")
         and (outcome, hostile[key].expected) != ("stale", "excluded")
+        and not (outcome == "abandoned" and key in late)
     ]
     others = {name for name, _ in excluded} - {_shown(key) for key in hostile}
     broken += [f"{name} is excluded, and its sender is not hostile" for name in sorted(others)]
@@ -287,8 +289,8 @@ def _final_statuses(history: History) -> dict[str, int]:
 
 
 def outcomes_of(history: History) -> dict[Key, str]:
-    """Outcome of every group recorded in a training step that was taken."""
-    last = _last_step(history)
+    """Outcome of every group recorded in a training step that was taken, or after the last one."""
+    last = history.max_steps + 1 if history.summary else _last_step(history)
     return {record.key: record.outcome for record in history.journal if record.step <= last}
 
 
@@ -296,7 +298,7 @@ def without_cause(history: History) -> Iterator[Record]:
     """Records whose outcome is impossible for their group."""
     logs, flagged = history.logs, _flagged(history)
     undone, resumed_at = _undone_weights(history)
-    buffered = {int(number(row, "step")) for row in _named(history, "skip_buffer")}
+    completed = _completed(history)
     for record in history.journal:
         if record.key not in logs.made:
             continue  # `accounts` reports it
@@ -307,7 +309,8 @@ def without_cause(history: History) -> Iterator[Record]:
             "stale": age > history.max_off_policy_steps,
             "abandoned": is_undone
             or resumed_at < logs.newest.get(record.key, -1) >= record.step
-            or record.step in buffered,
+            or record.step > history.max_steps
+            or record.step - 1 in completed,  # a later session has continued the complete run
             "filtered": history.filters,
             "evaluated": evaluates,
             "mismatched": flagged.get(record.key[0], record.step) < record.step,
@@ -315,6 +318,11 @@ def without_cause(history: History) -> Iterator[Record]:
         }
         if not causes.get(record.outcome, not (evaluates or is_undone)):
             yield record
+
+
+def _completed(history: History) -> set[float]:
+    """The last steps of sessions that completed the run; a later session may have continued it."""
+    return {number(row, "step") for row in history.events if row.get("event") == "complete"}
 
 
 def _undone_weights(history: History) -> tuple[set[str], float]:

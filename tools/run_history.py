@@ -19,6 +19,12 @@ from peralta_zmq.observe.report import SUMMARY
 
 # Options of a run that the promise checker can check: it reads debug logs and the whole journal.
 RECORDING_OPTIONS = ("--log.level", "debug", "--checkpoint.keep-journal")
+# What would follow the model and the machine if left out, but for the batch: as configs/demo.toml.
+DEMO_OPTIONS = (
+    *("--train.learning-rate", "2e-4", "--train.max-tokens-per-microbatch", "16384"),
+    *("--sampling.max-completion-length", "48", "--engine.max-model-len", "512"),
+    *("--eval.interval", "100"),
+)
 MAX_VOCAB_SIZE = 1 << 31  # token ids are not checked
 HEADER = struct.Struct("<IIB")  # bytes, crc32 of kind and content, kind
 GROUP, DROPPED = 1, 2  # kinds of records, as in peralta_zmq/trainer/journal.py
@@ -102,7 +108,6 @@ class History:
     journal: Sequence[Record]
     logs: Logs
     filters: bool = False  # curriculum.online_difficulty_filtering
-    rolled_back: frozenset[Key] = frozenset()  # recorded in steps that a roll-back has undone
 
 
 def last_step(metrics: Path) -> int:
@@ -131,12 +136,6 @@ def read_history(
         journal=list(read_journal(folder / "journal")),
         logs=read_logs(logs or sorted(folder.glob("logs/generator-*.log"))),
         filters=config.curriculum.online_difficulty_filtering,
-        rolled_back=frozenset(
-            record.key
-            for name in ("rolled_back_to_*", "skipped_progress")
-            for journal in folder.glob(f"{name}/journal")
-            for record in read_journal(journal)
-        ),
     )
 
 

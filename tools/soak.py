@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+from peralta_zmq.config import load_config
 from peralta_zmq.observe.metrics import METRICS
 from peralta_zmq.operate.local import local_workers
 from peralta_zmq.operate.process_group import ProcessGroup, Record, Worker, recorder, supervise
@@ -30,7 +31,7 @@ from tools import hostile_sender
 from tools.hostile_sender import HostileSender
 from tools.link_proxy import LinkProxy, free_ports
 from tools.promise_checker import check, hostile_groups, unexpected_ends
-from tools.run_history import RECORDING_OPTIONS, last_step, read_history
+from tools.run_history import DEMO_OPTIONS, RECORDING_OPTIONS, last_step, read_history
 from tools.small_disk import SmallDisk
 from tools.soak_report import (
     FLIP,
@@ -39,8 +40,7 @@ from tools.soak_report import (
     WITH_RESTART,
     check_faults,
     figures_of,
-    section,
-    write_section,
+    report,
 )
 
 NUM_GENERATORS = 3
@@ -56,6 +56,7 @@ FLIPPED_PORTS = ("rollouts", "announcements", "statuses")  # in the order of the
 FLIP_BITS = 8 * 1000
 Undo: TypeAlias = Callable[[ProcessGroup], "bool | None"]  # False: try again
 SETTINGS = (
+    *DEMO_OPTIONS,
     *("--sampling.num-generations", "4", "--train.batch-size", "16"),
     *("--engine.slots", "8", "--train.max-off-policy-steps", "4"),
     # At 1e-5 the task was learned after 1,000 of 5,400 steps, and 19 of 20 groups lacked signal.
@@ -197,9 +198,7 @@ class FaultInjector:
         self._record("fault", kind=kind, worker=worker, seconds=round(seconds, 1))
 
 
-def soak(
-    folder: Path, *, minutes: float, seed: int, always_keys: bool, document: Path | None
-) -> int:
+def soak(folder: Path, *, minutes: float, seed: int, always_keys: bool) -> int:
     """Run for some minutes with faults, then finish without them; returns an exit code."""
     (folder / "logs").mkdir(parents=True)
     for name in (auth.TRAINER, *NAMES, hostile_sender.NAME):
@@ -235,10 +234,7 @@ def soak(
         unexpected_ends(history),
         check_faults(figures, minutes=minutes),
     ]
-    text = section(figures, checks, minutes=minutes, seed=seed)
-    sys.stdout.write(f"{text}\n")
-    if document:
-        write_section(text, document)
+    sys.stdout.write(f"{report(figures, checks)}\n")
     return int(any(result.broken for result in checks))
 
 
@@ -256,8 +252,9 @@ def soak_workers(
         *SETTINGS, *RECORDING_OPTIONS, "--run.dir", str(folder.parent), "--run.name", folder.name,
         "--weights.dir", str(weights), "--wire.port", str(port),
         "--train.max-steps", str(max_steps), *(("--security.keys", str(keys)) if keys else ()),
+        "--run.num-local-generators", str(NUM_GENERATORS),
     ]  # fmt: skip
-    trainer, *generators = local_workers(folder, arguments, num_generators=NUM_GENERATORS)
+    trainer, *generators = local_workers(load_config("soak", arguments), arguments)
     linked = [
         replace(worker, command=(*worker.command, "--wire.port", str(link.port)))
         for worker, link in zip(generators, links, strict=True)
@@ -272,17 +269,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(10_000))
     parser.add_argument("--keys", action="store_true", help="in all sessions, not every second")
     parser.add_argument("--run", type=Path, default=Path("runs/soak"), help="run folder, replaced")
-    parser.add_argument("--document", type=Path, help="file that receives the report")
     options = parser.parse_args()
     shutil.rmtree(options.run, ignore_errors=True)
     sys.stdout.write(f"soak: seed={options.seed} minutes={options.minutes:g}\n")
-    return soak(
-        options.run,
-        minutes=options.minutes,
-        seed=options.seed,
-        always_keys=options.keys,
-        document=options.document,
-    )
+    return soak(options.run, minutes=options.minutes, seed=options.seed, always_keys=options.keys)
 
 
 if __name__ == "__main__":

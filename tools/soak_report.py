@@ -1,18 +1,12 @@
-"""Figures of a soak, and the section of docs/reliability.md that reports them."""
+"""Figures of a soak, and the report that it prints."""
 
 from __future__ import annotations
 
-import os
-import platform
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
-from benchmarks.report import commit
-from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.observe.metrics import number
 from tools.promise_checker import Check, outcomes_of
 from tools.run_history import History
@@ -20,7 +14,6 @@ from tools.run_history import History
 LONG_MINUTES, MIN_KILLS = 30.0, 200  # a soak of at least 30 minutes makes 200 SIGKILLs
 FLIP, OUTAGE, HOSTILE = "flip ", "disk ", "hostile "  # beginnings of the kinds of faults
 WITH_RESTART = ", with a restart of the trainer"  # end of the kind of an outage
-BEGIN, END = "<!-- written by make soak: begin -->", "<!-- written by make soak: end -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,63 +67,25 @@ def check_faults(figures: Figures, *, minutes: float) -> Check:
     return Check("faults", result, tuple(missing))
 
 
-def section(figures: Figures, checks: Sequence[Check], *, minutes: float, seed: int) -> str:
-    """The generated section, in Markdown."""
-    kills, faults = figures.kills, figures.faults
-    outcomes = ", ".join(f"{count} {name}" for name, count in figures.outcomes.most_common())
-    generators = kills.total() - kills["trainer"]
-    recovery = ""
+def report(figures: Figures, checks: Sequence[Check]) -> str:
+    """Figures and checks as lines of text."""
+    kills = figures.kills
+    recovery = "none"
     if seconds := figures.recoveries:
         recovery = f"median {median(seconds):.1f} s, at most {seconds[-1]:.1f} s"
-    rows = [
-        ("SIGKILLs", f"{kills.total()}: {kills['trainer']} trainer, {generators} generators"),
-        ("flipped bits", _counts(faults, FLIP)),
-        ("outages of a disk", _counts(faults, OUTAGE)),
-        ("invalid and poisoned groups", _counts(faults, HOSTILE)),
-        ("other faults", _counts(faults, "")),
-        ("time from a SIGKILL of the trainer to its next step", recovery),
-        ("training steps", f"{figures.steps}; the trainer resumed {figures.resumes} times"),
-        ("groups", outcomes),
-        ("loads of weight versions", f"{figures.loads}; {figures.unpublished} publications failed"),
-    ]
-    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     return "\n".join(
         [
-            BEGIN,
-            f"{time.strftime('%Y-%m-%d')}, {minutes:g} minutes, seed {seed}, {machine}, "
-            f"commit {commit() or 'unknown'}:",
-            "",
-            "| | |",
-            "|---|---|",
-            *(f"| {name} | {text or 'none'} |" for name, text in rows),
-            "",
-            "```",
+            f"SIGKILLs: {kills.total()}, {kills['trainer']} of them of the trainer",
+            f"other faults: {_counts(figures.faults)}",
+            f"time from a SIGKILL of the trainer to its next step: {recovery}",
+            f"training steps: {figures.steps}; the trainer resumed {figures.resumes} times",
+            f"groups: {_counts(figures.outcomes)}",
+            f"loads of weight versions: {figures.loads}; {figures.unpublished} publications failed",
             *(result.line for result in checks),
-            "```",
-            END,
         ]
     )
 
 
-def _counts(faults: Counter[str], prefix: str) -> str:
-    """Number of faults by kind, of the kinds with this prefix; with "", of those without one."""
-    kinds = {
-        kind: next((known for known in (FLIP, OUTAGE, HOSTILE) if kind.startswith(known)), "")
-        for kind in sorted(faults)
-    }
-    counts = [
-        f"{faults[kind]} x {kind.removeprefix(prefix)}"
-        for kind, known in kinds.items()
-        if known == prefix
-    ]
-    return "; ".join(counts)
-
-
-def write_section(text: str, document: Path) -> None:
-    """Replace the section of the document. Raises ValueError if its markers are missing."""
-    whole = document.read_text("utf-8")
-    before, begin, remaining = whole.partition(BEGIN)
-    _, end, after = remaining.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{document} has no place for the report: {BEGIN} ... {END}")
-    replace_file(document, f"{before}{text}{after}".encode())
+def _counts(counted: Counter[str]) -> str:
+    """Each name with its number, sorted by name."""
+    return "; ".join(f"{count} x {name}" for name, count in sorted(counted.items())) or "none"

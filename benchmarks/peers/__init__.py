@@ -2,6 +2,6 @@
 
 The argument of a peer is one JSON object (`Task`). It prints one JSON object per line: first
 `{"started": true, "time"}` when everything is loaded and training starts, then for each optimizer
-step `{"step", "time", "reward", "bytes", "seconds", ...}`, where `seconds` is a map of its parts.
-It runs until it is killed or all steps are done. From this project it imports only the task.
+step `{"step", "time", "reward", "bytes", ...}`. It runs until it is killed or all steps are done.
+From this project it imports only the task.
 """

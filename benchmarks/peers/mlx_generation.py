@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.generation import completed
 from peralta_zmq import models, registry
 from peralta_zmq.registry import EngineSettings
 from peralta_zmq.rollout import Request, Sampling
@@ -42,9 +43,9 @@ def main() -> None:
         prompts = [
             np.array(ids, np.int32) for ids in job["prompts"] for _ in range(job["completions"])
         ]
-        requests = [Request(index, prompt) for index, prompt in enumerate(prompts)]
+        requests = [Request(index, prompt, sampling) for index, prompt in enumerate(prompts)]
         started = time.perf_counter()
-        completions = list(engine.generate(requests, sampling))
+        completions = completed(engine, requests)
         seconds = time.perf_counter() - started
         assert {len(completion.token_ids) for completion in completions} == {job["tokens"]}
         print(seconds, file=answers, flush=True)

@@ -4,8 +4,7 @@ A generator actor (transformers' generate for one prompt at a time in fp32, then
 pass for the logprobs), a trainer actor (padded rollouts, logits at every position, REINFORCE with
 the group's mean as baseline, Adam), and four threads that request groups from the generator and
 fill a queue of one batch. Groups without signal are left out. After each step the weights pass
-through a folder with save_pretrained and from_pretrained. Each row has the seconds of every part;
-`..._meanwhile` is the generator's time, concurrent to the others.
+through a folder with save_pretrained and from_pretrained.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import random
 import shutil
 import threading
-import time
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -40,13 +38,12 @@ class Generator:
     """Samples with the newest checkpoint that it has loaded."""
 
     def __init__(self, task: Task) -> None:
-        self.task, self.seconds = task, {"generate": 0.0, "score": 0.0}
+        self.task = task
         torch.manual_seed(task.seed)
         self.load(task.model)
 
     def generate(self, prompt: list[int]) -> list[list[int]]:
         """Completions of one prompt, each including its end token."""
-        started = time.perf_counter()
         ids = torch.tensor([prompt] * self.task.num_generations)
         with torch.no_grad():
             full = self.model.generate(
@@ -54,24 +51,14 @@ class Generator:
                 max_new_tokens=self.task.max_completion_length,
                 temperature=self.task.temperature, top_p=1.0, top_k=0,
             )  # fmt: skip
-            sampled = time.perf_counter()
             logprobs_of(self.model, full)
-        self.seconds["generate"] += sampled - started
-        self.seconds["score"] += time.perf_counter() - sampled
         return [until_end(row, self.ends) for row in full[:, len(prompt) :].tolist()]
 
-    def load(self, folder: str) -> float:
-        """Load the model again; returns the seconds."""
-        started = time.perf_counter()
+    def load(self, folder: str) -> None:
+        """Load the model again."""
         self.model = None
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.ends = {self.model.generation_config.eos_token_id}
-        return time.perf_counter() - started
-
-    def take_seconds(self) -> dict[str, float]:
-        """Seconds of each part since the last call."""
-        seconds, self.seconds = self.seconds, {"generate": 0.0, "score": 0.0}
-        return seconds
 
 
 @ray.remote
@@ -85,9 +72,8 @@ class Trainer:
             self.model.parameters(), lr=task.learning_rate, betas=(0.9, task.adam_beta2)
         )
 
-    def step(self, step: int, rollouts: list[Rollout]) -> float:
-        """Take one training step; returns the seconds."""
-        started = time.perf_counter()
+    def step(self, step: int, rollouts: list[Rollout]) -> None:
+        """Take one training step."""
         tokens = pad_sequence([token_ids for token_ids, _, _ in rollouts], batch_first=True)
         positions = torch.arange(tokens.shape[1])
         starts = torch.tensor([start for _, start, _ in rollouts])[:, None]
@@ -102,13 +88,10 @@ class Trainer:
             group["lr"] = self.task.learning_rate * (1 - step / self.task.max_steps)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return time.perf_counter() - started
 
-    def save(self, folder: str) -> float:
-        """Write a checkpoint; returns the seconds."""
-        started = time.perf_counter()
+    def save(self, folder: str) -> None:
+        """Write a checkpoint."""
         self.model.save_pretrained(folder)
-        return time.perf_counter() - started
 
 
 def logprobs_of(
@@ -179,18 +162,13 @@ def main() -> None:
     batcher = Batcher(task, generator)
     report(started=True)
     for step in range(task.max_steps):
-        folder, requested = Path(task.folder) / f"step_{step:03d}", time.perf_counter()
+        folder = Path(task.folder) / f"step_{step:03d}"
         rollouts, rewards = batcher.batch()
-        started = time.perf_counter()
-        parts = {"wait": started - requested, "train": ray.get(trainer.step.remote(step, rollouts))}
-        parts["transfer"] = time.perf_counter() - started - parts["train"]
-        parts["publish"] = ray.get(trainer.save.remote(str(folder)))
-        parts["reload"] = ray.get(generator.load.remote(str(folder)))
-        concurrent = ray.get(generator.take_seconds.remote())
-        parts |= {f"{name}_meanwhile": seconds for name, seconds in concurrent.items()}
+        ray.get(trainer.step.remote(step, rollouts))
+        ray.get(trainer.save.remote(str(folder)))
+        ray.get(generator.load.remote(str(folder)))
         size = (folder / WEIGHTS).stat().st_size
-        report(step=step + 1, reward=sum(rewards) / len(rewards), rollouts=len(rewards),
-               bytes=size, seconds=parts)  # fmt: skip
+        report(step=step + 1, reward=sum(rewards) / len(rewards), rollouts=len(rewards), bytes=size)
         shutil.rmtree(folder)
 
 

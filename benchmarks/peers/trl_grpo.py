@@ -6,7 +6,6 @@ One process that uses all cores.
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -25,7 +24,6 @@ class Rows(TrainerCallback):
 
     def __init__(self) -> None:
         self.reward = 0.0
-        self.seconds = dict.fromkeys(("generate", "score", "train"), 0.0)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Report the start: everything is loaded."""
@@ -33,41 +31,7 @@ class Rows(TrainerCallback):
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
         """Report a completed step."""
-        report(step=state.global_step, reward=self.reward, bytes=0, seconds=self.seconds)
-        self.seconds = dict.fromkeys(self.seconds, 0.0)
-
-
-class Timed(GRPOTrainer):
-    """Measures sampling, scoring (logprobs, rewards, advantages), and forward with backward.
-
-    The optimizer's time belongs to none of them.
-    """
-
-    def __init__(self, rows: Rows, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.rows = rows
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A step without the optimizer's part."""
-        return self.timed("train", super().training_step, *args, **kwargs)
-
-    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        """Called by training_step."""
-        return self.timed("score", super()._prepare_inputs, *args, within="train", **kwargs)
-
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Called by _prepare_inputs."""
-        return self.timed("generate", super()._generate, *args, within="score", **kwargs)
-
-    def timed(self, part: str, work: Any, *args: Any, within: str = "", **kwargs: Any) -> Any:
-        """Call `work`; add its seconds to `part` and subtract them from the part `within`."""
-        started = time.perf_counter()
-        result = work(*args, **kwargs)
-        seconds = time.perf_counter() - started
-        self.rows.seconds[part] += seconds
-        if within:
-            self.rows.seconds[within] -= seconds
-        return result
+        report(step=state.global_step, reward=self.reward, bytes=0)
 
 
 def main() -> None:
@@ -95,8 +59,7 @@ def main() -> None:
         gradient_checkpointing=False, logging_strategy="no", save_strategy="no",
         report_to="none", disable_tqdm=True,
     )  # fmt: skip
-    Timed(
-        rows,
+    GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(task.model, padding_side="left"),
         reward_funcs=reward,

@@ -1,4 +1,4 @@
-"""The bench of memory: model folders, sampled memory, comparisons of cells."""
+"""The bench of memory: model folders, sampled memory, cells."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from benchmarks import memory
-from benchmarks.harness import Claim
 from peralta_zmq import models
 
 SHAPE = {
@@ -39,30 +38,6 @@ def test_watch_finds_the_peak_of_anonymous_memory() -> None:
     assert peak.private <= peak.resident
 
 
-def test_cells_are_compared_with_those_before() -> None:
-    measured = {
-        "a_before": [Claim("a_before_memory", 30.0, "bytes")],
-        "a": [Claim("a_memory", 20.0, "bytes"), Claim("a_step", 1.0, "s")],
-    }
-    (claim,) = memory.comparisons(measured)
-    assert (claim.name, claim.ours, claim.peer, claim.ratio) == (
-        "a_memory_vs_before", 20.0, 30.0, 1.5,
-    )  # fmt: skip
-
-
-def test_cells_are_measured_by_turns_with_those_before() -> None:
-    assert memory.by_turns(["b", "a_before", "a", "c_before"]) == (
-        ["a_before", "a"] * 3 + ["b", "c_before"]
-    )
-    rounds = [
-        [Claim("a_memory", memory_used, "bytes"), Claim("a_step", seconds, "s")]
-        for memory_used, seconds in ((3.0, 7.0), (5.0, 9.0), (4.0, 1.0))
-    ]
-    found = memory.combined([*rounds, []])
-    assert [each.ours for each in found] == [5.0, 7.0]
-    assert memory.combined([[]]) == []
-
-
 def test_unknown_cell_is_refused_with_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CELLS", "full_70b")
     with pytest.raises(SystemExit, match="full_70b; choose from full_0"):
@@ -73,7 +48,9 @@ def test_unknown_cell_is_refused_with_the_choices(monkeypatch: pytest.MonkeyPatc
 def test_cell_is_measured_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(memory.SHAPES, "0.6b", SHAPE)
     monkeypatch.setattr(memory, "QUICK", {})
-    claims = {each.name: each for each in memory.measure("full_0.6b_fp32", tmp_path, quick=True)}
+    name = "full_0.6b_fp32"
+    measured = memory.measure(name, memory.CELLS[name], tmp_path, quick=True)
+    claims = {claim.name: claim for claim in measured}
     needed = claims["full_0.6b_fp32_needed"].ours
     num_parameters = sum(torch.Size(each).numel() for each in shapes_of(SHAPE, tmp_path).values())
     assert needed == pytest.approx(16 * num_parameters, rel=0.01)

@@ -67,11 +67,12 @@ class RecordedRun:
     })  # fmt: skip
     final_statuses: dict[str, int] = field(default_factory=dict[str, int])
     filters: bool = False
+    max_steps: int = 0  # 0 = the newest step in the journal
 
     def check(self, folder: Path) -> dict[str, tuple[str, ...]]:
         """Violations by promise, only of promises that are broken."""
         folder.mkdir(exist_ok=True)
-        train = TrainSection(max_steps=max(self.journal), max_off_policy_steps=1)
+        train = TrainSection(max_steps=self.max_steps or max(self.journal), max_off_policy_steps=1)
         curriculum = CurriculumSection(online_difficulty_filtering=self.filters)
         write_resolved(
             Config(run=RunSection(name="run"), train=train, curriculum=curriculum), folder
@@ -418,12 +419,18 @@ def test_p3_accepts_abandoned_group_only_of_undone_weights(
     assert run.check(tmp_path) == ({} if is_valid else broken)
 
 
-def test_p3_accepts_abandoned_group_of_a_step_with_skipped_buffer(tmp_path: Path) -> None:
-    run = rolled_back("step=1 weights_id=w1")
-    run.events[4] = {"event": "skip_buffer", "step": 2, "groups": 1}
-    assert run.check(tmp_path / "skipped") == {}
-    run.events[4]["step"] = 3
-    assert run.check(tmp_path) == {"P3": (f"{A}/3 is abandoned at step 2 without a cause",)}
+def test_p3_and_p6_accept_abandoned_group_after_the_last_step(tmp_path: Path) -> None:
+    run = RecordedRun(max_steps=3)
+    run.journal[4] = [("bb", 4, "abandoned")]
+    run.accounting |= {"made": 8, "abandoned": 1}
+    assert run.check(tmp_path / "last") == {}
+    run.max_steps = 4
+    run.steps.append(4)
+    assert run.check(tmp_path / "other") == {
+        "P3": (f"{B}/4 is abandoned at step 4 without a cause",)
+    }
+    run.events.append({"event": "complete", "step": 3})
+    assert run.check(tmp_path / "continued") == {}
 
 
 def test_p3_and_p4_report_trained_group_of_undone_weights(tmp_path: Path) -> None:

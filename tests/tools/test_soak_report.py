@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from benchmarks.report import commit
 from peralta_zmq.observe.metrics import Row
 from tools.promise_checker import Check
 from tools.run_history import History, Load, Logs, Record
-from tools.soak_report import (
-    BEGIN,
-    END,
-    WITH_RESTART,
-    check_faults,
-    figures_of,
-    section,
-    write_section,
-)
+from tools.soak_report import WITH_RESTART, check_faults, figures_of, report
 
 EVENTS: list[Row] = [
     {"event": "killed", "worker": "trainer", "time": 10.0},
@@ -85,27 +75,9 @@ def test_soak_of_half_an_hour_needs_kills_and_starts_during_outages(
     assert check_faults(figures, minutes=minutes).broken == broken
 
 
-def test_section_is_written_between_its_markers(tmp_path: Path) -> None:
-    document = tmp_path / "reliability.md"
-    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    checks = [Check("P1", "torn 0", ("version=2 refused",))]
-    write_section(section(figures_of(history()), checks, minutes=30, seed=7), document)
-    text = document.read_text()
-    assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter\n")
-    assert "| SIGKILLs | 4: 3 trainer, 1 generators |" in text
+def test_report_has_figures_and_violations() -> None:
+    text = report(figures_of(history()), [Check("P1", "torn 0", ("version=2 refused",))])
+    assert "SIGKILLs: 4, 3 of them of the trainer\n" in text
     assert "median 3.8 s, at most 5.5 s" in text
-    assert "| flipped bits | 1 x statuses, with keys |" in text
-    assert "| outages of a disk | 1 x away; 1 x full, with a restart |" in text
-    assert "| invalid and poisoned groups | 1 x NaN rewards |" in text
-    assert "| other faults | 2 x freeze |" in text
-    assert "FAIL  P1 torn 0: version=2 refused" in text
-    assert "old" not in text
-    assert f", commit {commit() or 'unknown'}:\n" in text
-
-
-def test_document_without_markers_is_refused(tmp_path: Path) -> None:
-    document = tmp_path / "reliability.md"
-    document.write_text("nothing here\n")
-    with pytest.raises(ValueError, match="has no place for the report"):
-        write_section("x", document)
-    assert document.read_text() == "nothing here\n"
+    assert "1 x flip statuses, with keys; 2 x freeze; 1 x hostile NaN rewards\n" in text
+    assert text.endswith("FAIL  P1 torn 0: version=2 refused")
