@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_data import completed
 from sample_data import group_of, tiny_model
 
 from peralta_zmq import build, models, registry
@@ -22,7 +23,8 @@ SCHEDULED = ("--sampling.temp-scheduler=linear", "--sampling.temp-start=1.2",
 
 
 def config_of(*arguments: str) -> Config:
-    return load_config("bin/trainer", ["--train.batch-size=8", *arguments])
+    length = f"--sampling.max-completion-length={Sampling().max_completion_length}"
+    return load_config("bin/trainer", ["--train.batch-size=8", length, *arguments])
 
 
 def test_sampling_has_configured_temperature() -> None:
@@ -67,9 +69,11 @@ def test_engine_logprobs_equal_trainer_logprobs_across_weight_changes(
             engine.apply(WeightUpdate(engine.step + 2, models.weights_of(model)))
 
     prompt = np.array([5, 9, 33], np.int32)
-    sampling = dataclasses.replace(build.make_sampling(config, seed=1), min_tokens=9)
-    requests = [Request(index, prompt, 12) for index in range(8)]
-    completions = list(engine.generate(requests, sampling, next_step))
+    sampling = dataclasses.replace(
+        build.make_sampling(config, seed=1), min_tokens=9, max_completion_length=12
+    )
+    requests = [Request(index, prompt, sampling) for index in range(8)]
+    completions = list(completed(engine, requests, between_steps=next_step))
     rollouts = tuple(rollout_of(each, float(each.index % 2)) for each in completions)
     assert {step for each in completions for step in each.policy_steps.tolist()} == {0, 2, 4}
     metrics = learned(config, model, rollouts)
@@ -84,7 +88,7 @@ def learned(config: Config, model: Any, rollouts: tuple[Rollout, ...]) -> dict[s
 
 def reward_functions(config: Config) -> Any:
     (env,) = config.environments
-    task = registry.resolve("task", env.task)
+    task = registry.resolve("task", env.task_name)
     return build.make_reward_functions(config, env, task, example=next(task.problems("eval", 0)))
 
 

@@ -86,7 +86,7 @@ def test_several_ranks_need_the_whole_step() -> None:
 
 
 def test_learner_logs_when_a_step_is_computed(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG, logger="peralta_zmq")
     for settings in ([], ["--train.num-minibatches=2"]):
         build.make_learner(load_config("bin/trainer", settings), tiny_model())
     lines = [record.getMessage() for record in caplog.records if "a step" in record.getMessage()]

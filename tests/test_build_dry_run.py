@@ -55,6 +55,7 @@ def reward(problem, text):
     return 1.0
 """
 LONG = "9 8 " * 220
+LENGTHS = ("--engine.max-model-len=512", "--sampling.max-completion-length=48")
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def config_with(tmp_path: Path, user_modules: UserModules) -> Callable[..., Conf
         user_modules.forget()
         user_modules.write("own.task", TASK.format(chats=list(chats)))
         chosen = ("--task.name=own.task", "--curriculum.hash-keys=id", f"--run.dir={tmp_path}")
-        return load_config("bin/x", [*chosen, "--no-dashboard.enabled", *words])
+        return load_config("bin/x", [*chosen, "--no-dashboard.enabled", *LENGTHS, *words])
 
     return config
 
@@ -118,7 +119,10 @@ def test_long_prompts_are_skipped_with_row_length_and_remedy(
 def test_rows_of_a_file_are_its_line_numbers(tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
     file.write_text(f'natural_language,python_expression\none,1\n"t\nwo",2\n{LONG},3\n')
-    config = load_config("bin/x", [f"--data.train={file}", "--data.overlong=refuse"])
+    config = load_config(
+        "bin/x",
+        ["--task.name=calculator", f"--data.train={file}", "--data.overlong=refuse", *LENGTHS],
+    )
     assert "1 of 3 prompts do not fit into 512 tokens" in refusal(config)
     assert ": row 5 (" in refusal(config)
 
@@ -319,6 +323,7 @@ def test_doctor_and_plan_print_the_dry_run(
 ) -> None:  # fmt: skip
     config_with(users("1", LONG))
     words = ["--task.name=own.task", "--curriculum.hash-keys=id", f"--run.dir={tmp_path}"]
+    words += LENGTHS
     doctor.main([*command, *words])
     out = capsys.readouterr().out
     assert "note  prompts   training environment 'own.task': 1 of 2 prompts do not fit" in out
@@ -383,3 +388,18 @@ def test_model_without_end_token_is_noted(tmp_path: Path) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     finding = dry_run.check_end_tokens(tokenizer)
     assert "has no end token" in finding.detail and "set eos_token_id" in finding.remedy
+
+
+def test_end_tokens_that_differ_are_said_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not if they agree: then there is no news."""
+    model(tmp_path / "m", eos_token_id=2)
+    tokenizer = models.load_tokenizer(tmp_path / "m")
+    with caplog.at_level("INFO"):
+        dry_run.log([dry_run.check_end_tokens(tokenizer)])
+        assert not caplog.records
+        model(tmp_path / "other", eos_token_id=0)
+        dry_run.log([dry_run.check_end_tokens(models.load_tokenizer(tmp_path / "other"))])
+    (record,) = caplog.records
+    assert record.levelname == "INFO" and "end tokens differ, any of them" in record.message

@@ -178,7 +178,8 @@ def test_completion_fills_the_context_without_a_limit(tmp_path: Path) -> None:
 
 
 def test_evaluation_has_its_own_temperature_and_length(tmp_path: Path) -> None:
-    text = "[sampling]\ntop_p = 0.5\n[eval]\nmax_completion_length = 100\n"
+    text = "[sampling]\ntop_p = 0.5\nmax_completion_length = 48\n"
+    text += "[eval]\nmax_completion_length = 100\n"
     training, evaluation = sampling_of(tmp_path, text)
     assert training.max_completion_length == 48
     assert evaluation == Sampling(temperature=0.0, max_completion_length=100)
@@ -192,7 +193,8 @@ def test_evaluation_has_its_own_temperature_and_length(tmp_path: Path) -> None:
 
 def test_completion_of_an_environment_fills_the_context_without_a_limit(tmp_path: Path) -> None:
     text = '[[env]]\ntask = "own.sized"\nsampling = { max_completion_length = "None" }\n'
-    config = load(tmp_path, text + '[[env]]\nsampling = { top_k = 5, top_p = "None" }\n')
+    text += '[[env]]\nsampling = { top_k = 5, top_p = "None" }\n'
+    config = load(tmp_path, text + "[sampling]\nmax_completion_length = 48\n")
     write_resolved(config, tmp_path)
     for each in (config, load_config("bin/x", ["@", str(tmp_path / "config.toml")])):
         own, other = (build.make_sampling(each, env, seed=3) for env in each.environments)
@@ -211,18 +213,30 @@ eval_sampling = { max_completion_length = 200, top_k = 5 }
 name = "plain"
 task = "own.sized"
 [sampling]
+max_completion_length = 48
 temp_scheduler = "linear"
 temp_start = 1.0
 temp_end = 0.5
+[train]
+batch_size = 128
 """
+
+
+def problem_of(task: str) -> Problem:
+    return Problem("1", task, (), "")
 
 
 def test_environment_has_its_own_group_size_sampling_and_evaluation(tmp_path: Path) -> None:
     config = load(tmp_path, TWO_GROUP_SIZES)
     own = Sampling(temperature=0.8, max_completion_length=100, stop=("END",), seed=3)
-    assert build.sampling_overrides(config, seed=3) == {"own.sized": (16, own)}
+    train, evaluation = (
+        make(config, seed=3) for make in (build.group_sampling, build.eval_group_sampling)
+    )
+    assert train(problem_of("own.sized")) == (16, own)
+    assert train(problem_of("plain")) == (8, build.make_sampling(config, seed=3))
     longer = replace(own, max_completion_length=200, top_k=5)
-    assert build.eval_sampling_overrides(config, seed=3) == {"own.sized": (4, longer)}
+    assert evaluation(problem_of("own.sized")) == (4, longer)
+    assert evaluation(problem_of("plain")) == (1, build.make_eval_sampling(config, seed=3))
     assert config.group_sizes == {"own.sized": 16, "plain": 8}
     assert (config.max_completion_length, config.groups_per_step) == (100, 11)  # 128 / 12
     write_resolved(config, tmp_path)
@@ -242,16 +256,18 @@ def test_environment_that_is_only_evaluated_has_its_own_evaluation(tmp_path: Pat
     task = "own.sized"
     eval_sampling = { temperature = 0, max_completion_length = 9 }
     [sampling]
+    max_completion_length = 48
     stop = "END"
     """
-    assert build.eval_sampling_overrides(load(tmp_path, text), seed=3) == {
-        "own.sized": (2, Sampling(temperature=0.5, top_p=0.9, seed=3)),
-        "greedy": (1, Sampling(temperature=0.0, max_completion_length=9, stop=("END",))),
-    }
+    sampling_of = build.eval_group_sampling(load(tmp_path, text), seed=3)
+    own = Sampling(temperature=0.5, top_p=0.9, max_completion_length=48, seed=3)
+    assert sampling_of(problem_of("own.sized")) == (2, own)
+    greedy = Sampling(temperature=0.0, max_completion_length=9, stop=("END",))
+    assert sampling_of(problem_of("greedy")) == (1, greedy)
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("[[env]]\nnum_generations = 6", "batch_size 128 is not a multiple of env.num_generations 6"),
+    ("[[env]]\nnum_generations = 6", "batch_size 64 is not a multiple of env.num_generations 6"),
     ("[[env]]\nnum_generations = 1", "env.0.num_generations = 1 is wrong: should be greater than"),
     ("[[env]]\nsampling = { temperature = 0 }", "env.0.sampling.temperature = 0 is wrong"),
     ("[[env]]\nsampling = { top_q = 1 }", "unknown setting top_q in [[env.sampling]]; did you m"),

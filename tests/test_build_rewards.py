@@ -131,6 +131,7 @@ def test_weights_of_an_environment_are_checked(tmp_path: Path) -> None:
 
 def test_length_limit_of_the_run_is_passed_on(tmp_path: Path) -> None:
     text = '[task]\nreward_functions = ["my_functions.on_length"]\n'
+    text += "[sampling]\nmax_completion_length = 48\n"
     ((function,),) = functions_of(tmp_path, text).values()
     assert function.options == {"max_completion_length": 48}
 
@@ -142,6 +143,7 @@ def test_length_limit_of_all_turns_is_the_context(
     """The token ids of a completion are those of all its turns and replies."""
     text = f'[task]\nname = "guess_number"\nmax_turns = {max_turns}\n'
     text += 'reward_functions = ["my_functions.on_length"]\n[engine]\nmax_model_len = 300\n'
+    text += "[sampling]\nmax_completion_length = 48\n"
     ((function,),) = functions_of(tmp_path, text).values()
     assert function.options == {"max_completion_length": length}
 

@@ -11,7 +11,7 @@ memory_checks  memory planner, its plans against this machine, errors of allocat
 """
 
 from peralta_zmq.build.components import (
-    learning_rate_schedule,
+    first_masters,
     load_policy,
     make_advantage,
     make_filters,
@@ -20,17 +20,19 @@ from peralta_zmq.build.components import (
     make_reference_models,
     make_scorer,
     reference_models_used,
+    update_settings,
 )
 from peralta_zmq.build.engines import (
     base_dtype,
     base_folder,
     choose_engine,
-    eval_sampling_overrides,
+    eval_group_sampling,
+    group_sampling,
     make_engine,
     make_eval_sampling,
     make_live_engine,
     make_sampling,
-    sampling_overrides,
+    open_engine,
     weight_update,
 )
 from peralta_zmq.build.environments import (
@@ -54,8 +56,9 @@ __all__ = [
     "check_memory",
     "check_start",
     "choose_engine",
-    "eval_sampling_overrides",
-    "learning_rate_schedule",
+    "eval_group_sampling",
+    "first_masters",
+    "group_sampling",
     "load_policy",
     "make_advantage",
     "make_demonstrations",
@@ -72,8 +75,9 @@ __all__ = [
     "make_scorer",
     "memory_errors",
     "moves_snapshots",
+    "open_engine",
     "open_environments",
     "reference_models_used",
-    "sampling_overrides",
+    "update_settings",
     "weight_update",
 ]

@@ -30,8 +30,8 @@ from peralta_zmq.learning.composition import Composition, compose
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.learner import Learner, LearnerSettings
 from peralta_zmq.learning.losses import TokenLoss, composed, with_entropy_bonus
-from peralta_zmq.learning.master_weights import MasterWeights
-from peralta_zmq.learning.optimizer import learning_rate
+from peralta_zmq.learning.master_weights import MakeMasters, MasterWeights
+from peralta_zmq.learning.optimizer import UpdateSettings, learning_rate
 from peralta_zmq.learning.packing import Packing
 from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, reference_logprobs
 from peralta_zmq.learning.selection import TokenSelection
@@ -69,18 +69,15 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
     reference, teacher = make_reference_models(config, trained, scorer)
     divisor, reason = early_divisor(config, num_ranks=ranks.world_size)
     if divisor is None:
-        logger.info("a step is computed when all its groups are there (%s)", reason)
+        logger.debug("a step is computed when all its groups are there (%s)", reason)
     else:
-        logger.info("full micro-batches of a step are computed while its other groups arrive")
+        logger.debug("full micro-batches of a step are computed while its other groups arrive")
     settings = LearnerSettings(
         loss=make_loss(config),
         advantage=make_advantage(config),
         shaping=make_reward_shaping(config),
         filters=make_filters(config, vocab_size=int(model.config.vocab_size)),
-        betas=(train.adam_beta1, train.adam_beta2),
-        weight_decay=train.weight_decay,
         optim=train.optim,
-        max_grad_norm=train.max_grad_norm,
         packing=Packing(
             max_tokens=train.max_tokens_per_microbatch,
             oversize=train.oversize,
@@ -98,7 +95,7 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
     return Learner(
         parameters,
         settings,
-        learning_rate=learning_rate_schedule(config),
+        update=functools.partial(update_settings, config),
         compute_logprobs=scorer,
         compute_with_entropy=scorer.with_entropy if config.loss.entropy_coef else None,
         masters=masters,
@@ -113,7 +110,13 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
 def make_master_weights(
     config: Config, parameters: Mapping[str, torch.nn.Parameter]
 ) -> MasterWeights:
-    """The master weights of the trained parameters.
+    """The master weights of the trained parameters."""
+    dtype = models.DTYPES[config.weights.dtype]
+    return MasterWeights(parameters, dtype, make_masters=first_masters(config))
+
+
+def first_masters(config: Config) -> MakeMasters | None:
+    """The first masters of published weights, which have noise; None without noise.
 
     Only full fine-tuning has noise. Adapters need none: their first values are random numbers in
     fp32 and zeros, and updates of zeros are never small.
@@ -124,7 +127,7 @@ def make_master_weights(
         return off_grid(weights, grid_noise(weights, dtype, seed=f"{config.run.seed}/{name}"))
 
     has_noise = config.train.master_noise and config.lora.rank is None
-    return MasterWeights(parameters, dtype, make_masters=make_masters if has_noise else None)
+    return make_masters if has_noise else None
 
 
 def round_buffers(model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -142,6 +145,8 @@ def load_policy(config: Config, folder: Path) -> models.Model:
     """
     device, section = models.choose_device(config.model.device), config.lora
     models.limit_memory(device, config.train.memory_fraction)
+    if device.type == "cpu":
+        models.use_deterministic_operators()
     options: dict[str, Any] = {
         "device": device,
         "trust_remote_code": config.model.trust_remote_code,
@@ -173,23 +178,26 @@ def make_scorer(config: Config, model: models.Model) -> Scorer:
         gradient_checkpointing=train.gradient_checkpointing,
         max_length=config.engine.max_model_len,
     )
-    logger.info("training dtype=%s (%s)", str(dtype).removeprefix("torch."), reason)
+    logger.debug("training dtype=%s (%s)", str(dtype).removeprefix("torch."), reason)
     if scorer.padding_reason:
         logger.warning("%s", scorer.padding_reason)
     if scorer.whole_logits_reason:
-        logger.info("%s", scorer.whole_logits_reason)
+        logger.debug("%s", scorer.whole_logits_reason)
     return scorer
 
 
-def learning_rate_schedule(config: Config) -> functools.partial[float]:
-    """The learning rate as a function of the training step."""
+def update_settings(config: Config, step: int) -> UpdateSettings:
+    """Numbers of the updates of a training step."""
     train = config.train
-    return functools.partial(
-        learning_rate,
+    rate = learning_rate(
+        step,
         peak=train.learning_rate,
         kind=train.lr_scheduler_type,
         warmup_steps=train.warmup_steps,
         max_steps=train.max_steps,
+    )
+    return UpdateSettings(
+        rate, train.adam_beta1, train.adam_beta2, train.weight_decay, train.max_grad_norm
     )
 
 

@@ -43,6 +43,7 @@ class Finding(NamedTuple):
     detail: str
     remedy: str = ""  # empty if there is nothing to do
     is_fatal: bool = False  # the run cannot start
+    is_news: bool = False  # the user may not expect it, although there is nothing to do
 
     @property
     def text(self) -> str:
@@ -142,7 +143,8 @@ def usable_environments(
 def log(findings: Sequence[Finding]) -> None:
     """Log findings, as a warning if there is something to do."""
     for finding in findings:
-        logger.log(logging.WARNING if finding.remedy else logging.INFO, "%s", finding.text)
+        level = logging.INFO if finding.is_news else logging.DEBUG
+        logger.log(logging.WARNING if finding.remedy else level, "%s", finding.text)
 
 
 def check_end_tokens(tokenizer: models.Tokenizer) -> Finding:
@@ -150,8 +152,9 @@ def check_end_tokens(tokenizer: models.Tokenizer) -> Finding:
     folder = Path(tokenizer.name_or_path)
     if ends := models.folder_end_ids(folder, tokenizer):
         shown = ", ".join(f"{tokenizer.decode([token])!r} ({token})" for token in ends)
-        differences = models.end_tokens_text(folder, tokenizer)
-        return Finding("end token", differences or f"a completion ends with {shown}")
+        if differences := models.end_tokens_text(folder, tokenizer):
+            return Finding("end token", differences, is_news=True)
+        return Finding("end token", f"a completion ends with {shown}")
     detail = f"the model in {folder} has no end token, so that completions end at their limit only"
     return Finding("end token", detail, "set eos_token_id in its generation_config.json")
 

@@ -7,6 +7,7 @@ or, with [lora], only adapters, which each machine adds to the base model `model
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from peralta_zmq import models, registry
 from peralta_zmq.config import Config
 from peralta_zmq.config.training_sections import EnvSection, SamplingSection
 from peralta_zmq.engines import choice
+from peralta_zmq.engines.loading import loading_errors
 from peralta_zmq.environments.turns import turns_of
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.models import frozen_base, lora
 from peralta_zmq.registry import EngineSettings, WeightUpdate
-from peralta_zmq.rollout import GroupSampling, Sampling, TemperatureSchedule
+from peralta_zmq.rollout import GroupSampling, Problem, Sampling, TemperatureSchedule
 from peralta_zmq.weights.subscriber import PendingWeights
 from peralta_zmq.weights.version import Version
 
@@ -32,13 +34,15 @@ def make_engine(
 ) -> tuple[registry.Engine, models.Tokenizer]:
     """The engine of [engine] with the weights of a weight version, and the tokenizer.
 
-    Raises ConfigError for adapters that do not belong to `model.name`, and for untrusted code.
+    Raises ConfigError for adapters that do not belong to `model.name`, and for untrusted code;
+    StoreError if the files of the model cannot be loaded.
     """
     version, update = weights.version, weight_update(weights)
     folder = base_folder(config, version) if update.is_adapter else weights.folder
-    tokenizer = models.load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
-    name, reason = choose_engine(config, folder)
-    logger.info("engine=%s (%s)", name, reason)
+    trust = {"trust_remote_code": config.model.trust_remote_code}
+    models.check_code(folder, **trust)
+    with loading_errors(folder):
+        tokenizer = models.load_tokenizer(folder, **trust)
     identity = models.tokenizer_identity(folder, tokenizer)
     if changes := models.tokenizer_changes(version.field("tokenizer"), identity):
         remedy = (
@@ -49,14 +53,23 @@ def make_engine(
             f"generator {config.generator.full_name} has another tokenizer in {folder} than the "
             f"trainer ({changes}); {remedy}"
         )
-    factory = registry.resolve("engine", name)
-    engine = factory.open(folder, settings_with_turns(config), step=version.step)
+    engine = open_engine(config, folder, step=version.step)
     if update.is_adapter:
         try:
             engine.apply(update)
         except ValueError as error:
             raise ConfigError(f"version {version.number} cannot be used: {error}") from None
     return engine, tokenizer
+
+
+def open_engine(config: Config, folder: Path, *, step: int = 0) -> registry.Engine:
+    """The engine of [engine] with the model in `folder`, whose weights are those of `step`."""
+    name, reason = choose_engine(config, folder)
+    device = models.choose_device(config.model.device)
+    dtype = str(models.choose_dtype(device, config.model.dtype)[0]).removeprefix("torch.")
+    logger.info("engine=%s device=%s dtype=%s (%s)", name, device, dtype, reason)
+    factory = registry.resolve("engine", name)
+    return factory.open(folder, settings_with_turns(config), step=step)
 
 
 def make_live_engine(
@@ -98,10 +111,10 @@ def settings_with_turns(config: Config) -> EngineSettings:
 
 def _may_have_turns(env: EnvSection) -> bool:
     """Whether a task may have several turns; a verifier and a taskset report it after loading."""
-    adapter = env.task.partition(":")[0]
+    adapter = env.task_name.partition(":")[0]
     if env.address is not None or adapter in registry.ADAPTERS:
         return adapter != "reasoning_gym"
-    return turns_of(registry.resolve("task", env.task)) is not None
+    return turns_of(registry.resolve("task", env.task_name)) is not None
 
 
 def weight_update(weights: PendingWeights) -> WeightUpdate:
@@ -186,26 +199,30 @@ def make_eval_sampling(config: Config, env: EnvSection | None = None, *, seed: i
     return replace(sampling, **own)
 
 
-def sampling_overrides(config: Config, *, seed: int) -> dict[str, GroupSampling]:
-    """The sampling for training of the environments that differ from [sampling], by label."""
-    return {
+def group_sampling(config: Config, *, seed: int) -> Callable[[Problem], GroupSampling]:
+    """How many completions of a problem are sampled for training, and how."""
+    default = GroupSampling(config.sampling.num_generations, make_sampling(config, seed=seed))
+    own = {
         env.label: GroupSampling(
             config.sampling_of(env).num_generations, make_sampling(config, env, seed=seed)
         )
         for env in config.environments
         if env.num_generations or env.sampling
     }
+    return lambda problem: own.get(problem.task, default)
 
 
-def eval_sampling_overrides(config: Config, *, seed: int) -> dict[str, GroupSampling]:
-    """The sampling for evaluations of the environments that differ from [eval], by label."""
-    return {
+def eval_group_sampling(config: Config, *, seed: int) -> Callable[[Problem], GroupSampling]:
+    """How many completions of a held-out problem are sampled, and how."""
+    default = GroupSampling(config.eval.rollouts_per_example, make_eval_sampling(config, seed=seed))
+    own = {
         env.label: GroupSampling(
             config.rollouts_per_example_of(env), make_eval_sampling(config, env, seed=seed)
         )
         for env in config.eval_environments
         if env.sampling or env.rollouts_per_example or env.eval_sampling
     }
+    return lambda problem: own.get(problem.task, default)
 
 
 def make_temperature(config: Config, section: SamplingSection) -> float | TemperatureSchedule:

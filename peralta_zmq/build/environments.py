@@ -18,8 +18,8 @@ from typing import Any, Literal, cast
 
 from peralta_zmq import models, registry
 from peralta_zmq.config import Config
-from peralta_zmq.config.environment_checks import host_and_port
 from peralta_zmq.config.training_sections import EnvSection
+from peralta_zmq.environments import rows
 from peralta_zmq.environments.data_files import DataRow, read_rows
 from peralta_zmq.environments.dataset import (
     Environments,
@@ -29,7 +29,13 @@ from peralta_zmq.environments.dataset import (
     labeled_problem,
     load_problems,
 )
-from peralta_zmq.environments.reward_functions import RewardFunction, group_arguments
+from peralta_zmq.environments.reward_functions import (
+    RewardFunction,
+    accepted_arguments,
+    completion_arguments,
+    group_arguments,
+    is_group_function,
+)
 from peralta_zmq.environments.reward_pool import (
     LocalReplies,
     LocalRewards,
@@ -39,7 +45,7 @@ from peralta_zmq.environments.reward_pool import (
 from peralta_zmq.environments.turns import turns_of
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.errors import ConfigError, TaskError
-from peralta_zmq.http_server import read_private_token
+from peralta_zmq.http_server import host_and_port, read_private_token
 from peralta_zmq.learning.demonstrations import Demonstrations, demonstration
 from peralta_zmq.learning.packing import Packing
 from peralta_zmq.models.scoring import Scorer
@@ -70,7 +76,7 @@ def open_environments(
         task: registry.Task | None = None
         remote: RemoteEnvironment | None = None
         if env.address is None or local:
-            task = registry.resolve("task", env.task)
+            task = registry.resolve("task", env.task_name)
             load, options = task.problems, env.data_options
         else:
             reward_sources[env.label] = remote = _remote_environment(config, env)
@@ -88,6 +94,8 @@ def open_environments(
             reward_sources[env.label] = NoRewards()
         elif task is not None:
             functions = make_reward_functions(config, env, task, example=loaded[0])
+            if any(each.function is rows.reward for each in functions):
+                rows.check_answers(loaded)
             reward_sources[env.label] = LocalRewards(functions, pool)
         keys = config.curriculum.hash_keys  # a problem's id is a hash of these parts
         replies = reply_sources.get(env.label)
@@ -149,7 +157,7 @@ def make_demonstrations(
     end_ids = [cast(int, token) for token in (end, tokenizer.eos_token_id) if token is not None][:1]
 
     def rollout_of_row(row: DataRow) -> Rollout:
-        chat = [*system, Message("user", row.prompt)]
+        chat = [*system, *(row.messages or [Message("user", row.prompt)])]
         prompt = row.token_ids.split() or models.chat_prompt(tokenizer, chat, **variables)
         completion = tokenizer.encode(row.answer, add_special_tokens=False)
         if (token := max([*map(int, prompt), *completion, *end_ids])) >= vocab_size:
@@ -159,8 +167,8 @@ def make_demonstrations(
             )
         return demonstration([*map(int, prompt)], [*completion, *end_ids])
 
-    rows = read_rows(section.sft_file, prompt_column="prompt", answer_column="completion")
-    rollouts, limit = [*map(rollout_of_row, rows)], train.max_tokens_per_microbatch
+    demonstrated = read_rows(section.sft_file, prompt_column="prompt", answer_column="completion")
+    rollouts, limit = [*map(rollout_of_row, demonstrated)], train.max_tokens_per_microbatch
     if num_long := sum(len(rollout.token_ids) > limit for rollout in rollouts):
         logger.warning(
             "%d of %d demonstrations in loss.sft_file are longer than "
@@ -190,7 +198,7 @@ def _tool_schemas(config: Config, env: EnvSection) -> Sequence[Mapping[str, Any]
         with closing(_remote_environment(config, env)) as remote:
             remote.problems("train", config.run.seed)
         return remote.schemas
-    task = registry.resolve("task", env.task)
+    task = registry.resolve("task", env.task_name)
     if hasattr(task, "tool_schemas"):
         next(iter(task.problems("train", config.run.seed, **env.data_options)), None)
     turns = turns_of(task)
@@ -209,11 +217,11 @@ def make_reward_functions(
     ConfigError for functions that cannot be imported or called, and for options of no function.
     """
     names, kwargs = env.reward_functions, env.reward_kwargs
-    if not names:
-        return [_own_function(env, task, kwargs)]
-    labels = [name.replace(":", ".").rpartition(".")[2] for name in names]
     has_turns = config.task.max_turns > 1 and turns_of(task) is not None
     length = config.engine.max_model_len if has_turns else config.max_completion_length_of(env)
+    if not names:
+        return [_own_function(env, task, kwargs, example, max_completion_length=length)]
+    labels = [name.replace(":", ".").rpartition(".")[2] for name in names]
     for label, options in kwargs.items():
         if label not in labels or not isinstance(options, Mapping):
             similar = get_close_matches(label, labels, n=1)
@@ -233,18 +241,15 @@ def make_reward_functions(
     ):
         options = kwargs.get(label, {})
         if name == OWN_REWARD:
-            functions.append(_own_function(env, task, options, label=label, weight=weight))
+            own = _own_function(env, task, options, example, max_completion_length=length)
+            functions.append(replace(own, label=label, weight=weight))
         else:
             function = registry.resolve("reward_function", name)
-            options = _group_options(name, function, options, example, max_completion_length=length)
-            is_bounded = getattr(function, "REWARD_IS_BOUNDED", False)
-            functions.append(
-                RewardFunction(
-                    function, options, is_bounded and not inspect.iscoroutinefunction(function),
-                    takes_group=True, label=label, weight=weight,
-                    path=registry.import_path("reward_function", name),
-                )
-            )  # fmt: skip
+            path = registry.import_path("reward_function", name)
+            made = _group_function(
+                name, function, options, example, path=path, max_completion_length=length
+            )
+            functions.append(replace(made, label=label, weight=weight))
     return functions
 
 
@@ -252,26 +257,54 @@ def _own_function(
     env: EnvSection,
     task: registry.Task,
     options: Mapping[str, Any],
+    example: Problem,
     *,
-    label: str = "",
-    weight: float = 1.0,
+    max_completion_length: int,
 ) -> RewardFunction:
-    """The reward function of the task, or of the setting `reward`."""
+    """The reward function of the task, or that of `reward`, which may have TRL's signature."""
     function: Callable[..., Any] = task.reward
     path = f"{task.__name__}:reward" if isinstance(task, ModuleType) else ""
     if env.reward is not None:
         function = registry.resolve("reward", env.reward)
         path = registry.import_path("reward", env.reward)
+        if is_group_function(function):
+            return _group_function(
+                env.reward, function, options, example,
+                path=path, max_completion_length=max_completion_length,
+            )  # fmt: skip
+    columns = accepted_arguments(function, completion_arguments(example), num_positional=2)
     try:
-        inspect.signature(function).bind(None, None, **options)
+        inspect.signature(function).bind(None, None, **{**columns, **options})
     except TypeError as error:
         raise ConfigError(
             f"task.reward_kwargs do not fit the reward function: {error}; "
             "change task.reward_kwargs or task.reward"
         ) from None
-    is_bounded = env.reward is None and getattr(task, "REWARD_IS_BOUNDED", False)
-    is_bounded = is_bounded and not inspect.iscoroutinefunction(function)
-    return RewardFunction(function, options, is_bounded, label=label, weight=weight, path=path)
+    is_bounded = env.reward is None and _is_bounded(task, function)
+    return RewardFunction(function, options, is_bounded, path=path)
+
+
+def _is_bounded(owner: object, function: Callable[..., Any]) -> bool:
+    """Whether `owner` declares a limited run time for a function, which a coroutine never has."""
+    is_declared = getattr(owner, "REWARD_IS_BOUNDED", False)
+    return is_declared and not inspect.iscoroutinefunction(function)
+
+
+def _group_function(
+    name: str,
+    function: Callable[..., Any],
+    options: Mapping[str, Any],
+    example: Problem,
+    *,
+    path: str,
+    max_completion_length: int,
+) -> RewardFunction:
+    """A function with TRL's signature."""
+    options = _group_options(
+        name, function, options, example, max_completion_length=max_completion_length
+    )
+    is_bounded = _is_bounded(function, function)
+    return RewardFunction(function, options, is_bounded, takes_group=True, path=path)
 
 
 def _group_options(

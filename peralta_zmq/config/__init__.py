@@ -17,16 +17,33 @@ Nothing here imports torch: `--help` and configuration errors take less than hal
 """
 
 from peralta_zmq.config.load import files_given, load_config
-from peralta_zmq.config.resolved import RESOLVED, earlier_config, load_resolved, write_resolved
+from peralta_zmq.config.resolved import (
+    FITTED,
+    RESOLVED,
+    changed_settings,
+    earlier_config,
+    is_set,
+    keep_fork,
+    load_resolved,
+    with_fitted_of_run,
+    with_settings,
+    write_resolved,
+)
 from peralta_zmq.config.schema import Config, check_memory_fractions
 
 __all__ = [
+    "FITTED",
     "RESOLVED",
     "Config",
+    "changed_settings",
     "check_memory_fractions",
     "earlier_config",
     "files_given",
+    "is_set",
+    "keep_fork",
     "load_config",
     "load_resolved",
+    "with_fitted_of_run",
+    "with_settings",
     "write_resolved",
 ]

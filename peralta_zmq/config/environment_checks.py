@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 from peralta_zmq.config import training_sections as training
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.http_server import host_and_port
 
 # Settings of an [[env]] that have no effect in an [[eval.env]], and those that have.
 TRAINING_ONLY = {"num_generations": "rollouts_per_example", "sampling": "eval_sampling"}
@@ -24,8 +24,7 @@ def check_environments(
     eval_env: Sequence[training.EnvSection],
 ) -> None:
     """Check that environments are defined in one way only, and each of them."""
-    has_task = task.name != training.TaskSection().name
-    if env and (has_task or data != training.DataSection()):
+    if env and (task.name is not None or data != training.DataSection()):
         raise ConfigError(
             "[[env]] and the settings of [task] or [data] exclude each other; "
             "move the settings into an [[env]]"
@@ -45,21 +44,6 @@ def check_environments(
                 raise ConfigError(
                     f"env.{name} has no effect with [[eval.env]]; set eval.env.{name} instead"
                 )
-
-
-def host_and_port(address: str, *, option: str) -> tuple[str, int]:
-    """Return host and port of http://HOST:PORT.
-
-    Raises ConfigError for another form. `option` is the name of the setting, for the error message.
-    """
-    parts = urlsplit(address)
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if parts.scheme != "http" or not host or not port or parts.path.strip("/") or parts.query:
-        raise ConfigError(f"{option} '{address}' is not of the form http://HOST:PORT")
-    return host, port
 
 
 def _check_environment_rows(option: str, environments: Sequence[training.EnvSection]) -> None:

@@ -20,12 +20,13 @@ else:
 
 Known: TypeAlias = Mapping[str, Mapping[str, object]]  # existing settings: section -> leaf -> type
 
-# Tables "sections" and "settings": name in this program -> foreign names, separated by spaces.
+# Tables "sections" and "settings": name in this program -> foreign names, separated by spaces;
+# table "explanations": what to do -> foreign names.
 NAMES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 def _by_foreign_name(names: Mapping[str, str]) -> dict[str, str]:
-    """Invert one table of NAMES: return foreign name -> name in this program."""
+    """Invert one table of NAMES: return foreign name -> name in this program, or what to do."""
     return {foreign: name for name, aliases in names.items() for foreign in aliases.split()}
 
 
@@ -33,6 +34,8 @@ FOREIGN_SECTIONS = _by_foreign_name(NAMES["sections"])
 # Setting of another program -> setting of this one. The key is its last name, alone or after the
 # section of this program: "save_total_limit" or "checkpoint.keep" -> "checkpoint.keep_last".
 RIGHT_NAMES = _by_foreign_name(NAMES["settings"])
+# Setting of another program that no setting of this one replaces -> what to do.
+EXPLANATIONS = _by_foreign_name(NAMES["explanations"])
 
 
 def unknown_setting(section: str, leaf: str, value: object, known: Known) -> str:
@@ -63,6 +66,8 @@ def _hint(section: str, leaf: str, known: Known) -> str:
     if leaf in known.get(section, {}):
         return f"did you mean {section}.{leaf}?"
     foreign = leaf.lower().replace("-", "_")
+    if foreign in EXPLANATIONS:
+        return EXPLANATIONS[foreign]
     if right := RIGHT_NAMES.get(f"{section}.{foreign}"):
         return _renamed(leaf, right)
     if owners := [f"[{name}]" for name, leaves in known.items() if leaf in leaves]:

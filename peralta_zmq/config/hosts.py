@@ -18,7 +18,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 from pydantic_config import ConfigFileError, cli  # pyright: ignore[reportMissingTypeStubs]
 
 from peralta_zmq.config.load import FILE_SIGN, check_files, reason_of
-from peralta_zmq.config.sections import PlainName, Section, Text
+from peralta_zmq.config.sections import PlainName, Section, Store, Text
 from peralta_zmq.errors import ConfigError, program_name
 
 # A path may have no spaces or special characters, because the local shell and the shell on the host
@@ -51,7 +51,7 @@ class Host(Section):
     name: PlainName
     """name of the host in logs; the workers of the host are NAME-trainer and NAME-0, NAME-1 ..."""
     ssh: Text | None = None
-    """arguments for ssh, e.g. -p 2222 me@box; None = this machine, without ssh"""
+    """arguments for ssh, e.g. -p 2222 me@box or ssh://me@box:2222; None = this machine"""
     dir: Text | None = None
     """folder for a copy of the project; None = ~/peralta_zmq, or no copy if ssh is None"""
     python: Text = "python3"
@@ -62,10 +62,23 @@ class Host(Section):
     """number of generators; None = 1, or 0 on the trainer's host"""
     device: Text | None = None
     """cpu, cuda, cuda:1, mps or auto; None = model.device of the config"""
-    weights_dir: Text | None = None
+    weights_dir: Store | None = None
     """path of the weights folder on this host; None = weights.dir of the config"""
     env: dict[str, str] = Field(default={})
     """environment variables of the workers on this host"""
+
+    @property
+    def ssh_words(self) -> tuple[tuple[str, ...], str]:
+        """Options of ssh, and the machine as [USER@]HOST, of IPv6 without brackets.
+
+        -T: a terminal, which RequestTTY and -t ask for, would mix output and errors.
+        """
+        *options, machine = shlex.split(self.ssh or "") or [""]
+        user, at, host = machine.removeprefix("ssh://").rstrip("/").rpartition("@")
+        if "]:" in host or host.count(":") == 1:  # otherwise a colon is part of IPv6
+            host, _, port = host.rpartition(":")
+            options += ["-p", port]
+        return (*options, "-T"), f"{user}{at}{host.strip('[]')}"
 
     @property
     def num_generators(self) -> int:
@@ -235,12 +248,12 @@ def _check_host(host: Host) -> None:
             f"{HOME_FOLDER}, of letters, digits, . _ + - and /"
         )
     try:
-        words = shlex.split(host.ssh or "")
+        _, machine = host.ssh_words
     except ValueError as error:
         raise ConfigError(
             f"host {host.name}: ssh {host.ssh!r}: {error}; quote arguments as in -o 'A B'"
         ) from None
-    if host.ssh and (not words or words[-1].startswith("-")):
+    if host.ssh and (not machine or machine.startswith("-")):
         raise ConfigError(
             f"host {host.name}: ssh {host.ssh!r} must end with the host name, as in -p 2222 me@box"
         )
@@ -266,7 +279,7 @@ def _check_listed_once(hosts: tuple[Host, ...]) -> None:
             )
     seen: dict[tuple[str, str], str] = {}
     for host in hosts:
-        location = (host.ssh or "", (host.folder or "").rstrip("/"))
+        location = (str(host.ssh_words), (host.folder or "").rstrip("/"))
         if location in seen:
             raise ConfigError(
                 f"hosts {seen[location]} and {host.name} are the same folder of the same machine; "

@@ -7,10 +7,11 @@ remedy. The parsing itself is done by pydantic_config.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from inspect import cleandoc
 from itertools import pairwise
@@ -26,33 +27,42 @@ from peralta_zmq.config.foreign_names import shorten, unknown_section, unknown_s
 from peralta_zmq.config.schema import Config, known_fields, section_models
 from peralta_zmq.config.sections import Section, default_text, row_model_of
 from peralta_zmq.config.training_sections import EnvSection
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import ConfigError, program_name
 
 FILE_SIGN = "@"  # precedes the name of a config file on the command line
 USAGE = """\
 usage: {usage} [@ FILE.toml ...] [--section.name VALUE ...]
 
-Settings come from the defaults shown here, then from TOML files in their order, then from
-options:  {example} @ configs/demo.toml --train.learning-rate 1e-5
-The same file configures the trainer and every generator.
-bin/trainer --help loss describes the losses."""
+Settings come from their defaults, then from TOML files in their order, then from options:
+  {example} @ configs/demo.toml --train.learning-rate 1e-5
+The same file configures the trainer and every generator. The sections are:
+"""
+MORE_HELP = {
+    "{program} --help train": "all settings of a section, here of [train]",
+    "{program} --help tokens": "the settings with a word in their name or description",
+    "{trainer} --help loss": "also the losses and their formulas",
+    "{program} --version": "the version of the package",
+}
 FLAG_WIDTH = 43  # columns before the description of a setting in --help
+BOOLS = ("true", "True", "1", "false", "False", "0")  # words that may follow a switch as its value
 
 
 def load_config(program: str, arguments: Sequence[str], *, commands: Sequence[str] = ()) -> Config:
     """Return the settings for the `arguments` of a command line.
 
     `program` is the command for the help and the errors, and `commands` are its subcommands, of
-    which the first takes `arguments`. `--help` prints the help and exits. Raises ConfigError, with
-    a message of one line, for invalid arguments or files.
+    which the first takes `arguments`. `--help [TOPIC]` prints the help and exits. Raises
+    ConfigError, with a message of one line, for invalid arguments or files.
     """
     words = _split_arguments(arguments)
-    if {"-h", "--help"} & set(words):
-        sys.stdout.write(help_text(program, commands))
-        raise SystemExit(0)
+    for word, following in pairwise([*words, "--"]):
+        if word in ("-h", "--help"):
+            topic = "" if following.startswith(("-", FILE_SIGN)) else following
+            sys.stdout.write(help_text(program, commands, topic=topic))
+            raise SystemExit(0)
     try:
         check_files(words)
-        _check_missing_values(words)
+        _check_words(words, program)
         return cli(Config, args=words)
     except (ConfigError, ConfigFileError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(" ".join(reason_of(error, program).split())) from None
@@ -134,41 +144,87 @@ def _explain_wrong_value(problem: ErrorDetails) -> str:
     if name in section_models():
         leaves = ", ".join(known_fields()[name])
         return f"'{name}' is a section, not a setting ({name} = {value}); its settings: {leaves}"
-    # pydantic writes "Input should be ..." or "String should have ...".
-    message = problem["msg"].removeprefix("Input ").removeprefix("String ")
+    # pydantic writes "Input should be ...", "String should have ..." or "Value error, should ...".
+    message = re.sub("^(Input|String|Value error,) ", "", problem["msg"])
+    if name == "train.max_steps" and problem["type"] == "greater_than":
+        message += f"; {program_name('evaluate')} RUN|MODEL evaluates without training"
     return f"{name} = {value} is wrong: {message}"
 
 
-def help_text(program: str, commands: Sequence[str] = ()) -> str:
-    """Return the text of --help, as wide as the terminal.
+def help_text(program: str, commands: Sequence[str] = (), *, topic: str = "") -> str:
+    """Return the text of --help TOPIC, as wide as the terminal.
 
-    The help of pydantic_config is not used: it takes 0.8 s, because it parses pydantic's source.
+    A topic is a section, or a word in the name or the description of settings; without a topic,
+    the sections are listed. The help of pydantic_config is not used: it takes 0.8 s, because it
+    parses pydantic's source. Raises ConfigError for a word that no setting has.
+    """
+    sections = {**section_models(), "env": EnvSection}
+    topic = topic.removeprefix("--").replace("-", "_").lower()
+    if not topic:
+        return _overview(program, commands, sections)
+    # Arrays of tables, such as [[eval.env]], have the settings of the section env.
+    settings = [
+        (name, leaf, field)
+        for name, section in sections.items()
+        for leaf, field in section.model_fields.items()
+        if not row_model_of(field)
+    ]
+    if topic in sections:
+        introduction = f"[{topic}] {cleandoc(sections[topic].__doc__ or '')}"
+        if topic == "env":
+            introduction += " In files only, as [[env]] or [[eval.env]]."
+        found = [
+            _setting_help(leaf if topic == "env" else f"--{topic}.{leaf}", field)
+            for name, leaf, field in settings
+            if name == topic
+        ]
+        return f"{introduction}\n{''.join(found)}"
+    options = [(f"{name}.{leaf}", field) for name, leaf, field in settings if name != "env"]
+    found = [
+        _setting_help(f"--{name}", field)
+        for name, field in options
+        if topic in name or topic in (field.description or "").lower().replace("-", "_")
+    ]
+    if not found:
+        leaves = [name.partition(".")[2] for name, _ in options]
+        matches = get_close_matches(topic, [*sections, *leaves], n=1)
+        hint = f"did you mean {program} --help {matches[0]}? " if matches else ""
+        raise ConfigError(
+            f"no setting has '{topic}' in its name or description; {hint}"
+            f"{program} --help lists the sections"
+        )
+    return "".join(found)
+
+
+def _overview(program: str, commands: Sequence[str], sections: Mapping[str, type[Section]]) -> str:
+    """Return the usage and one line for each section."""
+    usage = f"{program} {{{','.join(commands)}}}" if commands else program
+    lines = [USAGE.format(usage=usage, example=" ".join([program, *commands[:1]]))]
+    for name, section in sections.items():
+        first_sentence = " ".join(cleandoc(section.__doc__ or "").split()).partition(". ")[0]
+        lines.append(f"  {name:<12}{first_sentence.rstrip('.')}\n")
+    lines.append("\n")
+    for command, text in MORE_HELP.items():
+        command = command.format(program=program, trainer=program_name("trainer"))
+        lines.append(f"{command:<32}{text}\n")
+    return "".join(lines)
+
+
+def _setting_help(name: str, field: FieldInfo) -> str:
+    """Return the lines of --help for one setting, as wide as the terminal.
+
+    `name` is a key in a file, or begins with -- as an option.
     """
     width = max(80, shutil.get_terminal_size().columns)
-    usage = f"{program} {{{','.join(commands)}}}" if commands else program
-    parts = [USAGE.format(usage=usage, example=" ".join([program, *commands[:1]]))]
-    for name, section in section_models().items():
-        lines = [f"[{name}] {cleandoc(section.__doc__ or '')}"]
-        for leaf, field in section.model_fields.items():
-            if not row_model_of(field):  # tables such as [[eval.env]] are described at the end
-                lines.append(_setting_help(f"--{name}.{leaf}".replace("_", "-"), field, width))
-        parts.append("\n".join(lines))
-    rows = [_setting_help(leaf, field, width) for leaf, field in EnvSection.model_fields.items()]
-    parts.append("\n".join([f"[[env]], [[eval.env]] {EnvSection.__doc__} In files only.", *rows]))
-    return "\n\n".join(parts) + "\n"
-
-
-def _setting_help(flag: str, field: FieldInfo, width: int) -> str:
-    """Return the lines of --help for one setting, wrapped at `width` columns."""
-    flag = f"  {flag} {default_text(field)}"
+    option = name.replace("_", "-") if name.startswith("--") else name
+    flag = f"  {option} {default_text(field)}"
     description = field.description or ""
     if get_origin(field.annotation) is Literal:
         description += f" ({', '.join(map(str, get_args(field.annotation)))})"
     indent = f"\n{'':<{FLAG_WIDTH}}"
     first = f"{flag:<{FLAG_WIDTH}}" if len(flag) < FLAG_WIDTH else flag + indent
-    return first + indent.join(
-        textwrap.wrap(description, width - FLAG_WIDTH, break_on_hyphens=False)
-    )
+    lines = textwrap.wrap(description, width - FLAG_WIDTH, break_on_hyphens=False)
+    return f"{first}{indent.join(lines)}\n"
 
 
 def _split_arguments(arguments: Sequence[str]) -> list[str]:
@@ -197,13 +253,45 @@ def _nearest_file(path: Path) -> str:
     return f"{path.parent}/ has {', '.join(names) or 'no .toml file'}"
 
 
-def _check_missing_values(words: Sequence[str]) -> None:
-    """Raise ConfigError for an option without the value that it needs."""
-    known = known_fields()
-    for flag, following in pairwise([*words, "--"]):  # "--" follows the last word
-        section, _, leaf = flag.removeprefix("--").replace("-", "_").partition(".")
-        kind = known.get(section, {}).get(leaf)
-        # An unknown option (None) is reported later. --filter.NAME adds a filter with its defaults.
-        may_stand_alone = kind in (None, bool) or section == "filter"
-        if flag.startswith("--") and not may_stand_alone and following.startswith("--"):
-            raise ConfigError(f"{flag} has no value; write {flag} VALUE (or {flag}=VALUE)")
+def _check_words(words: Sequence[str], program: str) -> None:
+    """Raise ConfigError for an option without the value that it needs, and for other words."""
+    known, takes_value = known_fields(), False
+    for word, following in pairwise([*words, "--"]):  # "--" follows the last word
+        if word == FILE_SIGN:
+            takes_value = True
+        elif not word.startswith("--"):
+            if not takes_value:
+                raise ConfigError(_explain_stray_word(word, program))
+            takes_value = False
+        else:
+            flag, equals, value = word.partition("=")
+            section, _, leaf = flag.removeprefix("--").replace("-", "_").partition(".")
+            kind = known.get(section, {}).get(leaf)
+            if section in known and not leaf and following != FILE_SIGN:
+                raise ConfigError(_explain_section(section, value if equals else following))
+            # An unknown option (None) is reported later. --filter.NAME adds a filter with its
+            # defaults.
+            may_stand_alone = kind in (None, bool) or section == "filter"
+            if not (equals or may_stand_alone) and following.startswith("--"):
+                raise ConfigError(f"{flag} has no value; write {flag} VALUE (or {flag}=VALUE)")
+            takes_value = not equals and (kind is not bool or following in BOOLS)
+
+
+def _explain_stray_word(word: str, program: str) -> str:
+    """Explain a word that is neither an option nor its value."""
+    if word.endswith(".toml"):
+        return f"config file {word} needs an {FILE_SIGN}: {program} {FILE_SIGN} {word}"
+    return (
+        f"unexpected argument {word!r}; settings are written --section.name VALUE, config files "
+        f"{FILE_SIGN} FILE.toml"
+    )
+
+
+def _explain_section(section: str, value: str) -> str:
+    """Explain an option that is the name of a section."""
+    leaves = known_fields()[section]
+    leaf = next((leaf for leaf in ("name", "train", "dir") if leaf in leaves), None)
+    if leaf is None:
+        return f"--{section} is a section; its settings: {', '.join(leaves)}"
+    shown = "VALUE" if value.startswith("--") else value
+    return f"--{section} is a section; did you mean --{section}.{leaf} {shown}?"

@@ -35,7 +35,7 @@ class LossSection(Section):
     """The loss function; None = the value of the named loss (bin/trainer --help loss)."""
 
     name: Text = "reinforce"
-    """a shipped loss, or the import path of a custom function (module:function)"""
+    """a shipped loss, or a custom function (file.py:function or module:function)"""
     objective: Objective | None = None
     """loss of a token, from its ratio of policy to older policy and its advantage"""
     importance_sampling_level: Literal["token", "sequence", "rollout"] | None = None
@@ -140,7 +140,7 @@ class AdvantageSection(Section):
     """The advantage estimator; None = the default of the chosen estimator."""
 
     name: Text = "group_mean"
-    """a shipped estimator, or the import path of a custom function (module:function)"""
+    """a shipped estimator, or a custom function (file.py:function or module:function)"""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """group_zscore, leave_one_out: divide by the standard deviation of the rewards of the group, or
     of the step, or do not divide; default group for group_zscore, none for leave_one_out"""
@@ -209,4 +209,4 @@ class FilterSection(Section):
     """completion truncated at the maximum length; a table with the key enforce (default
     false: only count)"""
     custom: dict[str, CustomFilter] = Field(default={})
-    """custom filters: for each import path a table with the keys enforce and kwargs"""
+    """custom filters: for each function (file.py:function) a table of enforce and kwargs"""

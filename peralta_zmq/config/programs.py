@@ -19,17 +19,28 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from peralta_zmq.config.load import load_config
+from peralta_zmq import errors
+from peralta_zmq.config.load import FILE_SIGN, help_text, load_config
 from peralta_zmq.config.schema import Config
 from peralta_zmq.errors import EXIT_ERROR, ConfigError, PeraltaError, printable, program_name
 
 # Limits on the number of open files, tried in turn; macOS permits 10,240. Every connection to a
 # port of the process is an open file.
 OPEN_FILES = (65_536, 10_240)
-INTERRUPTED = 130  # exit code that a shell reports for SIGINT
+INTERRUPTED, NO_READER = 130, 141  # exit codes that a shell reports for SIGINT and SIGPIPE
 CHECKOUT_BIN = Path(__file__).resolve().parents[2] / "bin"
 # First arguments of peralta-lan that refer to the machines of a hosts file.
 LAN_COMMANDS = ("up", "sync", "status", "logs", "restart", "stop", "down", "enable", "disable")
+VERSION = "--version"
+EVALUATE_USAGE = """\
+usage: {program} RUN [--step N] [--section.name VALUE ...]
+       {program} MODEL [@ FILE.toml ...] [--section.name VALUE ...]
+
+Answers the held-out problems (data.eval, [eval], [sampling]) with the weights of a run, the newest
+or those of a step, or with a model, and prints the mean reward. RUN is the folder of a run, whose
+settings are used; MODEL is as in model.name. Nothing is trained.
+
+"""
 REPLAY_USAGE = """\
 {program} RUN [--from K] [--to N] [--section.name VALUE ...]
        {program} export RUN STEP FOLDER"""
@@ -39,10 +50,15 @@ def trainer() -> int:
     """peralta-trainer: collect groups, train the model on them, publish its weights."""
     _end_process_on_interrupt()
     raise_open_files_limit()  # generators and other clients may open thousands of connections
+    program = program_name("trainer")
     if sys.argv[1:] == ["--help", "loss"]:
-        sys.stdout.write(pkgutil.resolve_name("peralta_zmq.learning.composition:help_text")())
-        return 0
-    return run_program("peralta_zmq.trainer.loop:run", program_name("trainer"))
+
+        def write_losses(_: object) -> None:
+            losses = pkgutil.resolve_name("peralta_zmq.learning.composition:help_text")()
+            sys.stdout.write(f"{help_text(program, topic='loss')}\n{losses}")
+
+        return run_plain_program(write_losses, program)
+    return run_program("peralta_zmq.trainer.loop:run", program)
 
 
 def generator() -> int:
@@ -66,6 +82,16 @@ def lan() -> int:
     return run_program("peralta_zmq.operate.local:main", program, commands=commands)
 
 
+def evaluate() -> int:
+    """peralta-evaluate: answer the held-out problems with a run's weights or a model."""
+
+    def start(arguments: Sequence[str]) -> int | None:
+        evaluate_options(arguments)  # ends the program for --help, before torch is imported
+        return _imported("peralta_zmq.trainer.evaluate_model:main")(arguments)
+
+    return run_plain_program(start, program_name("evaluate"))
+
+
 def replay() -> int:
     """peralta-replay: repeat a run's training from its journal, or export weights."""
 
@@ -86,6 +112,22 @@ def dashboard() -> int:
 def doctor() -> int:
     """peralta-doctor: check if this machine is ready for a run, plan its memory, or make keys."""
     return run_plain_program("peralta_zmq.operate.doctor:main", program_name("doctor"))
+
+
+def evaluate_options(arguments: Sequence[str]) -> tuple[str, int | None, list[str]]:
+    """Return run folder or model, the step, and the other arguments, which are settings."""
+    program = program_name("evaluate")
+    parser = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
+    parser.add_argument("--step", type=int)
+    options, words = parser.parse_known_args(arguments)
+    if {"-h", "--help"} & set(words):
+        sys.stdout.write(EVALUATE_USAGE.format(program=program))
+        load_config(program, words)  # prints the help of the settings and exits
+    if not words or words[0].startswith(("-", FILE_SIGN)):
+        raise ConfigError(
+            f"the run folder or the model must come first: {program} runs/demo, or {program} MODEL"
+        )
+    return words[0], options.step, words[1:]
 
 
 def replay_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -146,23 +188,46 @@ def run_program(
 
 def run_plain_program(main: Callable[[Sequence[str]], int | None] | str, program: str) -> int:
     """Run a `main` that parses the command line itself, and return the exit code."""
+    errors.prepare_streams()
     stderr = _PrintableStderr()
     log_format = f"%(asctime)s {program} %(message)s"
     logging.basicConfig(stream=stderr, format=log_format, datefmt="%H:%M:%S")
     try:
+        if VERSION in sys.argv[1:]:
+            return int(not sys.stdout.write(f"{program} {package_version()}\n"))
         return _imported(main)(sys.argv[1:]) or 0
     except PeraltaError as error:
         stderr.write(f"{program}: error: {error}\n")
         return EXIT_ERROR
+    except BrokenPipeError:  # the reader of the output has ended, as after `| head`
+        return NO_READER
     except KeyboardInterrupt:
         return INTERRUPTED
+    finally:
+        errors.discard_unwritten_output()
+
+
+def package_version() -> str:
+    """Version of the installed package."""
+    from importlib import metadata  # takes 20 ms
+
+    try:
+        return metadata.version("peralta_zmq")
+    except metadata.PackageNotFoundError:
+        return "(checkout that is not installed)"
 
 
 class _PrintableStderr:
-    """Standard error that escapes control characters in texts of other machines."""
+    """Standard error that escapes control characters in texts of other machines.
+
+    On a terminal, a text first erases a line that is rewritten in place (observe/terminal.py).
+    """
 
     def write(self, text: str) -> int:
-        return sys.stderr.write(printable(text, keep="\n\t"))
+        erase = "\x1b[K" if sys.stderr.isatty() else ""
+        with contextlib.suppress(OSError):
+            return sys.stderr.write(erase + printable(text, keep="\n\t"))
+        return 0
 
     def flush(self) -> None:
         sys.stderr.flush()
@@ -201,7 +266,7 @@ def _without_command(
     optional. An empty `commands` means that the program has no commands.
     """
     if not commands or {"-h", "--help"} & set(arguments):
-        return [word for word in arguments if word not in commands]
+        return arguments[1:] if arguments and arguments[0] in commands else arguments
     if not arguments or arguments[0] not in commands:
         problem = f"{arguments[0]!r} is not a command" if arguments else "the command is missing"
         choices = " or ".join(f"{program} {command}" for command in commands)

@@ -2,12 +2,15 @@
 
 A run whose folder exists is resumed. At each start the trainer compares its settings with the
 settings of the previous start of the run (`earlier_config`). Then the trainer writes all of its
-settings into the run folder (`write_resolved`).
+settings into the run folder (`write_resolved`). The settings before a change are in
+config_history.jsonl (observe/run_log.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +24,7 @@ from peralta_zmq.errors import ConfigError
 
 RESOLVED = "config.toml"  # name of the file in the run folder
 REMEDY = "choose another --run.name, or delete the folder to start again (FRESH=1 make run)"
+MAX_STEPS = "train.max_steps"
 
 # Settings that a resumed run may change. Most of them do not influence the training result; the
 # others are meant to be changed during a run, or limit time and memory.
@@ -30,14 +34,26 @@ FREE_SECTIONS = {
 }
 FREE_SETTINGS = {
     *("run.dir", "run.num_local_generators", "model.device", "engine.name"),
+    *("run.fork", "run.from_step", "run.fork_optimizer"),  # without effect on an existing run
     *("run.report_to", "run.project", "run.report_name", "run.report_interval"),
     *("engine.tensor_parallel_size", "engine.gpu_memory_utilization", "engine.vllm_args"),
     *("curriculum.easy_fraction", "curriculum.hard_fraction", "curriculum.oversampling_factor"),
     *("task.reward_timeout", "task.reward_workers", "task.reward_concurrency"),
     *("train.num_workers", "train.max_mismatch_kl", "train.memory_fraction"),
     "train.on_mismatch",  # "drop" lets a run continue without a faulty generator
+    # The journal has the numbers that each step was trained with.
+    *("train.learning_rate", "train.lr_scheduler_type", "train.warmup_steps", "train.max_steps"),
+    *("train.adam_beta1", "train.adam_beta2", "train.weight_decay", "train.max_grad_norm"),
 }
-GROWING_SETTINGS = {"train.max_steps"}  # a resumed run may only increase them
+# Settings whose defaults follow the model, the data and the machine (build/fitted_settings.py).
+FITTED = (
+    "train.learning_rate",
+    "train.batch_size",
+    "train.max_tokens_per_microbatch",
+    "sampling.max_completion_length",
+    "engine.max_model_len",
+    "eval.interval",
+)
 
 
 def write_resolved(config: Config, folder: Path) -> None:
@@ -75,17 +91,92 @@ def earlier_config(config: Config, folder: Path) -> Config:
             f"run folder {folder} cannot be resumed, its {RESOLVED} does not load "
             f"({error}); {REMEDY}"
         ) from None
-    before, now = dict(_settings(earlier)), dict(_settings(config))
-    changes = [
-        f"{key} {shorten(before[key])} -> {shorten(now[key])}"
-        for key in now
-        if before[key] != now[key] and not _may_change(key, before[key], now[key], config)
-    ]
-    if changes:
+    if config.run.fork is not None and _fork_of(config) != _fork_of(earlier):
         raise ConfigError(
-            f"run folder {folder} was made with other settings: {', '.join(changes)}; {REMEDY}"
+            f"run folder {folder} exists already, and run.fork {config.run.fork} makes a new run; "
+            f"choose another name: --run.name {_free_name(folder)}"
+        )
+    refused = [
+        change
+        for key, change in changed_settings(earlier, _with_fitted(config, earlier)).items()
+        if not _may_change(key, config)
+    ]
+    if refused:
+        raise ConfigError(
+            f"run folder {folder} was made with other settings: {', '.join(refused)}; to continue "
+            "from its weights with these settings, add to the command: "
+            f"--run.fork {config.run.name} --run.name {_free_name(folder)}; "
+            "or delete the folder to start again (FRESH=1 make run)"
         )
     return earlier
+
+
+def keep_fork(config: Config, earlier: Config) -> Config:
+    """`config`, as a fork of the same step as at the earlier start, if it names no fork."""
+    if config.run.fork is not None or earlier.run.fork is None:
+        return config
+    names = ("run.fork", "run.from_step", "run.fork_optimizer")
+    return with_settings(config, {name: attrgetter(name)(earlier) for name in names})
+
+
+def changed_settings(before: Config, now: Config) -> dict[str, str]:
+    """The settings that differ: section.leaf -> text with the value before and now."""
+    values = dict(_settings(before))
+    changes = {
+        key: f"{key} {shorten(values[key])} -> {shorten(value)}"
+        for key, value in _settings(now)
+        if values[key] != value
+    }
+    if MAX_STEPS in changes and now.sampling.temp_scheduler is not None:
+        changes[MAX_STEPS] += " (sampling.temp_scheduler ends there)"
+    return changes
+
+
+def _fork_of(config: Config) -> tuple[str | None, int | None]:
+    return config.run.fork, config.run.from_step
+
+
+def _free_name(folder: Path) -> str:
+    """The name of the run folder with the first number that makes it unused."""
+    names = (f"{folder.name}-{number}" for number in count(2))
+    return next(name for name in names if not folder.with_name(name).exists())
+
+
+def is_set(config: Config, name: str) -> bool:
+    """Whether the user has set section.leaf, in a file or as an option."""
+    section, _, leaf = name.partition(".")
+    return leaf in getattr(config, section).model_fields_set
+
+
+def with_settings(config: Config, values: Mapping[str, object]) -> Config:
+    """The settings with other values of some section.leaf, which then are set.
+
+    Raises ConfigError, or ValueError for a value that is out of bounds.
+    """
+    given = config.model_dump(exclude_unset=True)
+    for name, value in values.items():
+        section, _, leaf = name.partition(".")
+        given.setdefault(section, {})[leaf] = value
+    return Config.model_validate(given)
+
+
+def with_fitted_of_run(config: Config) -> Config:
+    """The settings, with FITTED ones that the user leaves out as in the run folder.
+
+    Raises OSError if config.toml cannot be read; `earlier_config` reports a damaged one.
+    """
+    folder = config.run_folder
+    try:
+        (folder / RESOLVED).read_bytes()
+        return _with_fitted(config, load_resolved("config", folder))
+    except (FileNotFoundError, NotADirectoryError, ConfigError):
+        return config
+
+
+def _with_fitted(config: Config, earlier: Config) -> Config:
+    """The settings, with FITTED ones that the user leaves out from `earlier`."""
+    unset = [name for name in FITTED if not is_set(config, name)]
+    return with_settings(config, {name: attrgetter(name)(earlier) for name in unset})
 
 
 def toml_text(config: Config) -> str:
@@ -119,10 +210,10 @@ def _settings(config: Config) -> Iterator[tuple[str, object]]:
                 yield f"{name}.{leaf}", value
 
 
-def _may_change(key: str, before: Any, now: Any, config: Config) -> bool:
-    """Whether a resumed run may change the setting `key` from `before` to `now`."""
-    if key in GROWING_SETTINGS:
+def _may_change(key: str, config: Config) -> bool:
+    """Whether a resumed run may change the setting `key`; `config` has its new value."""
+    if key == MAX_STEPS and config.sampling.temp_scheduler is not None:
         # A temperature schedule ends at max_steps. If max_steps changed, the trainer would compute
         # logprobs of groups in flight at other temperatures than those that sampled the groups.
-        return now > before and config.sampling.temp_scheduler is None
+        return False
     return key in FREE_SETTINGS or key.partition(".")[0] in FREE_SECTIONS

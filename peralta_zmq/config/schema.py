@@ -27,6 +27,8 @@ from peralta_zmq.http_server import is_loopback
 MAX_BETA_BF16 = 0.99
 # Section, setting, and the setting without which it has no effect.
 NEEDED_SETTINGS = (
+    ("run", "from_step", "fork"),
+    ("run", "fork_optimizer", "fork"),
     ("loss", "sft_weight", "sft_file"),
     ("loss", "sft_batch_size", "sft_file"),
     ("generator", "token_file", "serve_port"),

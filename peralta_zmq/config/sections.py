@@ -11,6 +11,7 @@ generated. A setting that TRL also has uses the name in TRL. Settings of the tra
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from typing import Annotated, Any, Literal, TypeAlias, cast, get_args, get_origin
@@ -29,9 +30,12 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 from pydantic_config import BaseConfig  # pyright: ignore[reportMissingTypeStubs]
-from pydantic_core import PydanticCustomError
 
 from peralta_zmq.atomic_files import MAX_NAME, PLAIN_NAME
+from peralta_zmq.http_server import host_of
+
+# nas:/share, smb://nas, //nas/share, \\nas\share, and $NAME anywhere.
+NO_FOLDER = re.compile(r"[^/]*:|//[^/]|\\\\|.*\$[{(A-Za-z_]", re.DOTALL)
 
 
 def _split_commas(value: object) -> object:
@@ -54,12 +58,25 @@ def _one_or_list(value: object) -> object:
 def _check_plain_name(name: str) -> str:
     """Reject a name that is not a valid file name on every system."""
     if not PLAIN_NAME.fullmatch(name):
-        message = "should be a plain name; use letters, digits, . _ and -"
-        raise PydanticCustomError("plain_name", message)
+        raise ValueError("should be a plain name; use letters, digits, . _ and -")
     return name
 
 
+def _check_folder(text: str) -> str:
+    """Reject a share of a NAS, and what only a shell expands: a new folder would get that name."""
+    if NO_FOLDER.match(text) or os.path.expanduser(text).startswith("~"):
+        raise ValueError("should be a path on this machine (mount it), without $NAME or ~user")
+    return text
+
+
+def _check_store(text: str) -> str:
+    return text if text.startswith(("http://", "s3://")) else _check_folder(text)
+
+
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
+Host: TypeAlias = Annotated[Text, AfterValidator(host_of)]
+LocalPath: TypeAlias = Annotated[Text, AfterValidator(_check_folder)]
+Store: TypeAlias = Annotated[Text, AfterValidator(_check_store)]
 PlainName: TypeAlias = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_check_plain_name)]
 Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 FractionOrZero: TypeAlias = Annotated[float, Field(ge=0, le=1)]
@@ -90,7 +107,7 @@ class Section(BaseConfig):
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
             message = "should be a number or text; set a value, or leave it out for the default"
-            raise PydanticCustomError("bool_as_number", message)
+            raise ValueError(message)
         return value
 
 
@@ -115,8 +132,15 @@ class RunSection(Section):
 
     name: PlainName = "demo"
     """name of the run and of its folder"""
-    dir: Text = "runs"
+    dir: LocalPath = "runs"
     """parent folder of all run folders"""
+    fork: Text | None = None
+    """run whose weights a new run continues from, under any settings: a name in run.dir or the
+    folder of a run; it is read at the first start only"""
+    from_step: NonNegativeInt | None = None
+    """step of run.fork that has a checkpoint or published weights; None = the newest checkpoint"""
+    fork_optimizer: bool = True
+    """continue with the optimizer's state too, if it is in a checkpoint of the same train.optim"""
     seed: NonNegativeInt = 0
     """seed of all random number generators of the run"""
     num_local_generators: PositiveInt = 1
@@ -157,8 +181,9 @@ class EngineSection(Section):
     on Apple silicon and vllm on CUDA if these libraries are installed, else native"""
     slots: PositiveInt = 32
     """completions that are sampled concurrently; a finished one is replaced at once"""
-    max_model_len: PositiveInt = 512
-    """tokens of prompt and completion per slot; memory grows with slots x max_model_len"""
+    max_model_len: PositiveInt = 1024
+    """tokens of prompt and completion per slot; memory grows with slots x max_model_len.
+    Left out: as the longest prompt needs"""
     quantize: Bits | None = None
     """bits per weight of linear layers while sampling, with engine mlx; None = as published"""
     tensor_parallel_size: PositiveInt | None = None
@@ -181,11 +206,11 @@ class GeneratorSection(Section):
     count: PositiveInt = 1
     """number of generators that divide the problems by their index meanwhile"""
     num_workers: PositiveInt = 1
-    """number of trainer and generator processes on this machine, which share its CPU cores"""
+    """processes (trainer, generators) that share this machine's cores; more = fewer threads"""
     serve_port: Port | None = None
     """port for chats with the newest weights through OpenAI's API; generator `index` uses the port
     plus its index; None = not served"""
-    token_file: Text | None = None
+    token_file: LocalPath | None = None
     """file of mode 0600 with the API key for serve_port; None = only this machine can connect"""
 
     @property
@@ -198,13 +223,13 @@ class GeneratorSection(Section):
 class WireSection(Section):
     """Network addresses of the trainer."""
 
-    host: Text = "127.0.0.1"
-    """host name or address of the trainer, as seen from the generators"""
+    host: Host = "127.0.0.1"
+    """host name or address (IPv4 or IPv6) of the trainer, as seen from the generators"""
     port: Port = 5555
     """port for rollouts; the next three ports: announcements, generator status, bin/doctor"""
-    bind: Text = "127.0.0.1"
-    """address that the trainer binds; 0.0.0.0 = all network interfaces"""
-    address_dir: Text | None = None
+    bind: Host = "127.0.0.1"
+    """address that the trainer binds; 0.0.0.0 = all network interfaces, :: = also with IPv6"""
+    address_dir: LocalPath | None = None
     """folder shared by all machines, in which a started trainer writes its address (host and the
     first free ports from port on) and where generators find it, also after a move of the trainer to
     another machine; None = generators use host and port"""
@@ -215,7 +240,7 @@ class WireSection(Section):
 class WeightsSection(Section):
     """The weight store: where the trainer publishes and generators load weights."""
 
-    dir: Text | None = None
+    dir: Store | None = None
     """folder shared by all machines, s3://BUCKET/PREFIX, or on generators http://TRAINER:PORT;
     None = the folder weights/ in the run folder"""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -241,7 +266,7 @@ class WeightsSection(Section):
     """upper limit for the bandwidth of publishing; None = unlimited"""
     serve_port: Port | None = None
     """port on which the trainer serves its weights folder over HTTP; None = not served"""
-    token_file: Text | None = None
+    token_file: LocalPath | None = None
     """file of mode 0600 with the bearer token for serve_port, equal on all machines"""
 
 
@@ -256,32 +281,23 @@ class CheckpointSection(Section):
     """also keep each checkpoint whose step is a multiple of this"""
     keep_journal: bool = False
     """keep the journal (recorded groups) from the first step, so that bin/replay can start at 0"""
-    resume_step: Annotated[int, Field(ge=-1)] = -1
-    """roll back to the checkpoint of this step, once: later starts with the same value resume from
-    the newest; -1 = always resume from the newest"""
-    skip_progress: bool = False
-    """continue with the weights and the optimizer of the resumed step, but as step 0, once: later
-    starts with the same value resume as usual"""
-    skip_buffer: bool = False
-    """at each start, drop the groups that are received but not trained, and sample all problems
-    again that curriculum excludes as too easy or too hard"""
 
 
 class VerifierSection(Section):
     """Address of bin/verifier, which serves problems and rewards to other machines."""
 
-    host: Text = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """address that the verifier binds; any other than loopback needs a token_file"""
     port: Port = 5560
     """port that the verifier binds"""
-    token_file: Text | None = None
+    token_file: LocalPath | None = None
     """file of mode 0600 with the bearer token, equal on all machines"""
 
 
 class SecuritySection(Section):
     """Authentication of generators."""
 
-    keys: Text | None = None
+    keys: LocalPath | None = None
     """folder of CURVE keys, made with bin/doctor keygen; None = no keys and no encryption"""
     insecure: bool = False
     """allow connections from other machines without keys"""
@@ -292,11 +308,11 @@ class DashboardSection(Section):
 
     enabled: bool = True
     """serve a dashboard while the trainer runs"""
-    host: Text = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """address that the dashboard binds; any other than loopback needs a token_file"""
     port: Port = 8470
     """port of the dashboard; if it is in use, the next free one"""
-    token_file: Text | None = None
+    token_file: LocalPath | None = None
     """file of mode 0600 with the access token of the dashboard; None = no token"""
 
 
@@ -306,5 +322,5 @@ class LogSection(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """lowest level that is printed"""
     samples: Literal["random", "best", "worst"] = "random"
-    """group of each step that samples.jsonl, the dashboard and the trackers get: a random one, or
-    that with the best or the worst mean reward"""
+    """group of each step that the trackers get: a random one, or that with the best or the worst
+    mean reward"""

@@ -7,6 +7,8 @@ verifier is a service on another machine that supplies problems and rewards.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
@@ -33,6 +35,7 @@ from peralta_zmq.config.sections import (
     Text,
 )
 
+MAX_HEADER_BYTES = 1 << 16
 HashKeys: TypeAlias = Annotated[
     tuple[Literal["task", "prompt", "answer", "id"], ...], Field(min_length=1), CommaSeparated
 ]
@@ -42,10 +45,11 @@ class RewardSettings(Section):
     """The reward functions of an environment."""
 
     reward: Text | None = None
-    """import path of a reward function (module:function) that replaces the task's own"""
+    """reward function that replaces the task's own: answer_match, or one of your own
+    (file.py:function or module:function), with its signature or TRL's"""
     reward_functions: Names = ()
-    """functions with TRL's signature, whose weighted sum is the reward: exact_match, regex,
-    soft_overlong, boxed_answer, import paths, and `task` for the task's own; empty = only that"""
+    """functions with TRL's signature, whose weighted sum is the reward: answer_match, exact_match,
+    regex, soft_overlong, boxed_answer, your own, or `task`, the task's own, which is the default"""
     reward_weights: Numbers | None = None
     """weights of reward_functions, in order; None = 1 for each"""
     reward_kwargs: Table = Field(default={})
@@ -59,8 +63,9 @@ class TaskSection(RewardSettings):
     Its reward functions are those of every [[env]] without reward settings.
     """
 
-    name: Text = "calculator"
-    """a shipped task, or the import path of a custom module"""
+    name: Text | None = None
+    """a shipped task, or one of your own (file.py or module); None = `rows` if data.train is a file
+    or folder, else calculator"""
     max_turns: Annotated[int, Field(ge=1, le=64)] = 8
     """completions of a rollout, for tasks that reply to completions or have tools; a longer
     episode is cut off"""
@@ -81,13 +86,14 @@ class DataSection(Section):
     """Data files of the task; None = the default of the task."""
 
     train: Text | None = None
-    """training problems: a shipped data set (math_1k) or the path of a CSV, JSONL or
-    Parquet file"""
+    """training problems: a shipped data set (math_1k), the path of a CSV, JSONL or Parquet file, or
+    of a folder that datasets' save_to_disk made"""
     eval: Text | None = None
-    """held-out problems: a shipped data set (math_250) or the path of a CSV, JSONL or
-    Parquet file"""
+    """held-out problems, as train; None = the default of the task, for `rows` a tenth of the
+    training rows"""
     prompt_column: Text | None = None
-    """column with the question; a row may have input_token_ids instead"""
+    """column with the question, a text or a list of messages; a row may have input_token_ids
+    instead"""
     answer_column: Text | None = None
     """column with the answer, which is never part of the prompt"""
     system_prompt: str | None = None
@@ -134,8 +140,8 @@ class EnvSection(RewardSettings, DataSection):
 
     name: PlainName | None = None
     """name in metrics and at the verifier; None = name of the task"""
-    task: Text = "calculator"
-    """a shipped task, or the import path of a custom module"""
+    task: Text | None = None
+    """name of the task, as task.name"""
     address: Names | None = None
     """http://HOST:PORT of the bin/verifier that runs the task, or several of them, which take turns
     and replace each other; None = no verifier"""
@@ -151,9 +157,17 @@ class EnvSection(RewardSettings, DataSection):
     """the same settings for evaluations of this environment; temperature 0 = greedy"""
 
     @property
+    def task_name(self) -> str:
+        """Name of the task; a file in the form of the calculator's data sets is for this task."""
+        source = self.train or self.eval
+        path = Path(os.path.expanduser(source or ""))
+        is_path = bool(source) and (len(path.parts) > 1 or bool(path.suffix) or path.is_dir())
+        return self.task or ("rows" if is_path and not _is_for_calculator(path) else "calculator")
+
+    @property
     def label(self) -> str:
         """Name of the environment in problems, groups and metrics."""
-        return self.name or self.task
+        return self.name or self.task_name
 
     @property
     def data_options(self) -> dict[str, Any]:
@@ -167,6 +181,15 @@ class EnvSection(RewardSettings, DataSection):
             return self
         update = {name: getattr(task, name) for name in RewardSettings.model_fields}
         return self.model_copy(update=update)
+
+
+def _is_for_calculator(path: Path) -> bool:
+    """Whether the first line of a file has the calculator's column for answers."""
+    try:
+        with path.open("rb") as file:
+            return b"python_expression" in file.readline(MAX_HEADER_BYTES)
+    except (OSError, ValueError):
+        return False  # reading the rows reports it
 
 
 class CurriculumSection(Section):
@@ -213,9 +236,9 @@ class SamplingSection(Section):
     """above 1: lower the logits of tokens that occur in prompt or completion; 1 = off"""
     min_tokens: NonNegativeInt = 0
     """minimum number of sampled tokens before a completion may end"""
-    max_completion_length: PositiveInt | None = 48
+    max_completion_length: PositiveInt | None = 256
     """maximum number of sampled tokens, including the end token; None = as many as the prompt
-    leaves of engine.max_model_len"""
+    leaves of engine.max_model_len. Left out: 256, more for long answers or a model that thinks"""
     stop: Strings | None = None
     """end a completion when its text contains this string, or one of a list; it is removed"""
     skip_special_tokens: bool = False
@@ -226,9 +249,9 @@ class SamplingSection(Section):
 class TrainSection(Section):
     """Optimizer, batch and off-policy limits."""
 
-    batch_size: PositiveInt = 128
+    batch_size: PositiveInt = 64
     """rollouts per training step, a multiple of sampling.num_generations; if that differs between
-    environments, at least as many rollouts"""
+    environments, at least as many rollouts. Left out: 64, at most one group per problem"""
     token_batch_size: PositiveInt | None = None
     """tokens per training step (prompts and completions), instead of batch_size"""
     max_steps: PositiveInt = 80
@@ -236,8 +259,9 @@ class TrainSection(Section):
     optim: Literal["adamw", "adamw_bf16", "adamw_8bit"] = "adamw"
     """AdamW with its state in float32, bfloat16 or 8 bits (8, 4 or 2 bytes per weight);
     adamw_8bit needs the package extra `optim`"""
-    learning_rate: PositiveFloat = 2e-4
-    """peak learning rate; for a pretrained model 5e-6 to 2e-5, with LoRA 1e-4 (docs/rounding.md)"""
+    learning_rate: PositiveFloat = 1e-5
+    """peak learning rate. Left out: 1e-5, but 1e-4 with LoRA or for a model below 20 M parameters
+    (docs/rounding.md)"""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """learning rate schedule after the warm-up"""
     warmup_steps: NonNegativeInt = 0
@@ -253,8 +277,9 @@ class TrainSection(Section):
     compute with the published weights, so that small updates are not lost in rounding"""
     max_grad_norm: PositiveFloat = 1.0
     """gradient clipping: maximum norm of the gradient"""
-    max_tokens_per_microbatch: PositiveInt = 16384
-    """tokens per forward and backward pass; changes memory, not the gradient"""
+    max_tokens_per_microbatch: PositiveInt = 4096
+    """tokens per forward and backward pass; changes memory, not the gradient. Left out: the largest
+    power of two that fits"""
     oversize: Literal["truncate", "drop"] = "truncate"
     """rollouts longer than max_tokens_per_microbatch: train on their beginning, or drop them"""
     keep_zero_std: bool = False
@@ -287,7 +312,7 @@ class TrainSection(Section):
     """fraction of the memory that the trainer may use, of its GPU or with model.device cpu of the
     machine; engine.gpu_memory_utilization is that of each generator; None = all"""
     num_workers: PositiveInt = 1
-    """number of trainer and generator processes on this machine, which share its CPU cores"""
+    """processes (trainer, generators) that share this machine's cores; more = fewer threads"""
 
     @property
     def staleness_limit(self) -> int:
@@ -336,8 +361,9 @@ class LoraSection(Section):
 class EvalSection(Section):
     """Evaluation on held-out problems before, during and after training."""
 
-    interval: PositiveInt = 100
-    """training steps between two evaluations by the generators"""
+    interval: PositiveInt = 20
+    """training steps between two evaluations by the generators. Left out: a quarter of
+    train.max_steps"""
     num_examples: int = -1
     """held-out problems per environment; -1 = all"""
     rollouts_per_example: PositiveInt = 1

@@ -1,8 +1,8 @@
-"""The rows of data sets in CSV, JSONL and Parquet files.
+"""The rows of data sets: CSV, JSONL and Parquet files, and folders of the library datasets.
 
-A data set has one problem per row, in a column for the prompt and a column for the answer. The
-column `input_token_ids` may hold the tokens of the prompt instead. The column `info` may hold an
-object for the reward functions: in CSV, and in a text column of Parquet, as JSON.
+A data set has one problem per row, in a column for the prompt, a text or a chat, and a column for
+the answer. The column `input_token_ids` may hold the tokens of the prompt instead. The column
+`info` may hold an object for the reward functions: in CSV, and in a text of Parquet, as JSON.
 """
 
 from __future__ import annotations
@@ -12,50 +12,113 @@ import difflib
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
 from peralta_zmq.errors import TaskError, import_extra
+from peralta_zmq.rollout import Message, Role
 
 DATA_FOLDER = Path(__file__).parent / "data"
 SHIPPED = tuple(sorted(file.stem for file in DATA_FOLDER.glob("*.csv")))  # names of data sets
 TOKENS_COLUMN = "input_token_ids"
 INFO_COLUMN = "info"
+MESSAGE = ("role", "content")  # keys of a message
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIX = ".parquet"
 csv.field_size_limit((1 << 31) - 1)  # characters; a memory limit, 131,072 by default
+
+
+class Record(NamedTuple):
+    """A row of a data set as it is in the file."""
+
+    line_number: int  # of the row's first line in the file
+    values: Mapping[str, Any]  # by column
+    texts: Mapping[str, Any]  # the same with numbers as text, so that 0.1 stays exact
+
+    def text(self, column: str) -> str:
+        """The text or number of a column, or token ids separated by spaces.
+
+        Raises ValueError for another value, and for a lone surrogate such as the JSON escape
+        \\ud800.
+        """
+        value = self.texts[column]
+        if column == TOKENS_COLUMN and isinstance(value, list):
+            return " ".join(map(str, cast("list[object]", value)))
+        place = f"line {self.line_number}: column '{column}'"
+        if not isinstance(value, str):
+            raise ValueError(f"{place} is {value!r:.40}; it must be text or a number")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{place} has a lone surrogate {value!a:.40}") from None
+        return value
 
 
 class DataRow(NamedTuple):
     """One row of a data set."""
 
     line_number: int  # of the row's first line in the file
-    prompt: str  # empty if the row has no prompt column
+    prompt: str  # empty if the row has no text as prompt
     token_ids: str  # numbers separated by spaces; empty if the row has none
     answer: str
     info: Mapping[str, Any]  # empty if the row has none
+    messages: tuple[Message, ...] = ()  # the prompt, if it is a chat
 
 
-def read_rows(source: str, *, prompt_column: str, answer_column: str) -> list[DataRow]:
+def read_rows(source: str, *, prompt_column: str, answer_column: str | None) -> list[DataRow]:
     """Read all rows of a data set, in file order; other columns are ignored.
 
-    `source` is the name of a shipped data set or a path. Every row needs an answer, and a prompt or
-    `input_token_ids`: a list in JSONL, numbers separated by spaces in CSV. Raises TaskError for a
-    file that is missing, empty or not UTF-8, a missing column, and a row that cannot be read.
+    `source` is the name of a shipped data set or a path. Every row needs an answer (unless
+    `answer_column` is None), and a prompt or `input_token_ids`: a list in JSONL, numbers separated
+    by spaces in CSV. Raises TaskError as `read_records`, and for a missing column.
     """
-    path = _path(source)
-    suffix = path.suffix.lower()
-    parse = _json_records if suffix in JSONL_SUFFIXES else _csv_records
+    records = read_records(source)
     try:
-        is_parquet = suffix == PARQUET_SUFFIX
-        records = _parquet_records(path) if is_parquet else parse(_read_text(path))
-        rows = [_row(number, record, prompt_column, answer_column) for number, record in records]
+        return [
+            row_of(record, prompt_column, answer_column)._replace(info=_info(record))
+            for record in records
+        ]
     except ValueError as error:
         raise TaskError(f"'{source}' {error}") from None
-    if not rows:
+
+
+def read_records(source: str, split: str = "train") -> list[Record]:
+    """Read all records of a data set, in file order.
+
+    `split` chooses one of a folder with several. Raises TaskError for a file that is missing, empty
+    or not UTF-8, and for a record that cannot be read.
+    """
+    path = _path(source)
+    try:
+        records = [*_records(path, split)]
+    except ValueError as error:
+        raise TaskError(f"'{source}' {error}") from None
+    if not records:
         raise TaskError(f"'{source}' has no rows; a data set needs at least one")
-    return rows
+    return records
+
+
+def folder_splits(source: str) -> list[str]:
+    """Names of the splits in a folder that datasets.DatasetDict.save_to_disk made; else empty."""
+    file = Path(os.path.expanduser(source)) / "dataset_dict.json"
+    try:
+        return list(map(str, json.loads(file.read_text("utf-8"))["splits"]))
+    except OSError:
+        return []
+    except (ValueError, KeyError, TypeError):
+        raise TaskError(f"'{file}' is damaged; save the data set again") from None
+
+
+def _records(path: Path, split: str) -> Iterator[Record]:
+    suffix = path.suffix.lower()
+    if path.is_dir():
+        return _folder_records(path / split if folder_splits(str(path)) else path)
+    if suffix == PARQUET_SUFFIX:
+        return _parquet_records(path)
+    if suffix in JSONL_SUFFIXES:
+        return _json_records(_read_text(path))
+    return _csv_records(_read_text(path))
 
 
 def _path(source: str) -> Path:
@@ -63,11 +126,13 @@ def _path(source: str) -> Path:
     if source in SHIPPED:
         return DATA_FOLDER / f"{source}.csv"
     path = Path(os.path.expanduser(source))  # unlike Path.expanduser, it never raises
+    if any(os.path.isfile(path / name) for name in ("dataset_dict.json", "state.json")):
+        return path
     if not os.path.isfile(path):
         raise TaskError(
             f"no data set or file '{source}'{_suggestion(path)}; "
             f"choose one of {', '.join(SHIPPED)}, or give the path of a .csv, .jsonl or .parquet "
-            "file"
+            "file, or of a folder that datasets' save_to_disk made"
         )
     if path.suffix.lower() not in (".csv", PARQUET_SUFFIX, *JSONL_SUFFIXES):
         raise TaskError(f"'{source}' is neither .csv, .jsonl nor .parquet; convert or rename it")
@@ -97,8 +162,8 @@ def _read_text(path: Path) -> str:
         raise ValueError(f"line {number}: {error.reason}; save the file as UTF-8") from None
 
 
-def _csv_records(text: str) -> Iterator[tuple[int, Mapping[str, object]]]:
-    """Yield each record: the number of its first line, and texts by column name.
+def _csv_records(text: str) -> Iterator[Record]:
+    """Yield each record, with texts only.
 
     The first record names the columns. Blank lines are skipped; quoted text may span lines. Raises
     ValueError for a line that cannot be read.
@@ -117,84 +182,152 @@ def _csv_records(text: str) -> Iterator[tuple[int, Mapping[str, object]]]:
                         f"line {number}: {len(fields)} fields, but the header names {len(header)} "
                         "columns; put quotes around text with a comma in it"
                     )
-                yield number, dict(zip(header, fields, strict=True))
+                record = dict(zip(header, fields, strict=True))
+                yield Record(number, record, record)
             number = reader.line_num + 1
     except csv.Error as error:
         raise ValueError(f"line {number}: {error}; check the quotes of this row") from None
 
 
-def _json_records(text: str) -> Iterator[tuple[int, Mapping[str, object]]]:
-    """Yield the line number and the object of each line.
-
-    Numbers stay text, so that 0.1 stays exact. Raises ValueError for a line that cannot be read.
-    """
+def _json_records(text: str) -> Iterator[Record]:
+    """Yield the object of each line. Raises ValueError for a line that cannot be read."""
     # Only "\n" ends a line: JSON text may contain the other separators of str.splitlines.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line, parse_int=str, parse_float=str)
-            if INFO_COLUMN in record:
-                record[INFO_COLUMN] = json.loads(line)[INFO_COLUMN]  # its numbers are numbers
+            texts: object = json.loads(line, parse_int=str, parse_float=str)
+            values: object = json.loads(
+                line, parse_int=_whole_number, object_pairs_hook=_unique_keys
+            )
         except (ValueError, RecursionError) as error:
             reason = str(error).replace("line 1 ", "")  # json counts lines from the start of `line`
             remedy = "write one flat object on each line"
             raise ValueError(f"line {number}: not JSON ({reason}); {remedy}") from None
-        if not isinstance(record, dict):
+        if not isinstance(texts, dict):
             reason = f"{line.strip():.40} is not an object"
             raise ValueError(f"line {number}: {reason}; write one object on each line")
-        yield number, cast("dict[str, object]", record)
+        yield Record(number, cast("dict[str, Any]", values), cast("dict[str, Any]", texts))
 
 
-def _parquet_records(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
-    """Yield the number and the record of each row, with the types of `_json_records`.
+def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The object with these keys and values; ValueError for a key that it has twice."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two values have the name '{twice}'")
+    return values
 
-    Raises ValueError for a file that cannot be read.
-    """
-    parquet = import_extra("pyarrow.parquet", extra="parquet", needed_by=f"'{path.name}'")
+
+def _whole_number(digits: str) -> int | float:
+    """An integer; beyond the digits that Python converts, the nearest float."""
     try:
-        table = parquet.read_table(path)
+        return int(digits)
+    except ValueError:
+        return float(digits)
+
+
+def _parquet_records(path: Path) -> Iterator[Record]:
+    """Yield the rows. Raises ValueError for a file that cannot be read."""
+    parquet = import_extra("pyarrow.parquet", extra="parquet", needed_by=f"'{path.name}'")
+    return _table_records(lambda: [parquet.read_table(path)])
+
+
+def _folder_records(folder: Path) -> Iterator[Record]:
+    """Yield the rows of a folder that datasets.Dataset.save_to_disk made."""
+    pyarrow = import_extra("pyarrow", extra="parquet", needed_by=f"'{folder.name}'")
+
+    def read() -> list[Any]:
+        state = json.loads((folder / "state.json").read_text("utf-8"))
+        tables: list[Any] = []
+        for file in state["_data_files"]:
+            with pyarrow.memory_map(str(folder / file["filename"])) as source:
+                tables.append(pyarrow.ipc.open_stream(source).read_all())
+        return tables
+
+    return _table_records(read)
+
+
+def _table_records(read: Callable[[], list[Any]]) -> Iterator[Record]:
+    """Yield the rows of Arrow tables. Raises ValueError if they cannot be read."""
+    try:
+        rows = [row for table in read() for row in table.to_pylist()]
     except Exception as error:  # noqa: BLE001  pyarrow raises many kinds
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"cannot be read as Parquet ({reason}); write the file again") from None
-    for number, row in enumerate(table.to_pylist(), start=1):
+        raise ValueError(f"cannot be read as a table ({reason}); write it again") from None
+    for number, row in enumerate(rows, start=1):
         try:
-            text = json.dumps(
-                row,
-                default=lambda value: value.decode() if isinstance(value, bytes) else str(value),
-            )
+            text = json.dumps(row, default=_json_value)
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"row {number}: bytes that are not UTF-8 text ({error.reason})"
             ) from None
-        record = json.loads(text, parse_int=str, parse_float=str)
-        yield number, record | ({INFO_COLUMN: row[INFO_COLUMN]} if INFO_COLUMN in row else {})
+        yield Record(number, json.loads(text), json.loads(text, parse_int=str, parse_float=str))
 
 
-def _row(
-    number: int, record: Mapping[str, object], prompt_column: str, answer_column: str
-) -> DataRow:
-    """The row of a record; ValueError for a missing column or a value that is not text."""
-    prompts = [column for column in (prompt_column, TOKENS_COLUMN) if column in record]
-    columns = [*(prompts or [prompt_column]), answer_column]
-    for column in columns:
-        if column not in record:
-            names = (
-                f"the columns are {', '.join(map(repr, record))}" if record else "the row is empty"
-            )
-            raise ValueError(f"line {number}: no column '{column}'; {names}")
-    texts = {column: _text(record[column], column, number) for column in columns}
+def _json_value(value: object) -> str:
+    """Text of a value that JSON does not have: bytes, a date or a decimal number."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def row_of(record: Record, prompt_column: str, answer_column: str | None) -> DataRow:
+    """The row of a record, without the column `info`.
+
+    Raises ValueError for a missing column, and for a value that is neither text nor a number; the
+    prompt may be a list of messages.
+    """
+    number = record.line_number
+    prompts = [column for column in (prompt_column, TOKENS_COLUMN) if column in record.values]
+    if not prompts:
+        raise missing_column(record, prompt_column, setting="data.prompt_column")
+    if answer_column is not None and answer_column not in record.values:
+        raise missing_column(record, answer_column, setting="data.answer_column")
+    messages: tuple[Message, ...] = ()
+    if isinstance(chat := record.values.get(prompt_column), list):
+        messages = _messages(cast("list[Any]", chat), number)
+        prompts.remove(prompt_column)
+    texts = {column: record.text(column) for column in prompts}
     return DataRow(
         number,
         texts.get(prompt_column, ""),
         texts.get(TOKENS_COLUMN, ""),
-        texts[answer_column],
-        _info(record.get(INFO_COLUMN), number),
+        record.text(answer_column) if answer_column is not None else "",
+        info={},
+        messages=messages,
     )
 
 
-def _info(value: object, number: int) -> Mapping[str, Any]:
+def missing_column(record: Record, column: str, *, setting: str) -> ValueError:
+    """The error for a column that is not there."""
+    names = ", ".join(map(repr, record.values))
+    names = f"the columns are {names}; name one with {setting}" if names else "the row is empty"
+    return ValueError(f"line {record.line_number}: no column '{column}'; {names}")
+
+
+def _messages(chat: Sequence[Any], number: int) -> tuple[Message, ...]:
+    """The messages of a prompt: objects with role and content. Raises ValueError for others."""
+    messages: list[Message] = []
+    for message in chat:
+        role, content = (message.get(key) if isinstance(message, dict) else None for key in MESSAGE)
+        if isinstance(content, list):  # parts, which may be images
+            parts = cast("list[Any]", content)
+            texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+            content = "".join(map(str, texts)) if None not in texts else None
+        if role not in get_args(Role) or not isinstance(content, str):
+            raise ValueError(
+                f"line {number}: the prompt has {message!r:.40}; each message needs a role "
+                f"({', '.join(get_args(Role))}) and a text as content"
+            )
+        messages.append(Message(cast(Role, role), content))
+    if not messages or messages[-1].role == "assistant":
+        raise ValueError(f"line {number}: the prompt does not end with a message of the user")
+    return tuple(messages)
+
+
+def _info(record: Record) -> Mapping[str, Any]:
     """The object in the column `info`; empty for no value. Raises ValueError for another one."""
+    value: object = record.values.get(INFO_COLUMN)
     if value is None or value == "":
         return {}
     try:
@@ -203,23 +336,7 @@ def _info(value: object, number: int) -> Mapping[str, Any]:
         parsed = value
     if not isinstance(parsed, dict):
         raise ValueError(
-            f"line {number}: column '{INFO_COLUMN}' is {value!r:.40}, which is not a JSON object"
+            f"line {record.line_number}: column '{INFO_COLUMN}' is {value!r:.40}, which is not a "
+            "JSON object"
         )
     return cast("dict[str, Any]", parsed)
-
-
-def _text(value: object, column: str, number: int) -> str:
-    """The text of a string, a JSON number (already text) or a list of token ids.
-
-    Raises ValueError for other types, and for a lone surrogate such as the JSON escape \\ud800.
-    """
-    if column == TOKENS_COLUMN and isinstance(value, list):
-        return " ".join(map(str, cast("list[object]", value)))
-    place = f"line {number}: column '{column}'"
-    if not isinstance(value, str):
-        raise ValueError(f"{place} is {value!r:.40}; it must be text or a number")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{place} has a lone surrogate {value!a:.40}") from None
-    return value

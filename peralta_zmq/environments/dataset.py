@@ -173,7 +173,7 @@ def load_problems(
 
 def _check_text(problem: Problem, split: str, row: int) -> None:
     """Raise TaskError for messages with images or other parts, and for lone surrogates."""
-    for text in (problem.answer, *(message.content for message in problem.messages)):
+    for text in (problem.id, problem.answer, *(each.content for each in problem.messages)):
         try:
             str.encode(text)
         except (TypeError, UnicodeEncodeError):
@@ -286,15 +286,26 @@ def problems_from_files(
         """
         source = train if split == "train" else eval
         rows = read_rows(source, prompt_column=prompt_column, answer_column=answer_column)
-        unread = iter(rows)
 
         def problem_of(row: DataRow) -> Problem:
             check(row.answer)
-            return _problem(row, task, system_prompt)
+            return problem_of_row(row, task, system_prompt)
 
-        return _RowProblems(_usable_problems(source, unread, problem_of), unread)
+        return problems_of_rows(source, rows, problem_of)
 
     return problems
+
+
+def problems_of_rows(
+    source: str, rows: Sequence[DataRow], problem_of: Callable[[DataRow], Problem]
+) -> Iterator[Problem]:
+    """Iterator over the problems of rows, with the number of unread rows as length hint.
+
+    A row for which `problem_of` raises ValueError is skipped and logged at the end. Raises
+    TaskError at the end if no row was usable.
+    """
+    unread = iter(rows)
+    return _RowProblems(_usable_problems(source, unread, problem_of), unread)
 
 
 def parsed_answer(problem: Problem, parse: Callable[[str], Parsed]) -> Parsed:
@@ -352,19 +363,24 @@ def _usable_problems(
         logger.warning("event=rows_refused source='%s' %s", source, totals)
 
 
-def _problem(row: DataRow, task: str, system_prompt: str) -> Problem:
-    """The problem of a row; ValueError for an empty prompt or invalid token ids."""
+def problem_of_row(row: DataRow, task: str, system_prompt: str) -> Problem:
+    """The problem of a row; ValueError for an empty prompt or invalid token ids.
+
+    A chat that begins with a system message keeps it.
+    """
     words = row.token_ids.split()
     if not all(word.isascii() and word.isdigit() and int(word) <= MAX_TOKEN_ID for word in words):
         raise ValueError(f"{TOKENS_COLUMN} must be integers from 0 to {MAX_TOKEN_ID}")
-    if not words and not row.prompt.strip():
+    messages = row.messages or tuple(Message("user", text) for text in [row.prompt] if text)
+    if not words and not any(message.content.strip() for message in messages):
         raise ValueError("the prompt is empty")
-    system = (Message("system", system_prompt),) if system_prompt and not words else ()
-    user = (Message("user", row.prompt),) if row.prompt else ()
+    if system_prompt and not words and messages[0].role != "system":
+        messages = (Message("system", system_prompt), *messages)
+    texts = [message.content for message in row.messages] or [row.prompt or row.token_ids]
     return Problem(
-        id=problem_id((task, row.prompt or row.token_ids)),
+        id=problem_id((task, *texts)),
         task=task,
-        messages=(*system, *user),
+        messages=messages,
         answer=row.answer,
         input_token_ids=tuple(map(int, words)),
         row=row.line_number,

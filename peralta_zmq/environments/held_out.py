@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from statistics import fmean
+from statistics import fmean, stdev
 
 from peralta_zmq.environments.curriculum import bitmap
 from peralta_zmq.rollout import Answer, Problem
@@ -37,6 +37,10 @@ class Evaluation:
         self._unanswered = {problem.id: rollouts_per_example[problem.task] for problem in problems}
         self._answers: dict[str, Sequence[tuple[str, float, bool]]] = {}  # by problem id
 
+    def is_answered(self, problem_id: str) -> bool:
+        """Whether the example has answers."""
+        return problem_id not in self._unanswered
+
     def expects(self, problem_id: str, num_answers: int) -> bool:
         """Whether a group counts: the example is unanswered, and the group has full size."""
         return self._unanswered.get(problem_id) == num_answers
@@ -48,6 +52,11 @@ class Evaluation:
         self.policy_steps.append(policy_step)
         del self._unanswered[problem_id]
         self._answers[problem_id] = answers
+
+    @property
+    def num_answered(self) -> int:
+        """Number of examples with answers."""
+        return len(self._answers)
 
     @property
     def complete(self) -> bool:
@@ -94,12 +103,19 @@ def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
     return 1 - math.comb(num_answers - num_correct, k) / math.comb(num_answers, k)
 
 
-def eval_metrics(rewards: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, float]:
-    """avg@n and pass@1, 2, 4 ... n of every environment, as ENV/METRIC.
+def summarize(
+    results: Sequence[tuple[Problem, Sequence[Answer]]],
+) -> tuple[float, float, dict[str, float]]:
+    """Mean reward, its standard error over the examples (NaN for one), and other metrics.
 
-    `rewards` holds, by environment, the rewards of the answers to each example; n is the smallest
-    number of answers. An answer is correct if its reward is at least PASSING_REWARD.
+    The metrics are avg@n and pass@1, 2, 4 ... n of every environment, as ENV/METRIC; n is the
+    smallest number of answers. An answer is correct if its reward is at least PASSING_REWARD.
     """
+    rewards: dict[str, list[list[float]]] = {}  # of the answers to each example, by environment
+    for problem, answers in results:
+        rewards.setdefault(problem.task, []).append([answer.reward for answer in answers])
+    means = [fmean(answer.reward for answer in answers) for _, answers in results]
+    error = stdev(means) / len(means) ** 0.5 if len(means) > 1 else math.nan
     metrics: dict[str, float] = {}
     for env, examples in rewards.items():
         size = min(map(len, examples))
@@ -109,4 +125,4 @@ def eval_metrics(rewards: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, 
                 pass_at_k(len(answers), sum(reward >= PASSING_REWARD for reward in answers), k)
                 for answers in examples
             )
-    return metrics
+    return fmean(means), error, metrics

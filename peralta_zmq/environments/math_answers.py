@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from peralta_zmq.environments.dataset import parsed_answer, problems_from_files
+from peralta_zmq.environments.shipped_rewards import Completions, last_text
 from peralta_zmq.errors import import_extra
 from peralta_zmq.rollout import Problem
 
@@ -26,11 +27,11 @@ def reward(problem: Problem, completion_text: str) -> float:
     earns 0, and one that takes longer than TIMEOUT_SECONDS to parse or to compare; this limit holds
     in the main thread only. Raises TaskError for a target that cannot be parsed.
     """
-    is_target = _is_target(_last_box(completion_text) or completion_text, problem.answer)
+    is_target = _is_target(last_box(completion_text) or completion_text, problem.answer)
     if is_target or ":" in problem.answer:  # a time or a ratio, for the library a quotient
         return float(is_target)
     library = _library()
-    target = parsed_answer(problem, _parse_target)
+    target = parsed_answer(problem, parse_target)
     parsed = library.parse(completion_text[-SEARCHED_LENGTH:], parsing_timeout=_timeout())
     return float(bool(parsed) and library.verify(list(target), parsed, timeout_seconds=_timeout()))
 
@@ -44,22 +45,20 @@ def _is_target(text: str, target: str) -> bool:
         return False
 
 
-def boxed_answer(
-    completions: Sequence[Sequence[dict[str, str]]], answer: Sequence[str], **columns: Any
-) -> list[float]:
+def boxed_answer(completions: Completions, answer: Sequence[str], **columns: Any) -> list[float]:
     r"""Rewards of a group: 1 if the last \boxed{...} equals the answer mathematically, else 0.
 
     Has TRL's signature: see reward_functions.py. Raises TaskError for a target that cannot be
     parsed.
     """
-    pairs = zip(completions, answer, strict=True)
+    boxes = map(last_box, map(last_text, completions))
     return [
-        reward(Problem("", "", (), target), f"${content}$") if content else 0.0
-        for content, target in ((_last_box(each[-1]["content"]), target) for each, target in pairs)
+        reward(Problem("", "", (), str(target)), f"${content}$") if content else 0.0
+        for content, target in zip(boxes, answer, strict=True)
     ]
 
 
-def _last_box(text: str) -> str:
+def last_box(text: str) -> str:
     r"""Content of the last complete \boxed{...}; empty if there is none."""
     for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
         depth = 1
@@ -71,7 +70,7 @@ def _last_box(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _parse_target(answer: str) -> tuple[Any, ...]:
+def parse_target(answer: str) -> tuple[Any, ...]:
     """A target as math-verify represents it.
 
     Raises ValueError if the target has no mathematics; `parsed_answer` converts it to TaskError.
@@ -96,5 +95,5 @@ def _library() -> Any:
 
 
 problems = problems_from_files(
-    "math_answers", train="math_answers_500", eval="math_answers_100", check=_parse_target
+    "math_answers", train="math_answers_500", eval="math_answers_100", check=parse_target
 )

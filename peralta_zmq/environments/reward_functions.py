@@ -4,10 +4,11 @@ The reward function of a task scores one completion:
 
     reward(problem, completion_text, **options) -> number, or dict of named terms to be summed
 
-With several turns, `completion_text` is the text of the last one, and a parameter `messages` gets
-those after the prompt. A function may also return a Score, which may have a reward for each turn.
-A function of `task.reward_functions` scores all completions of a problem (a group) in one call. It
-has TRL's signature; None means that it does not apply to a completion:
+Its further parameters get the entries of `problem.info` with their names. With several turns,
+`completion_text` is the text of the last one, and a parameter `messages` gets those after the
+prompt. A function may also return a Score, which may have a reward for each turn.
+A function with TRL's signature scores all completions of a problem (a group) in one call; None
+means that it does not apply to a completion:
 
     f(prompts, completions, completion_ids, **columns) -> list of numbers or None
 
@@ -45,13 +46,12 @@ class RewardFunction:
     takes_group: bool = False  # TRL's signature
     label: str = ""  # in metrics
     weight: float = 1.0
-    path: str = ""  # MODULE:NAME for a function that does not have them, such as a lambda
+    path: str = ""  # MODULE:NAME by which it is imported; empty: as the function says
 
     @property
     def name(self) -> str:
         """MODULE:NAME."""
-        name = getattr(self.function, "__qualname__", "<>")
-        return self.path if "<" in name else f"{self.function.__module__}:{name}"
+        return self.path or f"{self.function.__module__}:{self.function.__qualname__}"
 
     @property
     def is_async(self) -> bool:
@@ -92,18 +92,16 @@ class RewardCall:
     def __call__(self, function: Callable[..., Any]) -> list[Reward] | str:
         """Call the function with this name; a failure is returned as text."""
         try:
-            result = self._call(function)
+            return self._checked(self._call(function))
         except Exception as error:  # noqa: BLE001  a user's function may raise anything
             return f"raised {described(error)}"
-        return self._checked(result)
 
     async def call_async(self, function: Callable[..., Any]) -> list[Reward] | str:
         """Like a call, for a coroutine function."""
         try:
-            result = await self._call(function)
+            return self._checked(await self._call(function))
         except Exception as error:  # noqa: BLE001  a user's function may raise anything
             return f"raised {described(error)}"
-        return self._checked(result)
 
     @property
     def names(self) -> tuple[str]:
@@ -130,18 +128,13 @@ class RewardCall:
         return result
 
     def _call(self, function: Callable[..., Any]) -> Any:
-        if not self.takes_group:
-            accepts_messages = self.messages and "messages" in (_accepted_names(function) or ())
-            arguments = {"messages": list(self.messages[0])} if accepts_messages else {}
-            return function(self.problem, self.texts[0], **arguments, **self.options)
-        available = group_arguments(self.problem, self.texts, self.token_ids, self.messages)
-        accepted = _accepted_names(function)
-        arguments = {
-            name: value
-            for name, value in available.items()
-            if (accepted is None or name in accepted) and name not in self.options
-        }
-        return function(**arguments, **self.options)
+        if self.takes_group:
+            available = group_arguments(self.problem, self.texts, self.token_ids, self.messages)
+        else:
+            available = completion_arguments(self.problem, self.messages)
+        positional = () if self.takes_group else (self.problem, self.texts[0])
+        arguments = accepted_arguments(function, available, num_positional=len(positional))
+        return function(*positional, **{**arguments, **self.options})
 
     def _checked(self, result: object) -> list[Reward] | str:
         try:
@@ -158,6 +151,18 @@ def num_completions(messages: Sequence[Message]) -> int:
     return sum(message.role == "assistant" for message in messages)
 
 
+def is_group_function(function: Callable[..., Any]) -> bool:
+    """Whether a function has TRL's signature: a parameter `completions`."""
+    return "completions" in inspect.signature(function).parameters
+
+
+def completion_arguments(
+    problem: Problem, messages: Sequence[Sequence[Message]] = ()
+) -> dict[str, Any]:
+    """The keyword arguments for one completion: the entries of `info`, and messages of turns."""
+    return {**problem.info, **({"messages": list(messages[0])} if messages else {})}
+
+
 def group_arguments(
     problem: Problem,
     texts: Sequence[str],
@@ -166,16 +171,22 @@ def group_arguments(
 ) -> dict[str, list[Any]]:
     """The arguments of a function with TRL's signature: lists with one entry per completion.
 
-    Prompts and completions are lists of messages, as TRL passes them for conversational data. With
-    several turns, a completion has the messages of all turns, and its ids those of all tokens after
-    the prompt. The columns are the fields of the problem, and the entries of its `info`.
+    Prompts and completions are lists of messages, as TRL passes them for conversational data, or
+    texts for the text of a row. With several turns, a completion has the messages of all turns, and
+    its ids those of all tokens after the prompt. The columns are the fields of the problem, and the
+    entries of its `info`, which come first.
     """
-    completions = messages or [[Message("assistant", text)] for text in texts]
-    columns = {**problem.info, "answer": problem.answer, "id": problem.id, "task": problem.task}
+    prompt: object = problem.question if problem.is_text else _as_dicts(problem.messages)
+    if problem.is_text and not messages:
+        completions: list[Any] = list(texts)
+    else:
+        turns = messages or [[Message("assistant", text)] for text in texts]
+        completions = list(map(_as_dicts, turns))
+    columns = {"answer": problem.answer, "id": problem.id, "task": problem.task, **problem.info}
     return {
         **{name: [value] * len(texts) for name, value in columns.items()},
-        "prompts": [_as_dicts(problem.messages)] * len(texts),
-        "completions": list(map(_as_dicts, completions)),
+        "prompts": [prompt] * len(texts),
+        "completions": completions,
         "completion_ids": [list(ids) for ids in token_ids],
     }
 
@@ -188,12 +199,19 @@ def _as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
     ]
 
 
-def _accepted_names(function: Callable[..., Any]) -> set[str] | None:
-    """Names of the parameters of a function; None if it accepts any (`**columns`)."""
-    parameters = inspect.signature(function).parameters.values()
+def accepted_arguments(
+    function: Callable[..., Any], available: Mapping[str, Any], *, num_positional: int
+) -> dict[str, Any]:
+    """The entries of `available` that a function takes after its positional parameters.
+
+    A function with `**columns` takes all of them.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {parameter.name for parameter in parameters}
+        taken = {parameter.name for parameter in parameters[:num_positional]}
+        return {name: value for name, value in available.items() if name not in taken}
+    names = {parameter.name for parameter in parameters[num_positional:]}
+    return {name: value for name, value in available.items() if name in names}
 
 
 # Results.
@@ -263,8 +281,10 @@ def checked_reward(result: object, *, num_turns: int = 0) -> float | dict[str, f
     is_mapping = isinstance(result, Mapping)
     values = cast("Mapping[object, object]", result if is_mapping else {"": result})
     try:
-        terms = {str(name): _to_float(value) for name, value in values.items()}
+        terms = {str(name).encode().decode(): _to_float(each) for name, each in values.items()}
         total = math.fsum(terms.values())  # raises for infinities of both signs
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a term whose name is no valid text: {error}") from None
     except Exception:  # noqa: BLE001  a user's object may raise anything
         raise ValueError(f"{_short_repr(result)}, which is not a number") from None
     if not abs(total) <= MAX_REWARD:  # also true for NaN

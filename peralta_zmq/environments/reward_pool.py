@@ -34,10 +34,13 @@ from peralta_zmq.environments.reward_functions import (
     score_of,
 )
 from peralta_zmq.environments.reward_worker import WorkerCall
+from peralta_zmq.environments.tool_process import delete_folders, kill_descendants
 from peralta_zmq.environments.turns import Reply, Turns
-from peralta_zmq.errors import RewardUnavailableError, TaskError
+from peralta_zmq.errors import RewardUnavailableError, TaskError, described
+from peralta_zmq.imports import FOLDER_LAST
 from peralta_zmq.rollout import Message, Problem, Score
 
+PROGRAM = f"{FOLDER_LAST}; from {reward_worker.__name__} import main; main(*sys.argv[1:])"
 START_TIMEOUT_SECONDS = 120.0  # for importing a reward function
 GRACE_SECONDS = 5.0  # for a worker that awaits calls, to report a timeout itself
 ENDED = "was ended"  # start of the reply to the other calls of a process that is killed
@@ -219,7 +222,7 @@ class _Worker:
         with theirs:
             reader, self._writer = await asyncio.open_connection(sock=ours)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", reward_worker.__name__, str(theirs.fileno()), *timeout],
+                [sys.executable, "-c", PROGRAM, str(theirs.fileno()), *timeout],
                 stdin=subprocess.PIPE,  # ends when this process dies
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -231,8 +234,12 @@ class _Worker:
     async def _exchange(self, content: object, timeout_seconds: float) -> object:
         """Send a request and return the reply; a failure of the process is text."""
         number = next(self._numbers)
+        try:
+            frame = reward_worker.frame_of(number, content)
+        except Exception as error:  # noqa: BLE001  a user's object may raise anything
+            return f"cannot get its arguments: {described(error)}"
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(reward_worker.frame_of(number, content))
+        self._writer.write(frame)
         try:
             return await asyncio.wait_for(reply, timeout_seconds)
         except asyncio.TimeoutError:
@@ -262,8 +269,11 @@ class _Worker:
             return
         self._process = None
         with suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, signal.SIGSTOP)  # it can start no further process
+            kill_descendants(process.pid)
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        delete_folders(process.pid)
         assert process.stdin is not None
         process.stdin.close()
         self._writer.close()

@@ -1,4 +1,4 @@
-"""Main module of a reward worker: a process that imports and calls reward functions.
+"""Main function of a reward worker: a process that imports and calls reward functions.
 
 RewardPool starts it with one end of a socket pair. A frame is the length of its content (8 bytes,
 big endian) and a pickled pair: the number of a request, and its content. The content is the name of
@@ -12,19 +12,18 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import pkgutil
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeAlias
 
 from peralta_zmq.environments.reward_functions import RewardCall
-from peralta_zmq.environments.tool_process import adopt_orphans
+from peralta_zmq.environments.tool_process import adopt_orphans, delete_folders, kill_descendants
 from peralta_zmq.environments.turns import ReplyCall
-from peralta_zmq.errors import described
+from peralta_zmq.errors import described, prepare_streams
+from peralta_zmq.imports import import_object
 
 WorkerCall: TypeAlias = "RewardCall | ReplyCall"
 
@@ -54,7 +53,7 @@ class _Functions:
     def load(self, name: str) -> str:
         """Import a function; READY, or the reason of a failure."""
         try:
-            self._functions[name] = pkgutil.resolve_name(name)
+            self._functions[name] = import_object(name)
         except Exception as error:  # noqa: BLE001  a user's module may raise anything
             return f"cannot import it: {described(error)}"
         return READY
@@ -78,12 +77,13 @@ class _Functions:
 
 def _serve(connection: socket.socket) -> None:
     """Make one call after the other until the connection ends."""
-    functions = _Functions()
-    with connection.makefile("rwb") as stream:
+    functions, stream = _Functions(), connection.makefile("rwb")
+    with suppress(EOFError, OSError, pickle.UnpicklingError):
         while header := stream.read(HEADER_BYTES):
             number, content = pickle.loads(stream.read(int.from_bytes(header, "big")))
             stream.write(frame_of(number, functions.call(content)))
             stream.flush()
+    os.killpg(0, signal.SIGKILL)
 
 
 async def _serve_async(connection: socket.socket, timeout_seconds: float) -> None:
@@ -99,25 +99,25 @@ async def _serve_async(connection: socket.socket, timeout_seconds: float) -> Non
             task = asyncio.create_task(answer(*await read_frame(reader)))
             tasks.add(task)  # the event loop keeps only weak references
             task.add_done_callback(tasks.discard)
+    os.killpg(0, signal.SIGKILL)  # cancelled tasks would report their end
 
 
 def _exit_with_parent() -> None:
     """Kill this process and its children when stdin ends, as it does when the parent ends."""
-    sys.stdin.buffer.read()
+    os.read(0, 1)  # not sys.stdin, whose lock would be held when this process ends
+    kill_descendants(os.getpid())
+    delete_folders(os.getpid())
     os.killpg(0, signal.SIGKILL)
 
 
-def main(descriptor: int, timeout_seconds: float | None) -> None:
+def main(descriptor: str, timeout_seconds: str = "") -> None:
     """Serve calls; `timeout_seconds` is given for coroutine functions only."""
+    prepare_streams()  # a reward function may print any text
     os.nice(NICENESS)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    connection = socket.socket(fileno=descriptor)
-    if timeout_seconds is None:
+    connection = socket.socket(fileno=int(descriptor))
+    if not timeout_seconds:
         adopt_orphans()
         _serve(connection)
     else:
-        asyncio.run(_serve_async(connection, timeout_seconds))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else None)
+        asyncio.run(_serve_async(connection, float(timeout_seconds)))

@@ -10,7 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-Completions: TypeAlias = "Sequence[Sequence[dict[str, str]]]"  # of each completion: its messages
+# The text of each completion, or its messages.
+Completions: TypeAlias = "Sequence[str | Sequence[dict[str, str]]]"
 
 
 def exact_match(
@@ -21,8 +22,8 @@ def exact_match(
     def normalized(text: str) -> str:
         return text.strip().casefold() if ignore_case else text.strip()
 
-    pairs = zip(map(_text, completions), answer, strict=True)
-    return [float(normalized(text) == normalized(target)) for text, target in pairs]
+    pairs = zip(map(last_text, completions), answer, strict=True)
+    return [float(normalized(text) == normalized(str(target))) for text, target in pairs]
 
 
 def regex(completions: Completions, *, pattern: str, **columns: Any) -> list[float]:
@@ -31,7 +32,7 @@ def regex(completions: Completions, *, pattern: str, **columns: Any) -> list[flo
     A dot matches line breaks, too.
     """
     compiled = re.compile(pattern, re.DOTALL)
-    return [float(compiled.fullmatch(_text(each)) is not None) for each in completions]
+    return [float(compiled.fullmatch(text) is not None) for text in map(last_text, completions)]
 
 
 def soft_overlong(
@@ -52,8 +53,9 @@ def soft_overlong(
     return [-min(1.0, max(0.0, (len(token_ids) - start) / cache)) for token_ids in completion_ids]
 
 
-def _text(completion: Sequence[dict[str, str]]) -> str:
-    return completion[-1]["content"]
+def last_text(completion: str | Sequence[dict[str, str]]) -> str:
+    """The text of a completion; with several turns, that of the last one."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 for _function in (exact_match, soft_overlong):

@@ -21,6 +21,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, Literal, Union, cast
 
+from peralta_zmq.atomic_files import parse_json
 from peralta_zmq.errors import TaskError
 from peralta_zmq.rollout import Message, ToolCall
 
@@ -125,8 +126,9 @@ def assistant_message(text: str) -> Message:
 def _parsed_call(text: str, *, closed: bool) -> ToolCall:
     """The call that `text` describes, with an error if it is not valid."""
     try:
-        call = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        call = parse_json(text)
+        json.dumps(call, ensure_ascii=False).encode()  # raises for an unpaired surrogate
+    except ValueError as error:
         reason = f"{error}" if closed else "</tool_call> is missing"
         return ToolCall("", error=f"the tool call is not valid JSON ({reason}); write {FORMAT}")
     if isinstance(call, dict):

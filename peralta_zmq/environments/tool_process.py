@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
+from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
@@ -43,7 +44,14 @@ LANDLOCK_WRITES = 0x1FFF & ~(1 << 0 | 1 << 2 | 1 << 3)
 LANDLOCK_TRUNCATE = 1 << 14
 LANDLOCK_VERSION = 1  # flag of LANDLOCK_CREATE
 LANDLOCK_PATH_BENEATH = 1  # type of a rule
-PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 22, 36, 38
+# For seccomp: architecture; shmget, semget, msgget, mq_open, memfd_create, memfd_secret
+REFUSED_CALLS = {
+    "x86_64": (0xC000003E, 29, 64, 68, 240, 319, 447),
+    "aarch64": (0xC00000B7, 194, 190, 186, 180, 279, 447),
+}
+KILL_SECONDS = 1.0  # until killed processes have ended
+FOLDER = f"peralta-tool-{os.uname().nodename}-"  # machines may share the temporary folder
 
 
 def adopt_orphans() -> None:
@@ -96,8 +104,8 @@ def _execute(tool: Callable[..., Any], arguments: Mapping[str, Any], deadline: f
     if seconds <= 0:
         raise TimeoutError
     earlier = _descendants()
-    folder = tempfile.mkdtemp(prefix="peralta-tool-")
     reader, writer = Pipe(duplex=False)
+    folder = tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-")
     try:
         with reader, writer:
             with warnings.catch_warnings():
@@ -112,11 +120,56 @@ def _execute(tool: Callable[..., Any], arguments: Mapping[str, Any], deadline: f
             finally:
                 status = _kill(process, earlier)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    if not result:
+        _delete(Path(folder))
+    if result is None:
         reason = _exit_reason(os.waitstatus_to_exitcode(status))
         return f"error: {tool.__name__} ended without a result ({reason})"
     return result
+
+
+def delete_folders(worker: int) -> None:
+    """Delete the folders of a reward worker that was killed during a call."""
+    with suppress(OSError):  # a full disk has no folder for temporary files
+        for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}{worker}-*"):
+            _delete(folder)
+
+
+def kill_descendants(process: int) -> None:
+    """Kill the processes below a process, also those that have left its group.
+
+    Then none of them can replace a folder that is deleted by a link to another one.
+    """
+    with suppress(psutil.Error):
+        below = psutil.Process(process).children(recursive=True)
+        for each in below:
+            with suppress(psutil.Error):
+                each.kill()
+        deadline = time.monotonic() + KILL_SECONDS
+        while any(map(_runs, below)) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder with subfolders of any depth and mode. Ignores errors.
+
+    No process may still change the folder.
+    """
+    folders = [] if folder.is_symlink() else [folder]
+    for path in folders:
+        with suppress(OSError):
+            os.chmod(path, 0o700)
+            for entry in [*os.scandir(path)]:
+                if entry.is_dir(follow_symlinks=False):
+                    os.chmod(entry, 0o700)
+                    folders.append(folder / os.urandom(16).hex())  # shutil.rmtree would recurse
+                    os.rename(entry, folders[-1])
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _descendants() -> set[psutil.Process]:
@@ -142,8 +195,8 @@ def _exit_reason(code: int) -> str:
     return signal.strsignal(-code) or f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def _read(reader: int, deadline: float) -> str:
-    """The result in a pipe, empty if there is none. Raises TimeoutError at the deadline.
+def _read(reader: int, deadline: float) -> str | None:
+    """The result in a pipe, None if there is none. Raises TimeoutError at the deadline.
 
     A result ends with a zero byte, because children of the tool may keep the pipe open.
     """
@@ -153,7 +206,7 @@ def _read(reader: int, deadline: float) -> str:
         if not readable:
             raise TimeoutError
         if not (part := os.read(reader, 1 << 16)) or len(content) > MAX_RESULT_BYTES:
-            return ""
+            return None
         content += part
     return content[:-1].decode(errors="replace")
 
@@ -172,7 +225,9 @@ def _run_child(
         os.environ.update(HOME=folder, TMPDIR=folder)
         tempfile.tempdir = None  # read TMPDIR again
         _limit_resources(seconds)
-        _forbid_writes_outside(folder)
+        if sys.platform == "linux":
+            _forbid_other_memory()
+            _forbid_writes_outside(folder)
         try:
             result = tool(**arguments)
             text = result if isinstance(result, str) else json.dumps(result, default=str)
@@ -218,10 +273,27 @@ def _limit_resources(seconds: float) -> None:
             resource.setrlimit(kind, (limit, limit))
 
 
-def _forbid_writes_outside(folder: str) -> None:
-    """Let this process change files in `folder` only, where the kernel has Landlock (Linux)."""
-    if sys.platform != "linux":
+def _forbid_other_memory() -> None:
+    """Refuse this process memory that has no limit or that outlives it, by a seccomp filter."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # which filters and Landlock need
+    architecture, *calls = REFUSED_CALLS.get(os.uname().machine, (0,))
+    if not calls or sys.maxsize < 1 << 32:
         return
+    lines = [
+        (0x20, 0, 0, 4),  # load the architecture of the call
+        (0x15, 0, len(calls) + 2, architecture),  # to the last line if it is another one
+        (0x20, 0, 0, 0),  # load the number of the call
+        *((0x15, len(calls) - index, 0, call) for index, call in enumerate(calls)),
+        (0x06, 0, 0, 0x7FFF0000),  # allow
+        (0x06, 0, 0, 0x00050001),  # refuse with error 1, EPERM
+    ]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in lines))
+    libc.prctl(PR_SET_SECCOMP, 2, struct.pack("HP", len(lines), ctypes.addressof(program)), 0, 0)
+
+
+def _forbid_writes_outside(folder: str) -> None:
+    """Let this process change files in `folder` only, where the kernel has Landlock."""
     libc = ctypes.CDLL(None, use_errno=True)
     version = libc.syscall(LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION)
     if version < 1:
@@ -231,5 +303,4 @@ def _forbid_writes_outside(folder: str) -> None:
     rules = libc.syscall(LANDLOCK_CREATE, ctypes.byref(handled), ctypes.sizeof(handled), 0)
     rule = struct.pack("=Qi", rights, os.open(folder, os.O_RDONLY))
     libc.syscall(LANDLOCK_ADD, rules, LANDLOCK_PATH_BENEATH, rule, 0)
-    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     libc.syscall(LANDLOCK_RESTRICT, rules, 0)

@@ -133,19 +133,17 @@ class ReplyCall:
                 )
         (reply,) = functions
         try:
-            result = reply(self.problem, list(self.messages), **self._options)
+            return _checked(reply(self.problem, list(self.messages), **self._options))
         except Exception as error:  # noqa: BLE001  a user's function may raise anything
             return f"raised {described(error)}"
-        return _checked(result)
 
     async def call_async(self, *functions: Callable[..., Any]) -> Reply | str:
         """Like a call, for a coroutine function."""
         (reply,) = functions
         try:
-            result = await reply(self.problem, list(self.messages), **self._options)
+            return _checked(await reply(self.problem, list(self.messages), **self._options))
         except Exception as error:  # noqa: BLE001  a user's function may raise anything
             return f"raised {described(error)}"
-        return _checked(result)
 
     @property
     def _options(self) -> dict[str, float]:
@@ -164,11 +162,12 @@ class ReplyCall:
 
 
 def _checked(result: object) -> Reply | str:
-    """The result of `reply`, or text that says what is wrong with it."""
+    """The result of `reply` as plain messages, or text that says what is wrong with it."""
     if result is None:
         return None
     if not isinstance(result, list) or not result:
         return f"returned {result!r:.80}, which is neither a list of messages nor None"
+    messages: list[Message] = []
     for message in cast("list[object]", result):
         if not isinstance(message, Message) or not isinstance(cast(Any, message.content), str):
             return f"returned a list with {message!r:.80}, which is not a Message with text"
@@ -177,4 +176,9 @@ def _checked(result: object) -> Reply | str:
                 f"returned a message with the role {message.role!r:.40}; "
                 f"choose one of {', '.join(REPLY_ROLES)}"
             )
-    return cast("list[Message]", result)
+        try:
+            texts = map(str.encode, (message.role, message.content, message.name))
+            messages.append(Message(*cast(Any, map(bytes.decode, texts))))
+        except UnicodeEncodeError as error:
+            return f"returned a message that is no valid text: {error}"
+    return messages

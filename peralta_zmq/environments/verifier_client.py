@@ -21,9 +21,11 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar, cast
 from urllib.parse import quote
 
+from peralta_zmq.atomic_files import MALFORMED, parse_json
 from peralta_zmq.environments.reward_functions import checked_reward, num_completions
 from peralta_zmq.environments.turns import REPLY_ROLES, Reply
 from peralta_zmq.errors import RewardError, RewardUnavailableError, TaskError, program_name
+from peralta_zmq.http_server import with_port
 from peralta_zmq.rollout import Message, Problem, Score, ToolCall
 
 RETRY_SECONDS = 60.0  # time without a response after which the client raises an error
@@ -88,13 +90,15 @@ class RemoteEnvironment:
         one sends an unexpected response.
         """
         path = f"/problems?env={quote(self._env)}&split={quote(split)}"
-        address, response = self._request(path)
-        try:
-            self._digest = str(response["digest"])
-            self.has_turns, self.schemas = bool(response["has_turns"]), list(response["tools"])
-            return iter([_problem_from_json(row, self._env) for row in response["problems"]])
-        except (KeyError, TypeError, ValueError) as error:
-            raise _unexpected(address, error) from None
+        return iter(self._request(path, None, self._problems_from_json))
+
+    def _problems_from_json(self, response: Any, body: None) -> list[Problem]:
+        """The problems in a response; also reads what it says about their environment."""
+        self._digest = str(response["digest"])
+        self.has_turns, self.schemas = bool(response["has_turns"]), list(response["tools"])
+        if not all(isinstance(schema, dict) for schema in self.schemas):
+            raise TypeError("a tool without a schema")
+        return [_problem_from_json(row, self._env) for row in response["problems"]]
 
     @property
     def identity(self) -> str:
@@ -189,22 +193,16 @@ class RemoteEnvironment:
         Raises RewardError, or TaskError for a verifier with other problems.
         """
         try:
-            address, response = self._request(path, body)
+            return self._request(path, body, parse)
         except _OtherProblemsError:
             raise  # every further reward would fail, too
         except _NoResponseError as error:
             raise RewardUnavailableError(str(error)) from None
         except TaskError as error:
             raise RewardError(str(error)) from None
-        try:
-            return parse(response, body)
-        except (KeyError, TypeError, ValueError) as error:
-            raise RewardError(str(_unexpected(address, error))) from None
 
-    def _request(
-        self, path: str, body: Mapping[str, object] | None = None
-    ) -> tuple[tuple[str, int], Any]:
-        """Send a request; return the address that responded, and the JSON response.
+    def _request(self, path: str, body: Any, parse: Callable[[Any, Any], Result]) -> Result:
+        """Send a request; return what `parse` makes of the JSON response.
 
         The request is a POST with `body` as JSON, or a GET without one. Retries while no verifier
         responds; raises TaskError after `retry_seconds`.
@@ -213,27 +211,27 @@ class RemoteEnvironment:
         while True:
             address = self._choose_address()
             try:
-                value = self._request_once(address, path, body)
+                result = self._request_once(address, path, body, parse)
                 break
-            except (OSError, http.client.HTTPException, _UnavailableError) as error:
+            except (OSError, ValueError, http.client.HTTPException, _UnavailableError) as error:
                 reason = " ".join(str(error).split()) or type(error).__name__
             self._failed_at[address] = time.monotonic()
             if time.monotonic() - started > self._retry_seconds or self._closed.is_set():
                 raise _NoResponseError(
-                    f"env.address {_url(address)} has not responded for "
+                    f"env.address {url_of(address)} has not responded for "
                     f"{self._retry_seconds:.0f} s ({reason}); "
                     f"start it: {program_name('verifier')} @ CONFIG"
                 )
             if not waiting:
-                logger.info("waiting for the verifier url=%s reason=%s", _url(address), reason)
+                logger.info("waiting for the verifier url=%s reason=%s", url_of(address), reason)
                 waiting = True
             if not self._available():
                 self._closed.wait(pause)
                 pause = min(MAX_PAUSE_SECONDS, 2 * pause)
         self._failed_at.pop(address, None)
         if waiting:
-            logger.info("the verifier responds again url=%s", _url(address))
-        return address, value
+            logger.info("the verifier responds again url=%s", url_of(address))
+        return result
 
     def _available(self) -> list[tuple[str, int]]:
         """The addresses that have not failed in the last AVOID_SECONDS."""
@@ -246,9 +244,9 @@ class RemoteEnvironment:
         return addresses[next(self._turns) % len(addresses)]
 
     def _request_once(
-        self, address: tuple[str, int], path: str, body: Mapping[str, object] | None
-    ) -> Any:
-        """Send a request once and return the JSON response.
+        self, address: tuple[str, int], path: str, body: Any, parse: Callable[[Any, Any], Result]
+    ) -> Result:
+        """Send a request once and parse the response.
 
         Raises TaskError if a retry would not help, and other exceptions if it may.
         """
@@ -267,15 +265,16 @@ class RemoteEnvironment:
         if response.length:  # missing bytes; a read with a limit raises no IncompleteRead
             raise _UnavailableError("connection closed within the response")
         try:
-            value = json.loads(content)
+            value = parse_json(content)
+            json.dumps(value, ensure_ascii=False).encode()  # raises for an unpaired surrogate
             if response.status == http.client.OK:
-                return value
+                return parse(value, body)
             reason = str(value["error"])[:200]
-        except (KeyError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             raise _unexpected(address, error) from None
         kind = _OtherProblemsError if response.status == http.client.CONFLICT else TaskError
         raise kind(
-            f"env.address {_url(address)} refuses {path.partition('?')[0]} with "
+            f"env.address {url_of(address)} refuses {path.partition('?')[0]} with "
             f"{response.status}: {reason}"
         )
 
@@ -283,14 +282,15 @@ class RemoteEnvironment:
 _Unsent: TypeAlias = "tuple[Future[Any], str, dict[str, Any], Callable[..., Any]]"
 
 
-def _url(address: tuple[str, int]) -> str:
-    return f"http://{address[0]}:{address[1]}"
+def url_of(address: tuple[str, int]) -> str:
+    """The URL of a verifier."""
+    return f"http://{with_port(*address)}"
 
 
 def _unexpected(address: tuple[str, int], reason: object) -> TaskError:
     """The error for a response that no verifier sends."""
     return TaskError(
-        f"env.address {_url(address)} returned an unexpected response ({str(reason)[:80]}); "
+        f"env.address {url_of(address)} returned an unexpected response ({str(reason)[:80]}); "
         "is this a verifier? Check the address"
     )
 
@@ -368,8 +368,8 @@ def _problem_from_json(row: dict[str, Any], task: str) -> Problem:
     """The problem in a verifier's response. Raises KeyError, TypeError or ValueError."""
     messages = tuple(map(_prompt_message_from_json, row["messages"]))
     tokens = tuple(row["input_token_ids"])
-    if not all(type(token) is int and token >= 0 for token in tokens):
-        raise ValueError("a token id is not a whole number")
+    if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
+        raise ValueError("a token id is not a whole number of 31 bits")
     if not (messages or tokens):
         raise ValueError("a problem has no prompt")
     return Problem(

@@ -31,15 +31,17 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import closing, suppress
 from http import HTTPStatus
 from typing import Any, TypeVar, cast
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
-from peralta_zmq.build import dry_run, open_environments
+from peralta_zmq.atomic_files import parse_json
+from peralta_zmq.build import dry_run, fitted_settings, open_environments
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import Environments, ReplySource, RewardSource
 from peralta_zmq.environments.verifier_client import (
     messages_from_json,
     messages_to_json,
     problem_to_json,
+    url_of,
 )
 from peralta_zmq.errors import ConfigError, PeraltaError
 from peralta_zmq.http_server import HttpServer, RequestHandler, read_private_token
@@ -60,6 +62,8 @@ def run(config: Config) -> None:
     Raises ConfigError or TaskError for environments that cannot be opened, and ConfigError for a
     port that cannot be used.
     """
+    with suppress(ConfigError):  # without the model the defaults stay
+        config = fitted_settings.fit_settings(config, local=True).config
     section = config.verifier
     token = read_private_token(section.token_file, option="verifier.token_file")
     with closing(Verifier(config, host=section.host, port=section.port, token=token)) as verifier:
@@ -68,7 +72,7 @@ def run(config: Config) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: stopped.set())
         names = ", ".join(verifier.health()["environments"])
-        logger.info("verifier on http://%s:%d serves %s", section.host, verifier.port, names)
+        logger.info("verifier on %s serves %s", url_of((section.host, verifier.port)), names)
         stopped.wait()
 
 
@@ -103,8 +107,9 @@ class Verifier:
         }
         self._reward_timeout = config.task.reward_timeout
         self._reward_lock, self._closed = threading.Lock(), False
+        settings = ("verifier.host", "verifier.port")
         self._server = HttpServer(
-            _Handler, host=host, port=port, token=token, port_setting="verifier.port", verifier=self
+            _Handler, host=host, port=port, token=token, settings=settings, verifier=self
         )
         self.port = self._server.port
 
@@ -256,13 +261,13 @@ class _Handler(RequestHandler):
 
     def _result(self) -> dict[str, Any]:
         """The response to the current request. Raises _RequestError."""
-        url = urlsplit(self.path)
-        match self.command, url.path:
+        path, _, query = self.path.partition("?")
+        match self.command, path:
             case "GET", "/healthz":
                 return self.verifier.health()
             case "GET", "/problems":
-                query = {name: values[0] for name, values in parse_qs(url.query).items()}
-                return self.verifier.problems(query.get("env", ""), query.get("split", "train"))
+                chosen = {name: values[0] for name, values in parse_qs(query).items()}
+                return self.verifier.problems(chosen.get("env", ""), chosen.get("split", "train"))
             case "POST", "/verify_answer":
                 env, problem, completion = self._body("completion")
                 return self.verifier.score(env, problem, [completion], [()])[0]
@@ -290,9 +295,9 @@ class _Handler(RequestHandler):
             raise _RequestError(413, f"more than {MAX_REQUEST_BYTES} bytes")
         fields = ("env", "problem", *fields)
         try:
-            body = json.loads(self.rfile.read(int(length)))
+            body = parse_json(self.read_body(int(length)))
             values = [body[name] for name in fields]
-        except (ValueError, RecursionError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError):
             values = []
         if not values or not all(map(_is_valid, fields, values)) or not _equal_lengths(values):
             names = ", ".join(fields)

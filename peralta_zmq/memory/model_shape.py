@@ -6,7 +6,6 @@ heads, D head size, L layers, E experts of a mixture of experts.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,7 +113,7 @@ def read_shape(folder: Path) -> ModelShape:
     """
     path = folder / "config.json"
     try:
-        config: Any = json.loads(path.read_bytes())
+        config: Any = models.read_config_file(path)
         if "text_config" in config and "auto_map" not in config:
             config = models.text_config(folder, trust_remote_code=True).to_dict()
         return _shape_of(config.get("text_config") or config, path)

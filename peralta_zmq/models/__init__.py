@@ -8,6 +8,7 @@ adapters) as modules.
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
 
+from peralta_zmq.models.arithmetic import arithmetic, use_arithmetic
 from peralta_zmq.models.chat_templates import (
     chat_prompt,
     chat_prompts,
@@ -31,6 +32,7 @@ from peralta_zmq.models.device import (
     total_bytes,
     training_dtype,
     training_dtype_of,
+    use_deterministic_operators,
     use_threads,
     worker_info,
 )
@@ -49,7 +51,9 @@ from peralta_zmq.models.loading import (
     load_tokenizer,
     max_positions,
     model_folder,
+    model_loading_errors,
     published_config,
+    read_config_file,
     save_weights,
     text_config,
     text_of,
@@ -61,6 +65,7 @@ from peralta_zmq.models.tokenizers import (
     end_token_ids,
     end_tokens_text,
     folder_end_ids,
+    special_ids,
     tokenizer_changes,
     tokenizer_identity,
 )

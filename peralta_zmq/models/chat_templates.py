@@ -9,6 +9,7 @@ placeholder in place of the completion, and only the text after the placeholder 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -25,22 +26,26 @@ from peralta_zmq.rollout import Message, Problem, Role
 
 # For a completion and for a reply; random, so that no message contains them.
 PLACEHOLDER, REPLY = uuid4().hex, uuid4().hex
+TOKEN_CHARACTERS = (16, 128)  # of a token: more than the mean of any text, and the most
 PROMPTS_PER_CALL = 256  # a fast tokenizer distributes the prompts of a call over the cores
 
 
 def chat_prompt(
-    tokenizer: Tokenizer, messages: Sequence[Message], **template_kwargs: Any
+    tokenizer: Tokenizer, messages: Sequence[Message], limit: int = 0, /, **template_kwargs: Any
 ) -> list[int]:
     """Token ids of a chat up to the assistant's turn.
 
     `template_kwargs` are variables of the chat template, such as `tools` (schemas); by default,
-    thinking is disabled. Raises ConfigError if the template refuses the messages.
+    thinking is disabled. Of a chat far above `limit` tokens (0 = none), which would take seconds,
+    the result is only a beginning above `limit`. Raises ConfigError if the template refuses the
+    messages.
     """
     try:
-        return _tokenized(tokenizer, _rendered(tokenizer, messages, template_kwargs, prompt=True))
-    except (TemplateError, ValueError, TypeError) as error:  # a tokenizer refuses lone surrogates
+        text = _rendered(tokenizer, messages, template_kwargs, prompt=True)
+    except TemplateError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"the chat template refuses the messages: {reason}") from None
+    return _tokenized(tokenizer, text, limit or sys.maxsize)
 
 
 def chat_prompts(tokenizer: Tokenizer, problems: Iterable[Problem]) -> Iterator[list[int] | str]:
@@ -68,14 +73,16 @@ def continuation_ids(
     new_messages: Sequence[Message],
     *,
     ended: bool,
+    limit: int = 0,
     chat_template_kwargs: Mapping[str, Any],
 ) -> list[int]:
     """Token ids between a sampled completion and the next one.
 
     `messages` end with the completion; `new_messages` follow. The ids begin with the end of the
     assistant's turn (without the end token if the completion has one, `ended`) and end with the
-    prompt of the next turn. For templates that `check_continuations` accepts. Raises RewardError if
-    the template refuses the new messages or does not append them.
+    prompt of the next turn. `limit` is as for `chat_prompt`. For templates that
+    `check_continuations` accepts. Raises RewardError if the template refuses the new messages or
+    does not append them.
     """
     start = [*messages[:-1], Message("assistant", PLACEHOLDER)]
     marked = [replace(message, content=REPLY) for message in new_messages]
@@ -93,7 +100,7 @@ def continuation_ids(
             f"{tokenizer.name_or_path} does not append to a completion ({error}); let `reply` "
             "return messages that it appends, such as one of the user"
         ) from None
-    ids = _tokenized(tokenizer, text.rpartition(PLACEHOLDER)[2])
+    ids = _tokenized(tokenizer, text.rpartition(PLACEHOLDER)[2], limit or sys.maxsize)
     return ids[1:] if ended else ids
 
 
@@ -125,6 +132,7 @@ def _rendered(
         text = tokenizer.apply_chat_template(
             list(map(_to_dict, messages)), tokenize=False, add_generation_prompt=prompt, **variables
         )
+        cast(str, text).encode()  # a tokenizer refuses lone surrogates
     except (TemplateError, *MALFORMED, ArithmeticError, IndexError) as error:
         raise TemplateError(" ".join(str(error).split())[:200]) from None
     return cast(str, text)
@@ -143,8 +151,15 @@ def _to_dict(message: Message) -> dict[str, Any]:
     return fields
 
 
-def _tokenized(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)
+def _tokenized(tokenizer: Tokenizer, text: str, limit: int = sys.maxsize) -> list[int]:
+    """The token ids of a text; of one far above `limit` tokens, a beginning above `limit`."""
+    ids: list[int] = []
+    for characters in TOKEN_CHARACTERS:
+        part = text[: characters * limit]
+        ids = tokenizer.encode(part, add_special_tokens=False)
+        if part == text or len(ids) > 2 * limit:  # the end of a part may have other tokens
+            break
+    return ids
 
 
 # Checks before the first completion.

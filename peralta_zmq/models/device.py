@@ -6,8 +6,10 @@ import ctypes
 import importlib.metadata
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch uses huge pages for large tensors
 
@@ -19,7 +21,12 @@ from peralta_zmq.errors import ConfigError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIN_BF16_WIDTH = 128  # hidden size from which most CPUs train faster in bfloat16 (at 192: 2x)
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # numbers of options of glibc's mallopt
-CGROUP = Path("/sys/fs/cgroup")
+# Files of a cgroup of version 2 and 1 with a limit and its usage, and a key in memory.stat.
+MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.high", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 # In the text of a RuntimeError of torch for an allocation on cuda, mps and cpu, and of MLX.
 MEMORY_TEXTS = (
     *("out of memory", "can't allocate memory"),
@@ -52,25 +59,61 @@ def _version(package: str) -> str:
 
 
 def use_threads(num_workers: int = 1) -> int:
-    """Limit torch to 1 / num_workers of the available cores; returns the threads.
+    """Limit torch to 1 / num_workers of the available cores, or OMP_NUM_THREADS if that is less.
 
     Two torch processes of two threads each on two cores slow each other down tenfold: at each
     barrier a process waits for a thread that has no core. Call before the first torch operation.
     """
     threads = max(1, available_cores() // max(1, num_workers))
+    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    is_default = limit == "1" and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"  # of torchrun
+    if limit.isdecimal() and int(limit) > 0 and not is_default:
+        threads = min(threads, int(limit))
     torch.set_num_threads(threads)
     return threads
 
 
-def available_cores() -> int:
-    """Cores that CPU affinity and the cgroup quota allow this process."""
+def use_deterministic_operators() -> None:
+    """Let torch compute the same bits again on a CPU with several threads.
+
+    Otherwise the gradient of an indexed tensor is added up in the order in which threads arrive.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False  # else slower
+
+
+def available_cores(root: Path = Path("/")) -> int:
+    """Cores that CPU affinity and the cgroup quotas allow this process."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    quota_file = Path("/sys/fs/cgroup/cpu.max")
-    if quota_file.exists():
-        quota, period = quota_file.read_text(encoding="ascii").split()
-        if quota != "max":
-            cores = min(cores or 1, max(1, int(quota) // int(period)))
-    return cores or 1
+    limits = [cores or 1]
+    for folder in _cgroups(root):
+        files = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # of version 2 and 1
+        quota, period, *_ = (*(word for file in files for word in _words(folder / file)), "", "")
+        if quota.isdecimal() and period.isdecimal():  # not max or -1
+            limits.append(max(1, int(quota) // int(period)))
+    return min(limits)
+
+
+def _cgroups(root: Path) -> Iterator[Path]:
+    """Folders of the process's cgroups, of version 1 and 2, and of those around them.
+
+    `root` is the folder with proc/ and sys/. In a container, proc/ may have the machine's names;
+    the container's own cgroup is then the mounted folder itself.
+    """
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text("utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            for mount in controllers.split(",") if controllers else ("", "unified"):
+                mounted = root / "sys/fs/cgroup" / mount
+                folder = mounted / path[1:]
+                yield from (f for f in (folder, *folder.parents) if f.is_relative_to(mounted))
+
+
+def _words(file: Path) -> list[str]:
+    """The words in a file of the kernel; none if it does not exist."""
+    with suppress(OSError):
+        return file.read_text("ascii").split()
+    return []
 
 
 def keep_memory() -> None:
@@ -153,7 +196,7 @@ def multiplies_bf16_faster(cpuinfo: str | None = None) -> bool:
     `cpuinfo` is the text of /proc/cpuinfo, by default this machine's. Intel's processors since
     Sapphire Rapids (which brought avx512_fp16) are made to multiply bfloat16 with AMX. Where a
     virtual machine hides AMX, their other instruction for it, vdpbf16ps, has half the speed of
-    float32 (docs/benchmarks.md).
+    float32.
     """
     words = set((_read_cpuinfo() if cpuinfo is None else cpuinfo).split())
     return not words >= {"GenuineIntel", "avx512_fp16"} or "amx_bf16" in words
@@ -217,9 +260,7 @@ def total_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[1]
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    total = psutil.virtual_memory().total
-    limit = _cgroup_limit()
-    return total if limit is None else min(total, limit)
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in memory_limits())])
 
 
 def free_bytes(device: torch.device, *, fraction: float | None = None) -> int:
@@ -247,18 +288,18 @@ def _free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
-    free, limit = psutil.virtual_memory().available, _cgroup_limit()
-    if limit is None:
-        return free
-    used = int((CGROUP / "memory.current").read_text("ascii"))
-    lines = (CGROUP / "memory.stat").read_text("ascii").splitlines()
-    # The kernel frees inactive pages of the file cache before it enforces the limit.
-    reclaimable = int(dict(line.split() for line in lines)["inactive_file"])
-    return min(free, limit - used + reclaimable)
+    return min([psutil.virtual_memory().available, *(free for _, free in memory_limits())])
 
 
-def _cgroup_limit() -> int | None:
-    """Bytes that the process's cgroup may have; None without a limit."""
-    file = CGROUP / "memory.max"
-    text = file.read_text("ascii").strip() if file.exists() else "max"
-    return None if text == "max" else int(text)
+def memory_limits(root: Path = Path("/")) -> list[tuple[int, int]]:
+    """Limit of each cgroup around this process in bytes, and what it can still allocate."""
+    found: list[tuple[int, int]] = []
+    for folder in _cgroups(root):
+        stat = _words(folder / "memory.stat")
+        for name, current, key in MEMORY_FILES:
+            limit, used = _words(folder / name), _words(folder / current)
+            if limit and used and key in stat and limit != ["max"]:
+                # The kernel frees inactive pages of the file cache before it enforces a limit.
+                free = int(limit[0]) - int(used[0]) + int(stat[stat.index(key) + 1])
+                found.append((int(limit[0]), max(0, free)))
+    return found

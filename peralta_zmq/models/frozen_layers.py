@@ -55,7 +55,7 @@ def freeze(model: nn.Module, packed: Mapping[str, PackedTensor], device: torch.d
         setattr(model.get_submodule(parent), name, frozen)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
-            logger.info("frozen weight stays in float32 name=%s", name)
+            logger.debug("frozen weight stays in float32 name=%s", name)
         parameter.data = parameter.data.float()
         parameter.requires_grad_(False)
 

@@ -4,15 +4,16 @@ transformers computes RMS norm (arXiv 1910.07467) with six operations, and rotar
 (RoFormer, arXiv 2104.09864) with five; each of them reads and writes whole rows, and autograd
 differentiates each of them. The C code of layer_ops.c makes one pass forward and one backward.
 Without that code, RMS norm takes a few operations of torch, and rotary embedding is transformers'.
+The two ways round differently: `use_operators` chooses the way that a repeated step was taken.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from types import CodeType
 from typing import Any, cast
@@ -34,6 +35,7 @@ ARGUMENTS = {
     "norm_backward": (*[POINTER] * 6, INT64, INT64, INT),
     "rotate": (*[POINTER] * 4, INT64, INT64, INT64, INT),
 }
+TORCH = "torch"  # name of the operators without C code
 ROTARY = "apply_rotary_pos_emb"  # name of the function in transformers' modules
 LLAMA_ROTARY = modeling_llama.apply_rotary_pos_emb  # transformers', which `replace_rotary` replaces
 
@@ -49,7 +51,7 @@ def replace_norms(model: torch.nn.Module) -> int:
         weight: Any = getattr(module, "weight", None)
         is_plain = type(weight) is torch.nn.Parameter and weight.device.type == "cpu"
         if is_plain and _has_code(type(module).forward, modeling_llama.LlamaRMSNorm.forward):
-            cast(Any, module).forward = functools.partial(_forward, module)
+            cast(Any, module).forward = partial(_forward, module)
             num_replaced += 1
     return num_replaced
 
@@ -148,12 +150,12 @@ def replace_rotary(model: torch.nn.Module) -> int:
     for name in sorted({type(module).__module__ for module in model.modules()}):
         module: Any = sys.modules.get(name)
         theirs: Any = getattr(module, ROTARY, None)
-        is_ours = isinstance(theirs, functools.partial) and theirs.func is _rotary
+        is_ours = isinstance(theirs, partial) and theirs.func is _rotary
         is_known = _has_code(theirs, LLAMA_ROTARY) and _has_code(
             getattr(module, "rotate_half", None), modeling_llama.rotate_half
         )
-        if is_known and not is_ours and _library(torch.float32) is not None:
-            setattr(module, ROTARY, functools.partial(_rotary, theirs))
+        if is_known and not is_ours:
+            setattr(module, ROTARY, partial(_rotary, theirs))
             is_ours = True
         num_replaced += is_ours
     return num_replaced
@@ -227,13 +229,40 @@ def _addresses(*tensors: Tensor) -> list[int]:
 
 def _library_for(rows: Tensor) -> ctypes.CDLL | None:
     """The library for rows of this dtype and device; None if there is none."""
-    return _library(rows.dtype) if rows.device.type == "cpu" and rows.dtype in DEFINES else None
+    return _loaded[_in_use or operators()].get(rows.dtype) if rows.device.type == "cpu" else None
 
 
-@functools.cache
-def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    check = functools.partial(_is_correct, dtype=dtype)
-    return compiler.load(SOURCE, ARGUMENTS, DEFINES[dtype], check=check)
+_loaded: dict[str, Mapping[torch.dtype, ctypes.CDLL]] = {TORCH: {}}  # libraries by operators
+_in_use = ""  # name of the operators that `use_operators` has chosen; empty: those of `operators`
+
+
+@cache
+def operators() -> str:
+    """Name of the operators of this machine: the files of the compiled libraries, or TORCH."""
+    libraries = {
+        dtype: compiler.load(SOURCE, ARGUMENTS, defines, check=partial(_is_correct, dtype=dtype))
+        for dtype, defines in DEFINES.items()
+    }
+    found = {dtype: library for dtype, library in libraries.items() if library is not None}
+    if len(found) < len(DEFINES):
+        return TORCH
+    name = " ".join(Path(library._name).name for library in found.values())  # pyright: ignore[reportPrivateUsage]
+    _loaded[name] = found
+    return name
+
+
+def use_operators(name: str) -> None:
+    """Compute with the operators of this name from now on.
+
+    Raises OSError, RuntimeError or ValueError if a library cannot be used here.
+    """
+    global _in_use
+    if name not in _loaded and name != operators():
+        _loaded[name] = {
+            dtype: compiler.load_again(file, ARGUMENTS, check=partial(_is_correct, dtype=dtype))
+            for dtype, file in zip(DEFINES, name.split(), strict=True)
+        }
+    _in_use = name
 
 
 def _is_correct(library: ctypes.CDLL, *, dtype: torch.dtype) -> bool:

@@ -15,7 +15,6 @@ from typing import Any, cast
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import (
@@ -29,8 +28,8 @@ from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
-from peralta_zmq.atomic_files import MALFORMED, MANIFEST
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.atomic_files import MANIFEST, parse_object
+from peralta_zmq.errors import ConfigError, OutageError, PeraltaError, limit_text
 from peralta_zmq.models.device import is_out_of_memory
 from peralta_zmq.models.published_names import TEXT_NAMES, LazyWeights, text_names, weights_of
 
@@ -57,7 +56,7 @@ COMPUTED = (
 CONVERTED_FORMATS = ("fp8", "mxfp4")  # quantized weights that transformers can convert
 SHARD_BYTES = 1 << 30
 CONFIG_FILES = ("config.json", "tokenizer_config.json")  # files that may name custom code
-FORMAT_ERRORS = (SafetensorError, StrictDataclassError)
+MAX_CONFIG = 4 << 20  # bytes of a config file
 MAX_REASON = 400  # characters of transformers' error messages, which may list all its models
 
 
@@ -68,7 +67,7 @@ def model_folder(name: str) -> Path:
     Raises ConfigError if there is no such model; nothing is downloaded.
     """
     embedded = {each.name: each for each in (EMBEDDED, EMBEDDED_TURNS)}
-    folder = embedded.get(name) or Path(name).expanduser()
+    folder = embedded.get(name) or Path(os.path.expanduser(name))
     if not folder.exists():
         folder = _cached_folder(name)
     if folder.suffix == ".gguf" or (_has(folder, "*.gguf") and not _has(folder, WEIGHT_FILES)):
@@ -131,7 +130,7 @@ def load_model(
             ignore_mismatched_sizes=True,  # reported by `check_tensors`
             trust_remote_code=trust_remote_code,
         )
-    check_tensors(folder, model, report)
+        check_tensors(folder, model, report)
     if hasattr(config, "quantization_config"):  # transformers converts the weights to bfloat16
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -147,58 +146,60 @@ def text_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """
     check_code(folder, trust_remote_code=trust_remote_code)
     with model_loading_errors(f"model folder {folder} cannot be loaded"):
+        written = read_config_file(folder / "config.json")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         text = config.get_text_config()
-        written: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
-    if quantized := written.get("quantization_config"):
-        method = quantized.get("quant_method")
-        if method not in CONVERTED_FORMATS:
+        if quantized := written.get("quantization_config"):
+            method = quantized.get("quant_method")
+            if method not in CONVERTED_FORMATS:
+                raise ConfigError(
+                    f"model folder {folder} has weights in the quantized format {method}, which "
+                    "cannot be trained; choose the model with full weights"
+                )
+            text.quantization_config = {**quantized, "dequantize": True}
+        if trust_remote_code and hasattr(config, "auto_map"):
+            return config
+        if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            model_type = getattr(text, "model_type", config.model_type)
             raise ConfigError(
-                f"model folder {folder} has weights in the quantized format {method}, which cannot "
-                "be trained; choose the model with full weights"
+                f"model folder {folder} cannot be loaded: transformers has no causal language "
+                f"model for model_type '{model_type}'; choose another model"
             )
-        text.quantization_config = {**quantized, "dequantize": True}
-    if trust_remote_code and hasattr(config, "auto_map"):
-        return config
-    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        model_type = getattr(text, "model_type", config.model_type)
-        raise ConfigError(
-            f"model folder {folder} cannot be loaded: transformers has no causal language model "
-            f"for model_type '{model_type}'; choose another model"
-        )
-    text.architectures = [cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]).__name__]
-    for name in ("dtype", "eos_token_id"):
-        if (value := getattr(config, name, None)) is not None:
-            setattr(text, name, value)
-    if "tie_word_embeddings" not in (written.get("text_config") or written):
-        text.tie_word_embeddings = written.get("tie_word_embeddings", text.tie_word_embeddings)
-    return text
+        text.architectures = [cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]).__name__]
+        for name in ("dtype", "eos_token_id"):
+            if (value := getattr(config, name, None)) is not None:
+                setattr(text, name, value)
+        if "tie_word_embeddings" not in (written.get("text_config") or written):
+            text.tie_word_embeddings = written.get("tie_word_embeddings", text.tie_word_embeddings)
+        return text
 
 
 def published_config(folder: Path, *, dtype: str | None = None) -> dict[str, Any]:
     """The config.json of models that are trained from the model in `folder`.
 
     A multimodal model is published as a text model, and a quantized one with full weights. `dtype`
-    is that of the tensors, if they have another one than in `folder`. Raises OSError, and
-    ConfigError as `text_config`.
+    is that of the tensors, if they have another one than in `folder`. Raises ConfigError, as
+    `text_config`.
     """
-    config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
-    config.pop("quantization_config", None)
-    if config.get("text_config") and "auto_map" not in config:
-        text = text_config(folder, trust_remote_code=True)  # which has no code without auto_map
-        whole_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[config["model_type"]], None)
-        if whole_class is MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]:  # Qwen3.5
-            config["architectures"] = text.architectures
-        else:
-            # Not the form of transformers 5 for rotary embeddings, which mlx-lm does not read.
-            added = json.loads(text.to_json_string(use_diff=False))
-            added.pop("rope_parameters", None)
-            end_ids = getattr(text, "eos_token_id", None)
-            config = {**added, **config["text_config"], "eos_token_id": end_ids}
-    for part in (config, config.get("text_config", {})) if dtype else ():
-        part.pop("torch_dtype", None)
-        part["dtype"] = dtype
-    return config
+    with model_loading_errors(f"model folder {folder} cannot be loaded"):
+        config: dict[str, Any] = read_config_file(folder / "config.json")
+        config.pop("quantization_config", None)
+        if config.get("text_config") and "auto_map" not in config:
+            text = text_config(folder, trust_remote_code=True)  # which has no code without auto_map
+            classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+            whole = CONFIG_MAPPING[config["model_type"]]
+            if classes.get(whole, None) is classes[type(text)]:  # Qwen3.5
+                config["architectures"] = text.architectures
+            else:
+                # Not the form of transformers 5 for rotary embeddings, which mlx-lm does not read.
+                added = json.loads(text.to_json_string(use_diff=False))
+                added.pop("rope_parameters", None)
+                end_ids = getattr(text, "eos_token_id", None)
+                config = {**added, **config["text_config"], "eos_token_id": end_ids}
+        for part in (config, config.get("text_config", {})) if dtype else ():
+            part.pop("torch_dtype", None)
+            part["dtype"] = dtype
+        return config
 
 
 def check_tensors(folder: Path, model: Model, report: Mapping[str, Any]) -> None:
@@ -262,10 +263,10 @@ def check_code(folder: Path, *, trust_remote_code: bool) -> None:
     If transformers has a class of its own for the model, it uses that class.
     """
     for file in CONFIG_FILES:
-        settings: Any = None
-        with suppress(OSError, *MALFORMED):  # missing or damaged: loading reports it
-            settings = json.loads((folder / file).read_bytes())
-        if not isinstance(settings, dict) or "auto_map" not in settings or trust_remote_code:
+        settings = dict[str, Any]()
+        with suppress(OSError, ValueError):  # missing or damaged: loading reports it
+            settings = read_config_file(folder / file)
+        if "auto_map" not in settings or trust_remote_code:
             continue
         if settings.get("model_type") not in CONFIG_MAPPING:
             raise ConfigError(
@@ -274,15 +275,33 @@ def check_code(folder: Path, *, trust_remote_code: bool) -> None:
             )
 
 
+def read_config_file(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; OSError, or ValueError if it is damaged or too large."""
+    with file.open("rb") as opened:
+        content = opened.read(MAX_CONFIG + 1)
+    if len(content) > MAX_CONFIG:
+        raise ValueError(f"{file.name} has more than {MAX_CONFIG} bytes")
+    return parse_object(content)
+
+
 @contextmanager
 def model_loading_errors(message: str) -> Generator[None]:
-    """Turn errors of transformers about bad files into ConfigError with `message`."""
+    """Turn what libraries raise for bad files into ConfigError with `message`.
+
+    Raises OutageError at a limit of threads or open files.
+    """
     try:
         yield
-    except (OSError, ImportError, RuntimeError, *MALFORMED, *FORMAT_ERRORS) as error:
-        if is_out_of_memory(error):
+    except PeraltaError:
+        raise
+    except BaseException as error:
+        # Foreign files make libraries raise anything; a panic of Rust is no Exception.
+        is_theirs = isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
+        if not is_theirs or is_out_of_memory(error):
             raise
-        reason = " ".join(str(error).split())
+        if limit := limit_text(error):
+            raise OutageError(f"{message} now: {limit}") from None
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{message}: {reason:.{MAX_REASON}}") from None
 
 

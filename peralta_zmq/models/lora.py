@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from peralta_zmq.atomic_files import read_chunks
 from peralta_zmq.errors import ConfigError, import_extra
-from peralta_zmq.models.loading import Model
+from peralta_zmq.models.loading import Model, check_weights
 from peralta_zmq.models.published_names import LazyWeights, linear_layers, weights_of
 
 ALL_LINEAR = "all-linear"
@@ -107,6 +107,21 @@ def published_weights(model: nn.Module) -> dict[str, Tensor]:
         adapters[PREFIX + name + A] = layer.lora_A[ADAPTER].weight.detach()
         adapters[PREFIX + name + B] = layer.lora_B[ADAPTER].weight.detach() * scale
     return adapters
+
+
+def apply_published(model: nn.Module, adapters: Mapping[str, Tensor]) -> None:
+    """Set the adapters of `model` to what `published_weights` returned.
+
+    Raises ValueError, with nothing changed, if they do not fit.
+    """
+    shapes = {name: tensor.shape for name, tensor in published_weights(model).items()}
+    check_weights(shapes, adapters)
+    names = linear_layers(model)
+    with torch.no_grad():
+        for layer_name, layer in _layers(model).items():
+            name, scale = PREFIX + names[layer_name], layer.scaling[ADAPTER]
+            layer.lora_A[ADAPTER].weight.copy_(adapters[name + A])
+            layer.lora_B[ADAPTER].weight.copy_(adapters[name + B].float() / scale)
 
 
 def config_file(model: Model, *, base: str) -> bytes:

@@ -11,9 +11,10 @@ from typing import Any, cast
 
 from transformers import GenerationConfig
 
-from peralta_zmq.atomic_files import MALFORMED, MANIFEST, PLAIN_PATH
+from peralta_zmq.atomic_files import MANIFEST, MAX_COMPANION, MAX_COMPANIONS, PLAIN_PATH
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.models.chat_templates import end_of_turn
-from peralta_zmq.models.loading import Tokenizer, published_config
+from peralta_zmq.models.loading import Tokenizer, published_config, read_config_file
 
 GENERATION_CONFIG = "generation_config.json"
 TEMPLATES = "additional_chat_templates/*.jinja"
@@ -65,6 +66,12 @@ def end_tokens_text(folder: Path, tokenizer: Tokenizer) -> str:
     return f"end tokens differ, any of them ends a completion: {'; '.join(texts)}"
 
 
+def special_ids(tokenizer: Tokenizer) -> set[int]:
+    """Tokens that structure a text, such as the marks of a turn, and are no text themselves."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {*tokenizer.all_special_ids, *(token for token, entry in added if entry.special)}
+
+
 def _token_ids(value: object) -> list[int]:
     """The token ids in a setting such as eos_token_id: None, a number or a list."""
     values = cast("Sequence[object]", value if isinstance(value, (list, tuple)) else [value])
@@ -73,10 +80,8 @@ def _token_ids(value: object) -> list[int]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     """A JSON object; empty if the file is missing or damaged, which loading the model reports."""
-    with suppress(OSError, *MALFORMED):
-        content = json.loads(file.read_bytes())
-        if isinstance(content, dict):
-            return cast("dict[str, Any]", content)
+    with suppress(OSError, ValueError):
+        return read_config_file(file)
     return {}
 
 
@@ -115,8 +120,8 @@ def companion_files(
     Leaves out files with names that receivers refuse.
     """
     vocabulary = set(tokenizer.vocab_files_names.values())
-    files = {
-        name: path.read_bytes()
+    paths = {
+        name: path
         for path in sorted((*folder.iterdir(), *folder.glob(TEMPLATES)))
         if (name := path.relative_to(folder).as_posix()) not in OWN_FILES
         and path.is_file()
@@ -124,6 +129,14 @@ def companion_files(
         and not name.endswith(".index.json")  # lists of sharded weight files
         and PLAIN_PATH.fullmatch(name)
     }
+    sizes = {name: path.stat().st_size for name, path in paths.items()}
+    largest = max(sizes, key=sizes.__getitem__, default="")
+    if sizes.get(largest, 0) > MAX_COMPANION or sum(sizes.values()) > MAX_COMPANIONS:
+        raise ConfigError(
+            f"model folder {folder}: {largest} has {sizes[largest] >> 20} MiB, too many to publish "
+            f"it with each keyframe (at most {MAX_COMPANION >> 20} MiB); move it away"
+        )
+    files = {name: path.read_bytes() for name, path in paths.items()}
     config = _read_json(folder / GENERATION_CONFIG)
     end_ids = folder_end_ids(folder, tokenizer)
     if end_ids and set(_token_ids(config.get("eos_token_id"))) != set(end_ids):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from config_files import refusal, toml_refusal
 
-from peralta_zmq.config.foreign_names import NAMES, RIGHT_NAMES
+from peralta_zmq.config.foreign_names import EXPLANATIONS, NAMES, RIGHT_NAMES
 from peralta_zmq.config.schema import known_fields
 
 
@@ -17,6 +17,12 @@ from peralta_zmq.config.schema import known_fields
     ("ckpt.interval", "3", "ckpt.interval = '3'; did you mean checkpoint.interval?"),
     ("train.temperature", "1",
      "train.temperature = '1'; 'temperature' is a setting of [sampling] and [eval] here"),
+    ("num_epochs", "3",
+     "num_epochs = '3'; a run is counted in steps: train.max_steps = epochs x problems x "
+     "sampling.num_generations / train.batch_size"),
+    ("train.num-train-epochs", "3",
+     "train.num_train_epochs = '3'; a run is counted in steps: train.max_steps = epochs x problems "
+     "x sampling.num_generations / train.batch_size"),
     ("train.group-size", "8",
      "train.group_size = '8'; 'group_size' is called 'num_generations' here, in "
      "[sampling]: write sampling.num_generations"),
@@ -50,6 +56,8 @@ def test_unknown_key_in_file_names_the_right_setting(
     ("train.batch_size", "batch per_device_train_batch_size"),
     ("model.name", "model_name_or_path"),
     ("run.dir", "output_dir"),
+    ("run.fork", "checkpoint.skip_progress"),
+    ("run.from_step", "checkpoint.resume_step"),
     ("loss.name", "loss_type"),
     ("loss.epsilon", "loss.eps"),
     ("checkpoint.interval", "save_steps"),
@@ -68,3 +76,4 @@ def test_foreign_names_lead_to_existing_settings() -> None:
 
 def test_foreign_names_are_unique() -> None:
     assert len(RIGHT_NAMES) == sum(len(names.split()) for names in NAMES["settings"].values())
+    assert not RIGHT_NAMES.keys() & EXPLANATIONS.keys()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
-from config_files import CONFIGS, load, refusal, toml_refusal
+from config_files import CONFIGS, REPO, load, refusal, toml_refusal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from peralta_zmq.config import Config
+from peralta_zmq.config import FITTED, Config, is_set, with_settings
 from peralta_zmq.config.schema import section_models
 from peralta_zmq.config.sections import default_text, row_model_of
 from peralta_zmq.errors import ConfigError
@@ -20,7 +21,7 @@ def test_load_option_overrides_file_overrides_default(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("[train]\nmax_steps = 5\nwarmup_steps = 2\n")
     config = load("@", str(tmp_path / "a.toml"), "--train.warmup-steps", "3")
     train = config.train
-    assert (train.batch_size, train.max_steps, train.warmup_steps) == (128, 5, 3)
+    assert (train.batch_size, train.max_steps, train.warmup_steps) == (64, 5, 3)
 
 
 def test_load_accepts_each_default_on_the_command_line() -> None:
@@ -55,11 +56,30 @@ def test_weights_folder_defaults_to_run_folder() -> None:
     assert load("--weights.dir", "/nas/w").weights_folder == Path("/nas/w")
 
 
-def test_demo_file_differs_from_defaults_only_in_slots() -> None:
+def test_demo_file_differs_from_defaults_only_in_task_slots_and_what_follows_the_model() -> None:
     config = load("@", str(CONFIGS / "demo.toml"))
-    engine = config.engine
-    assert engine.slots == config.train.batch_size  # the completions of a step
-    assert config.model_copy(update={"engine": engine.model_copy(update={"slots": 32})}) == Config()
+    assert config.engine.slots == config.train.batch_size  # the completions of a step
+    fitted = {
+        "train.learning_rate": 2e-4,
+        "train.batch_size": 128,
+        "train.max_tokens_per_microbatch": 16384,
+        "sampling.max_completion_length": 48,
+        "engine.max_model_len": 512,
+        "eval.interval": 100,
+    }
+    assert fitted.keys() == set(FITTED)
+    assert all(is_set(config, name) for name in FITTED)
+    others = {"task.name": "calculator", "engine.slots": 128}
+    assert config == with_settings(Config(), fitted | others)
+
+
+@pytest.mark.parametrize("name", ["lan", "guess_number", "calculator_tool"])
+def test_other_files_for_the_embedded_model_have_the_demo_settings(name: str) -> None:
+    config, demo = (load("@", str(CONFIGS / f"{each}.toml")) for each in (name, "demo"))
+    differing = {"guess_number": {"sampling.max_completion_length"}}.get(name, set())
+    for setting in {*FITTED} - differing:
+        assert is_set(config, setting)
+        assert attrgetter(setting)(config) == attrgetter(setting)(demo), setting
 
 
 def test_calculator_file_has_the_original_settings() -> None:
@@ -93,12 +113,49 @@ def test_option_without_value_is_refused() -> None:
     assert refusal("--run.name") == expected
 
 
-def test_positional_argument_is_refused() -> None:
-    assert "stray" in refusal("stray")
+@pytest.mark.parametrize(("arguments", "expected"), [
+    (["stray"], "unexpected argument 'stray'; settings are written --section.name VALUE, config "
+     "files @ FILE.toml"),
+    (["--train.max-steps=3", "stray"], "unexpected argument 'stray'; settings are written "),
+    (["--security.insecure", "stray"], "unexpected argument 'stray'; settings are written "),
+    (["@", "configs/demo.toml", "stray"], "unexpected argument 'stray'; settings are written "),
+    (["configs/demo.toml"],
+     "config file configs/demo.toml needs an @: bin/trainer @ configs/demo.toml"),
+    (["--run.name", "x", "configs/demo.toml", "--run.seed", "1"],
+     "config file configs/demo.toml needs an @: bin/trainer @ configs/demo.toml"),
+])  # fmt: skip
+def test_positional_argument_is_refused(
+    arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPO)
+    assert refusal(*arguments).startswith(expected)
+
+
+def test_switch_may_have_a_value_of_its_own() -> None:
+    assert not load("--security.insecure", "false", "--run.seed", "1").security.insecure
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    (["--model", "Qwen/Qwen3-0.6B"],
+     "--model is a section; did you mean --model.name Qwen/Qwen3-0.6B?"),
+    (["--model=Qwen/Qwen3-0.6B"],
+     "--model is a section; did you mean --model.name Qwen/Qwen3-0.6B?"),
+    (["--data", "my.jsonl"], "--data is a section; did you mean --data.train my.jsonl?"),
+    (["--loss"], "--loss is a section; did you mean --loss.name VALUE?"),
+    (["--log", "5"], "--log is a section; its settings: level, samples"),
+])  # fmt: skip
+def test_option_that_is_a_section_names_the_setting(arguments: list[str], expected: str) -> None:
+    assert refusal(*arguments) == expected
+
+
+def test_no_steps_name_the_program_that_only_evaluates() -> None:
+    assert refusal("--train.max-steps", "0") == (
+        "train.max_steps = '0' is wrong: should be greater than 0; bin/evaluate RUN|MODEL "
+        "evaluates without training"
+    )
 
 
 def test_value_for_a_section_is_refused(tmp_path: Path) -> None:
-    assert refusal("--train", "3").startswith("--train is a config group")
     assert toml_refusal(tmp_path, 'loss = "grpo"').startswith("'loss' is a section, not a setting")
     message = toml_refusal(tmp_path, "log = 5")
     assert message == "'log' is a section, not a setting (log = 5); its settings: level, samples"

@@ -9,18 +9,25 @@ import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from config_files import REPO
 
 from peralta_zmq.config import Config, load_config
+from peralta_zmq.config.load import help_text
 from peralta_zmq.config.programs import raise_open_files_limit, run_plain_program, run_program
 from peralta_zmq.config.schema import section_models
 from peralta_zmq.config.sections import default_text, row_model_of
+from peralta_zmq.config.training_sections import EnvSection
 from peralta_zmq.errors import ConfigError, WireError
 
-PROGRAMS = ("trainer", "generator", "lan", "verifier", "replay", "doctor", "dashboard")
+PROGRAMS = (
+    *("trainer", "generator", "lan", "verifier"),
+    *("evaluate", "replay", "doctor", "dashboard"),
+)
+WITH_SETTINGS = ("trainer", "generator", "lan", "verifier", "evaluate", "doctor")
 FILES = resource.RLIMIT_NOFILE
 
 
@@ -103,17 +110,17 @@ def test_help_lists_commands(
     assert caught.value.code == 0
     printed = capsys.readouterr().out
     assert printed.startswith("usage: bin/x {local,chaos} [@ FILE.toml ...]")
-    assert "options:  bin/x local @ configs/demo.toml --train." in printed
+    assert "\n  bin/x local @ configs/demo.toml --train." in printed
 
 
-def run_and_list_imports(name: str, argument: str, *, command: str = "") -> tuple[str, str]:
+def run_and_list_imports(name: str, *arguments: str, command: str = "") -> tuple[str, str]:
     """The output of a program, and its exit code with the large libraries that it imported.
 
     `command` is the name by which the program is started, if it is not bin/NAME.
     """
     code = f"""
 import sys
-sys.argv = [{command or f"bin/{name}"!r}, {argument!r}]
+sys.argv = {[command or f"bin/{name}", *arguments]!r}
 sys.path.insert(0, {str(REPO)!r})
 from peralta_zmq.config import programs
 try:
@@ -126,19 +133,65 @@ except SystemExit as error:
     return result.stdout, result.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", ["trainer", "generator"])
-def test_help_lists_all_settings_without_large_imports(name: str) -> None:
+@pytest.mark.parametrize("name", WITH_SETTINGS)
+def test_help_lists_the_sections_on_a_page_without_large_imports(name: str) -> None:
     """No numeric or network library is imported, so that it takes a third of a second."""
     printed, ended = run_and_list_imports(name, "--help")
     assert ended == "0 []"
-    words = " ".join(printed.split())
-    for section, model in section_models().items():
-        for leaf, field in model.model_fields.items():
-            if row_model_of(field):
-                continue
-            default = default_text(field)
-            flag = f"--{section}.{leaf}".replace("_", "-")
-            assert " ".join(f"{flag} {default} {field.description}".split()) in words
+    lines = printed.splitlines()
+    assert len(lines) <= 80
+    for section in (*section_models(), "env"):
+        assert [line for line in lines if line.startswith(f"  {section} ")], section
+    assert f"bin/{name} --help train  " in printed and f"bin/{name} --version  " in printed
+
+
+@pytest.mark.parametrize("section", [*section_models(), "env"])
+def test_help_of_a_section_lists_all_its_settings(section: str) -> None:
+    model = {**section_models(), "env": EnvSection}[section]
+    words = " ".join(help_text("bin/trainer", topic=section).split())
+    assert words.startswith(f"[{section}] {model.__doc__.split()[0]} ")
+    for leaf, field in model.model_fields.items():
+        if row_model_of(field) is None:
+            flag = leaf if section == "env" else f"--{section}.{leaf}".replace("_", "-")
+            assert " ".join(f"{flag} {default_text(field)} {field.description}".split()) in words
+
+
+@pytest.mark.parametrize(("word", "flags"), [
+    ("learning_rate", {"--train.learning-rate"}),
+    ("--train.learning-rate", {"--train.learning-rate"}),
+    ("NUCLEUS", {"--sampling.top-p"}),
+])  # fmt: skip
+def test_help_of_a_word_lists_the_settings_that_have_it(word: str, flags: set[str]) -> None:
+    listed = {line.split()[0] for line in help_text("bin/x", topic=word).splitlines()
+              if line.startswith("  --")}  # fmt: skip
+    assert flags <= listed and len(listed) < 9
+
+
+def test_help_of_an_unknown_word_names_a_similar_one() -> None:
+    assert run_and_list_imports("trainer", "--help", "lernin")[1] == "2 []"
+    with pytest.raises(ConfigError, match=r"did you mean bin/x --help temperature\? bin/x"):
+        help_text("bin/x", topic="temperatrue")
+
+
+def test_help_of_a_command_may_have_a_topic() -> None:
+    printed, ended = run_and_list_imports("lan", "local", "--help", "stop")
+    assert ended == "0 []" and "--sampling.stop" in printed
+
+
+def test_help_of_the_losses_has_the_settings_of_the_section() -> None:
+    printed, ended = run_and_list_imports("trainer", "--help", "loss")
+    assert ended == "0 []"
+    assert "--loss.epsilon-high " in printed and "loss.objective, per token:" in printed
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_prints_its_version(name: str) -> None:
+    for arguments in (["--version"], ["@", "missing.toml", "--version"]):
+        assert run_and_list_imports(name, *arguments) == (f"bin/{name} {version()}\n", "0 []")
+
+
+def version() -> str:
+    return metadata.version("peralta_zmq")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -194,6 +247,57 @@ def test_launch_replaces_only_its_own_folder_in_sys_path(tmp_path: Path, safe_pa
         [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=50
     )
     assert result.stdout.splitlines() == [str(tmp_path), other], result.stderr
+
+
+def test_launch_names_a_file_that_hides_a_module_of_python(tmp_path: Path) -> None:
+    shutil.copytree(REPO / "bin", tmp_path / "bin")
+    (tmp_path / "random.py").touch()
+    result = subprocess.run(
+        [sys.executable, str(tmp_path / "bin" / "doctor")], capture_output=True, text=True
+    )
+    reason = f"{tmp_path}/random.py hides a module of Python; rename it"
+    assert result.stderr == f"bin/doctor: error: {reason}\n"
+
+
+def run_in_shell(shell: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of bin/ as "$@" in a line of shell."""
+    command = ["/bin/sh", "-c", shell, "sh", sys.executable, str(REPO / "bin" / words[0])]
+    return subprocess.run([*command, *words[1:]], capture_output=True, text=True, timeout=50,
+                          env={**os.environ, **environment})  # fmt: skip
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [*((name, "--version") for name in PROGRAMS), ("doctor", "plan")])
+def test_program_ends_quietly_when_nothing_reads_its_output(
+    words: tuple[str, ...], unbuffered: str
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    result = subprocess.run(
+        [sys.executable, str(REPO / "bin" / words[0]), *words[1:]], stdout=writing,
+        stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}, timeout=50,
+    )  # fmt: skip
+    os.close(writing)
+    assert result.returncode in (0, 141) and result.stderr == b""
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_program_runs_without_standard_streams(closed: str) -> None:
+    shell = f'exec "$@" {closed}'
+    assert run_in_shell(shell, "doctor", "--help").returncode == 0
+    assert run_in_shell(shell, "trainer", "--train.batch-size=50").returncode == 2
+
+
+@pytest.mark.parametrize("environment", [
+    {"PYTHONIOENCODING": "ascii"},
+    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+])  # fmt: skip
+def test_output_escapes_what_its_encoding_lacks(environment: dict[str, str]) -> None:
+    shell = 'exec "$@" 2>&1'
+    result = run_in_shell(shell, "doctor", "--train.optim=\xfc", **environment)
+    assert result.returncode == 1 and "train.optim = '\\" in result.stdout
+    result = run_in_shell(shell, "trainer", "--train.optim=\xfc", **environment)
+    assert result.returncode == 2 and "train.optim = '\\" in result.stdout
 
 
 def test_raise_open_files_limit_raises_the_soft_limit(open_file_limits: tuple[int, int]) -> None:

@@ -10,7 +10,7 @@ from config_files import load
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from peralta_zmq.config import Config, earlier_config, write_resolved
+from peralta_zmq.config import Config, earlier_config, keep_fork, write_resolved
 from peralta_zmq.config.resolved import toml_text
 from peralta_zmq.config.schema import known_fields
 from peralta_zmq.errors import ConfigError
@@ -55,14 +55,33 @@ def test_write_resolved_has_every_setting(tmp_path: Path) -> None:
 
 def test_earlier_config_names_changed_settings_and_remedies(tmp_path: Path) -> None:
     write_resolved(Config(), tmp_path)
-    changed = load("--loss.name", "grpo", "--train.batch-size", "64")
+    changed = load("--loss.name", "grpo", "--train.batch-size", "128")
     with pytest.raises(ConfigError) as caught:
         earlier_config(changed, tmp_path)
     assert str(caught.value) == (
-        f"run folder {tmp_path} was made with other settings: train.batch_size 128 -> 64, "
-        "loss.name 'reinforce' -> 'grpo'; choose another --run.name, "
+        f"run folder {tmp_path} was made with other settings: train.batch_size 64 -> 128, "
+        "loss.name 'reinforce' -> 'grpo'; to continue from its weights with these settings, add to "
+        f"the command: --run.fork demo --run.name {tmp_path.name}-2; "
         "or delete the folder to start again (FRESH=1 make run)"
     )
+
+
+def test_earlier_config_refuses_a_fork_to_an_existing_run(tmp_path: Path) -> None:
+    forked = ("--run.fork", "first", "--run.from-step", "4")
+    tmp_path.with_name(f"{tmp_path.name}-2").mkdir()
+    write_resolved(Config(), tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        earlier_config(load(*forked), tmp_path)
+    assert str(caught.value) == (
+        f"run folder {tmp_path} exists already, and run.fork first makes a new run; "
+        f"choose another name: --run.name {tmp_path.name}-3"
+    )
+    write_resolved(load(*forked), tmp_path)  # the fork itself is resumed
+    for arguments in (forked, ()):
+        earlier = earlier_config(load(*arguments), tmp_path)
+        assert keep_fork(load(*arguments), earlier) == earlier == load(*forked)
+    with pytest.raises(ConfigError, match="exists already"):
+        earlier_config(load("--run.fork", "first", "--run.from-step", "2"), tmp_path)
 
 
 @pytest.mark.parametrize("argument", [
@@ -70,7 +89,9 @@ def test_earlier_config_names_changed_settings_and_remedies(tmp_path: Path) -> N
     "--run.dir=elsewhere", "--run.num-local-generators=3", "--log.level=debug",
     "--generator.name=x", "--wire.port=6000", "--train.num-workers=3", "--train.max-steps=81",
     "--no-eval.eval-base-model", "--checkpoint.interval=5", "--weights.keep-last=9",
-    "--model.device=cpu",
+    "--model.device=cpu", "--train.learning-rate=1e-4", "--train.lr-scheduler-type=constant",
+    "--train.warmup-steps=3", "--train.max-steps=59", "--train.adam-beta1=0.8",
+    "--train.adam-beta2=0.9", "--train.weight-decay=0.1", "--train.max-grad-norm=2",
 ])  # fmt: skip
 def test_earlier_config_accepts_free_settings(argument: str, tmp_path: Path) -> None:
     assert earlier_config(load(argument), tmp_path) == load(argument)  # a new run
@@ -81,8 +102,7 @@ def test_earlier_config_accepts_free_settings(argument: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("argument", [
     "--run.seed=1", "--model.name=other", "--model.dtype=float32", "--task.name=other",
     "--data.train=math_10k", "--sampling.temperature=0.9", "--engine.slots=2",
-    "--train.learning-rate=1e-5", "--train.max-steps=59", "--loss.epsilon=0.1",
-    "--advantage.name=group_zscore",
+    "--loss.epsilon=0.1", "--advantage.name=group_zscore", "--train.optim=adamw_bf16",
     # The replay of the journal has to repeat the bits of the published weights.
     "--train.max-tokens-per-microbatch=512", "--train.gradient-checkpointing",
 ])  # fmt: skip
@@ -92,12 +112,14 @@ def test_earlier_config_refuses_changed_learning(argument: str, tmp_path: Path) 
         earlier_config(load(argument), tmp_path)
 
 
-def test_earlier_config_refuses_more_steps_with_schedule(tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_steps", [79, 81])
+def test_earlier_config_refuses_other_steps_with_schedule(max_steps: int, tmp_path: Path) -> None:
     scheduled = (*COSINE, "--sampling.temp-start", "1", "--sampling.temp-end", "0.5")
     write_resolved(load(*scheduled), tmp_path)
     assert earlier_config(load(*scheduled), tmp_path) == load(*scheduled)
-    with pytest.raises(ConfigError, match=r"train\.max_steps 80 -> 81"):
-        earlier_config(load(*scheduled, "--train.max-steps", "81"), tmp_path)
+    reason = rf"train\.max_steps 80 -> {max_steps} \(sampling\.temp_scheduler ends there\)"
+    with pytest.raises(ConfigError, match=reason):
+        earlier_config(load(*scheduled, "--train.max-steps", str(max_steps)), tmp_path)
 
 
 def test_earlier_config_names_damaged_file_and_remedies(tmp_path: Path) -> None:

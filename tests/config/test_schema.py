@@ -167,6 +167,48 @@ def test_public_bind_without_keys_is_refused(bind: str) -> None:
     load_config("trainer", ["--wire.bind", bind, "--security.insecure"])
 
 
+@pytest.mark.parametrize("setting", ["wire.host", "wire.bind", "verifier.host", "dashboard.host"])
+@pytest.mark.parametrize("host", [
+    "tcp://box", "box:5555", "box/x", "bo x", " box", "box\n", "b\xfcx",
+    "a..b", "a" * 64, ".", "[box:1]", "::g", "user@box",
+])  # fmt: skip
+def test_host_that_is_no_name_or_address_is_refused(setting: str, host: str) -> None:
+    reason = refusal(f"--{setting}={host}")
+    assert reason.startswith(f"{setting} = ") and "should be only the name" in reason
+    assert "\n" not in reason
+
+
+@pytest.mark.parametrize(("text", "host"), [
+    ("box.lan", "box.lan"), ("BOX_1", "BOX_1"), ("box.", "box."), ("::1", "::1"),
+    ("[fd00::2]", "fd00::2"), ("fe80::1%eth0", "fe80::1%eth0"), ("192.168.1.5", "192.168.1.5"),
+])  # fmt: skip
+def test_host_is_a_name_or_an_address_without_brackets(text: str, host: str) -> None:
+    config = load("--wire.host", text, "--wire.bind", text, "--security.insecure")
+    assert config.wire.host == config.wire.bind == host
+
+
+@pytest.mark.parametrize("setting", [
+    *("weights.dir", "run.dir", "wire.address_dir", "security.keys"),
+    *("weights.token_file", "generator.token_file", "verifier.token_file", "dashboard.token_file"),
+])  # fmt: skip
+@pytest.mark.parametrize("path", [
+    "nas:/x", "me@nas:/x", "nas:x", r"\\nas\share", "//nas/share", "smb://nas/x", "nfs://nas/x",
+    "file:///x", "https://nas/x", "$HOME/x", "/scratch/${USER}/x", "~nobody-here/x",
+])  # fmt: skip
+def test_path_of_another_machine_or_of_a_shell_is_refused(setting: str, path: str) -> None:
+    options = ("--generator.serve-port", "8000") if setting.startswith("generator") else ()
+    reason = refusal(*options, f"--{setting}={path}")
+    assert reason.startswith(f"{setting} = ") and "mount it" in reason
+
+
+@pytest.mark.parametrize("path", [
+    "/mnt/nas/w", "~/w", "runs/w", "./12:30/w", "/mnt/a:b", "/mnt/c$/w", "///w", "/mnt/my nas/w",
+    "http://box:5570", "http://[::1]:5570", "s3://bucket/prefix",
+])  # fmt: skip
+def test_path_or_url_of_a_weight_store_is_kept(path: str) -> None:
+    assert load("--weights.dir", path).weights.dir == path
+
+
 @pytest.mark.parametrize("bind", ["127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"])
 def test_loopback_bind_needs_no_keys(bind: str) -> None:
     assert load_config("trainer", ["--wire.bind", bind]).keys_folder is None

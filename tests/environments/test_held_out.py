@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
+from statistics import fmean, stdev
 
 import pytest
 
 from peralta_zmq.environments.curriculum import is_in_bitmap
-from peralta_zmq.environments.held_out import Evaluation, eval_metrics, examples_for, pass_at_k
-from peralta_zmq.rollout import Message, Problem
+from peralta_zmq.environments.held_out import Evaluation, examples_for, pass_at_k, summarize
+from peralta_zmq.rollout import Answer, Message, Problem
 
 PROBLEMS = [Problem(str(n), "t", (Message("user", f"what is {n}?"),), "") for n in range(3)]
 
@@ -21,8 +23,18 @@ def test_pass_at_k_equals_enumeration(num_right: int) -> None:
         assert pass_at_k(6, num_right, k) == pytest.approx(sum(chosen) / len(chosen))
 
 
-def test_eval_metrics_of_two_environments_by_hand() -> None:
-    found = eval_metrics({"a": [[1, 0, 0, 0], [1, 1, 0.5, 0]], "b": [[0.9]]})
+def summary_of(*examples: tuple[str, list[float]]) -> tuple[float, float, dict[str, float]]:
+    """The summary of examples with these rewards, each in an environment."""
+    return summarize(
+        [(Problem("", env, (), ""), [Answer("", "", r) for r in rewards])
+         for env, rewards in examples]
+    )  # fmt: skip
+
+
+def test_summary_of_two_environments_by_hand() -> None:
+    mean, error, found = summary_of(("a", [1, 0, 0, 0]), ("b", [0.9]), ("a", [1, 1, 0.5, 0]))
+    means = (0.25, 0.9, 0.625)
+    assert (mean, error) == pytest.approx((fmean(means), stdev(means) / 3**0.5))
     assert found == pytest.approx(
         {
             "a/avg@4": (0.25 + 0.625) / 2,
@@ -33,7 +45,9 @@ def test_eval_metrics_of_two_environments_by_hand() -> None:
             "b/pass@1": 0.0,  # an answer passes with the whole reward
         }
     )
-    assert list(eval_metrics({"a": [[1, 0, 0]]})) == ["a/avg@3", "a/pass@1", "a/pass@2", "a/pass@3"]
+    mean, error, found = summary_of(("a", [1, 0, 0]))
+    assert mean == pytest.approx(1 / 3) and math.isnan(error)
+    assert list(found) == ["a/avg@3", "a/pass@1", "a/pass@2", "a/pass@3"]
 
 
 def test_evaluation_is_complete_with_its_last_example() -> None:

@@ -42,6 +42,6 @@ def test_target_that_cannot_be_parsed_is_an_error() -> None:
 
 def test_missing_library_is_named_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    math_answers._parse_target.cache_clear()
+    math_answers.parse_target.cache_clear()
     with pytest.raises(ConfigError, match=r"pip install 'peralta_zmq\[math\]'"):
         next(math_answers.problems("train", 0))

@@ -79,7 +79,7 @@ def test_reward_of_a_task_gets_the_messages_of_an_episode_if_it_has_the_paramete
     for function, options, expected in (
         (with_messages, {}, [3.0, 1.0]),
         (with_messages, {"bonus": 1}, [4.0, 2.0]),
-        (without, {}, [0.0, 0.0]),
+        (without, {}, [1.0, 1.0]),  # messages
     ):
         calls = RewardFunction(function, options).calls(
             PROBLEM, ["c", "c"], [(), ()], [episode, episode[:1]]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +31,8 @@ REWARD = """
 import asyncio, math, os, pathlib, time
 import numpy
 HERE = pathlib.Path(__file__).parent
+class TextlessError(Exception):
+    def __str__(self): raise ValueError("no text")
 def problems(split, seed): ...
 def reward(problem, text):
     print("noise on standard output")
@@ -41,6 +45,8 @@ def reward(problem, text):
     if text == "parts": return {"right": 1, "short": 0.5}
     if text == "bad part": return {"right": 1, "short": None}
     if text == "array": return numpy.array([1.0, 2.0])
+    if text == "textless": raise TextlessError
+    if text == "surrogate": return {"\\ud800": 1}
     if text == "huge": return 10**400
     if text == "huger": return 10**5000
     if text == "no sum": return {"a": math.inf, "b": -math.inf}
@@ -69,8 +75,11 @@ def lengths(completion_ids):
     return numpy.array([len(ids) for ids in completion_ids])
 async def judge(problem, text):
     if text == "block": time.sleep(60)
-    if text == "hang": await asyncio.sleep(60)
+    if text == "hang":
+        (HERE / "pid").write_text(str(os.getpid()))
+        await asyncio.sleep(60)
     if text == "die": os._exit(9)
+    if text == "textless": raise TextlessError
     if text.isdigit():
         (HERE / f"call-{time.monotonic_ns()}").touch()
         while len(list(HERE.glob("call-*"))) < int(text): await asyncio.sleep(0.005)
@@ -125,7 +134,9 @@ def test_rewards_are_computed_in_another_process(task: ModuleType, pool: RewardP
 
 
 FAILURES = {
-    "raise": r"failing_task:reward raised ValueError: no such move \(.*\.py, line 8\)",
+    "raise": r"failing_task:reward raised ValueError: no such move \(.*\.py, line 10\)",
+    "textless": r"failing_task:reward raised TextlessError: without text \(.*\.py, line 19\)",
+    "surrogate": "returned a term whose name is no valid text: .* surrogates not allowed",
     "leave": "exited with code",
     "die": "exited with code 9",
     "nan": "returned nan, which is not a number from",
@@ -243,7 +254,7 @@ def test_coroutine_functions_are_awaited_at_the_same_time(
 
 @pytest.mark.parametrize(("text", "message"), [
     ("nan", "returned nan"), ("none", "returned None"), ("die", "exited with code 9"),
-    ("hang", "took longer than 1 s"),
+    ("hang", "took longer than 1 s"), ("textless", "raised TextlessError: without text"),
 ])  # fmt: skip
 def test_failing_coroutine_function_is_an_error(task: ModuleType, text: str, message: str) -> None:
     with closing(pool_of(timeout_seconds=1)) as pool:
@@ -279,25 +290,46 @@ def test_close_cancels_calls_and_ends_their_process(task: ModuleType) -> None:
     pool.close()
 
 
-def test_worker_exits_with_its_parent(task: ModuleType, tmp_path: Path) -> None:
-    script = (
-        "import failing_task as task\n"
-        "from peralta_zmq.rollout import Problem\n"
-        "from peralta_zmq.environments.reward_functions import RewardFunction\n"
-        "from peralta_zmq.environments.reward_pool import LocalRewards, RewardPool\n"
-        "pool = RewardPool(num_workers=1, concurrency=1, timeout_seconds=60, queue_limit=1)\n"
-        "source = LocalRewards([RewardFunction(task.reward)], pool)\n"
-        "source.score(Problem('7', 'mine', (), '4'), ['hang'], [()]).result()\n"
-    )
+SCORING = """
+import sys
+sys.path.remove("")
+from peralta_zmq.imports import import_object
+from peralta_zmq.rollout import Problem
+from peralta_zmq.environments.reward_functions import RewardFunction
+from peralta_zmq.environments.reward_pool import LocalRewards, RewardPool
+pool = RewardPool(num_workers=1, concurrency=1, timeout_seconds=60, queue_limit=1)
+source = LocalRewards([RewardFunction(import_object(sys.argv[1]))], pool)
+future = source.score(Problem("7", "mine", (), "4"), [sys.argv[2]], [()])
+print(future.result(), flush=True)
+sys.stdin.read()
+pool.close()
+"""
+
+
+@pytest.mark.parametrize("name", ["reward", "judge"])
+def test_worker_ends_with_its_parent(task: ModuleType, tmp_path: Path, name: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
-    parent = subprocess.Popen([sys.executable, "-c", script], env=environment)
-    try:
+    command = [sys.executable, "-c", SCORING, f"failing_task:{name}", "hang"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as parent:
         until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
         assert not has_ended(pid_of(task))
-    finally:
         parent.kill()
-        parent.wait()
+        assert parent.communicate()[1] == b""  # both have ended
     until(lambda: has_ended(pid_of(task)))
+
+
+@pytest.mark.parametrize("arguments", [[], ["9"]])
+def test_worker_ends_with_its_connection_without_a_traceback(arguments: list[str]) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = subprocess.Popen(
+            [sys.executable, "-c", reward_pool.PROGRAM, str(theirs.fileno()), *arguments],
+            pass_fds=[theirs.fileno()], start_new_session=True, env={**os.environ,
+            "PYTHONPATH": os.getcwd()}, stdin=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        ours.shutdown(socket.SHUT_RDWR)
+        with worker:
+            assert worker.stderr is not None and worker.stderr.read() == b""
 
 
 def test_bounded_reward_runs_in_this_process(pool: RewardPool) -> None:
@@ -316,6 +348,28 @@ def test_reward_that_cannot_be_imported_is_named(task: ModuleType, pool: RewardP
         TaskError, match="_at_all:reward did not start: its worker cannot import it: ModuleNotFound"
     ):
         reward(rewards_by(task.reward, pool), "anything")
+
+
+def test_problem_that_cannot_be_sent_to_a_worker_is_a_failed_reward(
+    task: ModuleType, pool: RewardPool
+) -> None:
+    info: dict[str, Any] = {}
+    for _ in range(2000):
+        info = {"a": info}
+    future = rewards_by(task.reward, pool).score(replace(PROBLEM, info=info), ["4"], [()])
+    with pytest.raises(RewardError, match="failing_task:reward cannot get its arguments: Recurs"):
+        future.result()
+    assert reward(rewards_by(task.reward, pool), "4") == 1.0
+
+
+def test_files_of_the_start_folder_hide_no_module_of_python(tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text("raise ImportError('hidden')")
+    (tmp_path / "own_task.py").write_text("def reward(problem, text): return 2")
+    done = subprocess.run(
+        [sys.executable, "-c", SCORING, "own_task:reward", "4"], cwd=tmp_path, text=True, input="",
+        env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True,
+    )  # fmt: skip
+    assert done.stdout == "[Score(reward=2.0, rewards={}, turn_rewards=())]\n", done.stderr
 
 
 def test_functions_of_all_kinds_are_combined(task: ModuleType, pool: RewardPool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -47,7 +48,8 @@ def long_result() -> str:
 
 
 def allocate() -> int:
-    return len(b"x" * (2 * tool_process.MAX_MEMORY_BYTES))
+    # More than earlier tests can have left in the heap of this process, which a tool inherits.
+    return len(b"x" * (64 * tool_process.MAX_MEMORY_BYTES))
 
 
 def limits() -> list[int]:
@@ -76,11 +78,36 @@ def truncate(path: str) -> None:
     os.truncate(path, 0)
 
 
+def nothing() -> str:
+    return ""
+
+
+def nest() -> str:
+    folder = os.getcwd()
+    for _ in range(1500):  # more than Python's recursion limit, and too long for a path
+        os.mkdir("a" * 100)
+        os.chdir("a" * 100)
+    Path("file").touch()
+    os.chmod(folder, 0)
+    return folder
+
+
+def system_v_memory() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if (segment := libc.shmget(0, 1 << 20, 0o1600)) == -1:
+        raise OSError(ctypes.get_errno(), "shmget")
+    libc.shmctl(segment, 0, None)
+
+
+def anonymous_file() -> None:
+    os.memfd_create("file")
+
+
 TOOLS: dict[str, Any] = {
     tool.__name__: tool
     for tool in (
         add, fail, leave, hang, flood, long_result, allocate, limits, start_process,
-        large_file, write, truncate,
+        large_file, write, truncate, nothing, nest, system_v_memory, anonymous_file,
     )
 }  # fmt: skip
 
@@ -116,6 +143,10 @@ def test_failed_call_results_in_an_error_message(call: ToolCall, message: str) -
     assert results(call)[0].startswith(message)
 
 
+def test_empty_result_is_a_result() -> None:
+    assert result("nothing") == ""
+
+
 @pytest.mark.parametrize("name", ["hang", "flood"])
 def test_call_is_ended_at_the_deadline_which_all_share(name: str) -> None:
     late = "error: the tools took longer than 0.2 s"
@@ -147,6 +178,20 @@ def test_processes_of_a_tool_end_with_the_call() -> None:
 def test_call_has_a_folder_that_is_deleted() -> None:
     folder = result("write", path="file")
     assert folder.startswith(tempfile.gettempdir()) and not Path(folder).exists()
+
+
+def test_nested_folders_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    try:
+        assert result("nest").startswith(str(tmp_path)) and not list(tmp_path.iterdir())
+    finally:
+        subprocess.run(["rm", "-rf", str(tmp_path)])  # pytest could not delete them
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs seccomp")
+@pytest.mark.parametrize("name", ["system_v_memory", "anonymous_file"])
+def test_memory_outside_of_the_limits_is_refused(name: str) -> None:
+    assert result(name).startswith("error: PermissionError: [Errno 1]")
 
 
 @pytest.mark.skipif(not HAS_LANDLOCK, reason="needs Linux 6.2 with Landlock")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from real_programs import until
 from user_modules import UserModules
 
 from peralta_zmq.environments.dataset import Environments
@@ -35,6 +37,7 @@ def reply(problem, messages):
     if text == "hang": time.sleep(60)
     if text == "pid": return [Message("user", str(os.getpid()))]
     results = {"text": "higher", "empty": [], "dicts": [{"role": "user", "content": "higher"}],
+               "surrogate": [Message("user", "\\ud800")], "name": [Message("tool", "1", "\\udcff")],
                "number": [Message("user", 5)], "assistant": [Message("assistant", "4")]}
     return results.get(text, [Message("user", f"{len(messages)} messages")])
 async def answer(problem, messages):
@@ -43,11 +46,16 @@ async def own_async(problem, messages, *, tool_seconds):
     return own_tools(problem, messages, tool_seconds)
 def own_tools(problem, messages, tool_seconds):
     return [Message("tool", f"{tool_seconds} s", "own")]
+class Text(str):
+    def __reduce__(self): raise TypeError("cannot be pickled")
+def own_text(problem, messages):
+    return [Message("user", Text("x"))]
 def add(a: int, b: int) -> int:
     "Add two numbers."
     return a + b
 def hang() -> None:
     "Wait."
+    open("started", "w").close()
     time.sleep(60)
 def orphan() -> int:
     "Start a process whose parent ends."
@@ -101,6 +109,8 @@ def test_reply_continues_or_ends_the_episode(task: ModuleType, pool: RewardPool)
     assert reply(pool, turns, call_of("add", a=1, b=2)) == [Message("user", "2 messages")]
     awaited = SimpleNamespace(reply=task.answer)
     assert reply(pool, turns_of(awaited) or turns, "5") == [Message("user", "awaited")]
+    own = turns_of(SimpleNamespace(reply=task.own_text))
+    assert reply(pool, own or turns, "5") == [Message("user", "x")]
 
 
 FAILURES = {
@@ -112,6 +122,8 @@ FAILURES = {
     "dicts": "returned a list with {'role': 'user', 'content': 'higher'}, which is not a Message",
     "number": r"returned a list with Message\(.*, which is not a Message with text",
     "assistant": "returned a message with the role 'assistant'; choose one of system, user, tool",
+    "surrogate": "returned a message that is no valid text: .* surrogates not allowed, for a compl",
+    "name": "returned a message that is no valid text: .* surrogates not allowed, for a completion",
 }
 
 
@@ -148,6 +160,9 @@ def test_tools_are_called_before_reply(task: ModuleType, pool: RewardPool) -> No
     assert reply(pool, turns, "3") == [Message("user", "2 messages")]
     (message,) = reply(pool, turns, "<tool_call>add(1, 2)</tool_call>") or [PROBLEM.messages[0]]
     assert message.role == "tool" and "the tool call is not valid JSON" in message.content
+    deep = call_of("add", a=1, b=2).replace("2", "[" * 500 + "]" * 500)  # pickle would fail
+    (message,) = reply(pool, turns, deep) or [PROBLEM.messages[0]]
+    assert "more than 100 levels of arrays and objects" in message.content
     assert reply(pool, turns_with(task, "tools"), "3") is None
 
 
@@ -197,6 +212,32 @@ def test_orphans_of_a_tool_end_with_the_call(task: ModuleType, pool: RewardPool)
     (message,) = reply(pool, turns, call_of("orphan")) or [PROBLEM.messages[0]]
     assert not psutil.pid_exists(int(message.content))
     assert reply(pool, turns, "pid") == before
+
+
+HANGING_TOOL = """
+import sys, types, replying_task as task
+from peralta_zmq.environments.reward_pool import RewardPool
+from peralta_zmq.environments.turns import turns_of
+from peralta_zmq.rollout import Message, Problem
+pool = RewardPool(num_workers=1, concurrency=1, timeout_seconds=60, queue_limit=4)
+turns = turns_of(types.SimpleNamespace(tools=[task.hang]))
+message = Message("assistant", '<tool_call>{"name": "hang"}</tool_call>')
+pool.reply(turns, Problem("7", "mine", (), ""), [message])
+sys.stdin.read()
+pool.close()
+"""
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_stopped_tool_leaves_no_folder(task: ModuleType, tmp_path: Path, is_killed: bool) -> None:
+    paths = os.pathsep.join([str(tmp_path), os.getcwd()])
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": paths}
+    command = [sys.executable, "-c", HANGING_TOOL]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as process:
+        until(lambda: list(tmp_path.glob("peralta-tool-*/started")))
+        if is_killed:
+            process.kill()
+    until(lambda: not list(tmp_path.glob("peralta-tool-*")))
 
 
 def test_tools_without_a_folder_are_a_failed_reward(

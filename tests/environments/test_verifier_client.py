@@ -35,7 +35,10 @@ def test_response_without_a_number_is_an_error(
         reward_of(environment, next(environment.problems("train", 0)), "1")
 
 
-@pytest.mark.parametrize("reply", ["[]", '"x"', '[["user", "x"]]', '[["assistant", "x", ""]]'])
+@pytest.mark.parametrize("reply", [
+    "[]", '"x"', '[["user", "x"]]', '[["assistant", "x", ""]]', '[["user", "\\ud800", ""]]',
+    '[["tool", "1", "\\udcff"]]', "[" * 500 + "]" * 500,
+])  # fmt: skip
 def test_response_without_messages_is_an_error(
     monkeypatch: pytest.MonkeyPatch, verifier: Verifier, reply: str
 ) -> None:
@@ -117,7 +120,9 @@ def test_verifier_with_other_problems_ends_the_client_also_if_it_was_down_first(
     problem = next(environment.problems("train", 0))
     assert reward_of(environment, problem, "no sum") == 0.0
     environment._failed_at.clear()
-    other = load_config("bin/verifier", ["--data.train", str(tmp_path / "x.csv")])
+    other = load_config(
+        "bin/verifier", ["--task.name=calculator", f"--data.train={tmp_path}/x.csv"]
+    )
     with (
         closing(Verifier(other, host="127.0.0.1", port=port, token=None)),
         pytest.raises(TaskError, match=f"{port} refuses /score with 409: other problems") as no,
@@ -186,7 +191,8 @@ def test_client_without_verifier_names_the_command() -> None:
     assert "\n" not in str(no.value)
 
 
-def test_client_of_another_http_server_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["", "[" * 200_000, '{"a":' * 990 + "1" + "}" * 990])
+def test_client_of_another_http_server_is_refused(tmp_path: Path, content: str) -> None:
     command = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path, text=True
@@ -194,6 +200,7 @@ def test_client_of_another_http_server_is_refused(tmp_path: Path) -> None:
         try:
             assert server.stdout is not None
             port = int(server.stdout.readline().split("port ")[1].split()[0])
+            (tmp_path / "problems").write_text(content)
             with pytest.raises(TaskError, match=r"unexpected response .* is this a verifier"):
                 remote_at(port, retry_seconds=1).problems("train", 0)
         finally:

@@ -49,9 +49,12 @@ def test_remote_problems_have_no_answers_but_equal_rewards(verifier: Verifier) -
     assert reward_of(environment, far[0], near[0].answer) == 1.0
 
 
+CALCULATOR = '[task]\nname = "calculator"\n[data]\n'
+
+
 def test_remote_problem_keeps_input_token_ids(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"input_token_ids": [5, 0], "python_expression": "2"}\n')
-    with serving(config_of(tmp_path, f'[data]\ntrain = "{tmp_path}/x.jsonl"\n')) as verifier:
+    with serving(config_of(tmp_path, CALCULATOR + f'train = "{tmp_path}/x.jsonl"\n')) as verifier:
         environment = remote(verifier)
         (problem,) = environment.problems("train", 0)
         assert (problem.input_token_ids, problem.messages) == ((5, 0), ())
@@ -335,7 +338,9 @@ def test_hash_keys_define_equal_problems(
 ) -> None:
     file = tmp_path / "x.csv"
     file.write_text(f"python_expression,natural_language\n{rows}\n")
-    config = config_of(tmp_path, f'[data]\ntrain = "{file}"\n[curriculum]\nhash_keys = "{keys}"\n')
+    config = config_of(
+        tmp_path, CALCULATOR + f'train = "{file}"\n[curriculum]\nhash_keys = "{keys}"\n'
+    )
     problems = open_environments(config, "train").problems
     assert len({problem.id for problem in problems}) == num_ids
 
@@ -368,7 +373,7 @@ def test_verifier_refuses_other_problems_with_equal_ids(tmp_path: Path) -> None:
     """It would compute rewards with the answer of another problem."""
     file = tmp_path / "x.csv"
     file.write_text("python_expression,natural_language\n2,two\n3,two\n")
-    config = config_of(tmp_path, f'[data]\ntrain = "{file}"\n')
+    config = config_of(tmp_path, CALCULATOR + f'train = "{file}"\n')
     with pytest.raises(TaskError, match=r"^2 problems .*; add answer to curriculum\.hash_keys$"):
         Verifier(config, host="127.0.0.1", port=0, token=None)
 

@@ -12,8 +12,9 @@ from peralta_zmq.memory.remedies import changed
 
 def test_remedies_are_tried_with_the_least_harm_first(qwen: ModelShape) -> None:
     config = load(
-        "--sampling.max-completion-length=256", "--engine.max-model-len=1024", "--engine.slots=8"
-    )
+        "--sampling.max-completion-length=256", "--engine.max-model-len=1024", "--engine.slots=8",
+        "--train.max-tokens-per-microbatch=16384",
+    )  # fmt: skip
 
     def chosen(memory_gib: float) -> list[str]:
         planner = build.MemoryPlanner(qwen, Machine("cpu", memory_gib * 2**30))
@@ -27,7 +28,7 @@ def test_remedies_are_tried_with_the_least_harm_first(qwen: ModelShape) -> None:
 
 def test_trainer_whose_evaluation_needs_most_is_proposed_fewer_slots(qwen: ModelShape) -> None:
     training = ("--train.max-tokens-per-microbatch=512", "--train.gradient-checkpointing")
-    config = load("--lora.rank=8", *training)
+    config = load("--lora.rank=8", "--engine.max-model-len=512", *training)
     planner = build.MemoryPlanner(qwen, Machine("cpu", 6 * 2**30))
     assert planner.plan(config, "trainer").phase == "evaluation"
     assert planner.advise(config, "trainer").options == "--engine.slots 16"

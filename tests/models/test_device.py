@@ -102,3 +102,80 @@ def test_freed_memory_is_kept_until_it_is_released() -> None:
     assert used - process.memory_info().rss < 16 << 20
     models.release_memory()
     assert used - process.memory_info().rss > 48 << 20
+
+
+V1 = "5:memory:{0}\n4:cpu,cpuacct:{0}\n1:name=systemd:/other\n"
+
+
+def write_cgroup(
+    root: Path, version: int, path: str, *, cores: float | None = None, limit: int | None = None
+) -> None:
+    """Write the files of a cgroup, of which 300 bytes are used and 10 can be reclaimed."""
+    quota = "" if cores is None else f"{cores * 1000:.0f}"
+    files = {
+        "cpu.max": f"{quota or 'max'} 1000", "memory.max": str(limit or "max"),
+        "memory.high": "max", "memory.current": "300", "memory.stat": "anon 5\ninactive_file 10",
+    } if version == 2 else {
+        "cpu/cpu.cfs_quota_us": quota or "-1", "cpu/cpu.cfs_period_us": "1000",
+        "memory/memory.limit_in_bytes": str(limit or 2**63 - 4096),
+        "memory/memory.usage_in_bytes": "300",
+        "memory/memory.stat": "inactive_file 3\ntotal_inactive_file 10",
+    }  # fmt: skip
+    for name, text in files.items():
+        mount, _, file = name.rpartition("/")
+        target = root / "sys/fs/cgroup" / mount / path.strip("/") / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(f"{text}\n")
+
+
+@pytest.mark.parametrize(("version", "own"), [(2, "0::{}\n"), (1, V1), (1, f"{V1}0::/\n")])
+def test_least_limit_of_the_cgroups_around_the_process_counts(
+    tmp_path: Path, version: int, own: str
+) -> None:
+    """The kernel enforces the limits of all cgroups between the process and the root."""
+    path = "/user.slice/my job.scope"
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(own.format(path))
+    cores = models.available_cores()
+    assert models.available_cores(tmp_path) == cores  # no files
+    assert device.memory_limits(tmp_path) == []
+    write_cgroup(tmp_path, version, "/")
+    write_cgroup(tmp_path, version, path, limit=5000)
+    write_cgroup(tmp_path, version, "/user.slice", limit=1000, cores=1.5)
+    write_cgroup(tmp_path, version, "/other", limit=400, cores=1)  # not around it
+    assert models.available_cores(tmp_path) == 1
+    limits = device.memory_limits(tmp_path)
+    assert (min(limit for limit, _ in limits), min(free for _, free in limits)) == (1000, 710)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limit_of_a_container_that_has_the_name_of_the_machine_counts(
+    tmp_path: Path, version: int
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    own = V1.format("/docker/c0ffee") if version == 1 else "0::/../c0ffee\n"
+    (tmp_path / "proc/self/cgroup").write_text(own)
+    write_cgroup(tmp_path, version, "/", limit=1000, cores=1)
+    assert models.available_cores(tmp_path) == 1
+    assert (1000, 710) in device.memory_limits(tmp_path)
+
+
+@pytest.mark.parametrize(("variables", "threads"), [
+    ({}, 6), ({"OMP_NUM_THREADS": "2"}, 2), ({"OMP_NUM_THREADS": "4,2"}, 4),
+    ({"OMP_NUM_THREADS": "64"}, 6), ({"OMP_NUM_THREADS": "0"}, 6), ({"OMP_NUM_THREADS": "x"}, 6),
+    ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "1"}, 1),
+    ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, 6),  # torchrun has set it
+])  # fmt: skip
+def test_omp_num_threads_lowers_the_threads(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], threads: int
+) -> None:
+    monkeypatch.setattr(device, "available_cores", lambda: 12)
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    before = torch.get_num_threads()
+    try:
+        assert models.use_threads(2) == torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

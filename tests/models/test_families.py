@@ -2,11 +2,13 @@
 
 docs/models.md has the results for the families. To write it again:
 PERALTA_WRITE_DOCS=1 .venv/bin/python -m pytest tests/models/test_families.py -m slow
+The columns of mlx-lm and vLLM come from test_other_libraries.py.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from engine_data import completed
 from families import FAMILIES, LAYERS, ORIGINAL, WINDOW, random_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -30,6 +33,7 @@ from peralta_zmq.registry import EngineSettings
 from peralta_zmq.rollout import PrefixTree, Request, Sampling, TreeSpan
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
+OTHER_LIBRARIES = json.loads((Path(__file__).parent / "other_libraries.json").read_text("utf-8"))
 # Largest difference of a logprob from that of a forward pass of its sequence alone, in fp32. The
 # logits are below 30, so that one of 2**-24 times their size is 2e-6.
 TOLERANCE = 1e-4
@@ -190,8 +194,8 @@ class Convolution(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = torch.nn.Conv1d(64, 64, 2, padding=1, groups=64, bias=False)
-        self.conv.weight.data = 1e-3 * torch.tensor([1.0, 0.0]).expand(64, 1, 2).clone()
+        self.conv = torch.nn.Conv1d(128, 128, 2, padding=1, groups=128, bias=False)
+        self.conv.weight.data = 1e-3 * torch.tensor([1.0, 0.0]).expand(128, 1, 2).clone()
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.conv(hidden.transpose(1, 2))[..., :-1].transpose(1, 2)
@@ -247,10 +251,10 @@ def measured(family: str, folder: Path) -> Row:
     engine = opened(folder, max_model_len=length)
     random = np.random.default_rng(0)
     prompts = [random.integers(3, 468, min(size, length - 20)) for size in PROMPTS]
-    requests = [Request(index, ids.astype(np.int32)) for index, ids in enumerate(prompts)]
     sampling = Sampling(max_completion_length=min(60, length - 12), min_tokens=12, seed=0)
+    requests = [Request(index, ids.astype(np.int32), sampling) for index, ids in enumerate(prompts)]
     engine_error = 0.0
-    for completion in engine.generate(requests, sampling):
+    for completion in completed(engine, requests):
         ids = torch.from_numpy(np.concatenate([completion.prompt_ids, completion.token_ids]))
         expected = alone(model, ids.long())[-len(completion.token_ids) :]
         gap = (torch.from_numpy(completion.logprobs) - expected).abs().max()
@@ -265,6 +269,7 @@ def measured(family: str, folder: Path) -> Row:
     packs = packed_base(folder)
     texts = [f"`{FAMILIES[family]['model_type']}`", rows, name, adapted, packs]
     texts.append("yes" if reloads else "no")
+    texts += [results[family] for results in OTHER_LIBRARIES.values()]
     return Row(family, texts, [error, engine_error, merged_error(model)])
 
 
@@ -304,10 +309,11 @@ def packed_base(folder: Path) -> str:
 
 def table(rows: list[Row]) -> str:
     """The table of docs/models.md."""
+    libraries = " | ".join(results["version"] for results in OTHER_LIBRARIES.values())
     lines = [
         "| family | model_type | trainer | engine | LoRA | int8 base | transformers reloads it "
-        "| error of the trainer | error of the engine | error of merged adapters |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        f"| {libraries} | error of the trainer | error of the engine | error of merged adapters |",
+        "|---" * (10 + len(OTHER_LIBRARIES)) + "|",
         *(
             f"| {row.family} | {' | '.join(row.texts)} | "
             f"{' | '.join(f'{error:.0e}' for error in row.errors)} |"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -39,10 +40,12 @@ def results(function: Any, rows: Tensor, weight: Tensor) -> list[Tensor]:
 
 
 @pytest.fixture(params=["compiled", "torch"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """With the C code, if this machine has a compiler, and without it."""
     if request.param == "torch":
-        monkeypatch.setattr(layer_ops, "_library", lambda dtype: None)
+        layer_ops.use_operators(layer_ops.TORCH)
+    yield
+    layer_ops.use_operators(layer_ops.operators())
 
 
 @pytest.mark.usefixtures("kernels")
@@ -100,8 +103,6 @@ def original_of(module: Any) -> Any:
 
 @pytest.mark.parametrize("module", [modeling_qwen3, modeling_qwen2, modeling_llama])
 def test_scorer_replaces_the_rotary_embedding(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if layer_ops._library(torch.float32) is None:
-        pytest.skip("no C code here")
     original = original_of(module)
     monkeypatch.setattr(module, layer_ops.ROTARY, original)
     model = tiny_model(model_type=module.__name__.split("_")[-1])

@@ -3,11 +3,14 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from sample_data import TINY, tiny_model
 
 from peralta_zmq import models
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import ConfigError, OutageError
 from peralta_zmq.models import loading, lora
 from peralta_zmq.rollout import Message, Problem
 
@@ -202,6 +205,47 @@ def test_config_of_another_model_than_the_weights_is_refused(
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
     assert re.search(message, refused(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]", "1", '{"dtype": []}', '{"head_dim": 0}', '{"num_attention_heads": 0}',
+        '{"vocab_size": 0}', '{"pad_token_id": 1180591620717411303424}',
+        '{"num_nextn_predict_layers": 1e999}',
+        '{"architectures": "\\ud800"}', '{"x": "' + "x" * (4 << 20) + '"}',
+        *('{"x":' * depth + "1" + "}" * depth for depth in (500, 5_000)),
+    ],
+    ids=lambda text: text[:30],
+)  # fmt: skip
+def test_config_that_raises_anything_is_refused(tmp_path: Path, model: Any, text: str) -> None:
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    if text.startswith("{") and not text.startswith('{"x"'):
+        text = json.dumps({**json.loads(path.read_text()), **json.loads(text)})
+    path.write_text(text)
+    with suppress(ConfigError):  # some of these values are no fault of a config
+        models.published_config(tmp_path)
+    assert "cannot be loaded" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("can't start new thread"), "limit of threads"),
+        (FileNotFoundError("No such file or directory: model.safetensors"), "Too many open files"),
+    ],
+)
+def test_limit_of_the_machine_is_not_called_a_broken_folder(
+    open_file_limits: tuple[int, int], error: Exception, reason: str
+) -> None:
+    os.close(lowest := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, open_file_limits[1]))
+    with (
+        pytest.raises(OutageError, match=f"cannot be loaded now: .*{reason}"),
+        models.model_loading_errors("model folder /model cannot be loaded"),
+    ):
+        raise error
 
 
 def test_deeply_nested_config_is_refused(tmp_path: Path, model: Any) -> None:

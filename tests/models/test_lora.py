@@ -17,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from engine_data import completed
 from exactness import LARGEST_LOGIT, Float64, is_as_exact_as_torch
 from families import FAMILIES, random_model
 from generators import apply_until
@@ -101,8 +102,8 @@ def start_generator(
 def sampled(engine: Any) -> RolloutGroup:
     """A group sampled by the engine."""
     prompt = np.array([5, 9, 33], np.int32)
-    sampling = Sampling(seed=1, min_tokens=9)
-    completions = engine.generate([Request(each, prompt, 12) for each in range(4)], sampling)
+    sampling = Sampling(seed=1, min_tokens=9, max_completion_length=12)
+    completions = list(completed(engine, [Request(each, prompt, sampling) for each in range(4)]))
     rollouts = tuple(rollout_of(each, float(each.index % 2)) for each in completions)
     return dataclasses.replace(group_of([1, 0]), rollouts=rollouts)
 
@@ -477,7 +478,7 @@ def test_adapters_are_seeded_without_global_rng() -> None:
 def test_run_with_nf4_base_learns(tmp_path: Path) -> None:
     place = f"--run.dir={tmp_path}", f"--wire.port={free_ports()}"
     settings = "--lora.rank=16", "--lora.base-dtype=nf4", "--train.learning-rate=1e-3"
-    ran("lan", "local", *place, *settings)
+    ran("lan", "local", "@", "configs/demo.toml", *place, *settings)
     run = tmp_path / "demo"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["reward_last5"] > 0.9
@@ -508,7 +509,7 @@ def assert_exported_as_merged(exported: Path, run: Path) -> None:
 def test_lora_run_of_both_programs_learns(tmp_path: Path) -> None:
     place = f"--run.dir={tmp_path}", f"--wire.port={free_ports()}"
     settings = "--lora.rank=16", "--train.learning-rate=1e-3", "--train.max-steps=30"
-    ran("lan", "local", *place, *settings)
+    ran("lan", "local", "@", "configs/demo.toml", *place, *settings)
     run = tmp_path / "demo"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["reward_last5"] > summary["reward_first"] + 0.3

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from peralta_zmq import atomic_files, models
+from peralta_zmq.errors import ConfigError
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}"
 LOOP = "{% for m in messages %}" + TURN
@@ -80,6 +81,16 @@ def test_sources_of_end_tokens_are_named_only_if_they_differ(folder: Path) -> No
     change(folder, "generation_config.json", eos_token_id=[2, 0])
     text = models.end_tokens_text(folder, tokenizer)
     assert "generation_config.json: 2 '<|im_end|>', 0 '<|endoftext|>'; tokenizer: 2" in text
+
+
+@pytest.mark.parametrize("sizes", [[40 << 20], [30 << 20] * 3])
+def test_companions_too_large_for_a_reader_are_refused(folder: Path, sizes: list[int]) -> None:
+    for number, size in enumerate(sizes):
+        with (folder / f"rows{number}.json").open("wb") as file:
+            file.truncate(size)
+    tokenizer = models.load_tokenizer(models.EMBEDDED)
+    with pytest.raises(ConfigError, match=r"rows0\.json has \d+ MiB, too many .*; move it away"):
+        models.companion_files(folder, tokenizer)
 
 
 def test_companions_are_all_files_that_a_tokenizer_reads(folder: Path) -> None:
