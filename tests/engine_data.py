@@ -18,7 +18,7 @@ from sample_data import tiny_model, token_logprobs
 from peralta_zmq import models, registry
 from peralta_zmq.engines.vllm.refusals import installed_version
 from peralta_zmq.registry import Engine, EngineSettings, WeightUpdate
-from peralta_zmq.rollout import Completion, Request, Sampling
+from peralta_zmq.rollout import Completion, Request, SampledToken, Sampling
 
 ENGINES = ("native", "hf", "mlx", "vllm")
 DEVICE = os.environ.get("PERALTA_TEST_DEVICE", "cpu")
@@ -100,28 +100,59 @@ def requests(prompts: Sequence[Sequence[int]] = PROMPTS, siblings: int = 1) -> l
     return [Request(index, ids) for index, ids in enumerate(arrays)]
 
 
-def sampled(engine: Any, sampling: Sampling, *source: Any, **options: Any) -> list[Completion]:
-    """The completions, in the order of the requests."""
-    completions = engine.generate(*source or (requests(),), sampling, **options)
-    return sorted(completions, key=lambda completion: completion.index)
+def with_sampling(sampling: Sampling, batch: Iterable[Request]) -> list[Request]:
+    """The requests with these sampling parameters."""
+    return [replace(request, sampling=sampling) for request in batch]
+
+
+def completed(
+    engine: Engine,
+    batch: Iterable[Request],
+    *,
+    between_steps: Callable[[], None] = lambda: None,
+    may_submit: Callable[[], bool] = lambda: True,
+) -> Iterator[Completion]:
+    """Submit requests as long as there is room, and yield the completions as they end.
+
+    `between_steps` is called after each decode step, `may_submit` before each request.
+    """
+    source, num_left = iter(batch), 0
+    request = next(source, None)
+    while request is not None or num_left:
+        while request is not None and engine.num_free() and may_submit():
+            engine.submit([request])
+            num_left += 1
+            request = next(source, None)
+        ended = engine.advance()
+        num_left -= len(ended)
+        yield from ended
+        between_steps()
+
+
+def sampled(
+    engine: Any, sampling: Sampling, batch: Iterable[Request] | None = None, **options: Any
+) -> list[Completion]:
+    """The completions, all with these sampling parameters, in the order of the requests."""
+    batch = requests() if batch is None else batch
+    own = (replace(request, sampling=sampling) for request in batch)
+    return sorted(completed(engine, own, **options), key=lambda each: each.index)
 
 
 class TokenCounter:
     """An engine that counts the tokens that another engine samples."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine, self.num_tokens = engine, 0
+        self._engine, self._sampled = engine, list[SampledToken]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def generate(self, requests: Any, *arguments: Any) -> Iterator[Completion]:
-        def count(*token: Any) -> bool:
-            self.num_tokens += 1
-            return True
+    @property
+    def num_tokens(self) -> int:
+        return len(self._sampled)
 
-        counted = (request and replace(request, on_token=count) for request in requests)
-        return self._engine.generate(counted, *arguments)
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._engine.submit([replace(each, sampled=self._sampled) for each in requests])
 
 
 def tokens(completions: list[Completion]) -> list[list[int]]:
@@ -228,7 +259,15 @@ def across_weights(
             engine.apply(WeightUpdate(engine.step + 1, weights))
 
     batch = [
-        Request(number, np.array([*range(10, 30), 40 + number // 2], np.int32), 5 + number * 3)
+        Request(
+            number,
+            np.array([*range(10, 30), 40 + number // 2], np.int32),
+            replace(
+                sampling,
+                max_completion_length=min(5 + number * 3, sampling.max_completion_length),
+            ),
+        )
         for number in range(20)
     ]
-    return sampled(engine, sampling, batch, between_steps=between_steps)
+    completions = completed(engine, batch, between_steps=between_steps)
+    return sorted(completions, key=lambda each: each.index)

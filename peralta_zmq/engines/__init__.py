@@ -1,16 +1,16 @@
 """Engines, which sample completions of prompts (protocol registry.Engine).
 
-requests      problems to completions, with any engine
-episodes      completions of several turns, with the replies of the tasks
-choice        which engine runs
-rows          what the engines share: completions in progress, their ends, their policy steps
-loading       opening a folder as a torch model; adapters
-native        decode loop with its own KV cache and C kernels
-hf            transformers' `generate`
-mlx           decode loop with mlx-lm's models, for Macs
-vllm          vLLM in a process of its own, for CUDA
+group_sampler  problems to groups of completions with any engine, with the replies of the tasks
+choice         which engine runs
+decode_loop    what native and mlx share: requests to rows, a token for every row
+rows           completions in progress, their ends, their policy steps
+loading        opening a folder as a torch model; adapters
+native         decoder with its own KV cache and C kernels
+hf             transformers' `generate`
+mlx            mlx-lm's models, for Macs
+vllm           vLLM in a process of its own, for CUDA
 """
 
-from peralta_zmq.engines.requests import GroupSampler, evaluate, generate_groups
+from peralta_zmq.engines.group_sampler import Group, Sampler
 
-__all__ = ["GroupSampler", "evaluate", "generate_groups"]
+__all__ = ["Group", "Sampler"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import platform
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -142,7 +141,7 @@ def _check_mlx(settings: EngineSettings, folder: Path | None, merges: Path | Non
 
 def _check_merge(name: str, folder: Path) -> None:
     """Raise ConfigError if engine vllm or mlx cannot merge adapters into the weight files."""
-    config = json.loads((folder / "config.json").read_bytes())
+    config = read_config(folder)
     kind = "quantized" if "quantization_config" in config else ""
     if name == "vllm" and "text_config" in config:
         kind = "multimodal"

@@ -1,8 +1,9 @@
 """Engine that samples with transformers' `generate`.
 
 Implements the protocol registry.Engine. Works for every model, but is slower than the native
-engine. Requests are sampled in batches of padded prompts. A caller may apply newer weights between
-two tokens; keys and values of earlier tokens are kept.
+engine: requests are sampled in batches of padded prompts, and the next batch begins when all of a
+batch have ended. `generate` runs in a thread that pauses before each token, so that a caller can
+apply newer weights then; keys and values of earlier tokens are kept.
 
 Letters in shapes: B requests of a batch, P tokens of its longest prompt, T generated tokens of its
 longest completion, V vocabulary.
@@ -10,9 +11,12 @@ longest completion, V vocabulary.
 
 from __future__ import annotations
 
+import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +33,7 @@ from transformers import (
 
 from peralta_zmq import models
 from peralta_zmq.engines.loading import AdapterMerger, open_model
-from peralta_zmq.engines.rows import completion_of, has_stop, read_requests
+from peralta_zmq.engines.rows import completion_of, has_stop, max_new_tokens
 from peralta_zmq.errors import EngineError
 from peralta_zmq.models.rotary import check_length
 from peralta_zmq.registry import EngineSettings, WeightUpdate
@@ -59,7 +63,9 @@ class HfEngine:
         check_length(model.config, max_model_len)
         self.max_model_len = min(max_model_len, models.max_positions(model))
         self._end_ids = models.end_token_ids(model.generation_config, tokenizer)
-        self._cancelled = False
+        self._waiting: list[Request] = []
+        self._batch: list[Request] = []  # that is sampled now
+        self._call: SteppedCall | None = None  # of `generate` for this batch
         pad_id = cast("int | None", tokenizer.pad_token_id)
         vocab_size: int = model.config.get_text_config().vocab_size
         self._pad_id = 0 if pad_id is None or not 0 <= pad_id < vocab_size else pad_id
@@ -77,8 +83,49 @@ class HfEngine:
     def open_live(
         cls, model: models.Model, tokenizer: models.Tokenizer, settings: EngineSettings
     ) -> HfEngine:
-        """Open a model that a trainer updates; `generate` uses the current weights."""
+        """Open a model that a trainer updates; `advance` uses the current weights."""
         return cls(model, tokenizer, slots=settings.slots, max_model_len=settings.max_model_len)
+
+    def num_free(self) -> int:
+        """Number of requests that can be submitted now."""
+        return self._slots - len(self._waiting) - len(self._batch)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Start requests with the next batch."""
+        self._waiting += requests
+
+    def advance(self) -> list[Completion]:
+        """Sample a token for each request of the batch; returns them when all have ended.
+
+        A batch has the requests up to the first one with other sampling parameters, or a standalone
+        request. Raises EngineError for non-finite logits.
+        """
+        if self._call is None:
+            if not self._waiting:
+                return []
+            key = _batch_key(self._waiting[0])
+            self._batch = list(takewhile(lambda each: _batch_key(each) == key, self._waiting))
+            del self._waiting[: len(self._batch)]
+            batch = tuple(self._batch)
+            self._call = SteppedCall(lambda pause: self._sample(batch, pause))
+        try:
+            if (completions := self._call.advance()) is None:
+                return []
+        except Exception:  # the thread of the batch has ended
+            self._waiting, self._batch, self._call = [], [], None
+            raise
+        wanted = {request.index for request in self._batch}
+        self._batch, self._call = [], None
+        return [completion for completion in completions if completion.index in wanted]
+
+    def drop(self, ids: Collection[int]) -> list[Completion]:
+        """End requests; their tokens are lost, because a batch cannot be resumed."""
+        self._waiting = [request for request in self._waiting if request.index not in ids]
+        self._batch = [request for request in self._batch if request.index not in ids]
+        if self._call is not None and not self._batch:
+            self._call.cancel()
+            self._call = None
+        return []
 
     def apply(self, update: WeightUpdate) -> None:
         """Sample from the new weights from the next token on.
@@ -89,50 +136,18 @@ class HfEngine:
         models.apply_weights(self._model, weights)
         self.step = update.step
 
-    def cancel(self) -> None:
-        """End `generate` after the current batch."""
-        self._cancelled = True
+    def _sample(self, requests: Sequence[Request], pause: Callable[[], None]) -> list[Completion]:
+        """Sample one batch; returns the completions in the order of `requests`.
 
-    def generate(
-        self,
-        requests: Iterable[Request | None],
-        sampling: Sampling,
-        between_steps: Callable[[], None] | None = None,
-    ) -> Iterator[Completion]:
-        """Yield one completion per request, in the order of the requests.
-
-        A request of None means that no request is available now. `between_steps` is called after
-        each decode step. Raises EngineError for non-finite logits, and what `between_steps` raises,
-        through transformers' `generate`.
+        `pause` is called before each token, when its logits are computed.
         """
-        self._cancelled = False
-        source, has_more = iter(requests), True
-        while has_more and not self._cancelled:
-            batch, has_more = read_requests(
-                source, sampling, limit=self._slots, max_model_len=self.max_model_len
-            )
-            # The requests of a batch have the same sampling parameters; a standalone request is a
-            # batch of its own.
-            for _, group in groupby(batch, _batch_key):
-                part = list(group)
-                yield from self._sample(part, part[0].sampling or sampling, between_steps)
-            if between_steps is not None:
-                between_steps()
-
-    def _sample(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        between_steps: Callable[[], None] | None,
-    ) -> Iterator[Completion]:
-        """Sample one batch; yields the completions in the order of `requests`."""
-        longest = sampling.max_completion_length
         prompts = [torch.from_numpy(request.prompt_ids).long() for request in requests]
         token_ids = self._pad_left(prompts, self._pad_id)  # [B, P]
         attention_mask = self._pad_left([torch.ones_like(prompt) for prompt in prompts], 0)
         num_prompt = token_ids.shape[1]
-        limits = [min(request.max_completion_length or longest, longest) for request in requests]
-        recorder = TokenRecorder(self, sampling, between_steps)
+        limits = [max_new_tokens(request, self.max_model_len) for request in requests]
+        sampling = requests[0].sampling
+        recorder = TokenRecorder(self, sampling, pause)
         # The recorder is first, because it records the logits before any penalty. transformers
         # appends the processors for truncation.
         processors = LogitsProcessorList([recorder])
@@ -161,19 +176,22 @@ class HfEngine:
         logprobs = recorder.logprobs(generated)
         if not logprobs.isfinite().all():
             raise EngineError(f"the weights of step {self.step} give logits that are not finite")
+        completions = list[Completion]()
         for request, limit, ids, id_logprobs in zip(
             requests, limits, generated, logprobs, strict=True
         ):
             length = self._completion_length(ids[:limit].tolist(), sampling)
-            yield completion_of(
-                self._tokenizer,
-                request,
-                sampling,
-                token_ids=ids[:length].cpu().numpy(),
-                logprobs=id_logprobs[:length].cpu().numpy(),
-                policy_steps=np.array(recorder.policy_steps[:length], np.int32),
-                ended=int(ids[length - 1]) in self._end_ids,
+            completions.append(
+                completion_of(
+                    self._tokenizer,
+                    request,
+                    token_ids=ids[:length].cpu().numpy(),
+                    logprobs=id_logprobs[:length].cpu().numpy(),
+                    policy_steps=np.array(recorder.policy_steps[:length], np.int32),
+                    ended=int(ids[length - 1]) in self._end_ids,
+                )
             )
+        return completions
 
     def _pad_left(self, rows: list[torch.Tensor], value: int) -> torch.Tensor:
         """Pad rows of different lengths with `value` on the left, to [B, longest]."""
@@ -215,7 +233,61 @@ class HfEngine:
 
 def _batch_key(request: Request) -> object:
     """Equal for requests that may be in one batch."""
-    return request.sampling, request.index if request.is_standalone else None
+    sampling = replace(request.sampling, max_completion_length=0)
+    return sampling, request.index if request.is_standalone else None
+
+
+class SteppedCall:
+    """A call in a thread of its own that runs until it pauses, then until the next pause.
+
+    `call` gets the function that pauses. Only one of the two threads runs at any time.
+    """
+
+    def __init__(self, call: Callable[[Callable[[], None]], list[Completion]]) -> None:
+        self._call = call
+        self._may_run, self._has_paused = threading.Semaphore(0), threading.Semaphore(0)
+        self._is_cancelled = False
+        self._result: list[Completion] | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def advance(self) -> list[Completion] | None:
+        """Run until the next pause, or the end: returns the result then, or raises the error."""
+        self._may_run.release()
+        self._has_paused.acquire()
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its frames have the keys and values
+        return self._result
+
+    def cancel(self) -> None:
+        """End the call at its pause."""
+        self._is_cancelled = True
+        self._may_run.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._wait()
+            self._result = self._call(self._pause)
+        except CancelledError:
+            return
+        except BaseException as error:  # noqa: BLE001  `advance` raises it
+            self._error = error
+        self._has_paused.release()
+
+    def _pause(self) -> None:
+        self._has_paused.release()
+        self._wait()
+
+    def _wait(self) -> None:
+        self._may_run.acquire()
+        if self._is_cancelled:
+            raise CancelledError
 
 
 class TokenRecorder(LogitsProcessor):
@@ -223,13 +295,12 @@ class TokenRecorder(LogitsProcessor):
 
     transformers calls the recorder with the tokens sampled so far and the logits of the next token.
     The token that was sampled from these logits is therefore known one call later. Then calls
-    `between_steps`, which may apply newer weights: they compute the logits of the following token.
+    `pause`, during which newer weights may be applied: they compute the logits of the following
+    token.
     """
 
-    def __init__(
-        self, engine: HfEngine, sampling: Sampling, between_steps: Callable[[], None] | None
-    ) -> None:
-        self._engine, self._sampling, self._between_steps = engine, sampling, between_steps
+    def __init__(self, engine: HfEngine, sampling: Sampling, pause: Callable[[], None]) -> None:
+        self._engine, self._sampling, self._pause = engine, sampling, pause
         self.policy_steps: list[int] = []
         """Policy step of the weights behind each token sampled so far and the next one."""
         self.temperature = sampling.at(engine.step).temperature  # of the next token
@@ -242,8 +313,7 @@ class TokenRecorder(LogitsProcessor):
         self._logits = scores
         self.policy_steps.append(self._engine.step)
         self.temperature = self._sampling.at(self._engine.step).temperature
-        if self._between_steps is not None:
-            self._between_steps()
+        self._pause()
         return scores
 
     def logprobs(self, generated: torch.Tensor) -> torch.Tensor:

@@ -33,12 +33,14 @@ def open_model(
     device = models.choose_device(settings.device)
     models.limit_memory(device, settings.gpu_memory_utilization)
     dtype, reason = models.choose_dtype(device, settings.dtype)
-    logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
+    logger.debug("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
     trust = {"trust_remote_code": settings.trust_remote_code}
     models.check_code(folder, **trust)
     with loading_errors(folder):
         model = models.load_model(folder, device=device, dtype=dtype, **trust)
         tokenizer = models.load_tokenizer(folder, **trust)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()  # of the file, which transformers maps
     assert model.generation_config is not None
     model.generation_config.eos_token_id = models.folder_end_ids(folder, tokenizer)
     names = frozenset(models.weights_of(model))
@@ -72,14 +74,10 @@ def merger_of_files(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool
 def loading_errors(folder: Path) -> Generator[None]:
     """Turn errors about the files in `folder` into StoreError of one line."""
     try:
-        yield
+        with models.model_loading_errors(f"model folder {folder} cannot be loaded"):
+            yield
     except ConfigError as error:
         raise StoreError(str(error)) from None
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        if models.is_out_of_memory(error):
-            raise
-        reason = " ".join(str(error).split())
-        raise StoreError(f"model folder {folder} cannot be loaded: {reason}") from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -7,49 +7,31 @@ the token. An end token ends a completion, and so does the token that completes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from peralta_zmq import models
 from peralta_zmq.errors import ConfigError, EngineError
-from peralta_zmq.rollout import BoolArray, Completion, Request, Sampling
+from peralta_zmq.rollout import BoolArray, Completion, Request, SampledToken, Sampling
 
 GIB = 2**30
 _decode = models.text_of  # text of generated tokens, for rewards and stop strings
 
 
-def read_requests(
-    source: Iterator[Request | None], sampling: Sampling, *, limit: int, max_model_len: int
-) -> tuple[list[Request], bool]:
-    """Read requests until there are `limit`, or `source` yields None or ends.
-
-    None means that no request is available now. Returns the requests, and True if `source` may
-    yield more later. Prompt and completion must fit into `max_model_len` tokens.
-    """
-    batch: list[Request] = []
-    for request in islice(source, limit):
-        if request is None:
-            return batch, True
-        own_sampling = request.sampling or sampling
-        num_prompt, num_new = len(request.prompt_ids), own_sampling.max_completion_length
-        num_new = min(num_new, request.max_completion_length or num_new)
-        if own_sampling.fills_context:
-            num_new = max(1, max_model_len - num_prompt)
-            request = replace(request, max_completion_length=num_new)
-        assert 0 < num_prompt <= max_model_len - num_new, (num_prompt, num_new, max_model_len)
-        batch.append(request)
-    return batch, len(batch) == limit  # fewer than the limit: `source` has ended
+def max_new_tokens(request: Request, max_model_len: int) -> int:
+    """Maximum length of a completion: as its sampling parameters say, at most the context."""
+    room = max_model_len - len(request.prompt_ids)
+    assert 0 < len(request.prompt_ids) < max_model_len, (len(request.prompt_ids), max_model_len)
+    return min(request.sampling.max_completion_length, room)
 
 
 def completion_of(
     tokenizer: models.Tokenizer,
     request: Request,
-    sampling: Sampling,
     *,
     token_ids: NDArray[np.integer],  # [T], the generated tokens
     logprobs: NDArray[np.floating],  # [T]
@@ -61,6 +43,7 @@ def completion_of(
     Its text is cut before the first stop string or the end token; its tokens are not cut. `ended`
     says whether the last token is an end token.
     """
+    sampling = request.sampling
     written = token_ids[:-1] if ended else token_ids
     has_stopped = ended or has_stop(tokenizer, written.tolist(), sampling.stop)
     text = _decode(tokenizer, written, skip_special_tokens=sampling.skip_special_tokens)
@@ -110,15 +93,16 @@ def check_cache_memory(
         )
 
 
-@lru_cache(maxsize=1024)  # for each row in each decode step
-def _token_options(sampling: Sampling, step: int) -> Sampling:
-    """The parameters with which `sample` samples a token with weights of policy step `step`."""
+@lru_cache(maxsize=1024)  # so that rows with equal options mostly have the same object
+def _token_options(sampling: Sampling) -> Sampling:
+    """The parameters with which `sample` samples a token, without those of whole completions."""
     return replace(
-        sampling.at(step),
+        sampling,
         min_tokens=0,
         max_completion_length=1,
         fills_context=False,
         stop=(),
+        skip_special_tokens=False,
         seed=0,
     )
 
@@ -126,24 +110,24 @@ def _token_options(sampling: Sampling, step: int) -> Sampling:
 class Rows:
     """The completions in progress as arrays with one entry per row.
 
-    The first `count` rows are running, the remaining rows are free. `sampling` is for requests
-    without parameters of their own.
+    The first `count` rows are running, the remaining rows are free.
     """
 
     def __init__(
         self,
         num_rows: int,
         tokenizer: models.Tokenizer,
-        sampling: Sampling,
         end_ids: Sequence[int],
         *,
         max_model_len: int,
     ) -> None:
         shape = (num_rows, max_model_len)
-        self._tokenizer, self._sampling = tokenizer, sampling
+        self._tokenizer = tokenizer
         self._end_ids = np.array(end_ids, np.int64)
+        self._max_model_len = max_model_len
         self.count = 0
         self.requests: list[Request] = []
+        self._options: list[Sampling] = []  # of each row's tokens
         self.tokens = np.zeros(shape, np.int64)  # generated tokens
         self.logprobs = np.zeros(shape, np.float32)
         self.steps = np.zeros(shape, np.int32)  # policy step of each token
@@ -151,12 +135,10 @@ class Rows:
         self.num_prompt = np.zeros(num_rows, np.int64)  # length of the prompt
         self.limits = np.zeros(num_rows, np.int64)  # maximum of num_tokens
         self._min_tokens = np.zeros(num_rows, np.int64)
-        self._is_cancelled = np.zeros(num_rows, np.bool_)  # Request.on_token has returned False
-        # Whether the request has its own sampling parameters, stop strings, or on_token: with many
-        # rows, a loop over all of them in each decode step would take long.
-        self._has_sampling = np.zeros(num_rows, np.bool_)
+        # Whether the request has stop strings, or a list for its tokens: with many rows, a loop
+        # over all of them in each decode step would take long.
         self._has_stop = np.zeros(num_rows, np.bool_)
-        self._has_on_token = np.zeros(num_rows, np.bool_)
+        self._has_list = np.zeros(num_rows, np.bool_)
         self._uniforms = np.zeros(shape, np.float32)  # random numbers for sampling, one per token
 
     def start(self, request: Request) -> int:
@@ -165,16 +147,16 @@ class Rows:
         The random number of a token depends only on its position, the seed and, unless the request
         is standalone, its index.
         """
-        sampling = self._sampling_of(request)
-        row, self.count = self.count, self.count + 1
+        sampling, row = request.sampling, self.count
+        self.count += 1
         self.requests.append(request)
-        self.num_tokens[row], self.num_prompt[row] = 0, len(request.prompt_ids)
-        limit, max_length = request.max_completion_length, sampling.max_completion_length
-        self.limits[row] = limit = max_length if limit is None else min(limit, max_length)
-        self._min_tokens[row], self._is_cancelled[row] = sampling.min_tokens, False
-        self._has_sampling[row] = request.sampling is not None
+        self._options.append(_token_options(sampling))
+        self.num_tokens[row] = 0
+        self.num_prompt[row] = len(request.prompt_ids)
+        self.limits[row] = limit = max_new_tokens(request, self._max_model_len)
+        self._min_tokens[row] = sampling.min_tokens
         self._has_stop[row] = bool(sampling.stop)
-        self._has_on_token[row] = request.on_token is not None
+        self._has_list[row] = request.sampled is not None
         key = [sampling.seed, 0 if request.is_standalone else request.index]
         generator = np.random.Generator(np.random.Philox(key=key))
         self._uniforms[row, :limit] = generator.random(limit, dtype=np.float32)
@@ -185,27 +167,20 @@ class Rows:
             self.steps[row, :length] = resumed.policy_steps
         return row
 
-    def by_sampling(
-        self, rows: np.ndarray, step: int
-    ) -> Iterator[tuple[Sampling, np.ndarray | slice]]:
-        """Divide `rows` by the parameters with which their next token is sampled.
+    def by_sampling(self, first_row: int, step: int) -> list[tuple[Sampling, np.ndarray | slice]]:
+        """Divide the rows from `first_row` on by the parameters of their next token.
 
-        Yields parameters for weights of policy step `step`, with the indices in `rows` of the rows
-        that have them. Rows that differ only in seeds, limits or stop strings are not divided.
+        Returns parameters for weights of policy step `step`, with the indices of the rows that have
+        them, counted from `first_row`. Rows that differ only in seeds, limits or stop strings are
+        not divided.
         """
-        has_sampling = self._has_sampling[rows]
-        divided = {_token_options(self._sampling, step): np.flatnonzero(~has_sampling).tolist()}
-        for index in np.flatnonzero(has_sampling).tolist():
-            options = _token_options(self._sampling_of(self.requests[rows[index]]), step)
-            divided.setdefault(options, []).append(index)
-        for options, indices in divided.items():
-            if len(indices) == len(rows):
-                yield options, slice(None)  # no copy of the logits
-            elif indices:
-                yield options, np.array(indices)
-
-    def _sampling_of(self, request: Request) -> Sampling:
-        return request.sampling or self._sampling
+        options = self._options[first_row:]
+        if all(each is options[0] for each in options):
+            return [(options[0].at(step), slice(None))]  # no copy of the logits
+        divided: dict[int, list[int]] = {}  # id() of the parameters -> indices
+        for index, each in enumerate(options):
+            divided.setdefault(id(each), []).append(index)
+        return [(options[part[0]].at(step), np.array(part)) for part in divided.values()]
 
     def next_uniforms(self, rows: np.ndarray) -> np.ndarray:
         """A random number in [0, 1) for the next token of each of `rows`."""
@@ -229,11 +204,10 @@ class Rows:
         self.logprobs[rows, columns] = logprobs
         self.steps[rows, columns] = step
         self.num_tokens[rows] = columns + 1
-        for index in np.flatnonzero(self._has_on_token[rows]).tolist():
-            on_token = self.requests[rows[index]].on_token
-            assert on_token is not None
-            is_wanted = on_token(int(tokens[index]), float(logprobs[index]), step)
-            self._is_cancelled[rows[index]] = not is_wanted
+        for index in np.flatnonzero(self._has_list[rows]).tolist():
+            sampled = self.requests[rows[index]].sampled
+            assert sampled is not None
+            sampled.append(SampledToken(int(tokens[index]), float(logprobs[index]), step))
 
     def seen_tokens(
         self, rows: np.ndarray, sampling: Sampling, vocab_size: int
@@ -270,14 +244,13 @@ class Rows:
         tokens, _ = self.newest()
         ended = (tokens[:, None] == self._end_ids).any(1)
         ended |= (self.num_tokens == self.limits)[: self.count]
-        ended |= self._is_cancelled[: self.count]
         for row in np.flatnonzero(self._has_stop[: self.count]).tolist():
             ended[row] |= self._has_stopped(row)
         return np.flatnonzero(ended)[::-1].tolist()
 
     def _has_stopped(self, row: int) -> bool:
         """Whether a row has at least min_tokens tokens and contains a stop string."""
-        stop, length = self._sampling_of(self.requests[row]).stop, int(self.num_tokens[row])
+        stop, length = self.requests[row].sampling.stop, int(self.num_tokens[row])
         if not stop or length < self._min_tokens[row]:
             return False
         return has_stop(self._tokenizer, self.tokens[row, :length].tolist(), stop)
@@ -288,17 +261,11 @@ class Rows:
         return completion_of(
             self._tokenizer,
             self.requests[row],
-            self._sampling_of(self.requests[row]),
             token_ids=self.tokens[row, :length],
             logprobs=self.logprobs[row, :length],
             policy_steps=self.steps[row, :length],
             ended=bool((self.tokens[row, length - 1] == self._end_ids).any()),
         )
-
-    def partial_completions(self) -> Iterator[Completion]:
-        """The completions of the running rows as they are."""
-        for row in range(self.count):
-            yield replace(self.completion(row), is_partial=True)
 
     def remove(self, row: int) -> int:
         """Remove `row`, move the last running row there, return that row's old index."""
@@ -306,12 +273,19 @@ class Rows:
         last = self.count
         tables = self.tokens, self.logprobs, self.steps, self._uniforms
         numbers = self.num_tokens, self.num_prompt, self.limits, self._min_tokens
-        flags = self._is_cancelled, self._has_sampling, self._has_stop, self._has_on_token
-        for array in (*tables, *numbers, *flags):
+        for array in (*tables, *numbers, self._has_stop, self._has_list):
             array[row] = array[last]
         self.requests[row] = self.requests[last]
+        self._options[row] = self._options[last]
         self.requests.pop()
+        self._options.pop()
         return last
+
+    def clear(self) -> None:
+        """Remove all rows."""
+        self.count = 0
+        self.requests.clear()
+        self._options.clear()
 
     def length(self, row: int) -> int:
         """Number of tokens of prompt and completion."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
+from peralta_zmq.errors import RewardError, RewardUnavailableError
 from peralta_zmq.generator.trainer_connection import TrainerConnection
 from peralta_zmq.generator.weight_sync import ServedWeights
 from peralta_zmq.rollout import Completion, Problem, Rollout, RolloutGroup, Score, rollout_of
+
+MAX_REWARD_FAILURES = 16  # consecutive groups that cannot be scored before the generator stops
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +24,7 @@ class SampledGroup:
     problem: Problem
     completions: Sequence[Completion]
     scores: Future[list[Score]]
-    evaluation_step: int  # RolloutGroup.evaluation_step
+    evaluation_step: int | None  # RolloutGroup.evaluation_step
 
     def rollouts(self) -> tuple[Rollout, ...]:
         """The scored completions. Raises RewardError or TaskError.
@@ -39,52 +44,63 @@ class SampledGroup:
 class ScoringQueue:
     """Groups in the order in which their completions ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: ServedWeights, link: TrainerConnection) -> None:
+        self._weights, self._link = weights, link
         self._groups: deque[SampledGroup] = deque()
+        self._num_failures = 0  # consecutive groups that could not be scored
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    def add(self, group: SampledGroup) -> None:
-        """Add a group at the end."""
-        self._groups.append(group)
+    def add(self, groups: Iterable[SampledGroup]) -> None:
+        """Add groups at the end."""
+        self._groups.extend(groups)
 
-    def next_scored(self) -> SampledGroup | None:
-        """Remove and return the oldest group; None if it has no rewards yet.
+    def finished(self) -> Iterator[RolloutGroup]:
+        """Remove and yield the oldest groups, up to the first one without rewards yet.
 
-        Drops groups whose rewards were cancelled, because their environment was closed.
+        A group is dropped if its reward failed, or was cancelled because its environment was
+        closed. Raises RewardError after MAX_REWARD_FAILURES consecutive groups that could not be
+        scored, except those for which the reward was unavailable.
         """
         while self._groups and self._groups[0].scores.done():
             group = self._groups.popleft()
-            if not group.scores.cancelled():
-                return group
-        return None
+            if group.scores.cancelled():
+                continue
+            try:
+                rollouts = group.rollouts()
+            except RewardError as error:
+                self._num_failures += not isinstance(error, RewardUnavailableError)
+                if self._num_failures == MAX_REWARD_FAILURES:
+                    raise
+                self._link.num_unscored += 1
+                logger.warning("dropped an unscored group: %s", error)
+                continue
+            self._num_failures = 0
+            yield self._make_group(group, rollouts)
 
     def discard(self) -> None:
         """Drop all groups."""
         while self._groups:
             self._groups.popleft().scores.cancel()
 
-
-def make_group(
-    group: SampledGroup,
-    rollouts: tuple[Rollout, ...],
-    weights: ServedWeights,
-    connection: TrainerConnection,
-) -> RolloutGroup:
-    """The next group. Its policy step is the oldest among those of its generated tokens."""
-    policy_step = min(int(rollout.policy_steps[rollout.loss_mask].min()) for rollout in rollouts)
-    return RolloutGroup(
-        run_id=weights.version.run_id,
-        generator_id=connection.name,
-        incarnation=connection.incarnation,
-        sequence=connection.outbox.next_sequence,
-        problem_id=group.problem.id,
-        task=group.problem.task,
-        policy_step=policy_step,
-        weights_id=weights.weights_id_of(policy_step),
-        rollouts=rollouts,
-        min_sequence=connection.outbox.min_sequence,
-        sample_index=group.problem.sample_index,
-        evaluation_step=group.evaluation_step,
-    )
+    def _make_group(self, group: SampledGroup, rollouts: tuple[Rollout, ...]) -> RolloutGroup:
+        """The next group. Its policy step is the oldest among those of its generated tokens."""
+        link, weights = self._link, self._weights
+        policy_step = min(
+            int(rollout.policy_steps[rollout.loss_mask].min()) for rollout in rollouts
+        )
+        return RolloutGroup(
+            run_id=weights.version.run_id,
+            generator_id=link.name,
+            incarnation=link.incarnation,
+            sequence=link.outbox.next_sequence,
+            problem_id=group.problem.id,
+            task=group.problem.task,
+            policy_step=policy_step,
+            weights_id=weights.weights_id_of(policy_step),
+            rollouts=rollouts,
+            min_sequence=link.outbox.min_sequence,
+            sample_index=group.problem.sample_index,
+            evaluation_step=group.evaluation_step,
+        )

@@ -15,7 +15,14 @@ from peralta_zmq.generator import serving
 from peralta_zmq.generator.loop import Generator
 from peralta_zmq.generator.pacing import outbox_limit
 from peralta_zmq.generator.trainer_connection import Sockets, TrainerConnection
-from peralta_zmq.generator.weight_sync import ServedWeights, open_engine, open_subscriber
+from peralta_zmq.generator.weight_sync import (
+    ServedWeights,
+    SettingsChangedError,
+    open_engine,
+    open_subscriber,
+)
+from peralta_zmq.http_server import with_port
+from peralta_zmq.observe.terminal import WaitReport
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +30,18 @@ logger = logging.getLogger(__name__)
 def run(config: Config) -> None:
     """Sample, score and send groups until the trainer announces the end of the run.
 
-    After a failed allocation it starts again with half the slots, which gives up the groups in
-    flight. Waits for the first weights, and for an absent trainer. Raises ConfigError, StoreError
-    (no weights in time), TaskError (unusable problems), WireError (the trainer refuses the keys)
-    and OutOfMemoryError (with one slot).
+    After a failed allocation it starts again with half the slots, and with the settings of another
+    run when the weights belong to it; both give up the groups in flight. Waits for the first
+    weights, and for an absent trainer. Raises ConfigError, StoreError (no weights in time),
+    TaskError (unusable problems), WireError (the trainer refuses the keys) and OutOfMemoryError
+    (with one slot).
     """
     while True:
         try:
             with build.memory_errors(config, "generator"):
                 return run_once(config)
+        except SettingsChangedError as change:
+            logger.info("starting again: %s", change)
         except OutOfMemoryError as error:
             if (slots := config.engine.slots // 2) == 0:
                 raise
@@ -50,13 +60,18 @@ def run_once(config: Config) -> None:
     device = models.choose_device(config.model.device)
     worker_info = models.worker_info(device, models.choose_dtype(device, config.model.dtype)[0])
     name = config.generator.full_name
-    address, keys_folder = f"tcp://{config.wire.host}:{config.wire.port}", config.keys_folder
+    address = f"tcp://{with_port(config.wire.host, config.wire.port)}"
+    keys_folder = config.keys_folder
     keys = wire.generator_keys(keys_folder, name) if keys_folder else None
     incarnation = os.urandom(8)  # identifies this start of the generator
     with ExitStack() as stack:
         environments = stack.enter_context(closing(build.open_environments(config, "train")))
         timeout = config.weights.wait_for_weights_timeout
-        trainer = wire.find_trainer(address, config.address_folder, timeout=timeout)
+        waiting = WaitReport(logger.info)
+        trainer = wire.find_trainer(
+            address, config.address_folder, timeout=timeout, report=waiting.show
+        )
+        waiting.hide()
         # Rollouts go to the first port; announcements and statuses use the next two ports.
         announcements = wire.AnnouncementSubscriber(
             wire.next_port(trainer.current), keys=keys, has_run=trainer.has_run
@@ -68,19 +83,24 @@ def run_once(config: Config) -> None:
         trainer.add(announcements.connection, port_offset=1)
         trainer.add(statuses.connection, port_offset=2)
 
-        def request_keyframe(run_id: str) -> None:
-            """Request a version with all weights from the trainer, in a status message."""
+        def report_store(run_id: str) -> None:
+            """Report in a status that a keyframe is needed, or why no version can be read."""
             if statuses.check_due():
                 status = wire.GeneratorStatus(
-                    run_id, name, incarnation, wants_keyframe=True, worker_info=worker_info
-                )
+                    run_id, name, incarnation, store_error=subscriber.store_error,
+                    wants_keyframe=subscriber.wants_keyframe, worker_info=worker_info,
+                )  # fmt: skip
                 statuses.send(status)
 
-        version, engine, tokenizer = open_engine(
-            config, subscriber, announcements, trainer, request_keyframe
+        fitted, version, engine, tokenizer = open_engine(
+            config, subscriber, announcements, trainer, report_store
         )
+        if fitted != config:  # reward functions may depend on lengths
+            config = fitted
+            environments = build.open_environments(config, "train")
+            stack.enter_context(closing(environments))
         logger.info("generator=%s threads=%d version=%d", name, threads, version.number)
-        engine = serving.serve_chats(config, engine, tokenizer, stack)
+        chats = serving.serve_chats(config, engine, tokenizer, stack)
         reader = dry_run.PromptReader.of(config, tokenizer)
         environments = dry_run.usable_environments(config, environments, "train", reader)
         rollouts = wire.RolloutSender(trainer.current, hwm=config.wire.hwm, keys=keys)
@@ -98,4 +118,4 @@ def run_once(config: Config) -> None:
             outbox_limit=outbox_limit(config),
             max_steps=config.train.max_steps,
         )
-        Generator(config, engine, reader, environments, weights, connection).run()
+        Generator(config, engine, reader, environments, weights, connection, chats).run()

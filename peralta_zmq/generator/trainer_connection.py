@@ -28,12 +28,14 @@ from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import WireError
 from peralta_zmq.generator.pacing import SILENCE_SECONDS
 from peralta_zmq.generator.samples import HeldLeases
-from peralta_zmq.generator.weight_sync import LOG_SECONDS, ServedWeights
+from peralta_zmq.generator.weight_sync import REPORT_SECONDS, ServedWeights
+from peralta_zmq.observe.terminal import WaitReport
 from peralta_zmq.rollout import RolloutGroup, sender_of
 
 SLOWEST_LINK = 125_000  # bytes/s (1 Mbit/s) of the slowest link; a large group takes seconds
 RESEND_SECONDS = 2.0  # between two resends, so that the first can be acknowledged
 LOST_SECONDS = 5.0  # send groups again if the trainer has not received one for so long
+MEASURED_SECONDS = 1.0  # shortest interval of Throughput: groups may end at almost the same time
 logger = logging.getLogger(__name__)
 
 
@@ -49,12 +51,25 @@ class Sockets:
 
 @dataclass(slots=True)
 class Throughput:
-    """Counts since the previous status."""
+    """Counts of one interval of time; an interval ends at the first status after a finished group.
+
+    So an interval of a slow generator covers the whole time of a group, not only that between two
+    statuses.
+    """
 
     num_tokens: int = 0  # generated tokens in finished groups
     idle_seconds: float = 0.0  # in which the engine was empty, because no group could be started
     queue_seconds: float = 0.0  # spent waiting for room in the send queue
-    started: float = field(default_factory=time.monotonic)  # time of the previous status
+    started: float = field(default_factory=time.monotonic)  # begin of the interval
+
+    def plus(self, later: Throughput) -> Throughput:
+        """Return the counts of this interval and the next one."""
+        return Throughput(
+            self.num_tokens + later.num_tokens,
+            self.idle_seconds + later.idle_seconds,
+            self.queue_seconds + later.queue_seconds,
+            started=self.started,
+        )
 
 
 class TrainerConnection:
@@ -79,11 +94,13 @@ class TrainerConnection:
         self.name, self._worker_info = name, worker_info
         self._outbox_limit, self._max_steps = outbox_limit, max_steps
         self.throughput = Throughput()
+        self._finished: tuple[Throughput, float] | None = None  # the last interval, and its seconds
         self.num_unscored = 0  # groups dropped because a reward failed; counted by the caller
         # Both counted by the caller; see GeneratorStatus.
         self.num_aborted = self.num_resumed = 0
         self.is_run_complete = False
-        self._silence_logged = time.monotonic()  # time of the latest log line, or of the start
+        self._started, self._silence_reported = time.monotonic(), float("-inf")
+        self._silence, self._full_queue = WaitReport(logger.info), WaitReport(logger.info)
         self.start_run(incarnation)
 
     def start_run(self, incarnation: bytes | None = None) -> None:
@@ -108,7 +125,8 @@ class TrainerConnection:
         `min_sequence`, the oldest group that may still be sent.
         """
         newest = f" newest={group.newest_step}" if group.newest_step > group.policy_step else ""
-        evaluated = f" evaluation_step={step}" if (step := group.evaluation_step) >= 0 else ""
+        step = group.evaluation_step
+        evaluated = "" if step is None else f" evaluation_step={step}"
         facts = f"step={group.policy_step} weights_id={group.weights_id}{newest}{evaluated}"
         logger.debug("made group=%s %s", group.name, facts)
         failpoint("generator.made")  # tests can crash the process here
@@ -123,19 +141,22 @@ class TrainerConnection:
         self._send_frame(frame)
         failpoint("generator.sent")
 
-    def exchange(self, *, timeout: float = 0.0) -> wire.Announcement | None:
+    def exchange(self, *, timeout: float = 0.0, is_idle: bool = False) -> None:
         """Send a due status, receive announcements, and resend groups that may not have arrived.
 
-        Waits up to `timeout` seconds for a new announcement. Returns the property `announcement`.
+        Waits up to `timeout` seconds for a new announcement; if `is_idle`, because no group could
+        be started.
         """
-        announcement = self._receive(timeout)
-        if announcement is not None:
+        started = time.monotonic()
+        self._receive(timeout)
+        if is_idle:
+            self.throughput.idle_seconds += time.monotonic() - started
+        if self.announcement is not None:
             for frame in self.outbox.frames_to_resend():
                 if not self.is_run_complete:
                     self._send_frame(frame)
-        return announcement
 
-    def send_status_when_due(self) -> None:
+    def _send_status_when_due(self) -> None:
         """Send a status if one is due.
 
         It is due at regular intervals, when a trainer connects, and when a lease becomes necessary.
@@ -146,8 +167,7 @@ class TrainerConnection:
 
     def send_status(self, *, last: bool = False) -> None:
         """Send a status now; `last` tells the trainer that no group will follow."""
-        counts, self.throughput = self.throughput, Throughput()
-        seconds = max(self.throughput.started - counts.started, 1e-3)
+        counts, seconds = self._measure()
         blocked = counts.idle_seconds + counts.queue_seconds
         self.leases.is_requested |= self.leases.needs_lease
         self._sockets.statuses.send(
@@ -167,6 +187,7 @@ class TrainerConnection:
                 queue_frac=min(1.0, counts.queue_seconds / seconds),
                 reload_s=self._weights.reload_seconds,
                 wants_keyframe=self._weights.needs_keyframe,
+                store_error=self._weights.store_error,
                 announcement_reconnects=self._sockets.announcements.connection.num_reconnects,
                 rollout_reconnects=self._sockets.rollouts.connection.num_reconnects,
                 needs_lease=self.leases.needs_lease,
@@ -176,25 +197,43 @@ class TrainerConnection:
             )
         )
 
+    def _measure(self) -> tuple[Throughput, float]:
+        """Return the counts that the next status reports, and the seconds in which they arose.
+
+        These are the counts of the last interval. If no group has finished since then, for longer
+        than the interval was, the time since then is added.
+        """
+        counts = self.throughput
+        seconds = max(time.monotonic() - counts.started, 1e-3)
+        if counts.num_tokens and seconds >= MEASURED_SECONDS:
+            self._finished, self.throughput = (counts, seconds), Throughput()
+        elif self._finished is not None:
+            finished, length = self._finished
+            is_long = seconds > length
+            return (finished.plus(counts), length + seconds) if is_long else self._finished
+        return counts, seconds
+
     def _send_frame(self, frame: bytes) -> None:
         """Wait for room in the send queue and send a frame, unless the run completes."""
-        started = logged = time.monotonic()
+        started = reported = time.monotonic()
         while not self._sockets.rollouts.send(frame, timeout=0.2):
             self._receive(0.0)
             if self.is_run_complete:
                 return
-            if time.monotonic() - logged > LOG_SECONDS:
-                logged = time.monotonic()
-                logger.info("waiting for the trainer to take a group (%.0f s)", logged - started)
+            if (now := time.monotonic()) - reported > REPORT_SECONDS:
+                reported = now
+                text = f"waiting for the trainer to take a group ({now - started:.0f} s)"
+                self._full_queue.show(text)
+        self._full_queue.hide()
         self.throughput.queue_seconds += time.monotonic() - started
 
-    def _receive(self, timeout: float) -> wire.Announcement | None:
+    def _receive(self, timeout: float) -> None:
         """Like `exchange`, but without resending groups.
 
         Opens the connection for groups again if the trainer, although it could, has not received a
         group of this generator for some time (see Outbox.unreceived_seconds).
         """
-        self.send_status_when_due()
+        self._send_status_when_due()
         announcements = self._sockets.announcements
         latest = announcements.receive(timeout=timeout)
         silent_seconds = time.monotonic() - announcements.received_at
@@ -214,23 +253,24 @@ class TrainerConnection:
             seconds = announcement.without_status.get(self.outbox.sender, 0)
             self._sockets.statuses.unreceived_seconds = seconds
             self.is_run_complete |= announcement.done
-        return announcement
 
     def _check_silence(self) -> None:
-        """Log if no announcement has arrived for SILENCE_SECONDS.
+        """Report if no announcement has arrived for SILENCE_SECONDS.
 
         The run then counts as complete if the weights come from the last training step: this
         process may miss the announcements of the end (`done`), which the trainer sends only shortly
         before it exits.
         """
-        now, received = time.monotonic(), self._sockets.announcements.received_at
-        if now - max(received, self._silence_logged) <= SILENCE_SECONDS:
-            return
-        self._silence_logged = now
-        logger.info(
-            "no announcement from the trainer for %.0f s; keeping finished groups until it returns",
-            SILENCE_SECONDS,
-        )
+        now = time.monotonic()
+        seconds = now - max(self._sockets.announcements.received_at, self._started)
+        if seconds <= SILENCE_SECONDS:
+            return self._silence.hide()
+        if now - self._silence_reported > REPORT_SECONDS:
+            self._silence_reported = now
+            self._silence.show(
+                f"no announcement from the trainer for {seconds:.0f} s; keeping finished groups "
+                "until it returns"
+            )
         if self._weights.version.step >= self._max_steps:
             self.is_run_complete = True
 

@@ -16,21 +16,33 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from peralta_zmq import build, models, registry, wire
+from peralta_zmq.build import fitted_settings
 from peralta_zmq.config import Config, files_given
-from peralta_zmq.errors import OutageError, StoreError, program_name
+from peralta_zmq.engines.loading import loading_errors
+from peralta_zmq.errors import EngineProcessError, OutageError, StoreError, program_name
 from peralta_zmq.http_server import read_private_token
+from peralta_zmq.observe.terminal import WaitReport
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import PendingWeights, WeightSubscriber
 from peralta_zmq.weights.version import Version
 
-LOG_SECONDS = 5.0  # between two log lines of one wait
+REPORT_SECONDS = 5.0  # between two reports of one wait, and between two attempts
 logger = logging.getLogger(__name__)
 
 
-class ObsoleteGroupsError(Exception):
-    """The new weights are of another run or follow a roll-back: groups in flight are useless."""
+class Obsolete(NamedTuple):
+    """The applied weights do not follow the earlier ones: groups in flight are useless."""
+
+    reason: str
+    is_new_run: bool = False
+    is_rejection: bool = False  # an earlier version of the run, because a newer one is quarantined
+
+
+class SettingsChangedError(Exception):
+    """The weights belong to a run whose trainer has chosen other settings: start again."""
 
 
 class ServedWeights:
@@ -58,6 +70,11 @@ class ServedWeights:
         """
         return self._subscriber.wants_keyframe
 
+    @property
+    def store_error(self) -> str:
+        """Why newer weights cannot be read; empty if they can."""
+        return self._subscriber.store_error
+
     def weights_id_of(self, step: int) -> str:
         """The weights_id of the version with this policy step, which the engine must have used."""
         return self._weights_ids[step]
@@ -72,47 +89,53 @@ class ServedWeights:
         return self._subscriber.has_accepted
 
     def request_again(self) -> None:
-        """Let `refresh` apply the newest version to an engine that has lost its weights."""
+        """Let `apply_due` apply the newest version to an engine that has lost its weights."""
         self._subscriber.offer_again()
 
     def reject(self) -> None:
-        """Quarantine the version in use; `refresh` then applies the newest of the others."""
+        """Quarantine the version in use; `apply_due` then applies the newest of the others."""
         self._subscriber.reject(self.version)
 
-    def refresh(self, engine: registry.Engine, *, num_in_flight: int) -> None:
+    def apply_due(self, engine: registry.Engine, *, num_in_flight: int) -> Obsolete | None:
         """Apply the newest verified version in place, if it may be applied now.
 
-        If that fails for another reason than the weights, it is tried again every LOG_SECONDS.
-        Raises ObsoleteGroupsError, after applying the version, if it belongs to another run or
-        follows a roll-back: it has another lineage, or no higher policy step. Not if it only
-        publishes equal weights again.
+        If that fails for another reason than the weights, it is tried again every REPORT_SECONDS.
+        Returns Obsolete if the version belongs to another run or follows a roll-back: it has
+        another lineage, or no higher policy step. Not if it only publishes equal weights again.
+        Raises SettingsChangedError for another run with other settings for generators to adopt.
         """
         must_wait = num_in_flight > 0 and self._between_groups
         self.is_draining = must_wait and self._subscriber.poll() is not None
         previous, started = self.version, time.monotonic()
         if must_wait or started < self._retry_at:
-            return
+            return None
         try:
             self.version = version = apply_newest(engine, self._subscriber, previous)
         except OutageError as error:
-            self._retry_at = time.monotonic() + LOG_SECONDS
+            self._retry_at = time.monotonic() + REPORT_SECONDS
             logger.warning("weights not applied, trying again: reason=%s", error)
-            return
+            return None
         if version is previous:
-            return
+            return None
         self.reload_seconds = time.monotonic() - started
         is_new_run = version.run_id != previous.run_id
         if is_new_run:
             self._weights_ids.clear()
         self._weights_ids[version.step] = version.weights_id
         if is_new_run:
-            raise ObsoleteGroupsError(f"the weights now belong to run {version.run_id}")
+            reason = f"the weights now belong to run {version.run_id}"
+            if version.field("settings") != previous.field("settings"):
+                raise SettingsChangedError(f"{reason}, which has other settings")
+            return Obsolete(reason, is_new_run=True)
         # "result" is the hash of the weights.
         if version.step == previous.step and version.field("result") == previous.field("result"):
-            return  # equal weights, published again with another number
-        if version.lineage != previous.lineage or version.step <= previous.step:
-            # After a roll-back, a policy step no longer identifies the weights of a sampled token.
-            raise ObsoleteGroupsError(f"rolled back to the weights of step {version.step}")
+            return None  # equal weights, published again with another number
+        if version.lineage == previous.lineage and version.step > previous.step:
+            return None
+        # After a roll-back, a policy step no longer identifies the weights of a sampled token. It
+        # is published with a higher version number; a rejection leads to a lower one.
+        reason = f"rolled back to the weights of step {version.step}"
+        return Obsolete(reason, is_rejection=version.number < previous.number)
 
 
 def apply_newest(
@@ -138,6 +161,8 @@ def apply_newest(
         subscriber.reject(pending.version)
         logger.warning("refused version=%d reason=%s", pending.version.number, error)
         return current
+    except OSError as error:  # of the replica: the engine may have a part of the weights
+        raise EngineProcessError(f"version {pending.version.number} not read: {error}") from None
     return _accept(subscriber, pending, started)
 
 
@@ -169,51 +194,70 @@ def open_engine(
     subscriber: WeightSubscriber,
     announcements: wire.AnnouncementSubscriber,
     trainer: wire.TrainerAddress,
-    request_keyframe: Callable[[str], None],
-) -> tuple[Version, registry.Engine, models.Tokenizer]:
+    report_store: Callable[[str], None],
+) -> tuple[Config, Version, registry.Engine, models.Tokenizer]:
     """Wait for a loaded version; return it with an engine and its tokenizer.
 
-    While waiting, follows the trainer to another address, logs every LOG_SECONDS, and calls
-    `request_keyframe(run_id)` at each announcement if the store has only deltas. Raises
-    StoreError after weights.wait_for_weights_timeout seconds.
+    The settings are `config` with those that the trainer chose. A version whose files cannot be
+    loaded is refused, and another one awaited.
+
+    While waiting, follows the trainer to another address, reports every REPORT_SECONDS, and calls
+    `report_store(run_id)` at each announcement if the store has only deltas or cannot be read.
+    Raises StoreError after weights.wait_for_weights_timeout seconds.
     """
-    started = logged = time.monotonic()
+    started = reported = time.monotonic()
+    waiting, refused = WaitReport(logger.info), ""
     timeout = config.weights.wait_for_weights_timeout or float("inf")
-    while (pending := subscriber.poll(timeout=0.2)) is None:
-        now = time.monotonic()
-        if now - started > timeout:
-            raise StoreError(
-                f"no weights in {config.weights_address} after {timeout:g} s "
-                "(weights.wait_for_weights_timeout). "
-                f"Start the trainer: {program_name('trainer')}{files_given()}"
-            )
-        announcement = announcements.receive()
-        trainer.poll(silent_seconds=now - announcements.received_at)
-        if announcement is not None and subscriber.wants_keyframe:
-            request_keyframe(announcement.run_id)
-        if now - logged > LOG_SECONDS:
-            logged, address = now, trainer.current
-            answers = wire.accepts_connection(address)  # blocks for up to 1 s
-            logger.info(
-                waiting_text(address, now - started, config.weights_address, answers=answers)
-            )
-    is_adapter = pending.version.field("adapts") is not None
-    folder = models.model_folder(config.model.name) if is_adapter else pending.folder
-    build.check_start(config, "generator", folder)
-    started = time.monotonic()
-    engine, tokenizer = build.make_engine(config, pending)
-    return _accept(subscriber, pending, started), engine, tokenizer
+    while True:
+        while (pending := subscriber.poll(timeout=0.2)) is None:
+            now = time.monotonic()
+            if now - started > timeout:
+                waiting.hide()
+                raise StoreError(
+                    f"no weights in {config.weights_address} after {timeout:g} s "
+                    "(weights.wait_for_weights_timeout). "
+                    f"Start the trainer: {program_name('trainer')}{files_given()} "
+                    f"{subscriber.store_error}".rstrip()
+                )
+            announcement = announcements.receive()
+            trainer.poll(silent_seconds=now - announcements.received_at)
+            if announcement is not None and (subscriber.wants_keyframe or subscriber.store_error):
+                report_store(announcement.run_id)
+            if now - reported > REPORT_SECONDS:
+                reported = now
+                answers = wire.accepts_connection(trainer.current)  # blocks for up to 1 s
+                where = trainer.current, now - started, config.weights_address
+                why = subscriber.store_error or refused
+                waiting.show(waiting_text(*where, answers=answers, why=why))
+        waiting.hide()
+        opened, version = time.monotonic(), pending.version
+        is_adapter = version.field("adapts") is not None
+        try:
+            with loading_errors(pending.folder):
+                fitted = fitted_settings.adopted(config, version.field("settings"))
+            folder = models.model_folder(config.model.name) if is_adapter else pending.folder
+            build.check_start(fitted, "generator", folder)
+            engine, tokenizer = build.make_engine(fitted, pending)
+        except StoreError as error:
+            if is_adapter:  # the base model of this machine
+                raise
+            subscriber.reject(version)
+            logger.warning("refused version=%d reason=%s", version.number, error)
+            refused = f"version {version.number} is refused: {error}"
+        else:
+            return fitted, _accept(subscriber, pending, opened), engine, tokenizer
 
 
-def waiting_text(address: str, seconds: float, weights: str, *, answers: bool) -> str:
+def waiting_text(address: str, seconds: float, store: str, *, answers: bool, why: str = "") -> str:
     """The log message of a generator without weights: what is missing, and the remedy.
 
-    `weights` is the address of the store. `answers` is True if the trainer's address accepts TCP
-    connections.
+    `store` is the address of the store, `why` the reason if it cannot be read. `answers` is True if
+    the trainer's address accepts TCP connections.
     """
     files, start = files_given(), f"waiting for trainer {address} ({seconds:.0f} s)"
     diagnose = f"Diagnose: {program_name('doctor')}{files}"
     if answers:
-        reason = f"it answers, but {weights} has no weights. Is that the trainer's weights.dir?"
-        return f"{start}: {reason} {diagnose}"
-    return f"{start}: no TCP answer. Start it: {program_name('trainer')}{files}. {diagnose}"
+        reason = f"it answers, but {store} has no weights. Is that the trainer's weights.dir?"
+        return f"{start}: {f'it answers, but {why}.' if why else reason} {diagnose}"
+    text = f"{start}: no TCP answer. Start it: {program_name('trainer')}{files}. {diagnose}"
+    return f"{text} {why}".rstrip()

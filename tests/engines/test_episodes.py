@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,13 @@ from engine_data import Opener, TokenCounter, assert_exact_logprobs, trainer_log
 from sample_data import tiny_model
 
 from peralta_zmq import models
-from peralta_zmq.engines import GroupSampler, evaluate, generate_groups
-from peralta_zmq.engines.episodes import TURN_STRIDE
+from peralta_zmq.engines import Group, Sampler
+from peralta_zmq.engines.group_sampler import TURN_STRIDE
 from peralta_zmq.engines.hf import HfEngine
 from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.errors import RewardError
 from peralta_zmq.registry import WeightUpdate
-from peralta_zmq.rollout import Completion, Message, Problem, Sampling, Score, rollout_of
+from peralta_zmq.rollout import Completion, Message, Problem, Request, Sampling, rollout_of
 
 # Longer than MIN_PREFIX in prefix_cache.py, so that its tokens are in the shared part of the cache.
 TURNS = Problem("1", "turns", (Message("user", "3 plus 2 plus 2 plus 2 plus 2"),), "5")
@@ -84,41 +84,45 @@ def hf(tokenizer: Any) -> HfEngine:
 
 
 class Recorder:
-    """An engine that records the completions of all turns."""
+    """An engine that records the completions of all turns, and the indices of its requests."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine, self.turns = engine, list[Completion]()
+        self._engine, self.turns, self.submitted = engine, list[Completion](), list[int]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def generate(self, *arguments: Any) -> Iterator[Completion]:
-        for completion in self._engine.generate(*arguments):
-            self.turns.append(completion)
-            yield completion
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.submitted += [request.index for request in requests]
+        self._engine.submit(requests)
+
+    def advance(self) -> list[Completion]:
+        completions = self._engine.advance()
+        self.turns += completions
+        return completions
 
 
 def play(
     engine: Any,
     tokenizer: Any,
     replies: Any,
-    problems: Iterable[Problem | None] = (TURNS, ONE_TURN),
+    problems: Sequence[Problem] = (TURNS, ONE_TURN),
     *,
     sampling: Sampling = SAMPLING,
     max_turns: int = 8,
-    between_steps: Callable[[], None] | None = None,
+    between_steps: Callable[[Sampler], None] = lambda sampler: None,
     on_group: Callable[[Problem], None] = lambda problem: None,
 ) -> dict[str, list[Completion]]:
+    """The completions of groups of three, by the id of the problem."""
     groups: dict[str, list[Completion]] = {}
-
-    def add(problem: Problem, completions: list[Completion]) -> None:
-        groups[problem.id] = completions
-        on_group(problem)
-
-    generate_groups(
-        engine, tokenizer, problems, add, num_generations=3, sampling=sampling,
-        replies=replies, max_turns=max_turns, between_steps=between_steps,
-    )  # fmt: skip
+    sampler, waiting = Sampler(engine, tokenizer, max_turns=max_turns), deque(problems)
+    while waiting or sampler.num_in_flight:
+        while waiting and sampler.has_room:
+            sampler.start(waiting.popleft(), 3, sampling, replies=replies)
+        for group in sampler.advance():
+            groups[group.problem.id] = group.completions
+            on_group(group.problem)
+        between_steps(sampler)
     return groups
 
 
@@ -211,7 +215,7 @@ def test_weights_that_change_between_turns_compute_the_context_again(
 ) -> None:
     engine, game = opener(model_of(), max_model_len=128), Held()
 
-    def between_steps() -> None:
+    def between_steps(sampler: Sampler) -> None:
         if len(game.seen) == 3 and engine.step == 0:
             engine.apply(WeightUpdate(7, models.weights_of(model_of(seed=1))))
             game.future.set_result([Message("user", "no")])
@@ -238,43 +242,13 @@ def test_other_completions_are_sampled_while_a_reply_is_computed(tokenizer: Any)
     assert ended == ["2", "1"]
 
 
-class OneSlotEngine:
-    """An engine with one slot, which records the indices of the requests that it reads."""
-
-    max_model_len = 128
-
-    def __init__(self) -> None:
-        self.read: list[int] = []
-
-    def generate(self, requests: Any, sampling: Sampling, between_steps: Any) -> Any:
-        ids, zeros, steps = (np.array([5, 6], kind) for kind in (np.int32, np.float32, np.int32))
-        for request in requests:
-            if request is not None:
-                self.read.append(request.index)
-                yield Completion(
-                    request.index, request.prompt_ids, ids, zeros, steps, "stop", "5 6"
-                )
-            between_steps()
-
-
 def test_next_turn_takes_a_slot_before_the_rest_of_a_group(tokenizer: Any) -> None:
-    engine, game = OneSlotEngine(), Held()
+    game = Held()
     game.future.set_result([Message("user", "no")])
+    one_slot = NativeEngine(model_of(), tokenizer, slots=1, max_model_len=128, keeps_turns=True)
+    engine = Recorder(one_slot)
     play(engine, tokenizer, game, [TURNS], max_turns=2)
-    assert engine.read == [0, TURN_STRIDE, 1, 1 + TURN_STRIDE, 2, 2 + TURN_STRIDE]
-
-
-def test_group_is_reported_when_its_last_reply_arrives(tokenizer: Any) -> None:
-    """Without another completion: a generator may wait for the trainer to take this group."""
-    ended: list[Problem] = []
-
-    def problems() -> Iterator[Problem | None]:
-        yield TURNS
-        while not ended:
-            yield None
-
-    play(native(tokenizer), tokenizer, Game(0), problems(), on_group=ended.append)
-    assert ended == [TURNS]
+    assert engine.submitted == [0, TURN_STRIDE, 1, 1 + TURN_STRIDE, 2, 2 + TURN_STRIDE]
 
 
 # Limits and failures.
@@ -331,19 +305,53 @@ def test_reply_that_the_template_cannot_append_is_an_error(template: str, reason
         assert len(completion.messages) == 1
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_cancelled_or_failed_engine_cancels_the_replies(fails: bool, tokenizer: Any) -> None:
+def test_reply_that_is_no_text_is_an_error(tokenizer: Any) -> None:
+    game = Game()
+    game.compute = lambda messages: [Message("user", "\ud800")]
+    for completion in play(native(tokenizer), tokenizer, game, [TURNS])["1"]:
+        assert isinstance(completion.error, RewardError)
+        assert "surrogates not allowed" in str(completion.error)
+
+
+class RecordingTokenizer:
+    """A tokenizer that records the lengths of the texts that it encodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.lengths = tokenizer, list[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        self.lengths.append(len(text))
+        return self._tokenizer.encode(text, **options)
+
+
+@pytest.mark.parametrize("reply", [
+    [Message("user", "no " * 1_000_000)], [Message("user", " " * 1_000_000)],
+    [Message("user", "")] * 1_000_000,
+])  # fmt: skip
+def test_reply_longer_than_the_context_is_not_tokenized_whole(
+    reply: list[Message], tokenizer: Any
+) -> None:
+    game, recorder = Game(), RecordingTokenizer(tokenizer)
+    game.compute = lambda messages: reply
+    for completion in play(native(tokenizer), recorder, game, [TURNS])["1"]:
+        assert completion.finish_reason == "length" and completion.error is None
+        assert len(completion.messages) == 1
+    assert max(recorder.lengths) <= 128 * 128  # tokens, and characters of the longest token
+
+
+def test_dropped_group_leaves_the_engine_and_cancels_its_replies(tokenizer: Any) -> None:
     engine, game = native(tokenizer), Held()
-
-    def between_steps() -> None:
-        if len(game.seen) == 3:
-            if fails:
-                raise ValueError("weights of another run")
-            engine.cancel()
-
-    with pytest.raises(ValueError, match="another run") if fails else nullcontext():
-        assert play(engine, tokenizer, game, [TURNS], between_steps=between_steps) == {}
-    assert game.future.cancelled()
+    sampler = Sampler(engine, tokenizer, max_turns=8)
+    group = sampler.start(TURNS, 3, SAMPLING, replies=game)
+    other = sampler.start(ONE_TURN, 1, Sampling(min_tokens=40, max_completion_length=40))
+    while len(game.seen) < 2:
+        assert sampler.advance() == []
+    sampler.drop([group, other])
+    assert (sampler.num_in_flight, engine.num_free()) == (0, 4)
+    assert game.future.cancelled() and sampler.advance() == []
 
 
 # Interruptions.
@@ -352,21 +360,19 @@ def test_cancelled_or_failed_engine_cancels_the_replies(fails: bool, tokenizer: 
 def play_in_parts(
     engine: Any, tokenizer: Any, replies: Any, *, num_steps: int, sampling: Sampling = SAMPLING
 ) -> dict[str, list[Completion]]:
-    """As `play`, but the engine is cancelled after every `num_steps` calls between its steps."""
+    """As `play`, but all groups are interrupted and resumed after every `num_steps` steps."""
     groups: dict[str, list[Completion]] = {}
-    sampler = GroupSampler(engine, tokenizer, num_generations=3, replies=replies, max_turns=8)
-    problems, calls = iter([TURNS, ONE_TURN]), list[int]()
-
-    def between_steps() -> None:
-        calls.append(1)
-        if len(calls) % num_steps == 0:
-            engine.cancel()
-
-    def add(problem: Problem, completions: list[Completion]) -> None:
-        groups[problem.id] = completions
-
-    while len(groups) < 2:
-        sampler.sample(problems, add, sampling=sampling, between_steps=between_steps)
+    sampler, num_calls = Sampler(engine, tokenizer, max_turns=8), 0
+    in_flight = [sampler.start(each, 3, sampling, replies=replies) for each in (TURNS, ONE_TURN)]
+    while in_flight:
+        for group in sampler.advance():
+            groups[group.problem.id] = group.completions
+            in_flight.remove(group)
+        num_calls += 1
+        if num_calls % num_steps == 0:
+            sampler.interrupt(in_flight)
+            assert (sampler.num_in_flight, engine.num_free()) == (0, 4)
+            sampler.resume(in_flight)
     assert sampler.num_in_flight == 0
     return groups
 
@@ -391,7 +397,8 @@ def test_interrupted_groups_of_an_engine_of_whole_batches_lose_no_turn(tokenizer
     greedy = Sampling(temperature=0.0, max_completion_length=6)
     whole = play(hf(tokenizer), tokenizer, Game(), sampling=greedy)
     engine = Recorder(hf(tokenizer))
-    parts = play_in_parts(engine, tokenizer, Game(), num_steps=1, sampling=greedy)
+    # A batch takes seven steps: an interruption within it would lose its tokens.
+    parts = play_in_parts(engine, tokenizer, Game(), num_steps=7, sampling=greedy)
     for problem_id, completions in whole.items():
         for each, complete in zip(parts[problem_id], completions, strict=True):
             assert each.token_ids.tolist() == complete.token_ids.tolist()
@@ -402,36 +409,36 @@ def test_interrupted_groups_of_an_engine_of_whole_batches_lose_no_turn(tokenizer
 def test_interrupted_episode_keeps_its_reply_unless_dropped(
     is_dropped: bool, tokenizer: Any
 ) -> None:
-    engine, game, ended = native(tokenizer), Held(), list[Problem]()
-    sampler = GroupSampler(engine, tokenizer, num_generations=3, replies=game, max_turns=8)
-
-    def sample(problems: Sequence[Problem]) -> None:
-        sampler.sample(
-            problems, lambda problem, _: ended.append(problem), sampling=SAMPLING,
-            between_steps=lambda: engine.cancel() if len(game.seen) == 3 else None,
-        )  # fmt: skip
-
-    sample([TURNS])
-    assert sampler.num_in_flight == 1
+    game, ended = Held(), list[Group]()
+    sampler = Sampler(native(tokenizer), tokenizer, max_turns=8)
+    group = sampler.start(TURNS, 3, SAMPLING, replies=game)
+    while len(game.seen) < 3:
+        ended += sampler.advance()
+    sampler.interrupt([group])
+    assert group.has_older_token(1) and not group.has_older_token(0)  # the turns are of step 0
     if is_dropped:
-        assert sampler.drop(older_than=1) == 1  # the turns are of step 0
+        sampler.drop([group])
         assert game.future.cancelled()
     else:
-        assert sampler.drop(older_than=0) == 0
         game.future.set_result(None)
-    sample([])
-    assert sampler.num_resumed == 0
-    assert (len(ended), len(game.seen)) == (0 if is_dropped else 1, 3)
+        sampler.resume([group])
+    ended += sampler.advance()
+    assert (sampler.num_resumed, sampler.num_in_flight) == (0, 0)
+    assert ended == ([] if is_dropped else [group])
+    assert len(game.seen) == 3
 
 
-def test_evaluation_plays_episodes(tokenizer: Any) -> None:
-    def score(problem: Problem, completions: Sequence[Completion]) -> Future[list[Score]]:
-        future: Future[list[Score]] = Future()
-        future.set_result([Score(len(each.messages)) for each in completions])
-        return future
-
-    ((_, (answer,)),) = evaluate(
-        native(tokenizer), tokenizer, [TURNS], score,
-        sampling=SAMPLING, replies=Game(), max_turns=8,
-    )  # fmt: skip
-    assert answer.reward == 5 and "\nno 1\n" in answer.answer
+def test_interrupted_episode_with_a_reply_waits_for_its_next_turn(tokenizer: Any) -> None:
+    game, engine = Game(1), native(tokenizer)
+    sampler = Sampler(engine, tokenizer, max_turns=8)
+    group = sampler.start(TURNS, 3, SAMPLING, replies=game)
+    while len(game.seen) < 3:
+        sampler.advance()
+    sampler.interrupt([group])
+    while any(episode.reply is not None for episode in group.episodes):
+        assert sampler.advance() == []
+    assert engine.num_free() == 4
+    sampler.resume([group])
+    while sampler.num_in_flight:
+        sampler.advance()
+    assert len(game.seen) == 6 and len(group.completions) == 3

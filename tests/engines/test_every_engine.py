@@ -25,6 +25,7 @@ from engine_data import (
     PROMPTS,
     Opener,
     assert_exact_logprobs,
+    completed,
     plain_greedy,
     requests,
     sampled,
@@ -32,6 +33,7 @@ from engine_data import (
     switched_greedy,
     tokens,
     trainer_logprobs,
+    with_sampling,
 )
 from sample_data import TINY, resident_bytes
 from transformers import (
@@ -191,8 +193,9 @@ def test_each_request_gets_one_completion_of_its_prompt(opener: Opener) -> None:
 
 def test_request_has_its_own_length_limit(opener: Opener) -> None:
     prompt = np.array(PROMPTS[0], np.int32)
-    batch = [Request(index, prompt, index + 1) for index in range(6)]
-    completions = sampled(opener(sharp_model()), GREEDY, batch)
+    lengths = [replace(GREEDY, max_completion_length=index + 1) for index in range(6)]
+    batch = [Request(index, prompt, sampling) for index, sampling in enumerate(lengths)]
+    completions = sorted(completed(opener(sharp_model()), batch), key=lambda each: each.index)
     assert [len(each.token_ids) for each in completions] == [1, 2, 3, 4, 5, 6]
 
 
@@ -214,11 +217,11 @@ def test_request_has_its_own_sampling_parameters(opener: Opener, tokenizer: Any)
 
     def source(first: int) -> Iterator[Request]:
         for index, sampling in own.items():
-            yield Request(first + index, prompt, sampling=sampling, is_standalone=True)
-        yield from requests()
+            yield Request(first + index, prompt, sampling, is_standalone=True)
+        yield from with_sampling(training, requests())
 
     mixed, again = (
-        {each.index: each for each in engine.generate(source(first), training)} for first in (0, -9)
+        {each.index: each for each in completed(engine, source(first))} for first in (0, -9)
     )
     assert mixed[-1].token_ids.tolist() == free
     assert mixed[-2].text == mixed[-1].text[: mixed[-1].text.find(stop)]
@@ -231,47 +234,63 @@ def test_request_has_its_own_sampling_parameters(opener: Opener, tokenizer: Any)
         assert [mixed[index].token_ids.tolist() for index in range(len(alone))] == alone
 
 
-def test_group_with_its_own_sampling_equals_a_call_with_these_parameters(opener: Opener) -> None:
-    own = Sampling(temperature=0.7, max_completion_length=9, seed=4)
-    expected = tokens(sampled(opener(sharp_model()), own, requests(siblings=3)))
-    source = (replace(request, sampling=own) for request in requests(siblings=3))
-    found = sampled(opener(sharp_model()), Sampling(max_completion_length=30, seed=8), source)
-    assert tokens(found) == expected and len({*map(tuple, expected[:3])}) > 1
+def test_completion_does_not_depend_on_the_sampling_of_others(opener: Opener) -> None:
+    if opener.name == "hf":
+        pytest.skip("its random numbers depend on the batch")
+    engine, own = opener(sharp_model()), Sampling(max_completion_length=9, seed=4)
+    batch = [replace(each, index=2 * each.index) for each in requests(siblings=2)]
+    alone = tokens(sampled(engine, own, batch))
+    other = Sampling(temperature=0.7, max_completion_length=30, seed=8)
+    mixed: list[Request] = []
+    for request in with_sampling(own, batch):
+        mixed += [request, replace(request, index=request.index + 1, sampling=other)]
+    found = {each.index: each.token_ids.tolist() for each in completed(engine, mixed)}
+    assert [found[request.index] for request in batch] == alone
+    assert alone[0] != alone[1]
 
 
-def test_on_token_gets_each_token_and_ends_the_completion(opener: Opener) -> None:
+def test_sampled_tokens_are_appended_to_the_list_of_the_request(opener: Opener) -> None:
     if opener.name == "hf":
         pytest.skip("engine hf decodes whole batches")
-    seen: dict[int, list[tuple[int, float, int]]] = {index: [] for index in range(4)}
-
-    def request(index: int) -> Request:
-        def on_token(token: int, logprob: float, step: int) -> bool:
-            seen[index].append((token, logprob, step))
-            return index < 2 or len(seen[index]) < 3
-
-        return Request(index, np.array(PROMPTS[0], np.int32), on_token=on_token)
-
     sampling = replace(GREEDY, max_completion_length=9)  # without an end token
-    completions = sampled(opener(sharp_model(), step=5), sampling, map(request, range(4)))
-    assert [len(each.token_ids) for each in completions] == [9, 9, 3, 3]
-    for each in completions:
+    prompt = np.array(PROMPTS[0], np.int32)
+    batch = [Request(index, prompt, sampling, sampled=[]) for index in range(4)]
+    engine, ended = opener(sharp_model(), step=5), list[Completion]()
+    engine.submit(batch)
+    while not batch[3].sampled or len(batch[3].sampled) < 3:
+        engine.advance()
+    partial = engine.drop([2, 3])
+    while len(ended) < 2:
+        ended += engine.advance()
+    completions = sorted([*ended, *partial], key=lambda each: each.index)
+    lengths = [len(each.token_ids) for each in completions]
+    assert lengths[:2] == [9, 9] and 3 <= lengths[2] == lengths[3] < 9
+    for request, each in zip(batch, completions, strict=True):
         arrays = each.token_ids, each.logprobs, each.policy_steps
-        assert seen[each.index] == list(zip(*(array.tolist() for array in arrays), strict=True))
+        assert request.sampled == list(zip(*(array.tolist() for array in arrays), strict=True))
 
 
-def test_none_among_requests_does_not_end_the_source(opener: Opener) -> None:
-    calls: list[int] = []
+def test_request_may_be_submitted_after_others_have_ended(opener: Opener) -> None:
+    engine, expected = opener(sharp_model()), opener(sharp_model())
+    ended: list[Completion] = []
+    for request in with_sampling(GREEDY, requests()[:2]):
+        assert engine.advance() == []  # nothing is in flight
+        engine.submit([request])
+        while len(ended) == request.index:
+            ended += engine.advance()
+    assert tokens(ended) == tokens(sampled(expected, GREEDY, requests()[:2]))
 
-    def source() -> Iterator[Request | None]:
-        yield None
-        yield requests()[0]
-        while len(calls) < 20:
-            yield None
-        yield requests()[1]
 
-    engine = opener(sharp_model())
-    completions = sampled(engine, GREEDY, source(), between_steps=lambda: calls.append(1))
-    assert tokens(completions) == tokens(sampled(engine, GREEDY, requests()[:2]))
+def test_requests_take_slots_until_their_completions_end_or_are_dropped(opener: Opener) -> None:
+    engine, batch = opener(sharp_model()), with_sampling(GREEDY, requests()[:4])
+    assert engine.num_free() == 4
+    engine.submit(batch[:3])
+    assert engine.num_free() == 1
+    assert engine.drop([0, 77]) == []  # without a token, and never submitted
+    assert engine.num_free() == 2
+    while engine.num_free() < 4:
+        assert {each.index for each in engine.advance()} <= {1, 2}
+    assert engine.advance() == []
 
 
 def test_end_tokens_are_those_of_the_generation_config(opener: Opener) -> None:
@@ -363,36 +382,35 @@ def test_end_tokens_are_those_of_every_file(opener: Opener, source: str) -> None
     assert completion.finish_reason == "stop"
 
 
-# Cancelled completions.
+# Dropped completions.
 
 
-def cancelled(engine: Engine, sampling: Sampling = GREEDY, num_steps: int = 5) -> list[Completion]:
-    """What the engine yields if it is cancelled after some decode steps."""
-    calls: list[int] = []
-
-    def cancel() -> None:
-        calls.append(1)
-        if len(calls) == num_steps:
-            engine.cancel()
-
-    return sampled(engine, sampling, between_steps=cancel)
+def cut(engine: Engine, sampling: Sampling = GREEDY, num_steps: int = 5) -> list[Completion]:
+    """The completions of four requests after some decode steps, and what `drop` returns."""
+    batch, ended = with_sampling(sampling, requests()[:4]), list[Completion]()
+    engine.submit(batch)
+    for _ in range(num_steps):
+        ended += engine.advance()
+    ended += engine.drop([request.index for request in batch])
+    assert engine.num_free() == 4
+    return sorted(ended, key=lambda each: each.index)
 
 
 def resumed(
     engine: Engine, partial: Iterable[Completion], sampling: Sampling = GREEDY
 ) -> list[Completion]:
-    cut = {each.index: each for each in partial if each.is_partial}
-    batch = [replace(request, resumes=cut.get(request.index)) for request in requests()]
+    partial_of = {each.index: each for each in partial if each.is_partial}
+    batch = [replace(each, resumes=partial_of.get(each.index)) for each in requests()]
     return sampled(engine, sampling, batch)
 
 
-def test_cancel_yields_completions_in_flight_with_their_tokens(opener: Opener) -> None:
+def test_drop_returns_completions_in_flight_with_their_tokens(opener: Opener) -> None:
     engine = opener(sharp_model(), step=3)
     whole = sampled(engine, GREEDY)  # none of them has an end token
-    if opener.name == "hf":  # which decodes whole batches
-        assert tokens(cancelled(engine, num_steps=1)) == tokens(whole[:4])
+    if opener.name == "hf":  # whose batches cannot be resumed
+        assert cut(engine) == [] and tokens(sampled(engine, GREEDY)) == tokens(whole)
         return
-    partial = cancelled(engine)
+    partial = cut(engine)
     assert [each.index for each in partial if each.is_partial] == [0, 1, 2, 3]
     for each, complete in zip(partial, whole, strict=False):
         length = len(each.token_ids)
@@ -416,7 +434,7 @@ def test_resumed_completion_equals_the_uninterrupted_one(
         model.generation_config.eos_token_id = [END, *range(40, 64)]
     engine = opener(model)
     whole = sampled(engine, sampling)
-    partial = cancelled(engine, sampling, num_steps=2)
+    partial = cut(engine, sampling, num_steps=2)
     assert opener.name == "hf" or partial[0].is_partial
     again = resumed(engine, partial, sampling)
     assert tokens(again) == tokens(whole)
@@ -431,7 +449,7 @@ def test_resumed_completion_has_exact_logprobs_of_both_versions(opener: Opener) 
     if opener.name == "hf":
         pytest.skip("engine hf decodes whole batches")
     engine, sampling = opener(sharp_model(), step=6), Sampling(max_completion_length=12, seed=4)
-    partial = cancelled(engine, sampling)
+    partial = cut(engine, sampling)
     engine.apply(update(7, sharp_model(seed=8)))
     again = resumed(engine, partial, sampling)
     for before, each in zip(partial[:4], again, strict=False):
@@ -448,7 +466,7 @@ def test_resumed_samples_use_the_random_numbers_of_their_positions(opener: Opene
     if opener.name in ("hf", "vllm"):
         pytest.skip("their random numbers depend on the batch, or begin again")
     engine, sampling = opener(sharp_model()), Sampling(max_completion_length=12, seed=4)
-    again = resumed(engine, cancelled(engine, sampling), sampling)
+    again = resumed(engine, cut(engine, sampling), sampling)
     assert tokens(again) == tokens(sampled(engine, sampling))
 
 
@@ -629,10 +647,10 @@ def test_memory_is_constant_over_10_000_completions(opener: Opener) -> None:
     def source() -> Iterator[Request]:
         # A few more than are measured: at the end, fewer rows run, for which oneDNN caches memory.
         for index in range(10_040):
-            yield Request(index, np.array(PROMPTS[index // 8 % len(PROMPTS)], np.int32))
+            yield Request(index, np.array(PROMPTS[index // 8 % len(PROMPTS)], np.int32), sampling)
 
     resident, kept = list[int](), list[int]()
-    for number, _ in enumerate(engine.generate(source(), sampling), start=1):
+    for number, _ in enumerate(completed(engine, source()), start=1):
         if number in (5_000, 10_000):
             processes = psutil.Process().children()  # vLLM
             resident.append(resident_bytes() + sum(resident_bytes(each.pid) for each in processes))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,10 +21,11 @@ from engine_data import (
     sharp_model,
     tokens,
     trainer_logprobs,
+    with_sampling,
 )
 
 from peralta_zmq import models
-from peralta_zmq.engines.hf import HfEngine, _batch_key
+from peralta_zmq.engines.hf import HfEngine, SteppedCall
 from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.rollout import Message, Request, Sampling
 
@@ -62,7 +67,7 @@ def test_finish_reason_at_the_token_limit(model: Any, tokenizer: Any) -> None:
     assert (len(ended.token_ids), ended.finish_reason) == (1, "stop")
 
 
-def test_apply_takes_effect_at_the_next_generate(model: Any, tokenizer: Any) -> None:
+def test_apply_takes_effect_in_the_next_batch(model: Any, tokenizer: Any) -> None:
     engine, other = HfEngine(model, tokenizer, step=3), sharp_model(seed=8)
     before = sampled(engine, GREEDY)
     engine.apply(WeightUpdate(9, models.weights_of(other)))
@@ -90,13 +95,28 @@ def test_text_has_no_special_tokens(tokenizer: Any) -> None:
     assert "<|" not in completion.text
 
 
-def test_apply_between_two_completions_keeps_their_step(model: Any, tokenizer: Any) -> None:
+def test_apply_between_two_tokens_changes_the_second(model: Any, tokenizer: Any) -> None:
     engine, prompt = HfEngine(model, tokenizer, step=3), np.array([5, 6], np.int32)
-    batch = [Request(0, prompt), Request(1, prompt)]
-    completions = engine.generate(batch, Sampling(max_completion_length=2))
-    next(completions)
+    three = Sampling(max_completion_length=3)
+    engine.submit([Request(index, prompt, three) for index in range(3)])
+    assert engine.advance() == [] and engine.num_free() == 29
     engine.apply(WeightUpdate(9, models.weights_of(sharp_model(seed=8))))
-    assert set(next(completions).policy_steps.tolist()) == {3}
+    assert engine.drop([1]) == [] and engine.num_free() == 30
+    while not (completions := engine.advance()):
+        assert engine.num_free() == 30
+    assert [each.index for each in completions] == [0, 2]
+    assert [each.policy_steps.tolist() for each in completions] == [[3, 9, 9]] * 2
+    assert engine.num_free() == 32
+
+
+def test_batch_of_which_nothing_is_wanted_ends_at_once(model: Any, tokenizer: Any) -> None:
+    engine = HfEngine(model, tokenizer)
+    for _ in range(2):
+        engine.submit(with_sampling(GREEDY, requests(PROMPTS)))
+        assert engine.advance() == []
+        num_threads = threading.active_count()
+        assert engine.drop(range(len(PROMPTS))) == [] and engine.advance() == []
+        assert threading.active_count() == num_threads - 1
 
 
 def test_padding_token_without_embedding_is_not_used(model: Any, tokenizer: Any) -> None:
@@ -107,8 +127,30 @@ def test_padding_token_without_embedding_is_not_used(model: Any, tokenizer: Any)
     assert tokens(sampled(HfEngine(model, padded), GREEDY, requests(PROMPTS))) == tokens(expected)
 
 
-def test_standalone_request_with_index_0_is_sampled_alone() -> None:
-    requests = [
-        Request(0, np.array([5, 6], np.int32), is_standalone=each) for each in (True, False)
-    ]
-    assert _batch_key(requests[0]) != _batch_key(requests[1])
+def test_standalone_request_with_index_0_is_sampled_alone(model: Any, tokenizer: Any) -> None:
+    engine, prompt = HfEngine(model, tokenizer), np.array([5, 6], np.int32)
+    engine.submit([Request(0, prompt, is_standalone=True), Request(1, prompt)])
+    ended: list[list[int]] = []
+    while sum(map(len, ended)) < 2:
+        ended += [[each.index for each in completions]] if (completions := engine.advance()) else []
+    assert ended == [[0], [1]]
+
+
+def test_cancelled_call_frees_what_it_had() -> None:
+    """At once, not when the garbage collector comes: it may be most of a GPU's memory."""
+    held = list[weakref.ref[Any]]()
+
+    def call(pause: Callable[[], None]) -> list[Any]:
+        values = np.zeros(1)
+        held.append(weakref.ref(values))
+        pause()
+        return []
+
+    stepped = SteppedCall(call)
+    gc.disable()
+    try:
+        assert stepped.advance() is None
+        stepped.cancel()
+        assert held[0]() is None
+    finally:
+        gc.enable()

@@ -7,29 +7,25 @@ from typing import Any
 import numpy as np
 
 from peralta_zmq.engines.rows import Rows
-from peralta_zmq.rollout import Request, Sampling
+from peralta_zmq.rollout import Request, SampledToken, Sampling
 
 
-def test_moved_row_keeps_sampling_parameters_callback_and_stop_string(tokenizer: Any) -> None:
-    rows = Rows(4, tokenizer, Sampling(temperature=1.0), end_ids=[0], max_model_len=64)
-    prompt, seen = np.array([5, 9], np.int32), list[int]()
+def test_moved_row_keeps_sampling_parameters_list_and_stop_string(tokenizer: Any) -> None:
+    rows = Rows(4, tokenizer, end_ids=[0], max_model_len=64)
+    prompt, sampled = np.array([5, 9], np.int32), list[SampledToken]()
     (word,) = tokenizer.encode("7", add_special_tokens=False)
-
-    def on_token(token: int, logprob: float, step: int) -> bool:
-        seen.append(token)
-        return True
 
     own = Sampling(temperature=0.5, stop=("7",))
     rows.start(Request(0, prompt))
-    rows.start(Request(1, prompt, sampling=own, on_token=on_token))
+    rows.start(Request(1, prompt, own, sampled=sampled))
     assert rows.remove(0) == 1  # row 1 moves to the place of row 0
     rows.start(Request(2, prompt))  # in row 1, where the options were
     ((own_options, own_rows), (default, default_rows)) = sorted(
-        rows.by_sampling(np.arange(2), step=0), key=lambda pair: pair[0].temperature
+        rows.by_sampling(0, step=0), key=lambda pair: pair[0].temperature
     )
     assert (own_options.temperature, default.temperature) == (0.5, 1.0)
     assert (list(own_rows), list(default_rows)) == ([0], [1])  # type: ignore[arg-type]
     tokens, logprobs = np.array([word, word]), np.zeros(2, np.float32)
     rows.append(np.arange(2), tokens, logprobs, step=0)
-    assert seen == [word]
+    assert sampled == [(word, 0.0, 0)]
     assert rows.ended() == [0]

@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from itertools import islice
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from engine_data import TokenCounter
-from generators import PROBLEM, FakeEngine, apply_until, environments_of, generator_of, publish
+from engine_data import GREEDY, sampled
+from generators import (
+    PROBLEM,
+    FakeEngine,
+    OpenedGenerator,
+    apply_until,
+    generator_of,
+    publish,
+)
 from sample_data import group_of, tiny_model
-from sockets import ANYWHERE, eventually
+from sockets import ANYWHERE
 
 from peralta_zmq import models, wire
 from peralta_zmq.engines.native import NativeEngine
-from peralta_zmq.environments.dataset import Environments
-from peralta_zmq.errors import (
-    EngineError,
-    EngineProcessError,
-    RewardError,
-    RewardUnavailableError,
-)
+from peralta_zmq.errors import EngineProcessError
 from peralta_zmq.generator import pacing, trainer_connection
-from peralta_zmq.generator.loop import MAX_ENGINE_FAILURES, MAX_REWARD_FAILURES, Generator
-from peralta_zmq.generator.scoring import SampledGroup
+from peralta_zmq.generator.loop import MAX_ENGINE_FAILURES
 from peralta_zmq.generator.trainer_connection import Sockets
-from peralta_zmq.generator.weight_sync import ObsoleteGroupsError
+from peralta_zmq.generator.weight_sync import SettingsChangedError
 from peralta_zmq.learning.admission import Admission
 from peralta_zmq.registry import WeightUpdate
-from peralta_zmq.rollout import Completion, Problem, Request, RolloutGroup, Sampling, Score
+from peralta_zmq.rollout import Completion, Problem, Request, RolloutGroup, SampledToken
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 
@@ -46,15 +44,12 @@ class Scene:
         self.store, self.subscriber, self.sockets = store, subscriber, sockets
         self.engine = FakeEngine()
 
-    def start(self, step: int, **sections: Any) -> Generator:
+    def start(self, step: int, **sections: Any) -> OpenedGenerator:
         """A generator that serves the weights of `step`."""
         version = apply_until(
             self.engine, self.subscriber, publish(self.store, step, float(step)), step
         )
-        self.generator = generator_of(
-            self.engine, self.subscriber, self.sockets, version, **sections
-        )
-        return self.generator
+        return generator_of(self.engine, self.subscriber, self.sockets, version, **sections)
 
     def publish(self, step: int, value: float, *, lineage: int = 0) -> Any:
         """Publish another version and wait until it can be applied."""
@@ -64,10 +59,6 @@ class Scene:
 
     def announce(self, announcement: wire.Announcement) -> None:
         self.sockets.announcements.latest = announcement
-
-    def add_group(self) -> None:
-        """Put a group into the outbox as if it had been sent."""
-        self.generator._connection.outbox.add(b"a group")
 
 
 @pytest.fixture
@@ -82,55 +73,62 @@ def scene(store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets) ->
 def test_newer_version_is_applied_in_flight_or_between_groups(
     update: str, during: int, scene: Scene
 ) -> None:
-    generator = scene.start(1, weights={"update": update})
-    generator._training._start(PROBLEM, 8, None)
+    weights = scene.start(1, weights={"update": update}).weights
     scene.publish(2, 2.0)
-    generator._refresh_weights()
-    assert scene.engine.step == during
-    generator._training.drop()
-    generator._refresh_weights()
-    assert scene.engine.step == 2
+    assert weights.apply_due(scene.engine, num_in_flight=1) is None
+    assert (scene.engine.step, weights.is_draining) == (during, during == 1)
+    assert weights.apply_due(scene.engine, num_in_flight=0) is None
+    assert (scene.engine.step, weights.is_draining) == (2, False)
 
 
-def test_weights_of_another_run_restart_the_generators_count(scene: Scene) -> None:
-    generator = scene.start(7)
-    connection = generator._connection
-    connection.outbox.add(b"a group")
-    sender = connection.outbox.sender
+def replace_run(scene: Scene, **fields: str) -> None:
+    """Another run publishes into the weights folder; `fields` are further ones of the manifest."""
     for path in [*scene.store.folder.glob("step_*"), scene.store.folder / "RUN.json"]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     WeightStore.open(scene.store.folder).claim("another-run")
-    publish(WeightStore.open(scene.store.folder), 1, 1.0)
+    publish(WeightStore.open(scene.store.folder), 1, 1.0, **fields)
     assert scene.subscriber.poll(timeout=20) is not None
-    with pytest.raises(ObsoleteGroupsError):
-        generator._refresh_weights()
-    assert (connection.outbox.next_sequence, len(connection.outbox)) == (0, 0)
-    assert connection.outbox.sender != sender
-    assert generator._weights.version.run_id == "another-run"
+
+
+def test_another_run_with_other_settings_starts_the_generator_again(scene: Scene) -> None:
+    opened = scene.start(7)
+    replace_run(scene, settings='{"sampling.max_completion_length": 512}')
+    with pytest.raises(SettingsChangedError, match="other settings"):
+        opened.generator.run()
+
+
+def test_weights_of_another_run_restart_the_generators_count(scene: Scene) -> None:
+    opened = scene.start(7)
+    link = opened.link
+    link.outbox.add(b"a group")
+    sender = link.outbox.sender
+    replace_run(scene)
+    scene.engine.after_apply = lambda: setattr(link, "is_run_complete", True)
+    opened.generator.run()
+    assert (link.outbox.next_sequence, len(link.outbox)) == (0, 0)
+    assert link.outbox.sender != sender
+    assert opened.weights.version.run_id == "another-run"
 
 
 @pytest.mark.parametrize("step", [4, 8, 12])
 def test_weights_of_another_lineage_are_stale_whatever_their_step(scene: Scene, step: int) -> None:
     """A generator that slept through a roll-back may find a step beyond its own."""
-    generator = scene.start(8)
-    generator._evaluated_step = 8
+    weights = scene.start(8).weights
     scene.publish(step, 4.0, lineage=1)
-    with pytest.raises(ObsoleteGroupsError):
-        generator._refresh_weights()
+    obsolete = weights.apply_due(scene.engine, num_in_flight=0)
+    assert obsolete is not None and not (obsolete.is_new_run or obsolete.is_rejection)
     scene.publish(14, 9.0, lineage=1)
-    generator._refresh_weights()
-    scene.announce(wire.Announcement("run", evaluation_step=8))
-    assert scene.engine.step == 14 and generator._must_evaluate()
+    assert weights.apply_due(scene.engine, num_in_flight=0) is None
+    assert scene.engine.step == 14
 
 
 def test_equal_weights_of_another_lineage_are_not_stale(scene: Scene) -> None:
-    generator = scene.start(8)
+    weights = scene.start(8).weights
     again = scene.publish(8, 8.0, lineage=1)
-    generator._refresh_weights()
-    version = generator._weights.version
-    assert (version.number, version.lineage) == (again.number, 1)
+    assert weights.apply_due(scene.engine, num_in_flight=0) is None
+    assert (weights.version.number, weights.version.lineage) == (again.number, 1)
     scene.publish(9, 9.0, lineage=1)
-    generator._refresh_weights()
+    assert weights.apply_due(scene.engine, num_in_flight=0) is None
     assert scene.engine.step == 9
 
 
@@ -138,13 +136,13 @@ def test_rejected_weights_are_replaced_by_the_version_before(scene: Scene) -> No
     first = apply_until(scene.engine, scene.subscriber, publish(scene.store, 1, 1.0), 1)
     publish(scene.store, 2, 2.0)
     version = apply_until(scene.engine, scene.subscriber, first, 2)
-    generator = generator_of(scene.engine, scene.subscriber, scene.sockets, version)
-    generator._training._start(PROBLEM, 8, None)
-    generator._evaluated_step = 2
-    generator._replace_weights(EngineError("not finite"))
-    assert generator._evaluated_step == 2  # not a roll-back
+    weights = generator_of(scene.engine, scene.subscriber, scene.sockets, version).weights
+    weights.reject()
+    assert not weights.are_applied
+    assert scene.subscriber.poll(timeout=20) is not None
+    obsolete = weights.apply_due(scene.engine, num_in_flight=0)
+    assert obsolete is not None and obsolete.is_rejection  # not a roll-back
     assert (scene.engine.step, scene.engine.weights["w"].tolist()) == (1, [1.0] * 4)
-    assert generator._training.num_in_flight == 0
     assert scene.subscriber.poll(timeout=0.3) is None  # it is not offered again
 
 
@@ -152,49 +150,46 @@ def test_rejected_weights_are_replaced_by_the_version_before(scene: Scene) -> No
 
 
 class Loop:
-    """Runs a generator with a real engine of 4 slots until `reward` announces the end."""
+    """Runs a generator with a real engine until `reward` announces the end."""
 
-    def __init__(self, scene: Scene, step: int) -> None:
-        self.scene = scene
+    def __init__(self, scene: Scene, step: int, *, slots: int = 4) -> None:
+        self.scene, self._slots = scene, slots
         self.tokenizer = models.load_tokenizer(models.EMBEDDED)
-        self.engine = self.engine_of(tiny_model(seed=2))
+        self.engine = self.engine_of(self.model(2))
         self.first = scene.store.publish(step, self.weights(1), companions={})
         apply_until(self.engine, scene.subscriber, self.first, step)
         self.steps: list[int] = []  # the engine's step at each reward
 
     def engine_of(self, model: Any) -> NativeEngine:
-        return NativeEngine(model, self.tokenizer, slots=4, max_model_len=32)
+        return NativeEngine(model, self.tokenizer, slots=self._slots, max_model_len=128)
+
+    def model(self, seed: int) -> Any:
+        return tiny_model(seed=seed, vocab_size=468)
 
     def weights(self, seed: int) -> dict[str, torch.Tensor]:
-        return models.weights_of(tiny_model(seed=seed))
+        return models.weights_of(self.model(seed))
 
-    def publish(self, step: int, weights: dict[str, torch.Tensor]) -> None:
-        self.scene.store.publish(step, weights, companions={})
+    def publish(self, step: int, weights: dict[str, torch.Tensor], *, lineage: int = 0) -> None:
+        about = {"lineage": lineage}
+        self.scene.store.publish(step, weights, companions={}, about=about)
         assert self.scene.subscriber.poll(timeout=20) is not None
 
     def end_run(self) -> None:
         self.scene.announce(wire.Announcement("run", done=True))
 
-    def start(self, reward: Any, **sections: Any) -> Generator:
-        self.generator = generator_of(
+    def run(self, reward: Any, **sections: Any) -> list[RolloutGroup]:
+        self.opened = generator_of(
             self.engine, self.scene.subscriber, self.scene.sockets, self.first,
             tokenizer=self.tokenizer, reward=reward, **sections,
         )  # fmt: skip
-        return self.generator
-
-    def run(self, reward: Any, **sections: Any) -> list[RolloutGroup]:
-        self.start(reward, **sections).run()
-        return self.unacknowledged()
-
-    def unacknowledged(self) -> list[RolloutGroup]:
-        frames = self.generator._connection.outbox._frames.values()
-        return [wire.decode_group(frame, wire.GroupLimits(64)) for frame in frames]
+        groups = self.opened.run()
+        self.engine.drop(range(1000))  # what was in flight at the end
+        return groups
 
 
 def greedy_logprobs(engine: NativeEngine) -> list[float]:
     request = Request(0, np.array(PROBLEM.input_token_ids, np.int32))
-    sampling = Sampling(temperature=0.0, max_completion_length=4)
-    (completion,) = engine.generate([request], sampling)
+    (completion,) = sampled(engine, replace(GREEDY, max_completion_length=4), [request])
     return completion.logprobs.tolist()
 
 
@@ -217,17 +212,17 @@ def test_generator_continues_after_weights_with_nan_logits(
     assert "engine failed: version=2 dropped=2 reason=the weights of step 2" in caplog.text
     assert len(loop.steps) >= 12 and set(loop.steps) == {1}
     assert scene.store.find(2) is None
-    assert len(groups) == len(loop.steps) // 2 == loop.generator._connection.outbox.next_sequence
+    assert len(groups) == len(loop.steps) // 2 == loop.opened.link.outbox.next_sequence
     assert {group.policy_step for group in groups} == {1}
-    assert greedy_logprobs(loop.engine) == greedy_logprobs(loop.engine_of(tiny_model(seed=1)))
+    assert greedy_logprobs(loop.engine) == greedy_logprobs(loop.engine_of(loop.model(1)))
 
 
 class FailingEngine:
-    """An engine in a process of its own, which fails after some decode steps."""
+    """An engine in a process of its own, which fails in some decode steps."""
 
-    def __init__(self, engine: NativeEngine, failures: Sequence[int]) -> None:
-        self._engine, self._failures = engine, failures
-        self._num_steps = 0
+    def __init__(self, engine: Any, failures: Sequence[int]) -> None:
+        self._engine, self.failures = engine, failures
+        self.num_steps = 0
         self.applied: list[int] = []  # step of the weights of each start
 
     def __getattr__(self, name: str) -> Any:
@@ -237,17 +232,11 @@ class FailingEngine:
         self._engine.apply(update)
         self.applied.append(update.step)
 
-    def generate(self, requests: Any, sampling: Sampling, between_steps: Any) -> Any:
-        def fail_sometimes() -> None:
-            self._num_steps += 1
-            if self._num_steps in self._failures:
-                self._engine.cancel()  # which yields the completions in flight
-            else:
-                between_steps()
-
-        yield from self._engine.generate(requests, sampling, fail_sometimes)
-        if self._num_steps in self._failures:
+    def advance(self) -> list[Completion]:
+        self.num_steps += 1
+        if self.num_steps in self.failures:
             raise EngineProcessError("the process has ended")
+        return self._engine.advance()
 
 
 @pytest.mark.parametrize(
@@ -277,10 +266,10 @@ def test_failed_engine_gets_newest_weights_and_resumes_groups(
         reward, sampling={"num_generations": 2, "max_completion_length": 4},
         weights={"update": update},
     )  # fmt: skip
-    connection = loop.generator._connection
+    link = loop.opened.link
     assert engine.applied[0] == 1 and engine.applied.count(2) >= 1  # newest of each time
-    assert connection.num_aborted == num_aborted
-    assert (connection.num_resumed > 0) == (update == "in_flight")
+    assert link.num_aborted == num_aborted
+    assert (link.num_resumed > 0) == (update == "in_flight")
     assert [group.sequence for group in groups] == list(range(len(groups)))
     assert caplog.text.count("reason=the process has ended") == 2
 
@@ -300,7 +289,7 @@ def test_group_in_flight_at_two_failures_is_dropped(scene: Scene) -> None:
         reward, sampling={"num_generations": 3, "max_completion_length": 4, "min_tokens": 4},
         train={"batch_size": 126},
     )  # fmt: skip
-    assert loop.generator._connection.num_aborted == 1
+    assert loop.opened.link.num_aborted == 1
 
 
 def test_engine_that_fails_repeatedly_without_a_group_ends_the_generator(scene: Scene) -> None:
@@ -332,83 +321,116 @@ def test_groups_in_flight_across_a_roll_back_are_dropped(
         )  # fmt: skip
     assert [group.sequence for group in groups] == list(range(len(groups)))
     steps = [(group.policy_step, group.newest_step, group.weights_id) for group in groups]
-    rolled_back = loop.generator._weights.version.weights_id
+    rolled_back = loop.opened.weights.version.weights_id
     assert set(steps) == {(8, 8, loop.first.weights_id), (4, 4, rolled_back)}
     assert steps == sorted(steps, reverse=True)  # no group of step 8 after one of step 4
     assert "dropped groups in flight: rolled back to the weights of step 4" in caplog.text
 
 
-@pytest.mark.parametrize(("cancel", "num_sent"), [(False, 2), (True, 1)])
-def test_evaluation_begins_after_groups_in_flight_or_cancels_them(
-    scene: Scene, cancel: bool, num_sent: int
-) -> None:
-    """Groups of 3 in 4 slots: the second group is in flight when the first ends."""
-    loop = Loop(scene, 1)
-
-    def reward(problem: Problem, text: str) -> float:
-        scene.announce(wire.Announcement("run", evaluation_step=1))
-        return 1.0
-
-    generator = loop.start(
-        reward, sampling={"num_generations": 3, "max_completion_length": 4},
-        train={"batch_size": 126}, eval={"cancel_inflight_rollouts_on_eval": cancel},
-    )  # fmt: skip
-    generator._make_training_groups()
-    assert [group.sequence for group in loop.unacknowledged()] == [*range(num_sent)]
-    assert generator._must_evaluate()
+TRAINING = {"num_generations": 3, "max_completion_length": 9, "min_tokens": 9}
 
 
-class InterruptedLoop(Loop):
-    """A loop whose second group is interrupted by an evaluation: two of three completions."""
+class WatchedEngine:
+    """An engine that counts the tokens of training groups, which have a minimum length.
+
+    After `countdown` decode steps it calls `when_counted`.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._sampled = engine, list[SampledToken]()
+        self.countdown, self.when_counted = 0, lambda: None
+        self.on_evaluation: Callable[[], None] = lambda: None  # called before its first request
+        self.num_before_evaluation = 0  # tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._sampled)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        if not self.num_before_evaluation and not requests[0].sampling.min_tokens:
+            self.num_before_evaluation = self.num_tokens
+            self.on_evaluation()
+        for request in requests:
+            is_training = request.sampling.min_tokens > 0
+            watched = replace(request, sampled=self._sampled if is_training else None)
+            self._engine.submit([watched])
+
+    def advance(self) -> list[Completion]:
+        if self.countdown:
+            self.countdown -= 1
+            if not self.countdown:
+                self.when_counted()
+        return self._engine.advance()
+
+
+class EvaluatedLoop(Loop):
+    """A loop with groups of 3 in 3 slots; an evaluation becomes due within the second one."""
 
     def __init__(self, scene: Scene, step: int) -> None:
-        super().__init__(scene, step)
-        self.engine = self.counter = cast(Any, TokenCounter(self.engine))
+        super().__init__(scene, step, slots=3)
+        self.watched = WatchedEngine(self.engine)
+        self.engine = cast(Any, self.watched)
 
-    def interrupt(self, **sections: Any) -> None:
-        """Sample until the evaluation begins."""
+    def announce(self, **announcement: Any) -> None:
+        self.scene.announce(wire.Announcement("run", evaluation_step=1, **announcement))
 
+    def run_with_evaluation(
+        self, *, cancel: bool = True, num_rewards: int = 6, **sections: Any
+    ) -> list[RolloutGroup]:
         def reward(problem: Problem, text: str) -> float:
-            if len(self.unacknowledged()) == 0:
-                self.scene.announce(wire.Announcement("run", evaluation_step=1))
-            else:
+            self.steps.append(self.engine.step)
+            if len(self.steps) == 1:
+                self.watched.countdown, self.watched.when_counted = 4, self.announce
+            elif len(self.steps) == num_rewards:
                 self.end_run()
             return 1.0
 
-        self.start(
-            reward, sampling={"num_generations": 3, "max_completion_length": 9, "min_tokens": 9},
-            eval={"cancel_inflight_rollouts_on_eval": True}, **sections,
-        )  # fmt: skip
-        self.generator._make_training_groups()
-        assert self.generator._must_evaluate()
-        assert self.generator._num_unsent == self.generator._training.num_in_flight == 1
+        sections = {"train": {"batch_size": 126}, "sampling": TRAINING, **sections}
+        sections["eval"] = {
+            "cancel_inflight_rollouts_on_eval": cancel, "num_examples": 3,
+            "max_completion_length": 4,
+        }  # fmt: skip
+        return self.run(reward, **sections)
 
-    def resume(self, **announcement: Any) -> list[RolloutGroup]:
-        """The groups at the end of the run, which is that of the second group."""
-        self.scene.announce(wire.Announcement("run", **announcement))
-        self.generator.run()
-        return self.unacknowledged()
+
+def evaluation_steps(groups: Sequence[RolloutGroup]) -> list[int]:
+    return [group.evaluation_step for group in groups]
+
+
+def training(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    return [group for group in groups if group.evaluation_step is None]
+
+
+def test_evaluation_begins_after_groups_in_flight(scene: Scene) -> None:
+    loop = EvaluatedLoop(scene, 1)
+    groups = loop.run_with_evaluation(cancel=False, num_rewards=9)
+    assert evaluation_steps(groups) == [None, None, 1, 1, 1, None]
+    assert loop.opened.link.num_resumed == 0
 
 
 @pytest.mark.parametrize(("update", "newest_step"), [("in_flight", 2), ("between_groups", 1)])
 def test_group_interrupted_by_an_evaluation_is_resumed_after_it(
     update: str, newest_step: int, scene: Scene
 ) -> None:
-    loop = InterruptedLoop(scene, 1)
-    loop.interrupt(train={"batch_size": 126}, weights={"update": update})
-    num_before = loop.counter.num_tokens
-    assert 9 * 4 < num_before < 9 * 6
-    loop.publish(2, loop.weights(3))
-    groups, connection = loop.resume(), loop.generator._connection
-    assert [(group.sequence, group.policy_step, group.newest_step) for group in groups] == [
-        (0, 1, 1), (1, 1, newest_step),
+    loop = EvaluatedLoop(scene, 1)
+    loop.watched.on_evaluation = lambda: loop.publish(2, loop.weights(3))  # which waits for its end
+    groups = loop.run_with_evaluation(weights={"update": update})
+    assert 9 * 3 < loop.watched.num_before_evaluation < 9 * 6
+    assert evaluation_steps(groups) == [None, 1, 1, 1, None]
+    assert [(each.policy_step, each.newest_step) for each in groups] == [
+        (1, 1), (1, 1), (1, 1), (1, 1), (1, newest_step),
     ]  # fmt: skip
-    steps = [rollout.policy_steps for group in groups for rollout in group.rollouts]
+    steps = [each.policy_steps for group in training(groups) for each in group.rollouts]
     num_of_step = np.bincount(np.concatenate([each[each >= 0] for each in steps]))
     # Tokens sampled before the evaluation are not sampled again.
-    assert num_of_step[1] == (num_before if update == "in_flight" else 9 * 6)
-    assert num_of_step.sum() == 9 * 6
-    assert (connection.num_resumed, connection.num_aborted) == (2, 0)
+    assert num_of_step[1] == (
+        loop.watched.num_before_evaluation if update == "in_flight" else 9 * 6
+    )
+    assert num_of_step.sum() == loop.watched.num_tokens == 9 * 6
+    assert (loop.opened.link.num_resumed, loop.opened.link.num_aborted) == (3, 0)
 
 
 @pytest.mark.parametrize(
@@ -423,121 +445,77 @@ def test_group_interrupted_by_an_evaluation_is_resumed_after_it(
 def test_interrupted_group_is_dropped_if_the_trainer_would(
     train: dict[str, Any], started_step: int, scene: Scene
 ) -> None:
-    loop = InterruptedLoop(scene, 1)
-    loop.interrupt(train={"batch_size": 126, **train})
-    loop.publish(4, loop.weights(3))
-    admission = Admission(loop.generator._config.train.staleness_limit)
+    loop = EvaluatedLoop(scene, 1)
+
+    def go_on() -> None:
+        loop.publish(4, loop.weights(3))
+        loop.announce(started_step=started_step)
+
+    loop.watched.on_evaluation = go_on
+    groups = training(loop.run_with_evaluation(train={"batch_size": 126, **train}))
+    link = loop.opened.link
+    admission = Admission(loop.opened.config.train.staleness_limit)
     of_step_1 = group_of([1, 0], policy_step=1)
     is_dropped = admission.admit(of_step_1, step=max(started_step, 4) + 1) == "stale"
-    groups, connection = loop.resume(started_step=started_step), loop.generator._connection
-    assert (connection.num_aborted, connection.num_resumed) == ((1, 0) if is_dropped else (0, 2))
+    assert (link.num_aborted, link.num_resumed) == ((1, 0) if is_dropped else (0, 3))
     assert [group.policy_step for group in groups] == [1, 4 if is_dropped else 1]
 
 
 def test_engine_failing_in_an_evaluation_keeps_training_groups(scene: Scene) -> None:
-    loop = InterruptedLoop(scene, 1)
-    engine = FailingEngine(loop.engine, failures=[])
-    loop.engine = cast(Any, engine)
-    loop.interrupt(train={"batch_size": 126})
-    engine._failures = [engine._num_steps + 2]
-    generator, connection = loop.generator, loop.generator._connection
-    generator._evaluation = evaluation = generator._sampler(generator._environments, 1)
-    with pytest.raises(EngineProcessError) as failure:
-        generator._make_groups(
-            evaluation, iter([PROBLEM] * 3), generator._environments,
-            sampling=Sampling(max_completion_length=9, min_tokens=9), overrides={},
-            between_steps=lambda: None, evaluation_step=1,
-        )  # fmt: skip
-    generator._replace_weights(failure.value)
-    assert (evaluation.num_in_flight, generator._training.num_in_flight) == (0, 1)
-    assert connection.num_aborted == 3 and generator._must_evaluate()
-    assert [group.evaluation_step for group in loop.resume()] == [-1, -1]
-    assert connection.num_resumed == 2
+    loop = EvaluatedLoop(scene, 1)
+    failing = FailingEngine(loop.engine, failures=[])
+    loop.engine = cast(Any, failing)
+    loop.watched.on_evaluation = lambda: setattr(failing, "failures", [failing.num_steps + 2])
+    groups = loop.run_with_evaluation()
+    assert evaluation_steps(groups) == [None, 1, 1, 1, None]  # the evaluation begins again
+    link = loop.opened.link
+    assert link.num_aborted == 3  # answers
+    assert link.num_resumed == 3
+    assert loop.watched.num_tokens == 9 * 6
 
 
-def test_interrupted_group_is_dropped_by_a_roll_back(scene: Scene) -> None:
-    loop = InterruptedLoop(scene, 8)
-    loop.interrupt(train={"batch_size": 126})
-    loop.publish(4, loop.weights(3))
-    groups = loop.resume()
-    assert [(group.policy_step, group.newest_step) for group in groups] == [(8, 8), (4, 4)]
-
-
-# Groups.
-
-
-def completions() -> list[Completion]:
-    ids = np.array([5, 6], np.int32)
-    return [
-        Completion(index, ids, ids, np.zeros(2, np.float32), np.zeros(2, np.int32), "stop", text)
-        for index, text in enumerate(["right", "wrong"])
-    ]
-
-
-def score_and_send(generator: Generator, environments: Environments) -> None:
-    scores = environments.score(PROBLEM, completions())
-    generator._scoring.add(SampledGroup(PROBLEM, completions(), scores, -1))
-    generator._send_scored()
-
-
-def fail_if_wrong(problem: Problem, text: str) -> float:
-    if text == "wrong":
-        raise ValueError("no such move")
-    return 1.0
-
-
-def test_unscored_groups_are_counted_and_end_the_generator_when_consecutive(
-    scene: Scene, caplog: pytest.LogCaptureFixture
+def test_interrupted_group_is_dropped_by_a_roll_back_and_the_evaluation_repeated(
+    scene: Scene,
 ) -> None:
-    generator = scene.start(0)
-    connection = generator._connection
-    failing = environments_of(fail_if_wrong)
-    working = environments_of(lambda problem, text: float(text == "right"))
-    for _ in range(MAX_REWARD_FAILURES - 1):
-        score_and_send(generator, failing)
-    assert (connection.num_unscored, len(connection.outbox)) == (MAX_REWARD_FAILURES - 1, 0)
-    assert "raised ValueError: no such move" in caplog.text
-    score_and_send(generator, working)  # restarts the count
-    (frame,) = connection.outbox._frames.values()
-    assert wire.decode_group(frame, wire.GroupLimits(64)).rewards == (1.0, 0.0)
-    for _ in range(MAX_REWARD_FAILURES - 1):
-        score_and_send(generator, failing)
-    assert connection.num_unscored == 2 * (MAX_REWARD_FAILURES - 1)
-    with pytest.raises(RewardError, match="fail_if_wrong raised ValueError: no such move"):
-        score_and_send(generator, failing)
+    loop = EvaluatedLoop(scene, 8)
+    loop.watched.on_evaluation = lambda: loop.publish(4, loop.weights(3), lineage=1)
+    groups = loop.run_with_evaluation()
+    assert evaluation_steps(groups) == [None, 1, 1, 1, 1, 1, 1, None]
+    assert [group.policy_step for group in groups] == [8] * 4 + [4] * 4
+    assert all(group.newest_step == group.policy_step for group in groups)
 
 
-def test_unavailable_rewards_do_not_end_the_generator(scene: Scene) -> None:
-    generator = scene.start(0)
-    unavailable: Future[list[Score]] = Future()
-    unavailable.set_exception(RewardUnavailableError("no verifier responds"))
-    for _ in range(2 * MAX_REWARD_FAILURES):
-        generator._scoring.add(SampledGroup(PROBLEM, completions(), unavailable, -1))
-        generator._send_scored()
-    assert generator._connection.num_unscored == 2 * MAX_REWARD_FAILURES
+# When groups are started.
 
 
 def test_silent_trainer_gets_no_more_groups_than_the_outbox_keeps(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator = scene.start(0, train={"batch_size": 32, "max_async_level": 0})
+    scene.engine = FakeEngine(slots=10_000)
+    opened = scene.start(0, train={"batch_size": 32, "max_async_level": 0})
+    sampler, training, _ = opened.sources()
     monkeypatch.setattr(pacing, "SILENCE_SECONDS", 0.0)
-    while generator._may_start_group():
-        scene.add_group()
-    outbox = generator._connection.outbox
-    assert (len(outbox), outbox.num_lost) == (64, 0)
+    for _ in range(9):
+        opened.link.outbox.add(b"a group")
+    training.submit_due(sampler)
+    assert len(training.groups) == 64 - 9
 
 
 def test_evaluation_without_usable_prompts_does_not_end_the_generator(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = models.load_tokenizer(models.EMBEDDED)
-    generator = scene.start(8, tokenizer=tokenizer, eval={"max_completion_length": 500})
+    longest = 1012  # of the 1024 tokens that the model reads
+    opened = scene.start(8, tokenizer=tokenizer, eval={"max_completion_length": longest})
     scene.announce(wire.Announcement("run", evaluation_step=8))
-    generator._make_evaluation_groups()
+    sampler, training, evaluation = opened.sources()
+    evaluation.submit_due(sampler)
     assert "evaluation of step 8 skipped: held-out environment 'calculator': 250 of 250" in (
         caplog.text
     )
+    assert not evaluation.is_running and not evaluation.is_due
+    evaluation.submit_due(sampler)
+    assert not training.is_paused
 
 
 @pytest.mark.parametrize(
@@ -546,43 +524,59 @@ def test_evaluation_without_usable_prompts_does_not_end_the_generator(
 def test_evaluation_waits_for_a_full_outbox_and_ends_with_the_trainers(
     scene: Scene, change: dict[str, Any]
 ) -> None:
-    generator = scene.start(8, train={"batch_size": 32, "max_async_level": 0})
+    scene.engine = FakeEngine(slots=10_000)
+    opened = scene.start(
+        8, train={"batch_size": 32, "max_async_level": 0},
+        tokenizer=models.load_tokenizer(models.EMBEDDED),
+    )  # fmt: skip
     announcement = wire.Announcement("run", evaluation_step=8)
     scene.announce(announcement)
-    held_out = replace(environments_of(fail_if_wrong), problems=(PROBLEM,) * 100)
-    generator._training._start(PROBLEM, 8, None)  # interrupted by the evaluation
-    generator._evaluation = evaluation = generator._sampler(held_out, 1)
-    problems = generator._held_out_problems(8, held_out)
-    for problem in problems:
-        if problem is None:
-            break
-        scene.add_group()
-    outbox = generator._connection.outbox
-    assert (len(outbox), outbox.num_lost) == (64, 0)  # also without the interrupted group
+    sampler, training, evaluation = opened.sources()
+    outbox = opened.link.outbox
+    for _ in range(50):
+        outbox.add(b"a group")
+    scene.engine.is_endless = True
+    training.submit_due(sampler)
+    sampler.interrupt(training.groups)  # also without the interrupted groups
+    evaluation.submit_due(sampler)
+    assert sampler.num_in_flight == 14
     durable = {outbox.sender: 9}
     scene.announce(replace(announcement, received=durable, durable=durable))  # room for ten more
-    for problem in islice(problems, 10):
-        assert problem is PROBLEM
-        evaluation._start(problem, 1, None)
-    assert next(problems) is None
+    opened.link.exchange()
+    evaluation.submit_due(sampler)
+    assert sampler.num_in_flight == 24
     scene.announce(replace(announcement, **change))
-    assert list(problems) == []
+    scene.engine.is_endless = False
+    evaluation.submit_due(sampler)
+    assert evaluation.is_running  # until its groups have ended
+    assert len(evaluation.take(sampler.advance())) == 24
+    evaluation.submit_due(sampler)
+    assert not evaluation.is_running and sampler.num_in_flight == 0
 
 
 def test_each_live_generator_begins_an_evaluation_with_its_own_share(scene: Scene) -> None:
-    generator = scene.start(8, generator={"index": 2, "count": 4})
-    examples = tuple(replace(PROBLEM, id=str(number)) for number in range(6))
-    held_out = replace(environments_of(fail_if_wrong), problems=examples)
+    scene.engine = FakeEngine(slots=10_000)
+    opened = scene.start(
+        8, generator={"index": 2, "count": 4}, eval={"num_examples": 6},
+        tokenizer=models.load_tokenizer(models.EMBEDDED),
+    )  # fmt: skip
+    sampler, _, evaluation = opened.sources()
 
-    def order(*others: str) -> list[str]:
-        live = dict.fromkeys([*others, generator._connection.outbox.sender], -1)
+    def order(*senders: str) -> list[str]:
+        live = dict.fromkeys(senders, -1)
         scene.announce(wire.Announcement("run", evaluation_step=8, received=live))
-        return [problem.id for problem in generator._held_out_problems(8, held_out) if problem]
+        evaluation.repeat()
+        evaluation.submit_due(sampler)
+        problems = [each.problem.id for each in evaluation.take(sampler.advance())]
+        evaluation.submit_due(sampler)
+        assert not evaluation.is_running
+        return problems
 
-    assert order() == list("012345")
-    assert order("aaa/00", "zed/00") == list("145320")
-    scene.announce(wire.Announcement("run", evaluation_step=8))  # as long as it is not live
-    assert next(generator._held_out_problems(8, held_out)) == examples[2]
+    sender = opened.link.outbox.sender
+    examples = order(sender)
+    assert len(set(examples)) == 6
+    assert order("aaa/00", sender, "zed/00") == [examples[int(number)] for number in "145320"]
+    assert order()[0] == examples[2]  # as long as it is not live
 
 
 # The connection to the trainer.
@@ -592,14 +586,20 @@ def test_status_is_reported_while_a_group_takes_long(scene: Scene, stack: ExitSt
     trainer = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id="run")))
     statuses = stack.enter_context(closing(wire.GeneratorStatusSender(trainer.address)))
     scene.sockets = replace(scene.sockets, statuses=statuses)
-    generator = scene.start(1)
-    eventually(lambda: generator._between_steps() or trainer.receive(timeout=0.05))
+    opened = scene.start(1)
+    scene.engine.is_endless = True
+
+    def end_when_received() -> None:
+        opened.link.is_run_complete |= trainer.receive(timeout=0.05) is not None
+
+    scene.engine.before_step = end_when_received
+    opened.generator.run()  # the test's deadline ends a hang
 
 
 def test_group_too_large_to_encode_is_lost_and_skipped(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
-    connection = scene.start(1)._connection
+    connection = scene.start(1).link
     connection.send(group_of([1, 0], problem_id="x" * 2000, sequence=0))
     assert "lost group=ann/" in caplog.text and "problem" in caplog.text
     outbox = connection.outbox
@@ -614,7 +614,7 @@ def test_group_too_large_to_encode_is_lost_and_skipped(
 def test_silence_after_the_last_step_completes_the_run(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, step: int, done_run_id: str, complete: bool
 ) -> None:
-    connection = scene.start(step)._connection
+    connection = scene.start(step).link
     scene.sockets.announcements._done_run_id = done_run_id
     connection.exchange()
     assert not connection.is_run_complete

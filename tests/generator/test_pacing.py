@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paced_runs import LIMITS, RUNS, STEPS, paced
 
 from peralta_zmq.generator.pacing import SILENCE_SECONDS, STARVED_SECONDS, SamplingPacer
 from peralta_zmq.wire import Announcement
-from tools.pacing_report import LIMITS, RUNS, STEPS, paced
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from sockets import ANYWHERE, eventually
 from peralta_zmq import wire
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.generator import samples
-from peralta_zmq.generator.loop import Generator
 from peralta_zmq.generator.trainer_connection import Sockets
 from peralta_zmq.rollout import Problem
 from peralta_zmq.weights.store import WeightStore
@@ -35,16 +34,22 @@ class Scene:
             "train": {"batch_size": 32},
             "sampling": {"num_generations": 8},
         }
-        self.generator: Generator = generator_of(engine, subscriber, sockets, version, **sections)
+        self._opened = generator_of(engine, subscriber, sockets, version, **sections)
         sockets.announcements.latest = None
-        self.connection = self.generator._connection
+        self.connection = self._opened.link
         self._sockets = sockets
-        self._problems: Iterator[Problem | None] = self.generator._sample_problems()
+        self._problems = self._sample_problems()
 
     def start_run(self) -> None:
         """Begin another run, as the generator does when its weights change to those of one."""
         self.connection.start_run()
-        self._problems = self.generator._sample_problems()
+        self._problems = self._sample_problems()
+
+    def _sample_problems(self) -> Iterator[Problem | None]:
+        return samples.sample_problems(
+            self._opened.config, self._opened.environments, self.connection.leases,
+            announcement=lambda: self.connection.announcement,
+        )  # fmt: skip
 
     def announce(self, announcement: wire.Announcement, lease: range | None = None) -> None:
         """Receive an announcement, and a lease if one is given."""

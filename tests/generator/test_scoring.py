@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
@@ -16,6 +16,7 @@ from generators import (
     PROBLEM,
     FakeEngine,
     apply_until,
+    completion_of,
     environments_of,
     generator_of,
     publish,
@@ -23,12 +24,10 @@ from generators import (
 from sockets import eventually
 from user_modules import UserModules
 
-from peralta_zmq import wire
-from peralta_zmq.generator.loop import Generator
-from peralta_zmq.generator.scoring import SampledGroup, ScoringQueue
+from peralta_zmq.errors import RewardError, RewardUnavailableError
+from peralta_zmq.generator.scoring import MAX_REWARD_FAILURES, SampledGroup
 from peralta_zmq.generator.trainer_connection import Sockets
-from peralta_zmq.generator.weight_sync import ObsoleteGroupsError
-from peralta_zmq.rollout import Completion, Request, Sampling, Score
+from peralta_zmq.rollout import Problem, Request, Score
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 
@@ -43,35 +42,6 @@ def reward(problem, text):
 """
 
 
-class StepEngine(FakeEngine):
-    """Samples one group at a time; the text of a completion is the number of its group."""
-
-    def __init__(self, num_generations: int = 2) -> None:
-        super().__init__()
-        self._num_generations = num_generations
-        self.num_groups = 0
-
-    def generate(
-        self,
-        requests: Iterable[Request | None],
-        sampling: Sampling,
-        between_steps: Callable[[], None],
-    ) -> Iterator[Completion]:
-        for request in requests:
-            between_steps()
-            if request is not None:
-                group = request.index // self._num_generations
-                self.num_groups = group + 1
-                yield completion_of(request, str(group))
-
-
-def completion_of(request: Request, text: str) -> Completion:
-    ids = np.array([5, 6], np.int32)
-    zeros = np.zeros(2, np.float32)
-    steps = np.ones(2, np.int32)
-    return Completion(request.index, request.prompt_ids, ids, zeros, steps, "stop", text)
-
-
 @pytest.fixture
 def gated(user_modules: UserModules) -> Any:
     user_modules.write("gated_reward", GATED)
@@ -79,54 +49,58 @@ def gated(user_modules: UserModules) -> Any:
 
 
 class Run:
-    """A generator whose rewards wait for files, and its groups in the outbox."""
+    """A generator whose rewards wait for files, and an engine of two slots."""
 
     def __init__(
         self, store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, environments: Any
     ) -> None:
-        self.engine = StepEngine()
+        self.engine = PolledEngine(slots=2, num_generations=2)
         version = apply_until(self.engine, subscriber, publish(store, 1, 0.0), 1)
-        self.generator: Generator = generator_of(
+        self.opened = generator_of(
             self.engine, subscriber, sockets, version, environments=environments,
             sampling={"num_generations": 2}, train={"batch_size": 256},
         )  # fmt: skip
 
-    def start_while(self, condition: Callable[[], bool]) -> None:
-        """Sample groups while the condition holds, then end the run."""
-        samples = self.generator._training_problems
+    def run_while(self, condition: Callable[[], bool]) -> None:
+        """Run the generator until the condition does not hold."""
 
-        def problems() -> Iterator[Any]:
-            for problem in samples():
-                if not condition():
-                    self.generator._connection.is_run_complete = True
-                    return
-                yield problem
+        def end_run() -> None:
+            self.opened.link.is_run_complete |= not condition()
 
-        self.generator._training_problems = problems  # type: ignore[method-assign]
-        self.generator._make_training_groups()
+        self.engine.when_polled = end_run
+        self.opened.generator.run()
 
     @property
     def rewards(self) -> list[tuple[float, ...]]:
-        frames = self.generator._connection.outbox._frames.values()
-        return [wire.decode_group(frame, wire.GroupLimits(64)).rewards for frame in frames]
+        return [group.rewards for group in self.opened.unacknowledged()]
+
+
+class PolledEngine(FakeEngine):
+    """Calls a function whenever the generator looks for a free slot."""
+
+    when_polled: Callable[[], None] = staticmethod(lambda: None)
+
+    def num_free(self) -> int:
+        self.when_polled()
+        return super().num_free()
 
 
 def test_engine_samples_on_until_the_queue_is_full(
-    store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, gated: Any, tmp_path: Path
+    store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, gated: Any
 ) -> None:
     with closing(environments_of(gated.reward, bounded=False, queue_limit=6)) as environments:
         run = Run(store, subscriber, sockets, environments)
-        num_idle = 0
+        num_full = 0
 
-        def idle_for_a_while() -> bool:
-            nonlocal num_idle
-            num_idle += not environments.has_room
-            return num_idle < 50
+        def is_full_for_a_while() -> bool:
+            nonlocal num_full
+            num_full += not environments.has_room
+            return num_full < 50
 
-        run.start_while(idle_for_a_while)
+        run.run_while(is_full_for_a_while)
         # One completion is being scored, and 6 wait: three groups of two, and half of another one.
-        assert run.engine.num_groups == 4
-        assert run.rewards == [] and len(run.generator._scoring) == 4
+        assert len(run.engine.submitted) == 2 * 4
+        assert run.rewards == []
 
 
 def test_groups_are_sent_in_the_order_of_their_completions(
@@ -136,7 +110,7 @@ def test_groups_are_sent_in_the_order_of_their_completions(
         run = Run(store, subscriber, sockets, environments)
         for name in ("0", "1", "2", "3", "4"):
             (tmp_path / name).touch()
-        run.start_while(lambda: len(run.rewards) < 4)
+        run.run_while(lambda: len(run.rewards) < 4)
         assert run.rewards[:4] == [(0.0, 0.0), (1.0, 1.0), (2.0, 2.0), (3.0, 3.0)]
 
 
@@ -144,7 +118,7 @@ def sampled(*, cancelled: bool = False) -> SampledGroup:
     scores: Future[list[Score]] = Future()
     if cancelled:
         scores.cancel()
-    return SampledGroup(PROBLEM, [completion_of(REQUEST, "1")], scores, -1)
+    return SampledGroup(PROBLEM, [completion_of(REQUEST, "1")], scores, None)
 
 
 def test_missing_rewards_of_turns_are_zero_in_their_group() -> None:
@@ -154,25 +128,86 @@ def test_missing_rewards_of_turns_are_zero_in_their_group() -> None:
     assert [rollout.turn_rewards for rollout in group.rollouts()] == [(0.5,), (0.0,)]
 
 
-def test_queue_returns_scored_groups_first_in_first_out() -> None:
-    queue, groups = ScoringQueue(), [sampled() for _ in range(3)]
-    for group in groups:
-        queue.add(group)
+class Queue:
+    """A queue of groups, and what it yields."""
+
+    def __init__(self, store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets) -> None:
+        engine = FakeEngine()
+        version = apply_until(engine, subscriber, publish(store, 1, 0.0), 1)
+        opened = generator_of(engine, subscriber, sockets, version)
+        self.queue, self.link = opened.rewards(), opened.link
+
+    def send_finished(self) -> list[tuple[float, ...]]:
+        """Send the finished groups; returns their rewards."""
+        rewards: list[tuple[float, ...]] = []
+        for group in self.queue.finished():
+            self.link.send(group)
+            rewards.append(group.rewards)
+        return rewards
+
+
+@pytest.fixture
+def scene(store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets) -> Queue:
+    return Queue(store, subscriber, sockets)
+
+
+def test_queue_yields_scored_groups_first_in_first_out(scene: Queue) -> None:
+    groups = [sampled() for _ in range(3)]
+    scene.queue.add(groups)
     groups[1].scores.set_result([Score(2.0)])
-    assert queue.next_scored() is None
+    assert scene.send_finished() == []
     groups[0].scores.set_result([Score(1.0)])
-    assert [queue.next_scored() for _ in range(3)] == [groups[0], groups[1], None]
-    assert len(queue) == 1
-    queue.discard()
-    assert groups[2].scores.cancelled() and not queue
+    assert scene.send_finished() == [(1.0,), (2.0,)]
+    assert len(scene.queue) == 1
+    scene.queue.discard()
+    assert groups[2].scores.cancelled() and not scene.queue
 
 
-def test_queue_drops_groups_of_a_closed_environment() -> None:
-    queue, last = ScoringQueue(), sampled()
-    for group in (sampled(cancelled=True), last):
-        queue.add(group)
+def test_queue_drops_groups_of_a_closed_environment(scene: Queue) -> None:
+    last = sampled()
+    scene.queue.add([sampled(cancelled=True), last])
     last.scores.set_result([Score(1.0)])
-    assert queue.next_scored() is last
+    assert scene.send_finished() == [(1.0,)]
+
+
+def scored_by(reward: Any) -> SampledGroup:
+    """A group with the completions "right" and "wrong"."""
+    completions = [completion_of(REQUEST, text) for text in ("right", "wrong")]
+    scores = environments_of(reward).score(PROBLEM, completions)
+    return SampledGroup(PROBLEM, completions, scores, None)
+
+
+def fail_if_wrong(problem: Problem, text: str) -> float:
+    if text == "wrong":
+        raise ValueError("no such move")
+    return 1.0
+
+
+def test_unscored_groups_are_counted_and_end_the_generator_when_consecutive(
+    scene: Queue, caplog: pytest.LogCaptureFixture
+) -> None:
+    link, most = scene.link, MAX_REWARD_FAILURES - 1
+    scene.queue.add(scored_by(fail_if_wrong) for _ in range(most))
+    assert scene.send_finished() == []
+    assert (link.num_unscored, len(link.outbox)) == (most, 0)
+    assert "raised ValueError: no such move" in caplog.text
+    scene.queue.add([scored_by(lambda problem, text: float(text == "right"))])
+    assert scene.send_finished() == [(1.0, 0.0)]  # restarts the count
+    scene.queue.add(scored_by(fail_if_wrong) for _ in range(most))
+    assert scene.send_finished() == []
+    assert (link.num_unscored, len(link.outbox)) == (2 * most, 1)
+    scene.queue.add([scored_by(fail_if_wrong)])
+    with pytest.raises(RewardError, match="fail_if_wrong raised ValueError: no such move"):
+        scene.send_finished()
+
+
+def test_unavailable_rewards_do_not_end_the_generator(scene: Queue) -> None:
+    unavailable: Future[list[Score]] = Future()
+    unavailable.set_exception(RewardUnavailableError("no verifier responds"))
+    for _ in range(2 * MAX_REWARD_FAILURES):
+        scene.queue.add([SampledGroup(PROBLEM, [], unavailable, None)])
+        assert scene.send_finished() == []
+    assert scene.link.num_unscored == 2 * MAX_REWARD_FAILURES
 
 
 def test_groups_that_are_being_scored_are_dropped_with_the_weights(
@@ -181,11 +216,18 @@ def test_groups_that_are_being_scored_are_dropped_with_the_weights(
     """A roll-back makes groups obsolete whose completions have ended, but which are not sent."""
     with closing(environments_of(gated.reward, bounded=False)) as environments:
         run = Run(store, subscriber, sockets, environments)
-        generator = run.generator
-        scores = environments.score(PROBLEM, [completion_of(REQUEST, "0")])
-        generator._scoring.add(SampledGroup(PROBLEM, [], scores, -1))
-        publish(store, 1, 1.0, lineage=1)
-        eventually(lambda: subscriber.poll(timeout=0.2))
-        with pytest.raises(ObsoleteGroupsError):
-            generator._refresh_weights()
-        assert not generator._scoring
+
+        def roll_back() -> None:
+            if len(run.engine.submitted) == 4 and run.engine.weights["w"][0] == 0.0:
+                publish(store, 1, 1.0, lineage=1)
+                eventually(lambda: subscriber.poll(timeout=0.2))
+
+        def score_after_it() -> bool:
+            if run.engine.weights["w"][0] == 1.0:
+                for name in ("0", "1", "2", "3"):
+                    (tmp_path / name).touch()
+            return len(run.rewards) < 2
+
+        run.engine.before_step = roll_back
+        run.run_while(score_after_it)
+        assert run.rewards[:2] == [(2.0, 2.0), (3.0, 3.0)]

@@ -27,7 +27,7 @@ def connection_of(
     """The connection of a generator that serves the weights of step 1."""
     engine = FakeEngine()
     version = apply_until(engine, subscriber, publish(store, 1, 1.0), 1)
-    return generator_of(engine, subscriber, sockets, version)._connection
+    return generator_of(engine, subscriber, sockets, version).link
 
 
 class Trainer:
@@ -68,7 +68,7 @@ def test_groups_behind_a_damaged_length_are_delivered_after_a_reconnect(
     stack.enter_context(closing(announcements))
     sockets = replace(sockets, rollouts=rollouts, announcements=announcements)
     opened = connection_of(sockets, store, subscriber)
-    eventually(lambda: trainer.receive() or opened.exchange(timeout=0.05))
+    eventually(lambda: trainer.receive() or opened.exchange(timeout=0.05) or opened.announcement)
 
     group = group_of([1.0, 0.0], run_id=RUN, generator_id="ann", incarnation=opened.incarnation)
     frame = wire.encode_group(replace(group, sequence=0))
@@ -128,7 +128,7 @@ def test_announced_lack_of_statuses_opens_the_status_connection_again(
     silent = wire.Announcement(RUN, without_status={opened.outbox.sender: 11})
     sockets.announcements.latest = silent
     proxy.damage = None
-    eventually(lambda: opened.exchange(timeout=0.01) and receiver.receive(timeout=0.05))
+    eventually(lambda: opened.exchange(timeout=0.01) or receiver.receive(timeout=0.05))
     assert statuses.connection.num_reconnects == 1
 
 
@@ -151,5 +151,13 @@ def test_status_reports_the_shares_of_time_without_a_group_and_in_the_queue(
     assert status.tokens_per_s == pytest.approx(5.0, rel=0.01)
     assert status.blocked_frac == pytest.approx(0.5, rel=0.01)
     assert status.queue_frac == pytest.approx(0.3, rel=0.01)
-    after = next_status()  # counts start again with each status
-    assert (after.tokens_per_s, after.blocked_frac, after.queue_frac) == (0, 0, 0)
+    same = next_status()  # no group has ended in the short time since then
+    assert (same.tokens_per_s, same.blocked_frac) == (status.tokens_per_s, status.blocked_frac)
+    opened.throughput = Throughput(idle_seconds=9000.0, started=time.monotonic() - 30_000)
+    later = next_status()  # none for longer than the group took
+    assert later.tokens_per_s == pytest.approx(50_000 / 40_000, rel=0.01)
+    assert later.blocked_frac == pytest.approx(14_000 / 40_000, rel=0.01)
+    opened.throughput = Throughput(num_tokens=60_000, started=time.monotonic() - 10_000)
+    newest = next_status()
+    assert newest.tokens_per_s == pytest.approx(6.0, rel=0.01)
+    assert newest.blocked_frac == 0.0

@@ -47,6 +47,19 @@ def reward(problem, text, messages):
 def with_too_few(problem, text, messages):
     return Score(3.0, {}, [1.0])
 
+HOSTILE = [
+    lambda: [Message("user", "\\ud800")], lambda: [Message("user", "a " * 1_000_000)],
+    lambda: [Message("tool", "1", "\\udcff")], lambda: nested(2000), lambda: int("\\ud800"),
+]
+
+def nested(depth):
+    return [nested(depth - 1)] if depth else []
+
+def hostile_at_first(problem, messages):
+    number = len(list(HERE.glob("call-*")))
+    (HERE / f"call-{number}").touch()
+    return HOSTILE[number]() if number < len(HOSTILE) else again(problem, messages)
+
 def no_list(problem, messages):
     return "again"
 
@@ -88,7 +101,7 @@ class Game:
         self._module.reply = getattr(self._module, reply)
 
         def reward(prompts: Any, completions: list[Any]) -> list[float]:
-            connection = self.generator._connection
+            connection = self.generator.link
             if len(connection.outbox) >= num_groups and connection.num_unscored >= num_unscored:
                 self._sockets.announcements.latest = wire.Announcement("run", done=True)
             return [0.0 if own_reward else float(len(each)) for each in completions]
@@ -108,9 +121,7 @@ class Game:
         )
         self.generator = self._start(environments)
         with closing(environments):
-            self.generator.run()
-        frames = self.generator._connection.outbox._frames.values()
-        return [wire.decode_group(frame, wire.GroupLimits(468)) for frame in frames]
+            return self.generator.run()
 
 
 @pytest.fixture
@@ -158,15 +169,21 @@ def test_wrong_number_of_rewards_of_turns_drops_the_groups(game: Game) -> None:
     message = "turn_task:with_too_few returned 1 turn_rewards for 2 completions of an episode"
     with pytest.raises(RewardError, match=message):
         game.run("again", num_groups=99, own_reward="with_too_few")
-    assert len(game.generator._connection.outbox) == 0
-    assert game.generator._connection.num_unscored == 15  # before the failure that ends it
+    assert len(game.generator.link.outbox) == 0
+    assert game.generator.link.num_unscored == 15  # before the failure that ends it
 
 
 def test_reply_that_is_no_list_of_messages_drops_the_groups(game: Game) -> None:
     with pytest.raises(RewardError, match="turn_task:no_list returned 'again', which is neither"):
         game.run("no_list")
-    assert len(game.generator._connection.outbox) == 0
-    assert game.generator._connection.num_unscored == 15  # before the failure that ends it
+    assert len(game.generator.link.outbox) == 0
+    assert game.generator.link.num_unscored == 15  # before the failure that ends it
+
+
+def test_hostile_replies_drop_only_their_groups(game: Game) -> None:
+    groups = game.run("hostile_at_first", num_unscored=2)
+    assert 2 <= game.generator.link.num_unscored <= 4  # one is cut off at the context
+    assert len(groups) >= 3
 
 
 def test_killed_worker_of_a_reply_drops_only_its_group(game: Game, tmp_path: Path) -> None:
@@ -178,6 +195,6 @@ def test_killed_worker_of_a_reply_drops_only_its_group(game: Game, tmp_path: Pat
     killer.start()
     groups = game.run("hangs_once", num_unscored=1)
     killer.join()
-    assert game.generator._connection.num_unscored == 1
+    assert game.generator.link.num_unscored == 1
     assert [group.sequence for group in groups] == list(range(max(3, len(groups))))
     assert all(len(group.rollouts) == 2 for group in groups)

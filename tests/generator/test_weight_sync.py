@@ -110,15 +110,15 @@ def test_weights_that_cannot_be_written_are_applied_after_the_outage(
     weights, newest, engine.is_full = ServedWeights(subscriber, first), publish(store, 2, 2.0), True
     while engine.num_failures == 0:  # the test's deadline ends a hang
         subscriber.poll(timeout=0.2)
-        weights.refresh(engine, num_in_flight=1)
+        weights.apply_due(engine, num_in_flight=1)
     for _ in range(9):  # between two tokens
-        weights.refresh(engine, num_in_flight=1)
+        weights.apply_due(engine, num_in_flight=1)
     assert (engine.num_failures, weights.version.step) == (1, 1)
     assert caplog.messages[-1] == "weights not applied, trying again: reason=disk full"
     engine.is_full = False
     now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + weight_sync.LOG_SECONDS)
-    weights.refresh(engine, num_in_flight=1)
+    monkeypatch.setattr(time, "monotonic", lambda: now + weight_sync.REPORT_SECONDS)
+    weights.apply_due(engine, num_in_flight=1)
     assert (engine.weights["w"].tolist(), weights.version) == ([2.0] * 4, newest)
 
 
@@ -191,7 +191,7 @@ def test_engine_opens_on_keyframe_and_deltas_and_shares_no_memory(tmp_path: Path
         closing(wire.AnnouncementSubscriber(ABSENT)) as announcements,
         closing(open_subscriber(config, "ann")) as subscriber,
     ):
-        version, engine, _ = open_engine(
+        _, version, engine, _ = open_engine(
             config, subscriber, announcements, wire.TrainerAddress(ABSENT), requests.append
         )
         assert (requests, version.step, engine.step) == ([], 6, 6)
@@ -201,6 +201,35 @@ def test_engine_opens_on_keyframe_and_deltas_and_shares_no_memory(tmp_path: Path
         publish_delta(7, slice(None))
         assert subscriber.poll(timeout=20) is not None  # the replica has changed
         assert torch.equal(served[norm], before)
+
+
+@pytest.mark.parametrize("config_file", [b"[" * 100_000, b"{}", b'{"dtype": []}'])
+def test_version_whose_files_raise_is_refused_and_another_one_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, config_file: bytes
+) -> None:
+    store = WeightStore.open(tmp_path / "run" / "weights")
+    store.claim("run")
+    cpu = torch.device("cpu")
+    weights = models.weights_of(
+        models.load_model(models.EMBEDDED, device=cpu, dtype=torch.float32).bfloat16()
+    )
+    companions = models.companion_files(models.EMBEDDED, models.load_tokenizer(models.EMBEDDED))
+    store.publish(1, weights, companions=companions)
+    damaged_files = {**companions, "config.json": config_file}
+    store.publish(2, weights, companions=damaged_files)
+    store.publish(3, weights, companions=companions, about={"settings": "[" * 500})
+    arguments = ["--run.dir", str(tmp_path), "--run.name", "run"]
+    with (
+        closing(wire.AnnouncementSubscriber(ABSENT)) as announcements,
+        closing(
+            open_subscriber(config := load_config("bin/generator", arguments), "ann")
+        ) as subscriber,
+    ):
+        address = wire.TrainerAddress(ABSENT)
+        _, version, _, _ = open_engine(config, subscriber, announcements, address, str)
+    assert version.step == 1
+    refused = [line for line in caplog.messages if line.startswith("refused version=")]
+    assert [line.split()[1] for line in refused] == ["version=3", "version=2"]
 
 
 def test_open_engine_stops_waiting_after_the_timeout(tmp_path: Path) -> None:

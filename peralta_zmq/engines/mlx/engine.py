@@ -1,14 +1,12 @@
 """MLX engine: continuous batching of completions over mlx-lm's KV caches.
 
-A row holds one completion in progress: row i is entry i of the cache of every layer. A decode step
-adds one token to every row. Between two decode steps the caller may apply newer weights: running
-rows keep their keys and values.
+Row i of the decode loop is entry i of the cache of every layer.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import numpy as np
 import torch
 
 from peralta_zmq import models
+from peralta_zmq.engines.decode_loop import DecodeLoop
 from peralta_zmq.engines.loading import (
     AdapterMerger,
     loading_errors,
@@ -25,12 +24,7 @@ from peralta_zmq.engines.loading import (
 )
 from peralta_zmq.engines.mlx.model import OTHERS, MlxModel, check_config
 from peralta_zmq.engines.mlx.sampler import sample
-from peralta_zmq.engines.rows import (
-    GIB,
-    Rows,
-    check_cache_memory,
-    read_requests,
-)
+from peralta_zmq.engines.rows import GIB, Rows, check_cache_memory
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import BoolArray, Completion, Request, Sampling
@@ -45,7 +39,7 @@ def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> Engine:
     dtype, reason = models.choose_dtype(device, settings.dtype)
     name, bits = str(dtype).removeprefix("torch."), settings.quantize
     quantized = f" quantize={bits}" if bits else ""
-    logger.info("device=%s dtype=%s (%s)%s", device, name, reason, quantized)
+    logger.debug("device=%s dtype=%s (%s)%s", device, name, reason, quantized)
     models.check_code(folder, trust_remote_code=settings.trust_remote_code)
     with loading_errors(folder):
         tokenizer = models.load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
@@ -119,7 +113,28 @@ class Engine:
         self._model, self._tokenizer = model, tokenizer
         self._slots, self.max_model_len = slots, max_model_len
         self._end_ids, self._merger = end_ids, merger
-        self._cancelled = False
+        self._loop: DecodeLoop | None = None  # before the first request
+
+    def num_free(self) -> int:
+        """Number of requests that can be submitted now."""
+        return self._slots - (self._loop.num_in_flight if self._loop else 0)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Start requests at the next `advance`."""
+        if self._loop is None:
+            rows = Rows(
+                self._slots, self._tokenizer, self._end_ids, max_model_len=self.max_model_len
+            )
+            self._loop = DecodeLoop(CachedRows(self._model), rows)
+        self._loop.submit(requests)
+
+    def advance(self) -> list[Completion]:
+        """Take a decode step; see registry.Engine."""
+        return [] if self._loop is None else self._loop.advance(self.step)
+
+    def drop(self, ids: Collection[int]) -> list[Completion]:
+        """End requests; returns the partial completions with a token."""
+        return [] if self._loop is None else self._loop.drop(ids)
 
     def apply(self, update: WeightUpdate) -> None:
         """Sample from the new weights from the next token on.
@@ -129,104 +144,80 @@ class Engine:
         self._model.apply(self._merger.weights_of(update))
         self.step = update.step
 
-    def cancel(self) -> None:
-        """End `generate` after the current decode step; it yields what is in flight."""
-        self._cancelled = True
 
-    def generate(
-        self,
-        requests: Iterable[Request | None],
-        sampling: Sampling,
-        between_steps: Callable[[], None] | None = None,
-    ) -> Iterator[Completion]:
-        """Yield each completion when it ends; see registry.Engine."""
-        self._cancelled = False
-        rows = Rows(
-            self._slots,
-            self._tokenizer,
-            sampling,
-            self._end_ids,
-            max_model_len=self.max_model_len,
-        )
-        loop = DecodeLoop(self._model, rows)
-        source, has_more = iter(requests), True
-        while not self._cancelled and (has_more or rows.count):
-            if has_more:
-                batch, has_more = read_requests(
-                    source,
-                    sampling,
-                    limit=self._slots - rows.count,
-                    max_model_len=self.max_model_len,
-                )
-                loop.start(batch, step=self.step)
-                yield from loop.pop_ended()
-            loop.advance(step=self.step)
-            yield from loop.pop_ended()
-            if between_steps is not None:
-                between_steps()
-        yield from rows.partial_completions()
+class CachedRows:
+    """The rows of mlx-lm's caches (decode_loop.RowDecoder)."""
 
-
-class DecodeLoop:
-    """One `generate` call: starts rows, advances all rows, removes ended rows."""
-
-    def __init__(self, model: MlxModel, rows: Rows) -> None:
-        self._model, self._rows = model, rows
+    def __init__(self, model: MlxModel) -> None:
+        self._model = model
         self._cache: list[Any] = []  # of each layer
+        self._entries: list[int] = []  # entry of the cache for each row
+        self._is_scattered = False  # whether rows were freed since `_compact`
 
-    def start(self, requests: Sequence[Request], *, step: int) -> None:
-        """Give each request a row and sample its first token; computes equal prompts once."""
-        if not requests:
-            return
+    def start(self, requests: Sequence[Request], first_row: int) -> tuple[list[Request], Any]:
+        """Compute the prompts of all requests; equal ones once."""
         prompts = {request.prefix_ids.tobytes(): request.prefix_ids for request in requests}
         numbers = {key: number for number, key in enumerate(prompts)}
         logits, cache = self._model.prefill(list(prompts.values()))
         prompt_of_row = mx.array([numbers[request.prefix_ids.tobytes()] for request in requests])
         for layer in cache:
             layer.filter(prompt_of_row)
+        self._compact()
         for running, started in zip(self._cache, cache, strict=bool(self._cache)):
             running.extend(started)
         self._cache = self._cache or cache
-        first_row = self._rows.count
-        for request in requests:
-            self._rows.start(request)
-        self._sample(first_row, logits[prompt_of_row], step)
+        self._entries = list(range(first_row + len(requests)))
+        return list(requests), logits[prompt_of_row]
 
-    def advance(self, *, step: int) -> None:
-        """Sample one more token for every row."""
-        if self._rows.count:
-            tokens, _ = self._rows.newest()
-            self._sample(0, self._model.logits(tokens, self._cache), step)
+    def decode(self, tokens: np.ndarray, positions: np.ndarray, waiting: Sequence[Request]) -> Any:
+        """Compute the newest tokens of all rows; no request is waiting."""
+        self._compact()
+        return self._model.logits(tokens, self._cache)
 
-    def pop_ended(self) -> list[Completion]:
-        """The completions that have ended; their rows are free after the call."""
-        completions: list[Completion] = []
-        kept = list(range(self._rows.count))
-        for row in self._rows.ended():
-            completions.append(self._rows.completion(row))
-            kept[row] = kept[self._rows.remove(row)]
-            kept.pop()
-        if not kept:
+    def sample(
+        self,
+        logits: Any,
+        part: np.ndarray | slice,
+        sampling: Sampling,
+        uniforms: np.ndarray,
+        *,
+        seen: BoolArray | None,
+        banned: BoolArray | None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Sample a token for each row of `part`."""
+        tokens, logprobs = sample(
+            logits[part if isinstance(part, slice) else mx.array(part)],
+            sampling,
+            mx.array(uniforms),
+            seen=_array(seen),
+            banned=_array(banned),
+        )
+        return np.array(tokens), np.array(logprobs)
+
+    def keep(self, request: Request, row: int, length: int) -> None:
+        """Turns are not kept."""
+
+    def remove(self, row: int, last: int, last_length: int) -> None:
+        """Let `row` use the entry of row `last`."""
+        self._entries[row] = self._entries[last]
+        self._entries.pop()
+        self._is_scattered = True
+
+    def reset(self, *, is_damaged: bool = False) -> None:
+        """Drop the caches."""
+        self._cache = []
+        self._entries = []
+        self._is_scattered = False
+
+    def _compact(self) -> None:
+        """Remove the entries of freed rows from the caches, once for all rows freed together."""
+        if not self._entries:
             self._cache = []
-        elif completions:
+        elif self._is_scattered:
             for layer in self._cache:
-                layer.filter(mx.array(kept))
-        return completions
-
-    def _sample(self, first_row: int, logits: Any, step: int) -> None:
-        """Sample the next token of all rows from `first_row` on; `logits` are [n, V]."""
-        rows, vocab_size = np.arange(first_row, self._rows.count), logits.shape[-1]
-        tokens, logprobs = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
-        for sampling, part in self._rows.by_sampling(rows, step):
-            sampled_tokens, sampled_logprobs = sample(
-                logits[part if isinstance(part, slice) else mx.array(part)],
-                sampling,
-                mx.array(self._rows.next_uniforms(rows[part])),
-                seen=_array(self._rows.seen_tokens(rows[part], sampling, vocab_size)),
-                banned=_array(self._rows.banned_tokens(rows[part], vocab_size)),
-            )
-            tokens[part], logprobs[part] = np.array(sampled_tokens), np.array(sampled_logprobs)
-        self._rows.append(rows, tokens, logprobs, step=step)
+                layer.filter(mx.array(self._entries))
+        self._entries = list(range(len(self._entries)))
+        self._is_scattered = False
 
 
 def _array(mask: BoolArray | None) -> Any:

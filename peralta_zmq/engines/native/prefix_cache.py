@@ -1,11 +1,11 @@
 """Prefix cache: computes shared prompt tokens once instead of once per completion.
 
 The common prefix of all prompts is computed once, and the remainder of each prompt once per group
-(the completions of one prompt). The common prefix is the longest prefix of all prompts of a
-`generate` call so far; a new prompt can only shorten this prefix. The keys and values of the prefix
-are in the shared part of the KV cache, which all rows can read. The remainder of a prompt is
-computed in a row reserved for prompts, together with the next token of the running rows, and copied
-from there to the rows of the prompt's completions.
+(the completions of one prompt). A prompt that begins otherwise shortens the common prefix; only
+prompts after an idle engine get another one. The keys and values of the prefix are in the shared
+part of the KV cache, which all rows can read. The remainder of a prompt is computed in a row
+reserved for prompts, together with the next token of the running rows, and copied from there to the
+rows of the prompt's completions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class PrefixCache:
     def __init__(self, decoder: Decoder, first_row: int) -> None:
         self._decoder, self._cache, self._first_row = decoder, decoder.cache, first_row
         self._prompt_rows = slice(first_row, first_row + PROMPT_ROWS)
-        self._prefix: Int32Array | None = None
+        self._prefix = np.zeros(0, np.int32)
+        self._may_replace = True  # the prefix, by that of the next prompts
         self._index: dict[bytes, int] = {}  # prompt as bytes -> its row, counted from `first_row`
         self._logits: Tensor | None = None  # [computed prompts, V], of each prompt's next token
         self._cache.drop_shared()
@@ -47,6 +48,10 @@ class PrefixCache:
         """
         self._index = {}
         self._cache.spans[self._prompt_rows] = EMPTY_SPAN  # `compute` then computes a new prefix
+
+    def allow_replacement(self) -> None:
+        """Let the next prompts have another common prefix, if they begin otherwise."""
+        self._may_replace = True
 
     def __contains__(self, prompt: Int32Array) -> bool:
         """Whether the prompt is computed, so that `copy_to` can copy it."""
@@ -82,16 +87,17 @@ class PrefixCache:
         return self._logits[index]
 
     def _prepare_prefix(self, prompts: Sequence[Int32Array]) -> int:
-        """Shorten the common prefix to fit `prompts`, and set the prompt rows' spans.
+        """Shorten or replace the common prefix to fit `prompts`, and set the prompt rows' spans.
 
         Returns the number of tokens that the prompt rows read from the shared part: the length of
         the prefix, or 0 if the shared part has no room for it.
         """
-        prefix = prompts[0] if self._prefix is None else self._prefix
-        for prompt in prompts:
-            # At least one token of every prompt remains to be computed, for its logits.
-            prefix = prefix[: min(_common_length(prefix, prompt), len(prompt) - 1)]
-        self._prefix = prefix = prefix if len(prefix) >= MIN_PREFIX else prefix[:0]
+        prefix = _shortened(self._prefix, prompts)
+        if self._may_replace and len(prefix) == 0:
+            prefix = _shortened(prompts[0], prompts)
+            self._cache.spans[self._prompt_rows] = EMPTY_SPAN
+        self._may_replace = False
+        self._prefix = prefix
         start, end = self._cache.spans[self._first_row].tolist()
         if start == end and len(prefix):  # the prefix is not in the shared part yet
             self._decoder.hidden_states([self._batch(prefix[None].astype(np.int64), 0)])
@@ -104,6 +110,14 @@ class PrefixCache:
         """`tokens` [n, S] in the prompt rows, from position `start` on."""
         positions = np.tile(np.arange(start, start + tokens.shape[1]), (len(tokens), 1))
         return NewTokens(tokens, positions, self._first_row)
+
+
+def _shortened(prefix: Int32Array, prompts: Sequence[Int32Array]) -> Int32Array:
+    """The tokens of `prefix` with which all prompts begin; none if less than MIN_PREFIX."""
+    for prompt in prompts:
+        # At least one token of every prompt remains to be computed, for its logits.
+        prefix = prefix[: min(_common_length(prefix, prompt), len(prompt) - 1)]
+    return prefix if len(prefix) >= MIN_PREFIX else prefix[:0]
 
 
 def _common_length(one: Int32Array, other: Int32Array) -> int:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -47,23 +47,18 @@ class Token:
 
 
 class Core:
-    """vLLM's engine with the arguments of vllm.EngineArgs."""
+    """vLLM's engine with the arguments of vllm.EngineArgs; `end_ids` end completions."""
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, arguments: Mapping[str, Any], end_ids: Sequence[int]) -> None:
         from vllm import EngineArgs, LLMEngine, SamplingParams  # pyright: ignore
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore
 
         self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._make_sampling: Any = SamplingParams
         self._output_kind = RequestOutputKind.DELTA
-        self._end_ids: list[int] = []
+        self._end_ids = list(end_ids)
         self._ids: dict[int, str] = {}  # index of a running request -> its id in vLLM
         self._num_reloads = 0
-
-    def begin(self, end_ids: Sequence[int]) -> None:
-        """Drop all requests; one of these tokens ends the next ones."""
-        self._abort(list(self._ids))
-        self._end_ids = list(end_ids)
 
     def step(self, started: Sequence[NewRequest], dropped: Sequence[int]) -> list[Token]:
         """Start and drop requests, then sample at most one token for each running request."""
@@ -157,20 +152,22 @@ def main(descriptor: int) -> None:
     from torch._dynamo.callback import callback_handler  # slow to import
 
     callback_handler.register_start_callback(lambda _: connection.send((COMPILING, None)))
-    while True:
-        name, arguments = connection.recv()
-        try:
-            if name == "open":
-                core, result = Core(*arguments), None
+    with suppress(EOFError, OSError):  # the generator has ended
+        while True:
+            name, arguments = connection.recv()
+            try:
+                if name == "open":
+                    core, result = Core(*arguments), None
+                else:
+                    result = getattr(core, name)(*arguments)
+            except Exception as error:  # noqa: BLE001  (the generator reports it)
+                connection.send((type(error).__name__, str(error)))
             else:
-                result = getattr(core, name)(*arguments)
-        except Exception as error:  # noqa: BLE001  (the generator reports it)
-            connection.send((type(error).__name__, str(error)))
-        else:
-            connection.send((None, result))
+                connection.send((None, result))
+    os.killpg(0, signal.SIGKILL)
 
 
 def _exit_with_parent() -> None:
     """Kill this process and vLLM's own when stdin ends, as it does when the generator ends."""
-    sys.stdin.buffer.read()
+    os.read(0, 1)  # not sys.stdin, whose lock would be held when this process ends
     os.killpg(0, signal.SIGKILL)

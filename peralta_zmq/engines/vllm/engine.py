@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import tempfile
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers import AutoConfig
 
 from peralta_zmq import models
 from peralta_zmq.engines.loading import loading_errors, merger_of_files
-from peralta_zmq.engines.rows import Rows, check_cache_memory, read_requests
+from peralta_zmq.engines.rows import Rows, check_cache_memory, max_new_tokens
 from peralta_zmq.engines.vllm.core import NewRequest, Token
 from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
 from peralta_zmq.engines.vllm.refusals import OTHERS, check_arguments, check_sampling
@@ -33,7 +34,7 @@ from peralta_zmq.errors import (
     StoreError,
 )
 from peralta_zmq.registry import EngineSettings, WeightUpdate
-from peralta_zmq.rollout import Completion, Request, Sampling
+from peralta_zmq.rollout import Completion, Request
 
 BLOCK = 128  # tokens of a block of vLLM's cache on a CPU
 # In the text of vLLM's errors -> the memory is too small, or the model is not known.
@@ -47,7 +48,7 @@ def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> Engine:
     device = models.choose_device(settings.device)
     check_device(device)
     dtype, reason = models.choose_dtype(device, settings.dtype)
-    logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
+    logger.debug("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
     trust = {"trust_remote_code": settings.trust_remote_code}
     models.check_code(folder, **trust)
     with loading_errors(folder):
@@ -134,7 +135,10 @@ class Engine:
         trusts = bool(arguments.get("trust_remote_code"))
         dtype = models.DTYPES[str(arguments["dtype"])]
         self._merger = merger_of_files(folder, dtype, trust_remote_code=trusts)
-        self._cancelled = False
+        self._rows = Rows(slots, tokenizer, end_ids, max_model_len=self.max_model_len)
+        self._waiting: dict[int, Request] = {}  # by index; requests without a token yet
+        self._submitted: list[Request] = []  # those of them that the process does not have
+        self._dropped: list[int] = []  # completions that ended here, but not in the process
         self._core: CoreProcess | None = self._start()
 
     def apply(self, update: WeightUpdate) -> None:
@@ -157,10 +161,6 @@ class Engine:
                 )
         self.step = update.step
 
-    def cancel(self) -> None:
-        """End `generate` after the current step; it yields what is in flight."""
-        self._cancelled = True
-
     def close(self) -> None:
         """End the process; `apply` starts it again."""
         if self._core is not None:
@@ -171,79 +171,68 @@ class Engine:
         with suppress(AttributeError):  # vLLM did not start
             self.close()
 
-    def generate(
-        self,
-        requests: Iterable[Request | None],
-        sampling: Sampling,
-        between_steps: Callable[[], None] | None = None,
-    ) -> Iterator[Completion]:
-        """Yield each completion when it ends; see registry.Engine."""
-        check_sampling(sampling)
-        self._cancelled = False
+    def num_free(self) -> int:
+        """Number of requests that can be submitted now."""
+        return self._slots - self._rows.count - len(self._waiting)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Start requests at the next `advance`. Raises ConfigError for options of groups."""
+        for request in requests:
+            if not request.is_standalone:
+                check_sampling(request.sampling)
+        self._waiting |= {request.index: request for request in requests}
+        self._submitted += requests
+
+    def advance(self) -> list[Completion]:
+        """Take a step of vLLM; see registry.Engine."""
+        if not (self._waiting or self._rows.count):
+            return []
         core = self._running_core()
-        self._call(core, "begin", list(self._end_ids), prompt_tokens=0)
-        rows = Rows(
-            self._slots,
-            self._tokenizer,
-            sampling,
-            self._end_ids,
-            max_model_len=self.max_model_len,
-        )
+        started = [new_request(request, self.max_model_len) for request in self._submitted]
+        prompts = {request.prompt_ids.tobytes(): request for request in self._waiting.values()}
+        num_new = sum(len(request.prompt_ids) for request in prompts.values())
+        tokens = self._call(core, "step", started, self._dropped, prompt_tokens=num_new)
+        self._submitted = []
         try:
-            yield from self._sample(rows, requests, sampling, between_steps)
-        except EngineProcessError:
-            yield from rows.partial_completions()  # this process has their tokens
+            self._append(tokens)
+        except EngineError:
+            self._clear()
+            self.close()  # keys and values that are not finite would stay in its cache
             raise
-        yield from rows.partial_completions()
+        ended = self._rows.ended()
+        completions = [self._rows.completion(row) for row in ended]
+        for row in ended:
+            self._rows.remove(row)
+        # vLLM ignores stop strings.
+        self._dropped = [completion.index for completion in completions]
+        return completions
 
-    def _sample(
-        self,
-        rows: Rows,
-        requests: Iterable[Request | None],
-        sampling: Sampling,
-        between_steps: Callable[[], None] | None,
-    ) -> Iterator[Completion]:
-        """Yield each completion when it ends, until all have ended or `cancel` is called."""
-        waiting: dict[int, Request] = {}  # by index; requests without a token yet
-        dropped: list[int] = []  # completions that ended with a stop string, which vLLM ignores
-        source, has_more = iter(requests), True
-        while not self._cancelled and (has_more or waiting or rows.count):
-            batch: list[Request] = []
-            if has_more:
-                batch, has_more = read_requests(
-                    source,
-                    sampling,
-                    limit=self._slots - rows.count - len(waiting),
-                    max_model_len=self.max_model_len,
-                )
-                waiting |= {request.index: request for request in batch}
-            core = self._running_core()  # reading a request may apply newer weights
-            if waiting or rows.count:
-                started = [new_request(request, sampling) for request in batch]
-                prompts = {each.prompt_ids.tobytes(): each.prompt_ids for each in waiting.values()}
-                num_new = sum(map(len, prompts.values()))
-                tokens = self._call(core, "step", started, dropped, prompt_tokens=num_new)
-                try:
-                    self._append(rows, waiting, tokens)
-                except EngineError:
-                    self.close()  # keys and values that are not finite would stay in its cache
-                    raise
-                dropped = []
-                for row in rows.ended():
-                    completion = rows.completion(row)
-                    dropped.append(completion.index)
-                    rows.remove(row)
-                    yield completion
-            if between_steps is not None:
-                between_steps()
+    def drop(self, ids: Collection[int]) -> list[Completion]:
+        """End requests; returns the partial completions, also those of a failed process."""
+        self._submitted = [request for request in self._submitted if request.index not in ids]
+        self._waiting = {
+            index: request for index, request in self._waiting.items() if index not in ids
+        }
+        rows = [row for row, request in enumerate(self._rows.requests) if request.index in ids]
+        completions = [replace(self._rows.completion(row), is_partial=True) for row in rows]
+        for row in reversed(rows):
+            self._rows.remove(row)
+        self._dropped += ids
+        return completions
 
-    def _append(self, rows: Rows, waiting: dict[int, Request], tokens: Sequence[Token]) -> None:
+    def _clear(self) -> None:
+        self._rows.clear()
+        self._waiting = {}
+        self._submitted = []
+        self._dropped = []
+
+    def _append(self, tokens: Sequence[Token]) -> None:
         """Add sampled tokens to the rows of their requests; a first token starts a row."""
         for token in tokens:
-            if token.index in waiting:
-                rows.start(waiting.pop(token.index))
-        row_of = {request.index: row for row, request in enumerate(rows.requests)}
-        rows.append(
+            if token.index in self._waiting:
+                self._rows.start(self._waiting.pop(token.index))
+        row_of = {request.index: row for row, request in enumerate(self._rows.requests)}
+        self._rows.append(
             np.array([row_of[token.index] for token in tokens], np.int64),
             np.array([token.token_id for token in tokens], np.int64),
             np.array([token.logprob for token in tokens], np.float32),
@@ -265,12 +254,13 @@ class Engine:
         """Start the process. Raises ConfigError or StoreError."""
         arguments = {**self._arguments, "max_num_seqs": self._slots}
         try:
-            return CoreProcess(arguments, threads=torch.get_num_threads())
+            return CoreProcess(arguments, self._end_ids, threads=torch.get_num_threads())
         except CoreError as error:
             raise start_error(error, self._folder, self._slots) from None
 
     def _restart(self) -> CoreProcess:
         """Start the process again; a failure may pass, as when memory is still in use."""
+        self._clear()
         try:
             return self._start()
         except (ConfigError, StoreError) as error:
@@ -318,23 +308,22 @@ def saved(weights: Mapping[str, torch.Tensor]) -> Generator[Path]:
         yield folder
 
 
-def new_request(request: Request, sampling: Sampling) -> NewRequest:
+def new_request(request: Request, max_model_len: int) -> NewRequest:
     """A request for vLLM; its seed depends on the seed of the run, its index and what it resumes.
 
     That of a standalone request does not depend on its index. Logprobs are after top_p.
     """
-    own = request.sampling or sampling
-    limit, max_tokens = request.max_completion_length, own.max_completion_length
-    number = f"{own.seed}" if request.is_standalone else f"{own.seed}/{request.index}"
+    sampling = request.sampling
+    number = f"{sampling.seed}" if request.is_standalone else f"{sampling.seed}/{request.index}"
     num_resumed = 0 if request.resumes is None else len(request.resumes.token_ids)
     if num_resumed:  # vLLM would draw the random numbers of the first tokens again
         number += f"/{num_resumed}"
     return NewRequest(
         index=request.index,
         prompt_ids=request.prefix_ids.tolist(),
-        max_tokens=(max_tokens if limit is None else min(limit, max_tokens)) - num_resumed,
-        temperature=own.temperature,
-        top_p=own.top_p,
+        max_tokens=max_new_tokens(request, max_model_len) - num_resumed,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
         seed=zlib.crc32(number.encode()),
     )
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,9 +20,10 @@ import psutil
 
 from peralta_zmq.engines.vllm.core import COMPILING
 from peralta_zmq.errors import EngineProcessError
+from peralta_zmq.imports import FOLDER_LAST
 
 # Not `-m`: with tensor parallelism vLLM starts copies of the main module.
-PROGRAM = "import sys; from peralta_zmq.engines.vllm.core import main; main(int(sys.argv[1]))"
+PROGRAM = f"{FOLDER_LAST}; from peralta_zmq.engines.vllm.core import main; main(int(sys.argv[1]))"
 POLL_SECONDS = 1.0
 EXIT_SECONDS = 2.0
 CPU_SECONDS = 0.05  # in one poll; less is idle
@@ -58,13 +59,15 @@ class CoreError(Exception):
 
 
 class CoreProcess:
-    """A process with vLLM, started with the arguments of vllm.EngineArgs; end it with `kill`.
+    """A process with vLLM, started with the arguments of core.Core; end it with `kill`.
 
     Raises CoreError if vLLM does not start. A session of its own, so that `kill` reaches the
     processes of vLLM.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], *, threads: int) -> None:
+    def __init__(
+        self, arguments: Mapping[str, Any], end_ids: Sequence[int], *, threads: int
+    ) -> None:
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
         environment = {**QUIET, **os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
@@ -79,7 +82,7 @@ class CoreProcess:
             )
         self._observed = psutil.Process(self._process.pid)
         self._step_seconds = deque[float](maxlen=NUM_STEPS)  # of steps without new prompts
-        self.call("open", dict(arguments))
+        self.call("open", dict(arguments), list(end_ids))
 
     @property
     def pid(self) -> int:

@@ -1,6 +1,6 @@
 """Chats with the newest weights, over HTTP in the form of OpenAI's API.
 
-engine        samples chat completions in slots of the generator's engine, beside its groups
+chats         queue of chats, which the engine samples together with groups
 protocol      JSON of requests and replies, and the checks of requests
 server        HTTP server: routes, access control, streams
 """
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, closing
+from socket import has_dualstack_ipv6
 
 from peralta_zmq import models, registry
 from peralta_zmq.config import Config
 from peralta_zmq.errors import import_extra
-from peralta_zmq.generator.serving.engine import ServingEngine
+from peralta_zmq.generator.serving.chats import ChatQueue
 from peralta_zmq.http_server import read_private_token
 
 NEEDED_BY = "generator.serve_port"
@@ -30,21 +31,21 @@ def check_settings(config: Config) -> None:
 
 def serve_chats(
     config: Config, engine: registry.Engine, tokenizer: models.Tokenizer, stack: ExitStack
-) -> registry.Engine:
-    """Start the chat server, which `stack` closes; returns the engine for the generator.
+) -> ChatQueue:
+    """The queue of chats; starts the chat server if there is one, which `stack` closes.
 
-    Returns `engine` itself without generator.serve_port. Raises ConfigError if the port cannot be
-    used.
+    Raises ConfigError if generator.serve_port cannot be used.
     """
+    chats = ChatQueue(slots=config.engine.slots, max_model_len=engine.max_model_len)
     if config.generator.serve_port is None:
-        return engine
+        return chats
     from peralta_zmq.generator.serving.server import ChatServer  # needs optional packages
 
-    serving, token = ServingEngine(engine, slots=config.engine.slots), _token(config)
+    token = _token(config)
     server = ChatServer(
-        serving,
+        chats,
         tokenizer,
-        host="127.0.0.1" if token is None else "0.0.0.0",
+        host="127.0.0.1" if token is None else ("::" if has_dualstack_ipv6() else "0.0.0.0"),
         port=config.generator.serve_port + config.generator.index,
         token=token,
         model=config.run.name,
@@ -52,7 +53,7 @@ def serve_chats(
     )
     stack.enter_context(closing(server))
     logger.info("chat server: %s", server.url)
-    return serving
+    return chats
 
 
 def _token(config: Config) -> str | None:

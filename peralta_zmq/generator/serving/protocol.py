@@ -16,26 +16,31 @@ from typing import Any
 import numpy as np
 
 from peralta_zmq import models
+from peralta_zmq.atomic_files import parse_json
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.generator.serving.engine import MAX_WAITING, ChatCompletion, SampledToken
-from peralta_zmq.rollout import FinishReason, Message, Role, Sampling
+from peralta_zmq.generator.serving.chats import MAX_WAITING, ChatCompletion
+from peralta_zmq.rollout import FinishReason, Message, Role, SampledToken, Sampling
 
 ROLES: tuple[Role, ...] = ("system", "user", "assistant")
 MAX_STOP = 4  # stop strings, as in OpenAI's API
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # in place of the bytes of an incomplete character
-# Fields without an effect on completions, and fields that must have the value here.
+# Fields without an effect on completions, and fields that must have one of the values here. A field
+# of a message may have those values, too.
 IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "user")
-NEUTRAL: Mapping[str, object] = {
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "top_logprobs": 0,
-    "logit_bias": {},
-    "modalities": ["text"],
-    "response_format": {"type": "text"},
-    "service_tier": "auto",
-    "store": False,
-    "tools": [],
-    "tool_choice": "none",
+NEUTRAL: Mapping[str, Sequence[object]] = {
+    "annotations": [[]],
+    "frequency_penalty": [0],
+    "presence_penalty": [0],
+    "parallel_tool_calls": [True, False],
+    "top_logprobs": [0],
+    "logit_bias": [{}],
+    "modalities": [["text"]],
+    "response_format": [{"type": "text"}],
+    "service_tier": ["auto"],
+    "store": [False],
+    "tools": [[]],
+    "tool_calls": [[]],
+    "tool_choice": ["none", "auto"],
 }
 
 
@@ -114,9 +119,9 @@ class _Fields:
     def finish(self) -> None:
         """Refuse fields that were not read, unless they ask for nothing."""
         for name, value in self._left.items():
-            if name in IGNORED or (name in NEUTRAL and value == NEUTRAL[name]):
+            if name in IGNORED or value in NEUTRAL.get(name, ()):
                 continue
-            neutral = f" or set it to {json.dumps(NEUTRAL[name])}" if name in NEUTRAL else ""
+            neutral = f" or set it to {json.dumps(NEUTRAL[name][0])}" if name in NEUTRAL else ""
             raise ApiError(
                 f"{self._prefix}{name} is not supported here; leave it out{neutral}",
                 param=name,
@@ -134,21 +139,18 @@ def parse_request(
 ) -> ChatRequest:
     """Check a request body and tokenize its messages; raises ApiError."""
     try:
-        parsed = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        parsed = parse_json(body)
+    except ValueError as error:
         raise ApiError(f"the body is not valid JSON ({error})") from None
     if not isinstance(parsed, dict):
         raise ApiError("the body must be a JSON object")
     fields = _Fields(parsed)
-    if (requested := fields.take("model")) not in (None, model):
-        raise ApiError(
-            f"the model {json.dumps(requested)} does not exist; use {json.dumps(model)}",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
+    check_model(fields.take("model"), model)
     messages = _messages(fields.take("messages"))
-    prompt_ids = _prompt(tokenizer, messages, template_kwargs)
+    try:
+        prompt_ids = models.chat_prompt(tokenizer, messages, max_model_len, **template_kwargs)
+    except ConfigError as error:
+        raise ApiError(str(error), param="messages") from None
     limit = _limit(fields, len(prompt_ids), max_model_len)
     n = fields.integer("n", least=1) or 1
     if n > MAX_WAITING:
@@ -176,6 +178,17 @@ def parse_request(
     return ChatRequest(completions, stream, include_usage, logprobs)
 
 
+def check_model(requested: Any, model: str) -> None:
+    """Raise ApiError for another model than `model`; None stands for any."""
+    if requested not in (None, model):
+        raise ApiError(
+            f"the model {json.dumps(requested)} does not exist; use {json.dumps(model)}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+
 def _messages(value: Any) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise ApiError("messages must be a list of at least one message", param="messages")
@@ -187,32 +200,29 @@ def _message(value: Any, name: str) -> Message:
     if not isinstance(value, dict):
         raise ApiError(f"{name} must be an object with role and content", param=name)
     fields = _Fields(value, f"{name}.")
-    role, content = fields.take("role"), fields.take("content")
+    role, content, author = (fields.take(key) for key in ("role", "content", "name"))
+    if role == "developer":  # OpenAI's newer name
+        role = "system"
     if role not in ROLES:
         raise ApiError(
             f"{name}.role {json.dumps(role)} is unknown; choose one of {', '.join(ROLES)}",
             param=f"{name}.role",
         )
+    if content is None and role == "assistant":  # a message of tool calls or a refusal alone
+        content = ""
     if isinstance(content, list) and all(_is_text(part) for part in content):
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise ApiError(f"{name}.content must be text", param=f"{name}.content")
+    if not isinstance(author, str | None):
+        raise ApiError(f"{name}.name must be text", param=f"{name}.name")
     fields.finish()
-    return Message(role, content)
+    return Message(role, content, author or "")
 
 
 def _is_text(part: Any) -> bool:
     is_text = isinstance(part, dict) and part.get("type") == "text"
     return is_text and isinstance(part.get("text"), str)
-
-
-def _prompt(
-    tokenizer: models.Tokenizer, messages: Sequence[Message], template_kwargs: Mapping[str, Any]
-) -> list[int]:
-    try:
-        return models.chat_prompt(tokenizer, messages, **template_kwargs)
-    except ConfigError as error:
-        raise ApiError(str(error), param="messages") from None
 
 
 def _limit(fields: _Fields, num_prompt: int, max_model_len: int) -> int:
@@ -223,9 +233,9 @@ def _limit(fields: _Fields, num_prompt: int, max_model_len: int) -> int:
     requested = older if newer is None else newer
     if num_prompt + (requested or 1) > max_model_len:
         raise ApiError(
-            f"the messages are {num_prompt} tokens and the completion may have {requested or 1}, "
-            f"but the context of this generator is {max_model_len} tokens (engine.max_model_len); "
-            "shorten the messages or lower max_completion_tokens",
+            f"the messages are at least {num_prompt} tokens and the completion may have "
+            f"{requested or 1}, but the context of this generator is {max_model_len} tokens "
+            "(engine.max_model_len); shorten the messages or lower max_completion_tokens",
             param="messages",
             code="context_length_exceeded",
         )
@@ -236,8 +246,10 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value or []
     if not isinstance(strings, list) or not all(isinstance(each, str) for each in strings):
         raise ApiError("stop must be a string or a list of strings", param="stop")
-    if len(strings) > MAX_STOP or "" in strings:
-        raise ApiError(f"stop must be at most {MAX_STOP} strings, none empty", param="stop")
+    is_text = "".join(strings).encode("utf-8", "ignore").decode() == "".join(strings)
+    if len(strings) > MAX_STOP or "" in strings or not is_text:
+        reason = f"stop must be at most {MAX_STOP} strings, none empty or with a lone surrogate"
+        raise ApiError(reason, param="stop")
     return tuple(strings)
 
 

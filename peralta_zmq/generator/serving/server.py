@@ -2,6 +2,7 @@
 
     POST /v1/chat/completions    a completion of a chat, or a stream of its chunks
     GET  /v1/models              the name of the model
+    GET  /v1/models/NAME         the same model; the base URL of a client may lack /v1
 
 Handlers run in a thread of the server. They poll the tokens that the engine's thread samples, so
 that a token costs the engine no switch of threads.
@@ -10,7 +11,6 @@ that a token costs the engine no switch of threads.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import socket
@@ -24,26 +24,28 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from peralta_zmq import models
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.generator.serving.engine import (
+from peralta_zmq.generator.serving.chats import (
     MAX_WAITING,
     ChatCompletion,
+    ChatQueue,
     InterruptedChatError,
     QueueFullError,
-    ServingEngine,
 )
 from peralta_zmq.generator.serving.protocol import (
     ApiError,
     ChatRequest,
     Replies,
     TextStream,
+    check_model,
     parse_request,
 )
-from peralta_zmq.observe.asgi_server import make_server, names_this_machine
+from peralta_zmq.http_server import FOREIGN_HOST, listen, may_answer
+from peralta_zmq.observe.asgi_server import make_server
 
 POLL_SECONDS = 0.05  # between two chunks of a stream, and two checks for a client that hung up
 CLOSE_SECONDS = 2.0
@@ -52,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChatServer:
-    """Serves chats of `engine` in a daemon thread. Use with `closing`.
+    """Serves chats in a daemon thread. Use with `closing`.
 
     `model` is the name that requests may give. `token` is the API key; None = none is needed.
     Raises ConfigError if the port cannot be used.
@@ -60,7 +62,7 @@ class ChatServer:
 
     def __init__(
         self,
-        engine: ServingEngine,
+        chats: ChatQueue,
         tokenizer: models.Tokenizer,
         *,
         host: str,
@@ -70,22 +72,22 @@ class ChatServer:
         template_kwargs: Mapping[str, Any],
     ) -> None:
         try:
-            self._socket = socket.create_server((host, port))
+            self._socket = listen(host, port, host_setting="generator.serve_port")
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"generator.serve_port: port {port} cannot be used ({error}); choose another"
             ) from None
         self.port = int(self._socket.getsockname()[1])  # the assigned port if `port` is 0
         self.url = f"http://{host if token is None else socket.gethostname()}:{self.port}/v1"
-        self._engine = engine
-        api = Api(engine, tokenizer, model=model, template_kwargs=template_kwargs)
-        self._server = make_server(make_app(api, host=host, token=token))
+        self._chats = chats
+        api = Api(chats, tokenizer, model=model, template_kwargs=template_kwargs)
+        self._server = make_server(make_app(api, token=token))
         self._thread = threading.Thread(target=self._serve, name="chats", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving; waiting chats are interrupted."""
-        self._engine.close()
+        """Stop serving; chats are interrupted."""
+        self._chats.close()
         self._server.should_exit = True
         self._thread.join(CLOSE_SECONDS)
         self._socket.close()
@@ -97,26 +99,28 @@ class ChatServer:
             logger.warning("chat server stopped (%.300r); sampling continues", error)
 
 
-def make_app(api: Api, *, host: str, token: str | None) -> ASGIApp:
-    """The ASGI application, with access control for a server on `host`."""
+def make_app(api: Api, *, token: str | None) -> ASGIApp:
+    """The ASGI application, with access control."""
     routes = [
-        Route("/v1/chat/completions", api.complete_chat, methods=["POST"]),
-        Route("/v1/models", api.list_models),
+        Route("/chat/completions", api.complete_chat, methods=["POST"]),
+        Route("/models", api.list_models),
+        Route("/models/", api.list_models),
+        Route("/models/{name:path}", api.list_models),
     ]
     handlers = {ApiError: _refuse, HTTPException: _refuse_route, Exception: api.fail}
-    app = Starlette(routes=routes, exception_handlers=handlers)
-    return AccessControl(app, host=host, token=token)
+    app = Starlette(routes=[Mount("/v1", routes=routes), *routes], exception_handlers=handlers)
+    return AccessControl(app, token=token)
 
 
 class AccessControl:
-    """ASGI middleware: refuses foreign Host headers and requests without the token.
+    """ASGI middleware: refuses requests without the token, or without one foreign Host headers.
 
     Also refuses bodies that are not declared as JSON: web pages of other sites can send those to
     this machine without asking the browser's permission.
     """
 
-    def __init__(self, app: ASGIApp, *, host: str, token: str | None) -> None:
-        self._app, self._host, self._token = app, host, token
+    def __init__(self, app: ASGIApp, *, token: str | None) -> None:
+        self._app, self._token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -124,12 +128,9 @@ class AccessControl:
             await (_error(refusal) if refusal else self._app)(scope, receive, send)
 
     def _refusal(self, request: Request) -> ApiError | None:
-        header, has_token = request.headers.get("host", ""), self._token is not None
-        if not names_this_machine(header, bound=self._host, has_token=has_token):
-            address = "its IP address" if self._host == "0.0.0.0" else self._host
-            return ApiError(f"the Host header is not a name of this machine; use {address}")
-        key = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._token is not None and not hmac.compare_digest(key.encode(), self._token.encode()):
+        if not may_answer(request.headers, token=self._token):
+            if self._token is None:
+                return ApiError(FOREIGN_HOST)
             message = "wrong API key; use the one in generator.token_file"
             return ApiError(message, status=401, code="invalid_api_key")
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -143,27 +144,29 @@ class Api:
 
     def __init__(
         self,
-        engine: ServingEngine,
+        chats: ChatQueue,
         tokenizer: models.Tokenizer,
         *,
         model: str,
         template_kwargs: Mapping[str, Any],
     ) -> None:
-        self._engine, self._model, self._template_kwargs = engine, model, template_kwargs
+        self._chats, self._model, self._template_kwargs = chats, model, template_kwargs
         self._tokenizer = deepcopy(tokenizer)  # a tokenizer cannot be used in two threads
         self._created = int(time.time())
         self._logged = set[str]()  # types of exceptions
 
     async def list_models(self, request: Request) -> Response:
-        """Return the only model."""
+        """Return the only model, in a list unless the path names it."""
+        name = request.path_params.get("name")
+        check_model(name, self._model)
         card = {
             "id": self._model,
             "object": "model",
             "created": self._created,
             "owned_by": "peralta_zmq",
-            "max_model_len": self._engine.max_model_len,
+            "max_model_len": self._chats.max_model_len,
         }
-        return _json({"object": "list", "data": [card]})
+        return _json({"object": "list", "data": [card]} if name is None else card)
 
     async def complete_chat(self, request: Request) -> Response:
         """Return a completion, or a stream."""
@@ -172,11 +175,11 @@ class Api:
             model=self._model,
             tokenizer=self._tokenizer,
             template_kwargs=self._template_kwargs,
-            max_model_len=self._engine.max_model_len,
+            max_model_len=self._chats.max_model_len,
         )
         replies = Replies(chat_request, self._tokenizer, self._model)
         try:
-            self._engine.submit(chat_request.completions)
+            self._chats.submit(chat_request.completions)
             if chat_request.stream:
                 chunks = self._stream(request, chat_request, replies)
                 return StreamingResponse(chunks, media_type="text/event-stream")
@@ -200,7 +203,7 @@ class Api:
                     return Response()  # nobody reads it
             return _json(replies.whole())
         finally:
-            self._engine.cancel_chats(chats)
+            self._chats.cancel(chats)
 
     async def _stream(
         self, request: Request, chat_request: ChatRequest, replies: Replies
@@ -222,7 +225,7 @@ class Api:
         except InterruptedChatError as error:
             yield _event(_interrupted(error).body)
         finally:
-            self._engine.cancel_chats(chats)
+            self._chats.cancel(chats)
 
     async def fail(self, request: Request, error: Exception) -> Response:
         """Log each type of exception once only: a client may repeat its request."""
@@ -298,7 +301,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
 async def _refuse_route(request: Request, error: Exception) -> Response:
     """An unknown path or method, as OpenAI's API reports it."""
     assert isinstance(error, HTTPException)
-    message = f"unknown request: {request.method} {request.url.path}"
+    message = f"unknown request: {request.method} {request.scope['path']}"
     return _error(ApiError(message, status=error.status_code, code="unknown_url"))
 
 

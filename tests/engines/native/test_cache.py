@@ -30,10 +30,12 @@ def is_zero(cache: KVCache) -> bool:
 
 
 @pytest.fixture
-def nan_in_new_memory() -> Iterator[None]:
+def nan_in_new_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(before)
 
 
 @pytest.mark.usefixtures("nan_in_new_memory")

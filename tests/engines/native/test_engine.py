@@ -29,6 +29,7 @@ from engine_data import (
     switched_greedy,
     tokens,
     trainer_logprobs,
+    with_sampling,
 )  # fmt: skip
 from exactness import assert_as_exact
 from sample_data import tiny_model
@@ -233,34 +234,18 @@ def test_completion_does_not_depend_on_the_number_of_slots(
 
 
 @pytest.mark.parametrize("stop", [(), ("never generated",)])
-def test_none_among_requests_does_not_end_the_source(
+def test_request_may_wait_while_another_is_sampled(
     engine: NativeEngine, stop: tuple[str, ...]
 ) -> None:
     calls: list[int] = []
-    sampling = replace(GREEDY, stop=stop)
-
-    def source() -> Iterator[Request | None]:
-        yield None
-        yield requests()[0]
-        while len(calls) < 20:
-            yield None
-        yield requests()[1]
-
-    completions = sampled(engine, sampling, source(), between_steps=lambda: calls.append(1))
-    assert tokens(completions) == tokens(sampled(engine, sampling, requests()[:2]))
-
-
-def test_requests_are_read_only_when_rows_are_free(engine: NativeEngine) -> None:
-    read: list[int] = []
-
-    def source() -> Iterator[Request]:
-        for request in requests():
-            read.append(request.index)
-            yield request
-
-    completions = engine.generate(source(), Sampling(min_tokens=9, max_completion_length=9))
-    next(completions)
-    assert read == [0, 1, 2, 3]
+    sampling, batch = replace(GREEDY, stop=stop), requests()[:2]
+    expected = tokens(sampled(engine, sampling, batch))
+    completions = sampled(
+        engine, sampling, batch,
+        between_steps=lambda: calls.append(1),
+        may_submit=lambda: engine.num_free() == 4 or len(calls) >= 20,
+    )  # fmt: skip
+    assert tokens(completions) == expected
 
 
 # Prefix cache.
@@ -271,7 +256,7 @@ def tokens_computed(engine: NativeEngine, batch: list[Request], *, length: int =
     computed: list[int] = []
     embed = engine._model.model.embed_tokens
     hook = embed.register_forward_pre_hook(lambda module, ids: computed.append(ids[0].numel()))
-    list(engine.generate(batch, Sampling(temperature=0.0, max_completion_length=length)))
+    sampled(engine, Sampling(temperature=0.0, max_completion_length=length), batch)
     hook.remove()
     return sum(computed)
 
@@ -287,9 +272,12 @@ def test_prompts_and_their_common_prefix_are_computed_once(tokenizer: Any) -> No
 def test_resumed_completions_share_the_common_prefix(tokenizer: Any) -> None:
     engine = engine_of(sharp_model(), tokenizer, slots=4)
     batch = requests([[*range(10, 30), last] for last in range(40, 44)])
-    cut = sampled(engine, GREEDY, batch, between_steps=engine.cancel)
+    engine.submit(with_sampling(GREEDY, batch))
+    engine.advance()
+    cut = engine.drop([request.index for request in batch])
     batch = [replace(each, resumes=cut[each.index]) for each in batch]
     num_cut = len(cut[0].token_ids)
+    engine = engine_of(sharp_model(), tokenizer, slots=4)
     assert tokens_computed(engine, batch, length=num_cut + 1) == 20 + 4 * (1 + num_cut)
 
 
@@ -404,13 +392,17 @@ def test_growing_rows_keep_their_content(tokenizer: Any) -> None:
 # Models in training.
 
 
-def test_live_engine_holds_no_cache_between_calls(tokenizer: Any) -> None:
+@pytest.mark.parametrize("are_dropped", [False, True])
+def test_live_engine_holds_no_cache_without_requests(are_dropped: bool, tokenizer: Any) -> None:
     before = alive(KVCache)
     engine = engine_of(sharp_model(), tokenizer, live=True)
-    in_flight = engine.generate(requests([PROMPTS[0]], siblings=2), Sampling(temperature=0.0))
-    next(in_flight)
+    engine.submit(with_sampling(GREEDY, requests([PROMPTS[0]], siblings=2)))
+    engine.advance()
     assert alive(KVCache) == before + 1
-    in_flight.close()
+    if are_dropped:
+        assert [each.index for each in engine.drop([0, 1])] == [0, 1]
+    while engine.num_free() < 4:
+        engine.advance()
     assert alive(KVCache) == before
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -25,6 +27,7 @@ from peralta_zmq.engines.vllm.engine import saved
 from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
 from peralta_zmq.errors import EngineProcessError, OutageError
 
+REAL_PROGRAM = process.PROGRAM
 PROGRAM = """
 import os, subprocess, sys, time
 from multiprocessing.connection import Connection
@@ -32,7 +35,7 @@ from multiprocessing.connection import Connection
 class OutOfMemoryError(RuntimeError): ...
 
 class Core:
-    def __init__(self, arguments):
+    def __init__(self, arguments, end_ids):
         if "code" in arguments: os._exit(arguments["code"])
         self.child = subprocess.Popen(["sleep", "99"])
     def pid_of_child(self): return self.child.pid
@@ -58,7 +61,7 @@ import sys, time, torch, torch._dynamo
 from peralta_zmq.engines.vllm import core
 
 class Core:
-    def __init__(self, arguments): pass
+    def __init__(self, arguments, end_ids): pass
     def step(self, seconds):
         end = time.monotonic() + seconds
         while time.monotonic() < end: pass
@@ -85,7 +88,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def core() -> Iterator[CoreProcess]:
-    started = CoreProcess({}, threads=1)
+    started = CoreProcess({}, [], threads=1)
     yield started
     started.kill()
 
@@ -126,7 +129,7 @@ def test_killed_process_is_noticed_during_a_call_and_between_calls(core: CorePro
 
 def test_process_that_ends_at_its_start_raises_its_code() -> None:
     with pytest.raises(EngineProcessError, match="of vLLM ended with code 7"):
-        CoreProcess({"code": 7}, threads=1)
+        CoreProcess({"code": 7}, [], threads=1)
 
 
 @pytest.mark.slow
@@ -160,10 +163,29 @@ def test_slow_steps_raise_the_limit_of_the_next_ones(core: CoreProcess) -> None:
     assert core.call("step", SLOW, prompt_tokens=0) == SLOW
 
 
+def test_process_ends_with_the_generator_without_a_traceback(tmp_path: Path) -> None:
+    """Started where a file random.py would hide the module of Python."""
+    (tmp_path / "random.py").write_text("raise ImportError('hidden')")
+    ours, theirs = socket.socketpair()
+    core = subprocess.Popen(
+        [sys.executable, "-c", REAL_PROGRAM, str(theirs.fileno())], pass_fds=[theirs.fileno()],
+        env={**os.environ, "PYTHONPATH": os.getcwd()}, cwd=tmp_path, start_new_session=True,
+        stdin=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    theirs.close()
+    with ours:
+        connection = Connection(os.dup(ours.fileno()))
+        connection.send(("missing", ()))
+        assert connection.recv()[0] == "AttributeError"
+        connection.close()
+    with core:
+        assert core.stderr is not None and core.stderr.read() == b""
+
+
 @pytest.mark.slow
 def test_compilation_in_a_step_does_not_count_as_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "PROGRAM", COMPILES)
-    core = CoreProcess({}, threads=1)
+    core = CoreProcess({}, [], threads=1)
     for _ in range(process.MIN_STEPS):
         core.call("step", 0.0, prompt_tokens=0)
     assert core.call("compile", SLOW, prompt_tokens=0) == [1.0]

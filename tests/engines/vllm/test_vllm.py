@@ -20,6 +20,7 @@ from engine_data import (
     GREEDY,
     PROMPTS,
     assert_exact_logprobs,
+    completed,
     plain_greedy,
     requests,
     sampled,
@@ -29,6 +30,7 @@ from engine_data import (
     switched_greedy,
     tokens,
     trainer_logprobs,
+    with_sampling,
 )
 
 from peralta_zmq import models, registry
@@ -37,7 +39,7 @@ from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
 from peralta_zmq.engines.vllm.refusals import installed_version
 from peralta_zmq.errors import ConfigError, EngineProcessError, OutageError
 from peralta_zmq.registry import EngineSettings, WeightUpdate
-from peralta_zmq.rollout import Completion, Message, Request, Sampling
+from peralta_zmq.rollout import Message, Request, Sampling
 
 BLOCK = 32  # tokens of a block of vLLM's cache
 LOOP = """
@@ -93,19 +95,18 @@ def assert_greedy_matches(engine: Any, seed: int) -> None:
 def test_failed_process_is_noticed_and_restarted_with_newer_weights(
     fault: str, engine: Any
 ) -> None:
-    faults, partial = list[float](), dict[int, Completion]()
-
-    def fail_once() -> None:
-        if not faults:
-            faults.append(time.monotonic())
-            os.kill(engine._core.pid, signal.Signals[fault])
-
+    engine.submit(with_sampling(GREEDY, requests()[:4]))
+    engine.advance()
+    failed_at = time.monotonic()
+    os.kill(engine._core.pid, signal.Signals[fault])
     with pytest.raises(EngineProcessError, match="the process of vLLM"):
-        for each in engine.generate(requests(), GREEDY, fail_once):
-            partial[each.index] = each
-    assert time.monotonic() - faults[0] < 10
+        engine.advance()
+    assert time.monotonic() - failed_at < 10
+    partial = {each.index: each for each in engine.drop(range(4))}
+    assert engine.num_free() == 4
     with pytest.raises(EngineProcessError):  # no samples from weights of the start
         sampled(engine, GREEDY)
+    assert engine.drop(range(4)) == []
     engine.apply(update(7, 8))
     assert engine.step == 7
     assert_greedy_matches(engine, 8)
@@ -188,6 +189,7 @@ def test_memory_that_is_too_small_halves_the_slots_until_one(
         for slots in (2, 1):
             with pytest.raises(EngineProcessError, match=rf"with {slots} slots; lower engine\.s"):
                 sampled(engine, GREEDY)
+            engine.drop(range(len(PROMPTS)))
             engine.apply(update(7, 8))
         with pytest.raises(ConfigError, match=r"engine\.slots 1: CUDA .* engine\.gpu_memory_uti"):
             sampled(engine, GREEDY)
@@ -202,19 +204,17 @@ def test_new_prompt_does_not_use_the_cache_of_earlier_weights(engine: Any) -> No
     """The prompts share three blocks of the cache, and one completion is running at the change."""
     prefix, calls = [5 + index % 50 for index in range(3 * BLOCK)], list[int]()
 
-    def source() -> Iterator[Request | None]:
-        yield Request(0, np.array([*prefix, 9], np.int32))
-        while len(calls) < 6:
-            yield None
-        yield Request(1, np.array([*prefix, 9], np.int32))
-        yield Request(2, np.array([*prefix, 7], np.int32))
+    prompts = [[*prefix, 9], [*prefix, 9], [*prefix, 7]]
 
     def between_steps() -> None:
         calls.append(1)
         if len(calls) == 4:
             engine.apply(update(7, 8))
 
-    first, *later = sampled(engine, GREEDY, source(), between_steps=between_steps)
+    first, *later = sampled(
+        engine, GREEDY, requests(prompts), between_steps=between_steps,
+        may_submit=lambda: engine.num_free() == 4 or len(calls) >= 6,
+    )  # fmt: skip
     assert first.policy_steps.tolist() == [3] * 4 + [7] * 8
     expected, _ = switched_greedy(first, [0] * 4 + [8] * 8)
     assert first.token_ids.tolist() == expected
@@ -245,8 +245,12 @@ def test_bfloat16_model_has_logits_and_logprobs_in_float32(tokenizer: Any) -> No
 def test_completions_are_replaced_at_once(engine: Any) -> None:
     """Ten completions of 3 to 12 tokens in 4 slots take 20 steps; in batches they take 30."""
     steps: list[int] = []
-    batch = [Request(index, np.array(PROMPTS[0], np.int32), 3 + index) for index in range(10)]
-    sampled(engine, GREEDY, batch, between_steps=lambda: steps.append(1))
+    prompt = np.array(PROMPTS[0], np.int32)
+    batch = [
+        Request(index, prompt, replace(GREEDY, max_completion_length=3 + index))
+        for index in range(10)
+    ]
+    assert len(list(completed(engine, batch, between_steps=lambda: steps.append(1)))) == 10
     assert len(steps) <= 24
 
 

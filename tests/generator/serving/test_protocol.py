@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from peralta_zmq import models
-from peralta_zmq.generator.serving.engine import SampledToken
 from peralta_zmq.generator.serving.protocol import (
     ApiError,
     ChatRequest,
     TextStream,
     parse_request,
 )
-from peralta_zmq.rollout import Message
+from peralta_zmq.rollout import Message, SampledToken
 
 HELLO = [{"role": "user", "content": "add 2 to 3."}]
 
@@ -62,6 +62,7 @@ def test_defaults_are_those_of_the_api_and_the_rest_of_the_context(tokenizer: An
     [
         ({"body": b'{"messages": ['}, None, "the body is not valid JSON"),
         ({"body": b"[" * 100_000}, None, "the body is not valid JSON"),
+        ({"model": json.loads("[" * 101 + "]" * 101)}, None, "more than 100 levels"),
         ({"body": b"\xff"}, None, "the body is not valid JSON"),
         ({"body": b"[]"}, None, "the body must be a JSON object"),
         ({"messages": []}, "messages", "at least one message"),
@@ -90,6 +91,8 @@ def test_defaults_are_those_of_the_api_and_the_rest_of_the_context(tokenizer: An
         ({"seed": True}, "seed", "seed must be an integer"),
         ({"stop": ["a"] * 5}, "stop", "at most 4 strings"),
         ({"stop": 3}, "stop", "a string or a list of strings"),
+        ({"stop": "\ud800"}, "stop", "none empty or with a lone surrogate"),
+        ({"messages": [{**HELLO[0], "name": 3}]}, "messages[0].name", "must be text"),
         ({"stream": 1}, "stream", "stream must be true or false"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "with stream only"),
         ({"top_logprobs": 2}, "top_logprobs", "is not supported here; leave it out or set it to 0"),
@@ -107,6 +110,34 @@ def test_bad_request_is_refused_with_field_and_remedy(
     error = caught.value.body["error"]
     assert message in str(error["message"])
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"messages": [{"role": "developer", "content": "Add."}, *HELLO]},
+        {"messages": [{"role": "system", "content": "Add.", "name": "me"}, *HELLO]},
+        {"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": []}, *HELLO]},
+        {"tool_choice": "auto"},
+        {"tools": [], "tool_choice": "none", "parallel_tool_calls": True},
+    ],
+    ids=str,
+)
+def test_forms_of_openai_clients_are_accepted(tokenizer: Any, changes: dict[str, Any]) -> None:
+    (chat,) = parse(tokenizer, **changes).completions
+    messages = [
+        Message({"developer": "system"}.get(row["role"], row["role"]), row["content"] or "")
+        for row in changes.get("messages", HELLO)
+    ]
+    assert chat.prompt_ids.tolist() == models.chat_prompt(tokenizer, messages)
+
+
+@pytest.mark.parametrize("messages", [[{**HELLO[0], "content": "1 " * 400_000}], HELLO * 10_000])
+def test_long_chat_is_refused_before_all_of_it_is_tokenized(tokenizer: Any, messages: Any) -> None:
+    with pytest.raises(ApiError, match="the context of this generator is 64 tokens") as caught:
+        parse(tokenizer, messages=messages)
+    (num_tokens,) = re.findall(r"are at least (\d+) tokens", str(caught.value))
+    assert 64 < int(num_tokens) <= 64 * 16
 
 
 def test_other_model_is_refused_as_not_found(tokenizer: Any) -> None:

@@ -6,10 +6,9 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,18 @@ import numpy as np
 import openai
 import pytest
 import torch
-from engine_data import Opener, assert_exact_logprobs, trainer_logprobs
+from engine_data import Opener, assert_exact_logprobs, sampled, trainer_logprobs
 from openai import OpenAI
 from real_programs import RealRun, until
 
 from peralta_zmq import models
 from peralta_zmq.config import Config
+from peralta_zmq.engines import Sampler
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.generator import serving
-from peralta_zmq.generator.serving.engine import MAX_WAITING, ServingEngine
+from peralta_zmq.generator.serving.chats import MAX_WAITING, ChatQueue
 from peralta_zmq.generator.serving.server import ChatServer
-from peralta_zmq.rollout import Message, Request, Sampling
+from peralta_zmq.rollout import Message, Problem, Request, Sampling
 from tools.link_proxy import free_ports
 
 KEY = "0123456789abcdef" * 2
@@ -39,9 +39,9 @@ class Scene:
     """A chat server, its engine and clients."""
 
     def __init__(self, stack: ExitStack, opener: Opener) -> None:
-        self.sampler = opener.open(models.EMBEDDED, slots=8, max_model_len=128, step=7)
+        self.engine = opener.open(models.EMBEDDED, slots=8, max_model_len=128, step=7)
         self.tokenizer = models.load_tokenizer(models.EMBEDDED)
-        self.engine = ServingEngine(self.sampler, slots=16)
+        self.chats = ChatQueue(slots=16, max_model_len=128)
         self._stack, self._is_over, self._may_run = stack, threading.Event(), threading.Event()
         self.num_trained = 0
         self.resume()
@@ -49,7 +49,7 @@ class Scene:
     def serve(self, token: str | None = None) -> ChatServer:
         """Start a server on any port and the thread that samples."""
         server = ChatServer(
-            self.engine, self.tokenizer, host="127.0.0.1", port=0, token=token, model="demo",
+            self.chats, self.tokenizer, host="127.0.0.1", port=0, token=token, model="demo",
             template_kwargs={},
         )  # fmt: skip
         self._stack.enter_context(closing(server))
@@ -68,16 +68,19 @@ class Scene:
         self._may_run.set()
 
     def _sample(self) -> None:
-        for _ in self.engine.generate(self._requests(), Sampling(max_completion_length=9)):
-            self.num_trained += 1
-
-    def _requests(self) -> Iterator[Request]:
-        prompt = np.array(self.prompt("add 1 to 2."), np.int32)
-        for index in count():
+        """Do as a generator's loop."""
+        sampler, sampling = Sampler(self.engine, self.tokenizer), Sampling(max_completion_length=9)
+        problem = Problem("", "mine", (), "", tuple(self.prompt("add 1 to 2.")))
+        while True:
             self._may_run.wait()
             if self._is_over.is_set():
                 return
-            yield Request(index, prompt)
+            self.chats.submit_due(sampler)
+            while sampler.has_room:
+                sampler.start(problem, 1, sampling)
+            ended = sampler.advance()
+            self.chats.complete(ended)
+            self.num_trained += len(ended)
 
     def prompt(self, text: str) -> list[int]:
         return models.chat_prompt(self.tokenizer, [Message("user", text)])
@@ -115,7 +118,7 @@ def test_reply_is_what_the_engine_samples_with_logprobs_and_usage(
     scene: Scene, client_of: ClientOf
 ) -> None:
     prompt_ids = np.array(scene.prompt(HELLO[0]["content"]), np.int32)
-    (expected,) = scene.sampler.generate([Request(0, prompt_ids)], GREEDY)
+    (expected,) = sampled(scene.engine, GREEDY, [Request(0, prompt_ids)])
     client = client_of(scene.serve().port)
     assert [model.id for model in client.models.list()] == ["demo"]
     options: Any = {"messages": HELLO, "model": "demo", "temperature": 0, "max_tokens": 30}
@@ -197,8 +200,21 @@ def test_refused_requests_have_the_errors_of_the_api(scene: Scene, client_of: Cl
 
     assert post(b"{")[0] == 400
     assert post(b"{}", **{"Content-Type": "text/plain"})[0] == 415
-    status, message = post(b"{}", Host="evil.example")
-    assert status == 400 and message.endswith("not a name of this machine; use 127.0.0.1")
+    assert "messages must be a list" in post(b"{}", Host="box.lan")[1]
+
+
+def test_model_is_shown_by_name_and_paths_may_lack_v1(scene: Scene, client_of: ClientOf) -> None:
+    client = client_of(scene.serve().port)
+    assert client.models.retrieve("demo").id == "demo"
+    with pytest.raises(openai.NotFoundError, match='"gpt-4" does not exist; use "demo"'):
+        client.models.retrieve("gpt-4")
+    client = client.with_options(base_url=str(client.base_url).removesuffix("v1/"))
+    assert [model.id for model in client.models.list()] == ["demo"]
+    reply = client.chat.completions.create(messages=HELLO, model="demo", max_tokens=3)
+    echo: Any = [*HELLO, reply.choices[0].message, *HELLO]  # as clients send it: with all fields
+    assert client.chat.completions.create(messages=echo, model="demo", max_tokens=3).choices
+    with pytest.raises(openai.NotFoundError, match="unknown request: POST /embeddings"):
+        client.embeddings.create(input="a", model="demo")
 
 
 def test_full_queue_is_a_rate_limit_and_a_hang_up_makes_room(
@@ -209,12 +225,12 @@ def test_full_queue_is_a_rate_limit_and_a_hang_up_makes_room(
     options: Any = {"messages": HELLO, "model": "demo"}
     with pytest.raises(openai.APITimeoutError):  # the client hangs up
         client.chat.completions.create(**options, n=MAX_WAITING)
-    until(lambda: not scene.engine._waiting)
+    until(lambda: not scene.chats._waiting)
     stream = client.chat.completions.create(**options, n=MAX_WAITING, stream=True)
     with pytest.raises(openai.RateLimitError, match="32 completions are waiting already"):
         client.chat.completions.create(**options)
     stream.close()
-    until(lambda: not scene.engine._waiting)
+    until(lambda: not scene.chats._waiting)
 
 
 def test_client_that_hangs_up_frees_its_slot(scene: Scene, client_of: ClientOf) -> None:
@@ -260,7 +276,7 @@ def test_port_in_use_names_the_setting(scene: Scene) -> None:
     with pytest.raises(ConfigError, match=r"generator\.serve_port: port \d+ cannot be used"):
         port = scene.serve().port
         ChatServer(
-            scene.engine, scene.tokenizer, host="127.0.0.1", port=port, token=None, model="demo",
+            scene.chats, scene.tokenizer, host="127.0.0.1", port=port, token=None, model="demo",
             template_kwargs={},
         )  # fmt: skip
 

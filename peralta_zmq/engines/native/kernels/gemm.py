@@ -4,9 +4,9 @@ There are two packed orders, and both are faster than a plain weight. One is the
 The other is the order of our C files, which store a weight in panels: gemm.c in bfloat16, for
 processors with AVX512-BF16 or AMX (it multiplies float32 where that is faster than bfloat16), and
 gemm_float.c in float32. There, they are faster than oneDNN for every measured number of input rows
-(products_vs_onednn_* in the results of `bin/bench generation`; float32: docs/benchmarks.md). Each
-implementation is checked against a plain matmul before use, because torch's operators for oneDNN
-are private, and ours depend on the local compiler.
+(products_vs_onednn_* of `bin/bench generation`). Each implementation is checked against a plain
+matmul before use, because torch's operators for oneDNN are private, and ours depend on the local
+compiler.
 """
 
 from __future__ import annotations

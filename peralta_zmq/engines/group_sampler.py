@@ -1,0 +1,313 @@
+"""Sampler: groups of completions for problems, over one engine, with turns.
+
+A group has all completions of one problem. An episode is one of them: one turn, or several if the
+task replies. A turn is one request and its completion. When a turn ends, the reply of the task is
+computed in the background while the engine samples on. The reply is inserted as tokens, in the form
+of the chat template, after the sampled tokens; together they are the prompt of the next turn.
+Sampled tokens are never tokenized again. An episode ends when the task has no reply, after
+`max_turns` turns, or when the context of the engine is full.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from peralta_zmq import models
+from peralta_zmq.errors import TaskError
+from peralta_zmq.registry import Engine
+from peralta_zmq.rollout import (
+    Completion,
+    Int32Array,
+    Message,
+    Problem,
+    Request,
+    SampledToken,
+    Sampling,
+)
+
+WAIT_SECONDS = 0.001  # for a reply, while the engine has no request
+# Distance between the indices of two turns of an episode. The random numbers of a completion depend
+# on its index, so that the turns need different ones.
+TURN_STRIDE = 1 << 40
+
+
+class Replies(Protocol):
+    """Replies of the tasks to completions."""
+
+    def has_turns(self, problem: Problem) -> bool:
+        """Whether the task of the problem replies to completions."""
+        ...
+
+    def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[list[Message] | None]:
+        """The messages that follow `messages`, which begin with the prompt; None ends the episode.
+
+        The future has a TaskError if the reply cannot be computed.
+        """
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The completions of a problem, in the order of their requests when all have ended."""
+
+    problem: Problem
+    replies: Replies | None = None  # if the task has turns
+    completions: list[Completion] = field(default_factory=list[Completion])  # that have ended
+    episodes: list[Episode] = field(default_factory=list["Episode"])  # that have not
+    is_interrupted: bool = False  # by Sampler.interrupt
+
+    def has_older_token(self, step: int) -> bool:
+        """Whether weights before policy step `step` sampled a token, as far as it was returned."""
+        completions = list(self.completions)
+        for episode in self.episodes:
+            completions += episode.turns
+            if episode.request.resumes is not None:
+                completions.append(episode.request.resumes)
+        steps = (completion.policy_steps for completion in completions)  # -1: not sampled
+        return any(bool(((each >= 0) & (each < step)).any()) for each in steps)
+
+
+@dataclass(slots=True, eq=False)
+class Episode:
+    """An episode in flight."""
+
+    group: Group
+    index: int  # Request.index of the first turn
+    request: Request  # of the last turn
+    turns: list[Completion] = field(default_factory=list[Completion])  # that have ended
+    messages: list[Message] = field(default_factory=list[Message])  # after the prompt
+    reply: Future[list[Message] | None] | None = None  # to the last turn, while it is computed
+
+
+class Sampler:
+    """Samples groups with an engine that has no other user meanwhile."""
+
+    def __init__(self, engine: Engine, tokenizer: models.Tokenizer, *, max_turns: int = 1) -> None:
+        self._engine, self._tokenizer, self._max_turns = engine, tokenizer, max_turns
+        self._num_started = 0  # episodes of groups
+        self._num_alone = 0  # of single completions, whose indices are negative
+        self._groups: list[Group] = []  # in flight
+        self._ended: list[Group] = []  # not returned yet
+        self._queue: deque[Episode] = deque()  # whose request the engine does not have yet
+        self._sampled: dict[int, Episode] = {}  # by index of the request that the engine has
+        self._answered: list[Episode] = []  # whose reply is computed
+        self.num_resumed = 0  # completions that were resumed so far, after some tokens
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of groups whose completions have not all ended, without interrupted ones."""
+        return sum(not group.is_interrupted for group in self._groups)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the engine could start a completion of another group now."""
+        return self._engine.num_free() > len(self._queue)
+
+    def start(
+        self,
+        problem: Problem,
+        num_generations: int,
+        sampling: Sampling,
+        *,
+        replies: Replies | None = None,
+    ) -> Group:
+        """Start a group of `num_generations` completions."""
+        tokens = problem.input_token_ids or models.chat_prompt(
+            self._tokenizer, problem.messages, **problem.chat_template_kwargs
+        )
+        prompt_ids = np.array(tokens, np.int32)
+        has_turns = replies is not None and replies.has_turns(problem)
+        group = Group(problem, replies if has_turns else None)
+        first = self._num_started
+        self._num_started += num_generations
+        for index in range(first, self._num_started):
+            request = Request(index, prompt_ids, sampling, may_continue=has_turns)
+            group.episodes.append(Episode(group, index, request))
+        self._groups.append(group)
+        self._queue.extend(group.episodes)
+        return group
+
+    def start_alone(
+        self, prompt_ids: Int32Array, sampling: Sampling, *, sampled: list[SampledToken]
+    ) -> Group:
+        """Start a single completion, before those that wait; `sampled` gets its tokens at once.
+
+        The random numbers of others do not depend on it.
+        """
+        self._num_alone += 1
+        request = Request(
+            -self._num_alone, prompt_ids, sampling, is_standalone=True, sampled=sampled
+        )
+        group = Group(Problem("", "", (), "", tuple(prompt_ids.tolist())))
+        group.episodes.append(Episode(group, request.index, request))
+        self._groups.append(group)
+        self._queue.extendleft(group.episodes)
+        return group
+
+    def advance(self) -> list[Group]:
+        """Take a decode step of the engine; returns the groups that have ended.
+
+        If only replies are missing, waits up to WAIT_SECONDS for one. Raises EngineError and
+        EngineProcessError as the engine: then the groups in flight must be dropped or interrupted.
+        """
+        self._receive_replies()
+        self._submit()
+        if self._sampled:
+            for completion in self._engine.advance():
+                self._end_turn(self._sampled.pop(completion.index), completion)
+        elif self._answered and not self._ended:
+            replies = [episode.reply for episode in self._answered if episode.reply is not None]
+            wait(replies, timeout=WAIT_SECONDS, return_when=FIRST_COMPLETED)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def interrupt(self, groups: Collection[Group]) -> None:
+        """Take groups out of the engine; they keep the tokens sampled so far."""
+        for group in groups:
+            group.is_interrupted = True
+        for completion in self._leave_engine():
+            episode = self._sampled[completion.index]
+            episode.request = replace(episode.request, resumes=completion)
+        self._forget_interrupted()
+
+    def resume(self, groups: Collection[Group]) -> None:
+        """Sample interrupted groups on, before those that wait."""
+        resumed = [group for group in groups if group.is_interrupted]
+        for group in resumed:
+            group.is_interrupted = False
+        episodes = [episode for group in resumed for episode in group.episodes]
+        self._queue.extendleft(each for each in reversed(episodes) if each.reply is None)
+
+    def drop(self, groups: Collection[Group]) -> None:
+        """End groups without a result; cancels the replies that are computed."""
+        for group in groups:
+            group.is_interrupted = True
+            for episode in group.episodes:
+                if episode.reply is not None:
+                    episode.reply.cancel()
+        self._leave_engine()
+        self._forget_interrupted()
+        self._groups = [group for group in self._groups if group not in groups]
+        self._ended = [group for group in self._ended if group not in groups]
+        self._answered = [each for each in self._answered if each.group not in groups]
+
+    def _leave_engine(self) -> list[Completion]:
+        """Remove the requests of interrupted groups; returns their partial completions."""
+        indices = [index for index, each in self._sampled.items() if each.group.is_interrupted]
+        return self._engine.drop(indices) if indices else []
+
+    def _forget_interrupted(self) -> None:
+        self._queue = deque(each for each in self._queue if not each.group.is_interrupted)
+        self._sampled = {
+            index: each for index, each in self._sampled.items() if not each.group.is_interrupted
+        }
+
+    def _submit(self) -> None:
+        """Give the engine as many requests as it can start."""
+        requests: list[Request] = []
+        for _ in range(min(self._engine.num_free(), len(self._queue))):
+            episode = self._queue.popleft()
+            self._sampled[episode.request.index] = episode
+            self.num_resumed += episode.request.resumes is not None
+            requests.append(episode.request)
+        if requests:
+            self._engine.submit(requests)
+
+    def _end_turn(self, episode: Episode, completion: Completion) -> None:
+        """Add the completion of a turn, and begin to compute the reply if the task has turns."""
+        replies = episode.group.replies
+        if replies is None:
+            self._end(episode, completion)
+            return
+        problem = episode.group.problem
+        episode.turns.append(completion)
+        episode.messages.append(Message("assistant", completion.text))
+        episode.reply = replies.reply(problem, (*problem.messages, *episode.messages))
+        self._answered.append(episode)
+
+    def _receive_replies(self) -> None:
+        """Continue or end the episodes whose reply is there."""
+        for episode in list(self._answered):
+            assert episode.reply is not None
+            if not episode.reply.done():
+                continue
+            self._answered.remove(episode)
+            try:
+                reply = episode.reply.result()
+                if reply is None:
+                    self._end(episode, _joined(episode))
+                elif not self._continue(episode, reply):
+                    self._end(episode, replace(_joined(episode), finish_reason="length"))
+            except TaskError as error:
+                self._end(episode, replace(_joined(episode), error=error))
+
+    def _continue(self, episode: Episode, reply: Sequence[Message]) -> bool:
+        """Request the next turn; False if the episode has reached a limit.
+
+        Raises RewardError if the chat template cannot append the reply.
+        """
+        problem, last = episode.group.problem, episode.turns[-1]
+        room = self._engine.max_model_len - len(last.prompt_ids) - len(last.token_ids)
+        if len(episode.turns) == self._max_turns or len(reply) >= room:
+            return False
+        inserted = models.continuation_ids(
+            self._tokenizer,
+            (*problem.messages, *episode.messages),
+            reply,
+            ended=last.has_end_token,
+            limit=room + 1,  # without the end token, which `last` may have
+            chat_template_kwargs=problem.chat_template_kwargs,
+        )
+        if len(inserted) >= room:
+            return False
+        prompt_ids = np.concatenate([last.prompt_ids, last.token_ids, np.array(inserted, np.int32)])
+        episode.messages += reply
+        episode.reply = None
+        episode.request = Request(
+            last.index + TURN_STRIDE,
+            prompt_ids,
+            episode.request.sampling,
+            continues=last.index,
+            may_continue=True,
+        )
+        if not episode.group.is_interrupted:
+            self._queue.appendleft(episode)  # before the rest of a group that was started
+        return True
+
+    def _end(self, episode: Episode, completion: Completion) -> None:
+        """Add the completion of an episode to its group, which may be the last one."""
+        group = episode.group
+        group.episodes.remove(episode)
+        group.completions.append(completion)
+        if not group.episodes:
+            group.completions.sort(key=lambda each: each.index)
+            self._groups.remove(group)
+            self._ended.append(group)
+
+
+def _joined(episode: Episode) -> Completion:
+    """The completion of an ended episode, from those of its turns."""
+    first, last = episode.turns[0], episode.turns[-1]
+    num_prompt = len(first.prompt_ids)
+    token_ids = np.concatenate([last.prompt_ids, last.token_ids])[num_prompt:]
+    logprobs = np.zeros(len(token_ids), np.float32)
+    policy_steps = np.full(len(token_ids), -1, np.int32)
+    for turn in episode.turns:
+        start = len(turn.prompt_ids) - num_prompt
+        logprobs[start : start + len(turn.token_ids)] = turn.logprobs
+        policy_steps[start : start + len(turn.token_ids)] = turn.policy_steps
+    return replace(
+        last,
+        index=episode.index,
+        prompt_ids=first.prompt_ids,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        policy_steps=policy_steps,
+        messages=tuple(episode.messages),
+    )

@@ -1,0 +1,161 @@
+"""Evaluation groups: the generators answer held-out problems with the weights of one policy step.
+
+The trainer announces the step to evaluate, and which problems are answered. A generator begins with
+its own share of the problems. Training waits, and so do newer weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future
+
+from peralta_zmq import build
+from peralta_zmq.build import dry_run
+from peralta_zmq.config import Config
+from peralta_zmq.engines import Group, Sampler
+from peralta_zmq.environments.curriculum import is_in_bitmap
+from peralta_zmq.environments.dataset import Environments
+from peralta_zmq.environments.held_out import examples_for
+from peralta_zmq.errors import TaskError
+from peralta_zmq.generator.scoring import SampledGroup, ScoringQueue
+from peralta_zmq.generator.trainer_connection import TrainerConnection
+from peralta_zmq.generator.training_groups import TrainingGroups, sampling_seed
+from peralta_zmq.generator.weight_sync import ServedWeights
+from peralta_zmq.rollout import Score
+
+logger = logging.getLogger(__name__)
+
+
+class EvaluationGroups:
+    """Starts the groups of announced evaluations. Use with `closing`."""
+
+    def __init__(
+        self,
+        config: Config,
+        reader: dry_run.PromptReader,
+        training: TrainingGroups,
+        weights: ServedWeights,
+        link: TrainerConnection,
+        rewards: ScoringQueue,
+    ) -> None:
+        self._config, self._reader, self._training = config, reader, training
+        self._weights, self._link, self._rewards = weights, link, rewards
+        self._step = -1  # policy step of the newest evaluation that this generator took part in
+        # Of the running evaluation:
+        self._held_out: Environments | None = None
+        self._positions: Iterator[int] = iter(())  # of the problems that were not started
+        self._groups: list[Group] = []  # in flight
+        self._scores: list[Future[list[Score]]] = []  # of the others
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this generator has to take part in an announced evaluation."""
+        announcement = self._link.announcement
+        return (
+            announcement is not None
+            and self._step < announcement.evaluation_step <= self._weights.version.step
+        )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this generator takes part in an evaluation."""
+        return self._held_out is not None
+
+    def repeat(self) -> None:
+        """Take part in the announced evaluation again; none is running."""
+        self._step = -1
+
+    def submit_due(self, sampler: Sampler) -> None:
+        """Begin an evaluation that is due, and start as many groups as may be started now.
+
+        It begins when no training group is in the engine.
+        """
+        if self._held_out is None:
+            self._training.is_paused = self.is_due
+            if not self.is_due:
+                return
+            if self._config.eval.cancel_inflight_rollouts_on_eval:
+                sampler.interrupt(self._training.groups)
+            if any(not group.is_interrupted for group in self._training.groups):
+                return
+            self._held_out = self._open_problems()
+        if self._held_out is not None:
+            self._start_groups(sampler, self._held_out)
+
+    def take(self, ended: Collection[Group]) -> list[SampledGroup]:
+        """Remove the evaluation's groups among those that have ended, and begin to score them."""
+        sampled: list[SampledGroup] = []
+        for group in ended:
+            if self._held_out is not None and group in self._groups:
+                self._groups.remove(group)
+                scores = self._held_out.score(group.problem, group.completions)
+                self._scores.append(scores)
+                sampled.append(SampledGroup(group.problem, group.completions, scores, self._step))
+        return sampled
+
+    def drop(self, sampler: Sampler) -> int:
+        """End the evaluation, and drop its groups in flight; returns their number."""
+        groups = self._groups
+        sampler.drop(groups)
+        self.close()
+        return len(groups)
+
+    def close(self) -> None:
+        """End the evaluation."""
+        if self._held_out is not None:
+            self._held_out.close()
+        self._held_out = None
+        self._groups = []
+        self._scores = []
+
+    def _open_problems(self) -> Environments | None:
+        """The held-out problems; None, with a warning, if they cannot be used."""
+        config, link = self._config, self._link
+        assert link.announcement is not None  # because an evaluation is due
+        self._step = step = link.announcement.evaluation_step
+        try:
+            held_out = build.open_environments(config, "eval", limit=config.eval.num_examples)
+        except TaskError as error:
+            logger.warning("evaluation of step %d skipped: %s", step, error)
+            return None
+        held_out, findings = dry_run.check_prompts(config, held_out, "eval", self._reader)
+        if fatal := next((finding for finding in findings if finding.is_fatal), None):
+            logger.warning("evaluation of step %d skipped: %s", step, fatal.text)
+            held_out.close()
+            return None
+        seed = sampling_seed(config.run.seed, link.outbox.sender, f"evaluation {step}")
+        self._sampling_of = build.eval_group_sampling(config, seed=seed)
+        index, count = config.generator.index, config.generator.count
+        # Generators number themselves by the order of the live senders, which all of them receive.
+        senders = sorted(link.announcement.received)
+        if link.outbox.sender in senders:
+            index, count = senders.index(link.outbox.sender), len(senders)
+        self._positions = examples_for(
+            len(held_out.problems), index=index, count=count, answered=self._is_answered
+        )
+        return held_out
+
+    def _is_answered(self, position: int) -> bool:
+        announcement = self._link.announcement
+        return announcement is not None and is_in_bitmap(announcement.answered, position)
+
+    def _start_groups(self, sampler: Sampler, held_out: Environments) -> None:
+        """Start as many groups as may be started now; ends the evaluation after the last one."""
+        announcement = self._link.announcement
+        may_end = announcement is None or announcement.evaluation_step != self._step
+        while not may_end and self._has_room(sampler, held_out):
+            position = next(self._positions, None)
+            if position is None:
+                may_end = True
+            else:
+                problem = held_out.problems[position]
+                self._groups.append(
+                    sampler.start(problem, *self._sampling_of(problem), replies=held_out)
+                )
+        if may_end and not self._groups and all(each.done() for each in self._scores):
+            self.close()
+
+    def _has_room(self, sampler: Sampler, held_out: Environments) -> bool:
+        num_unsent = len(self._groups) + len(self._rewards)
+        return sampler.has_room and self._link.outbox.has_room(num_unsent) and held_out.has_room

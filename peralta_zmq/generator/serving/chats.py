@@ -1,0 +1,135 @@
+"""Chats that wait for the generator's engine, or are sampled beside its groups.
+
+They take at most every SLOTS_PER_CHAT-th slot at the same time, and start at least START_SECONDS
+apart. A slot is one completion that an engine samples concurrently.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+
+from peralta_zmq.engines import Group, Sampler
+from peralta_zmq.rollout import Completion, Int32Array, SampledToken, Sampling
+
+# Both bound what chats take from training, with a large model and with a small one.
+SLOTS_PER_CHAT = 8  # of these slots, one may be a chat's
+START_SECONDS = 0.025  # between two starts, each of which takes some milliseconds
+DROPPED = "the generator dropped its completions, as after a roll-back of the run; try again"
+MAX_WAITING = 32  # completions; together with those in flight below the limit of connections
+
+
+class QueueFullError(Exception):
+    """MAX_WAITING completions wait already."""
+
+
+class InterruptedChatError(Exception):
+    """The completion was dropped."""
+
+
+class ChatCompletion:
+    """A completion that a client waits for."""
+
+    def __init__(self, prompt_ids: Int32Array, sampling: Sampling) -> None:
+        self.prompt_ids, self.sampling = prompt_ids, sampling
+        self.tokens: list[SampledToken] = []  # so far; written by the engine's thread only
+        self.is_cancelled = False
+        self.result: Future[Completion] = Future()
+        self.result.set_running_or_notify_cancel()  # so that no waiting task can cancel it
+
+    def complete(self, completion: Completion) -> None:
+        """Set the result, and the tokens for an engine that does not append them."""
+        arrays = completion.token_ids, completion.logprobs, completion.policy_steps
+        columns = [array.tolist() for array in arrays]
+        self.tokens = [SampledToken(*token) for token in zip(*columns, strict=True)]
+        self.result.set_result(completion)
+
+
+class ChatQueue:
+    """The chats of a generator; `submit` and `cancel` may be called in any thread."""
+
+    def __init__(
+        self, *, slots: int, max_model_len: int, start_seconds: float = START_SECONDS
+    ) -> None:
+        self.max_model_len = max_model_len  # maximum of prompt and completion together, in tokens
+        self._max_in_flight = max(1, slots // SLOTS_PER_CHAT)
+        self._start_seconds = start_seconds
+        self._next_start = 0.0  # monotonic seconds
+        self._in_flight: dict[Group, ChatCompletion] = {}
+        self._waiting: deque[ChatCompletion] = deque()
+        self._lock = threading.Lock()  # of `_waiting` and `_is_closed`
+        self._is_closed = False
+
+    def submit(self, chats: Sequence[ChatCompletion]) -> None:
+        """Queue completions, all or none.
+
+        A prompt and its longest completion must fit into `max_model_len`. Raises QueueFullError,
+        and InterruptedChatError after `close`.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise InterruptedChatError("the run has ended")
+            if len(self._waiting) + len(chats) > MAX_WAITING:
+                raise QueueFullError
+            self._waiting.extend(chats)
+
+    def cancel(self, chats: Sequence[ChatCompletion]) -> None:
+        """Remove completions from the queue, or end them after the next token."""
+        with self._lock:
+            for chat in chats:
+                chat.is_cancelled = True
+                if chat in self._waiting:
+                    self._waiting.remove(chat)
+
+    # Called by the generator's loop.
+
+    def submit_due(self, sampler: Sampler) -> None:
+        """Start as many chats as may start, and end those that were cancelled."""
+        cancelled = [group for group, chat in self._in_flight.items() if chat.is_cancelled]
+        if cancelled:
+            sampler.drop(cancelled)
+            for group in cancelled:
+                del self._in_flight[group]
+        while len(self._in_flight) < self._max_in_flight:
+            chat = self._next()
+            if chat is None:
+                return
+            group = sampler.start_alone(chat.prompt_ids, chat.sampling, sampled=chat.tokens)
+            self._in_flight[group] = chat
+
+    def complete(self, ended: Collection[Group]) -> None:
+        """Set the results of chats whose groups have ended."""
+        for group in ended:
+            if (chat := self._in_flight.pop(group, None)) is not None:
+                chat.complete(group.completions[0])
+
+    def interrupt(self, sampler: Sampler) -> None:
+        """Drop the chats in flight."""
+        sampler.drop(list(self._in_flight))
+        self._fail(self._in_flight.values(), DROPPED)
+        self._in_flight.clear()
+
+    def close(self) -> None:
+        """Interrupt all chats, and refuse further ones; the loop has ended."""
+        with self._lock:
+            self._is_closed = True
+            waiting = list(self._waiting)
+            self._waiting.clear()
+        self._fail([*self._in_flight.values(), *waiting], "the run has ended")
+
+    def _next(self) -> ChatCompletion | None:
+        """The chat that may start, if there is one."""
+        now = time.monotonic()
+        with self._lock:
+            if not self._waiting or now < self._next_start:
+                return None
+            self._next_start = now + self._start_seconds
+            return self._waiting.popleft()
+
+    @staticmethod
+    def _fail(chats: Collection[ChatCompletion], reason: str) -> None:
+        for chat in chats:
+            chat.result.set_exception(InterruptedChatError(reason))

@@ -1,0 +1,213 @@
+"""Groups of completions, with a scripted engine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peralta_zmq import models
+from peralta_zmq.engines import Group, Sampler
+from peralta_zmq.errors import EngineProcessError
+from peralta_zmq.registry import WeightUpdate
+from peralta_zmq.rollout import Completion, Message, Problem, Request, Sampling
+
+PROBLEMS = [
+    Problem(str(number), "calculator", (Message("user", f"{number} plus 2"),), str(number + 2))
+    for number in range(1, 4)
+]
+
+
+class ScriptedEngine:
+    """An engine of which the test says which completions end, and what the others have."""
+
+    step, max_model_len = 0, 128
+
+    def __init__(self, slots: int = 99) -> None:
+        self._slots = slots
+        self.in_flight: dict[int, Request] = {}
+        self.submitted: list[Request] = []
+        self.ending: list[Sequence[int]] = []  # indices that end in the next steps
+        self.partial: dict[int, int] = {}  # index -> policy step of the tokens of a dropped one
+
+    def num_free(self) -> int:
+        return self._slots - len(self.in_flight)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        assert len(requests) <= self.num_free()
+        self.submitted += requests
+        self.in_flight |= {request.index: request for request in requests}
+
+    def advance(self) -> list[Completion]:
+        ended = self.ending.pop(0) if self.ending else [*self.in_flight]
+        return [completion_of(self.in_flight.pop(index)) for index in ended]
+
+    def drop(self, ids: Collection[int]) -> list[Completion]:
+        dropped = [self.in_flight.pop(index) for index in ids if index in self.in_flight]
+        return [
+            replace(completion_of(each, self.partial[each.index]), is_partial=True)
+            for each in dropped
+            if each.index in self.partial
+        ]
+
+    def apply(self, update: WeightUpdate) -> None:
+        raise NotImplementedError
+
+
+def completion_of(request: Request, step: int = 0) -> Completion:
+    return Completion(
+        index=request.index,
+        prompt_ids=request.prompt_ids,
+        token_ids=np.array([5, 2], np.int32),
+        logprobs=np.array([-1, -1], np.float32),
+        policy_steps=np.array([step, step], np.int32),
+        finish_reason="stop",
+        text="5",
+    )
+
+
+def indices_of(requests: Sequence[Request]) -> list[int]:
+    return [request.index for request in requests]
+
+
+def test_group_ends_with_the_last_of_its_completions_in_order(tokenizer: Any) -> None:
+    engine = ScriptedEngine()
+    sampler = Sampler(engine, tokenizer)
+    groups = [sampler.start(problem, 2, Sampling()) for problem in PROBLEMS]
+    engine.ending = [[4], [1], [5], [2], [0], [3]]  # the third problem is complete first
+    steps = [sampler.advance() for _ in engine.ending[:]]
+    assert steps == [[], [], [groups[2]], [], [groups[0]], [groups[1]]]
+    for number, group in enumerate(groups):
+        assert [each.index for each in group.completions] == [2 * number, 2 * number + 1]
+        expected = models.chat_prompt(tokenizer, group.problem.messages)
+        assert all(each.prompt_ids.tolist() == expected for each in group.completions)
+    assert sampler.num_in_flight == 0
+
+
+def test_group_may_be_started_while_a_slot_is_free(tokenizer: Any) -> None:
+    engine = ScriptedEngine(slots=3)
+    sampler = Sampler(engine, tokenizer)
+    sampler.start(PROBLEMS[0], 2, Sampling())
+    assert sampler.has_room
+    sampler.start(PROBLEMS[1], 2, Sampling())
+    assert not sampler.has_room
+    engine.ending = [[], [0]]
+    sampler.advance()
+    assert not sampler.has_room and indices_of(engine.submitted) == [0, 1, 2]
+    sampler.advance()
+    assert not sampler.has_room  # the rest of the group needs the slot
+    sampler.advance()
+    assert sampler.has_room and indices_of(engine.submitted) == [0, 1, 2, 3]
+
+
+def test_tokenized_prompt_is_used_unchanged(tokenizer: Any) -> None:
+    sampler = Sampler(ScriptedEngine(), tokenizer)
+    sampler.start(Problem("1", "calculator", (), "5", input_token_ids=(7, 0, 9)), 1, Sampling())
+    (group,) = sampler.advance()
+    assert group.completions[0].prompt_ids.tolist() == [7, 0, 9]
+
+
+def test_each_group_has_its_own_size_and_sampling(tokenizer: Any) -> None:
+    engine, samplings = ScriptedEngine(), [Sampling(seed=3), Sampling(temperature=0.5)]
+    sampler = Sampler(engine, tokenizer)
+    for problem, size, sampling in zip(PROBLEMS, (2, 3), samplings, strict=False):
+        sampler.start(problem, size, sampling)
+    assert [len(group.completions) for group in sampler.advance()] == [2, 3]
+    assert [each.sampling for each in engine.submitted] == [samplings[0]] * 2 + [samplings[1]] * 3
+
+
+def test_single_completion_takes_a_slot_before_others_that_wait(tokenizer: Any) -> None:
+    engine = ScriptedEngine(slots=1)
+    sampler = Sampler(engine, tokenizer)
+    sampler.start(PROBLEMS[0], 2, Sampling())
+    sampler.advance()
+    sampler.start_alone(np.array([7, 9], np.int32), Sampling(), sampled=[])
+    sampler.advance()
+    sampler.advance()
+    assert indices_of(engine.submitted) == [0, -1, 1]
+
+
+# Interruptions.
+
+
+def test_interrupted_groups_are_requested_again_with_their_tokens(tokenizer: Any) -> None:
+    engine = ScriptedEngine()
+    sampler = Sampler(engine, tokenizer)
+    groups = [sampler.start(problem, 2, Sampling()) for problem in PROBLEMS[:2]]
+    engine.ending, engine.partial = [[0]], {2: 4}
+    assert sampler.advance() == []
+    sampler.interrupt(groups)
+    assert (sampler.num_in_flight, sampler.num_resumed) == (0, 0)
+    groups.append(sampler.start(PROBLEMS[2], 2, Sampling()))
+    engine.submitted = []
+    sampler.resume(groups)
+    assert sampler.num_resumed == 0  # not submitted yet
+    assert sampler.advance() == groups
+    assert indices_of(engine.submitted) == [1, 2, 3, 4, 5]
+    partial = engine.submitted[1].resumes
+    assert partial is not None and (partial.index, partial.token_ids.tolist()) == (2, [5, 2])
+    assert [each.resumes for each in engine.submitted if each.index != 2] == [None] * 4
+    assert (sampler.num_in_flight, sampler.num_resumed) == (0, 1)
+
+
+def test_other_groups_are_sampled_while_one_is_interrupted(tokenizer: Any) -> None:
+    engine = ScriptedEngine()
+    sampler = Sampler(engine, tokenizer)
+    first = sampler.start(PROBLEMS[0], 2, Sampling())
+    engine.ending = [[]]
+    sampler.advance()
+    sampler.interrupt([first])
+    second = sampler.start(PROBLEMS[1], 2, Sampling())
+    assert sampler.advance() == [second]
+    assert sampler.advance() == []
+    sampler.resume([first])
+    assert sampler.advance() == [first]
+
+
+def test_oldest_token_of_a_group_is_that_of_any_completion(tokenizer: Any) -> None:
+    engine = ScriptedEngine()
+    sampler = Sampler(engine, tokenizer)
+    groups = [sampler.start(problem, 2, Sampling()) for problem in PROBLEMS]
+    engine.ending, engine.partial = [[0]], {2: 4}
+    sampler.advance()
+    sampler.interrupt(groups)
+
+    def older(step: int) -> list[Group]:
+        return [group for group in groups if group.has_older_token(step)]
+
+    assert [older(step) for step in (0, 1, 4, 5)] == [[], groups[:1], groups[:1], groups[:2]]
+
+
+def test_dropped_groups_leave_the_engine_and_the_queue(tokenizer: Any) -> None:
+    engine = ScriptedEngine(slots=3)
+    sampler = Sampler(engine, tokenizer)
+    groups = [sampler.start(problem, 2, Sampling()) for problem in PROBLEMS]
+    engine.ending = [[]]
+    sampler.advance()
+    sampler.drop(groups[:2])
+    assert (sampler.num_in_flight, engine.num_free()) == (1, 3)
+    assert sampler.advance() == groups[2:]
+    assert indices_of(engine.submitted) == [0, 1, 2, 4, 5]
+
+
+def test_tokens_of_a_failed_engine_are_resumed(tokenizer: Any) -> None:
+    class FailingEngine(ScriptedEngine):
+        def advance(self) -> list[Completion]:
+            if not self.ending:
+                raise EngineProcessError("the process has ended")
+            return super().advance()
+
+    engine = FailingEngine()
+    sampler = Sampler(engine, tokenizer)
+    groups = [sampler.start(PROBLEMS[0], 2, Sampling())]
+    with pytest.raises(EngineProcessError):
+        sampler.advance()
+    engine.partial = {0: 3, 1: 3}
+    sampler.interrupt(groups)
+    sampler.resume(groups)
+    engine.ending = [[0, 1]]
+    assert sampler.advance() == groups
+    assert sampler.num_resumed == 2
