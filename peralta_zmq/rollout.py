@@ -1,17 +1,22 @@
 """Data types that all packages share: problems, completions, rollouts, groups.
 
 A generator samples several completions for one problem and scores them. A rollout is a completion
-with its prompt and reward; a group is all rollouts that were sampled together for one problem. The
-trainer consumes one batch of groups in each training step, and then publishes the new weights. The
-policy step of weights is the number of training steps that produced the weights; 0 = the base
-model. The end token is the token with which the model ends a completion. Index t of every array
-with the shape [T] belongs to token t.
+with its prompt and reward; a group is all rollouts that were sampled together for one problem, sent
+to the trainer as one message. An incarnation is the 8 random bytes that a generator draws at each
+start and for each new run; a sender, NAME/INCARNATION, is one incarnation of one generator, and
+numbers its groups 0, 1, ... (`sequence`). A turn is a span of context tokens followed by a span of
+generated tokens; a rollout has one or more turns. The trainer consumes one batch of groups in each
+training step, and then publishes the new weights as a weight version: a keyframe (all weights) or a
+delta (the changes since the previous version). The policy step of weights is the number of training
+steps that produced them, 0 for the base model; the policy step of a token is that of the weights
+that sampled it. The end token is the token with which the model ends a completion. Index t of every
+array with the shape [T] belongs to token t.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from itertools import accumulate, zip_longest
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -61,9 +66,11 @@ class Problem:
     messages: tuple[Message, ...]  # the prompt as a chat
     answer: str  # only for the reward function, never part of the prompt
     input_token_ids: tuple[int, ...] = ()  # the prompt as token ids; replaces `messages` if given
-    sample_index: int = -1  # see RolloutGroup.sample_index; -1 = not assigned yet
+    sample_index: int | None = None  # see RolloutGroup.sample_index; None = not assigned yet
     # For messages: line in the data file, or number in the environment; 0 = not set.
     row: int = field(default=0, compare=False, repr=False)
+    # The prompt is a text of a data set: functions with TRL's signature get texts, not messages.
+    is_text: bool = False
     # JSON values for the reward functions, never part of the prompt.
     info: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     # Variables of the chat template, such as enable_thinking.
@@ -124,27 +131,34 @@ class GroupSampling(NamedTuple):
     sampling: Sampling
 
 
+class SampledToken(NamedTuple):
+    """One token of a completion."""
+
+    token_id: int
+    logprob: float  # as defined on Rollout.logprobs
+    step: int  # policy step of the weights
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request for one completion of a prompt."""
 
-    index: int  # identifies the completion, because an engine returns completions in any order
+    index: int  # identifies the completion, and determines its random numbers with the seed
     prompt_ids: Int32Array  # [P]
-    max_completion_length: int | None = None  # tokens; None = the value in Sampling
+    sampling: Sampling = Sampling()
     # The prompt may be the tokens of an earlier request and its completion, and inserted tokens. An
     # engine then needs to compute the keys and values of the inserted tokens only.
     continues: int | None = None  # index of the earlier request
     may_continue: bool = False  # whether another request may continue this one
-    sampling: Sampling | None = None  # None = the parameters of the call of `generate`
     is_standalone: bool = False
     """Not one of a group: no other prompt begins like this one, and the random numbers depend on
     the seed of the sampling parameters only, and not on the index."""
     resumes: Completion | None = None
     """The partial completion to resume: its tokens are kept, with their logprobs and policy steps,
     and count towards all limits."""
-    on_token: Callable[[int, float, int], bool] | None = None
-    """Called with token, logprob and policy step after each sampled token. Ends the completion if
-    it returns False. An engine that decodes whole batches does not call it."""
+    sampled: list[SampledToken] | None = None
+    """The engine appends each token when it is sampled. An engine that decodes whole batches
+    appends none."""
 
     @property
     def prefix_ids(self) -> Int32Array:
@@ -170,7 +184,7 @@ class Completion:
     finish_reason: FinishReason
     text: str  # text of the last turn, without its end token
     has_end_token: bool = False  # whether the last token is an end token
-    is_partial: bool = False  # cancelled before its end; another request can resume it
+    is_partial: bool = False  # dropped before its end; another request can resume it
     messages: tuple[Message, ...] = ()  # after the prompt, if the problem has turns
     error: TaskError | None = None  # the reason why an episode could not be continued
 
@@ -279,10 +293,11 @@ class RolloutGroup:
     weights_id: str  # of the oldest weights: first 16 hex digits of their manifest's sha256
     rollouts: Sequence[Rollout]
     min_sequence: int = 0  # the generator will never send or resend a group with a lower sequence
-    sample_index: int = -1
+    sample_index: int | None = None
     """Position of the problem in the run's shuffled sequence of problems, which all generators
-    share and which continues over epochs: 0, 1, 2, ...; -1 = unknown."""
-    evaluation_step: int = -1  # policy step of the weights to evaluate; -1 = a group for training
+    share and which continues over epochs: 0, 1, 2, ...; None = unknown."""
+    evaluation_step: int | None = None
+    """Policy step of the weights to evaluate; None = a group for training."""
     summary: InitVar[GroupSummary | None] = None
     """Values of the three fields below; None = compute them."""
     rewards: tuple[float, ...] = field(init=False, repr=False)  # Rollout.reward of each rollout

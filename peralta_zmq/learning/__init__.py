@@ -1,1 +1,1 @@
-"""Training on rollout groups. Start reading at `learner.Learner.learn`."""
+"""Training on rollout groups. Start reading at `learner.Learner`."""

@@ -1,13 +1,11 @@
 """Decides which rollout groups are trained, and records the outcome of each group.
 
-A group is all rollouts of one problem, sent as one message. A sender is one incarnation (start) of
-a generator; the sequence numbers of its groups are 0, 1, ... `Admission.admit` decides whether a
-group is admitted to the batch of a training step. The outcome of the group is the first row of this
-table that applies; the last two admit it, all others drop it:
+`Admission.admit` decides whether a group is admitted to the batch of a training step. The outcome
+of the group is the first row of this table that applies; the last two admit it, all others drop it:
 
     invalid     the group has no rollouts, because the decoder rejected them
-    abandoned   sampled from weights that a roll-back of the run has undone, or received for a step
-                that had not begun when the trainer was started with checkpoint.skip_buffer
+    abandoned   sampled from weights that a roll-back of the run has undone, or received after the
+                last step
     evaluated   completions of held-out problems, for an evaluation
     mismatched  the sender is flagged: its logprobs differ too much from the trainer's
     stale       sampled from weights that are more than `max_off_policy_steps` steps old
@@ -61,12 +59,14 @@ class Admission:
     """The `weights_id` of each weight version that a roll-back of the run has undone."""
     flagged: set[str] = field(default_factory=set[str])
     """Senders whose mean logprob mismatch with the trainer exceeds the configured bound."""
+    is_over: bool = False  # the last step is taken, so that no group is trained anymore
     duplicates: int = 0  # groups that arrived when they were settled
 
     def admit(self, group: RolloutGroup, *, step: int) -> AdmissionDecision:
         """Decide whether step `step` trains the group, and settle it with the outcome."""
         decision = self._decide(group, step)
-        sequence, min_sequence = group.sequence, group.min_sequence
+        sequence = group.sequence
+        min_sequence = group.min_sequence
         if self.ledger.settle(group.sender, sequence, decision, min_sequence=min_sequence):
             return decision
         self.duplicates += 1
@@ -77,10 +77,11 @@ class Admission:
         # The newest weights now are those of `step` - 1. A group sampled from later weights was
         # sampled before the run was rolled back.
         is_abandoned = group.newest_step >= step or group.weights_id in self.abandoned
+        is_evaluated = group.evaluation_step is not None
         conditions: dict[Outcome, bool] = {
             "invalid": not group.rollouts,
-            "abandoned": is_abandoned,
-            "evaluated": group.evaluation_step >= 0,
+            "abandoned": is_abandoned or (self.is_over and not is_evaluated),
+            "evaluated": is_evaluated,
             "mismatched": group.sender in self.flagged,
             "stale": staleness(group, step=step) > self.max_off_policy_steps,
             "filtered": self.online_difficulty_filtering and group.mean_reward in (0.0, 1.0),
@@ -124,7 +125,8 @@ class Ledger:
         The sender never sends groups below `min_sequence` again, so those that have not arrived
         become lost.
         """
-        settled, above = self.settled(sender), self._above.get(sender, set())
+        settled = self.settled(sender)
+        above = self._above.get(sender, set())
         if sequence <= settled or sequence in above:
             return False
         self.outcomes[outcome] += 1
@@ -134,7 +136,8 @@ class Ledger:
         if min_sequence > settled + 1:
             passed = {number for number in above if number < min_sequence}
             self._count_lost(min_sequence - settled - 1 - len(passed))
-            settled, above = min_sequence - 1, above - passed
+            settled = min_sequence - 1
+            above = above - passed
         while settled + 1 in above:
             settled += 1
             above.remove(settled)
@@ -146,11 +149,6 @@ class Ledger:
             self._above[sender] = above
         self._limit_memory()
         return True
-
-    def change_outcome(self, before: str, after: str) -> None:
-        """Change the outcome of one settled group."""
-        self.outcomes[before] -= 1
-        self.outcomes[after] += 1
 
     def is_plausible(self, sender: str, sequence: int) -> bool:
         """False if the sequence is more than MAX_JUMP above the sender's highest."""
@@ -195,9 +193,11 @@ class Ledger:
     def copy(self) -> Ledger:
         """An independent copy; much faster than `saved`."""
         ledger = Ledger()
-        ledger.outcomes, ledger._forgotten = self.outcomes.copy(), self._forgotten
+        ledger.outcomes = self.outcomes.copy()
+        ledger._forgotten = self._forgotten
         # Both share the sets in `_above`: `settle` replaces a set instead of changing it.
-        ledger._settled, ledger._above = self._settled.copy(), self._above.copy()
+        ledger._settled = self._settled.copy()
+        ledger._above = self._above.copy()
         ledger._num_above = self._num_above
         return ledger
 

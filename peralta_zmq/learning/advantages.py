@@ -1,8 +1,7 @@
 """Advantages of rollouts from their rewards, and filters that remove rollouts.
 
-A rollout is one completion of a problem; a group is all rollouts of one problem. To add a function,
-write it here and add its line to the table in `registry.py`. The function's keywords become options
-in [advantage] or [filter].
+To add a function, write it here and add its line to the table in `registry.py`. The function's
+keywords become options in [advantage] or [filter].
 
     def advantage(rewards, lengths, *, option=...) -> list[float]
 
@@ -184,7 +183,8 @@ def check_turn_rewards(advantage: AdvantageFunction, shaping: RewardShaping) -> 
     Those are estimators that compare different turns or groups, and changes of the reward.
     """
     is_normalized = shaping.multi_objective_aggregation == "normalize_then_sum"
-    step_wide, penalty = step_wide_setting(advantage), shaping.length_penalty
+    step_wide = step_wide_setting(advantage)
+    penalty = shaping.length_penalty
     refused = [
         (step_wide, bool(step_wide)),
         ("advantage.multi_objective_aggregation normalize_then_sum", is_normalized),
@@ -355,7 +355,8 @@ def apply_filters(
     that filter NAME detected; `filter/taken_out` is the number removed from the loss.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    included, counts = [True] * len(rollouts), dict[str, int]()
+    included = [True] * len(rollouts)
+    counts = dict[str, int]()
     for rule in filters:
         detected = [rule.detects(rollout) for rollout in rollouts]
         counts[f"filter/{rule.name}"] = sum(detected)

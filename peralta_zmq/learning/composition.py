@@ -185,7 +185,7 @@ PRESETS: dict[str, Preset] = {
          "importance_sampling_clip_max": None},
     ),
     "m2po": Preset(
-        "arXiv 2510.01161, AReaL", {"objective": "ratio", "m2_threshold": 0.04}
+        "arXiv 2510.01161", {"objective": "ratio", "m2_threshold": 0.04}
     ),
     "grpo_kl": Preset(
         "async-grpo, with kl_clamp estimate",
@@ -226,7 +226,8 @@ def compose(
                 f"loss.{option} has no effect without loss.{needed}; set it or remove loss.{option}"
             )
     for low, high in BOUNDS:
-        lower, upper = getattr(parts, low), getattr(parts, high)
+        lower = getattr(parts, low)
+        upper = getattr(parts, high)
         if lower is not None and upper is not None and not lower < upper:
             raise ConfigError(
                 f"loss.{low} {lower} is not below loss.{high} {upper}; "

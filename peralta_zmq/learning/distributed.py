@@ -34,7 +34,9 @@ class SingleRank:
     must make the same number of forward and backward passes.
     """
 
-    rank, world_size, lockstep = 0, 1, False
+    rank = 0
+    world_size = 1
+    lockstep = False
 
     def prepare(self, model: Module) -> Module:
         return model
@@ -45,8 +47,8 @@ class SingleRank:
     def all_gather(self, values: Tensor) -> Tensor:
         return values
 
-    def sum_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        return dict(sums)
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
 
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         pass
@@ -73,7 +75,8 @@ class DistributedRanks:
     """
 
     def __init__(self, device: torch.device, *, shards: bool) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
         self.lockstep = shards
         self._device = device
         self._commands: Any = dist.new_group(backend="gloo", timeout=COMMAND_TIMEOUT)
@@ -95,13 +98,11 @@ class DistributedRanks:
         self.all_reduce(gathered)
         return gathered
 
-    def sum_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Sum each named number over all ranks; a rank without the name adds nothing."""
-        content, total = json.dumps(sums).encode(), dict[str, float]()
-        for rank in range(self.world_size):
-            for name, value in json.loads(self._broadcast_bytes(content, source=rank)).items():
-                total[name] = total.get(name, 0.0) + value
-        return total
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON value of each rank, on every rank."""
+        content = json.dumps(value).encode()
+        ranks = range(self.world_size)
+        return [json.loads(self._broadcast_bytes(content, source=rank)) for rank in ranks]
 
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Replace each parameter's gradient by its sum over all ranks.
@@ -164,7 +165,8 @@ class DistributedRanks:
         All ranks except 0 call it.
         """
         header, _, content = self._broadcast_bytes(b"", group=self._commands).partition(b"\n")
-        fields, stream = json.loads(header), io.BytesIO(content)
+        fields = json.loads(header)
+        stream = io.BytesIO(content)
         return {**fields, "payloads": [stream.read(size) for size in fields["sizes"]]}
 
     def _broadcast_bytes(self, content: bytes, *, source: int = 0, group: Any = None) -> bytes:

@@ -1,17 +1,18 @@
 """Training of the policy on groups of rollouts.
 
-`Learner.learn` takes one training step: filter the rollouts and compute advantages (advantages.py),
-pack them into micro-batches (packing.py), compute the logprobs of reference models, and update the
-parameters (update.py). A training step has train.num_minibatches updates, each on a share of its
-groups, and repeats them train.num_iterations times.
+    learner.add(groups)             # as often as groups arrive
+    result = learner.finish_step()
 
-`Learner.accumulate` computes a full micro-batch of the next step before all groups of the step are
-there. The micro-batches of a step then depend on which groups were there at each call, so a trainer
-that repeats the step must make the same calls; its journal has them.
+A training step filters the rollouts and computes advantages (advantages.py), packs them into
+micro-batches (packing.py), computes the logprobs of reference models, and updates the parameters
+(update.py). It has train.num_minibatches updates, each on a share of its groups, and repeats them
+train.num_iterations times.
 
-A rollout is a prompt with its completion; a group is all rollouts of one problem. The sender of a
-group is one process of a generator. A rank is one process of a data-parallel trainer. An update
-whose gradient is not finite is skipped; a step with a skipped update counts as skipped.
+`add` computes the micro-batches that the groups fill, so that few are left when the last group of
+the step arrives. The micro-batches depend only on the groups and their order, not on the time at
+which they arrive: a restarted trainer that repeats the step computes the same bits.
+
+An update whose gradient is not finite is skipped; a step with a skipped update counts as skipped.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,23 +82,21 @@ class LearnerSettings:
     advantage: AdvantageFunction
     shaping: RewardShaping = field(default_factory=RewardShaping)
     filters: Sequence[Filter] = ()
-    betas: tuple[float, float]  # of AdamW
-    weight_decay: float
     optim: adamw.Optim = "adamw"
-    max_grad_norm: float
     packing: Packing
     num_minibatches: int = 1  # of a step, which has at least one group for each
     num_iterations: int = 1  # updates on each mini-batch
     keep_zero_std: bool = False  # train also on groups in which all rewards are equal
     divisor: Divisor | None = None
-    """The total over the step by which the loss divides, if `accumulate` may compute micro-batches
-    before all groups of a step are there; None if a step needs all of its groups first."""
+    """The total over the step by which the loss divides, if `add` may compute micro-batches before
+    all groups of a step are there; None if a step needs all of its groups first."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of a training step."""
+    """Result of a training step on `groups`."""
 
+    groups: Sequence[RolloutGroup]
     metrics: dict[str, float]
     skip_reason: str = ""  # empty if the step was not skipped
     mismatch: dict[str, Mismatch] = field(default_factory=dict[str, Mismatch])  # by sender
@@ -108,10 +108,10 @@ class StepResult:
 
 
 @dataclass(slots=True)
-class PackedGroups:
-    """The first groups of a step, packed into samples, of which some may have been computed."""
+class StepInProgress:
+    """The groups added to a step; they are packed into samples, of which some are computed."""
 
-    names: list[str] = field(default_factory=list[str])  # of the groups
+    groups: list[RolloutGroup] = field(default_factory=list[RolloutGroup])
     advantages: list[list[Advantage]] = field(default_factory=list[list[Advantage]])  # by group
     samples: list[PackedSample] = field(default_factory=list[PackedSample])  # not computed yet
     num_sampled: int = 0  # groups that have samples, computed or not
@@ -119,6 +119,8 @@ class PackedGroups:
     num_detected: Counter[str] = field(default_factory=Counter[str])  # of `apply_filters`
     computed: list[ComputedBatch] = field(default_factory=list[ComputedBatch])
     random_state: Tensor | None = None  # torch's, before the first computed micro-batch
+    seconds: float = 0.0  # spent on the step
+    overlapped: float = 0.0  # of `seconds`: before the newest groups were added
 
 
 class Learner:
@@ -127,9 +129,9 @@ class Learner:
     `compute_logprobs` is the policy's forward pass; `compute_with_entropy` replaces it for a loss
     with an entropy bonus. `reference` and `teacher` compute other models' logprobs of the same
     tokens, and `selection` leaves out some of the tokens. `demonstrations` are trained in each
-    update of a step. `learning_rate` is a function of the step, counted from 1. The optimizer
-    updates the `masters` of the parameters, if there are any. Every rank of `ranks` must make the
-    same calls with the same groups; it computes its share of them.
+    update of a step. `update` returns the numbers of the updates of a step, counted from 1. The
+    optimizer updates the `masters` of the parameters, if there are any. Every rank of `ranks` must
+    make the same calls with the same groups; it computes its share of them.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class Learner:
         parameters: Mapping[str, torch.nn.Parameter],
         settings: LearnerSettings,
         *,
-        learning_rate: Callable[[int], float],
+        update: Callable[[int], adamw.UpdateSettings],
         compute_logprobs: ComputeLogprobs,
         compute_with_entropy: ComputeLogprobsAndEntropy | None = None,
         masters: MasterWeights | None = None,
@@ -148,77 +150,88 @@ class Learner:
         ranks: Ranks = SINGLE,
     ) -> None:
         self.step = 0
-        self._learning_rate = learning_rate
+        self._update = update
         self._num_skipped = self._num_skipped_in_a_row = 0
-        self._parameters, self._settings, self._ranks = parameters, settings, ranks
-        self._compute_logprobs, self._compute_with_entropy = compute_logprobs, compute_with_entropy
-        self._reference, self._teacher, self._selection = reference, teacher, selection
+        self._parameters = parameters
+        self._settings = settings
+        self._ranks = ranks
+        self._compute_logprobs = compute_logprobs
+        self._compute_with_entropy = compute_with_entropy
+        self._reference = reference
+        self._teacher = teacher
+        self._selection = selection
         self._demonstrations = demonstrations
         self._masters = masters
-        self._packed = PackedGroups()  # of step `self.step + 1`
+        self._current = StepInProgress()  # of step `self.step + 1`
         self._device = next(iter(parameters.values())).device
+        first = update(1)
         self._optimizer = adamw.make_optimizer(
             parameters,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
+            betas=(first.adam_beta1, first.adam_beta2),
+            weight_decay=first.weight_decay,
             optim=settings.optim,
         )
         if masters is not None:
             masters.attach(self._optimizer)
 
-    def add_groups(self, groups: Sequence[RolloutGroup]) -> None:
-        """Add those of the first groups of step `self.step + 1` that have not been added.
-
-        Later calls, and the call of `learn`, must pass these groups first. Has no effect if
-        `LearnerSettings.divisor` is None.
-        """
-        if self._settings.divisor is not None:
-            self._pack(groups)
+    @property
+    def next_update(self) -> adamw.UpdateSettings:
+        """Numbers of the updates of step `self.step + 1`, according to the settings."""
+        return self._update(self.step + 1)
 
     @property
-    def has_full_micro_batch(self) -> bool:
-        """True if the added groups fill a micro-batch that has not been computed."""
-        return bool(full_micro_batch(self._packed.samples, self._settings.packing))
-
-    def accumulate(self) -> None:
-        """Add the gradient of a full micro-batch of the added groups; no effect without one."""
-        packed, settings = self._packed, self._settings
-        if not (indices := full_micro_batch(packed.samples, settings.packing)):
-            return
-        if packed.random_state is None:
-            packed.random_state = torch.get_rng_state()
-        chosen = [packed.samples[index] for index in indices]
-        batch = to_micro_batch(chosen, settings.packing, self._device)
-        (batch,) = self._with_reference_logprobs([batch])
-        computed = add_gradient(
-            batch,
-            loss=settings.loss,
-            compute_logprobs=self._compute_logprobs,
-            compute_with_entropy=self._compute_with_entropy,
-        )
-        packed.computed.append(computed)
-        remaining = set(range(len(packed.samples))).difference(indices)
-        packed.samples = [packed.samples[index] for index in sorted(remaining)]
+    def seconds(self) -> float:
+        """Seconds spent on step `self.step + 1` so far."""
+        return self._current.seconds
 
     def learn(
-        self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None
+        self, groups: Sequence[RolloutGroup], *, repeated: adamw.UpdateSettings | None = None
     ) -> StepResult:
-        """Take step `self.step + 1` on these groups.
+        """Take a whole step: `add`, then `finish_step`."""
+        self.add(groups)
+        return self.finish_step(repeated=repeated)
 
-        When a restarted trainer repeats a step from its journal, `learning_rate` is the rate that
-        the step had before; otherwise it is None, and the schedule sets the rate. Raises
+    def add(self, groups: Sequence[RolloutGroup]) -> None:
+        """Add groups to step `self.step + 1`, and compute the micro-batches that they fill.
+
+        Only keeps the groups for `finish_step` if `LearnerSettings.divisor` is None.
+        """
+        if not groups:
+            return
+        started = time.monotonic()
+        current = self._current
+        current.overlapped = current.seconds
+        current.groups += groups
+        if self._settings.divisor is not None:
+            for group in groups:
+                self._pack([group])
+                while indices := full_micro_batch(current.samples, self._settings.packing):
+                    self._compute(indices)
+        current.seconds += time.monotonic() - started
+
+    def finish_step(self, *, repeated: adamw.UpdateSettings | None = None) -> StepResult:
+        """Take step `self.step + 1` on the added groups.
+
+        When a restarted trainer repeats a step from its journal, `repeated` has the numbers that
+        the step was trained with; otherwise it is None, and the settings define them. Raises
         TrainingError at the third consecutive skipped step, but never in a repeated step, because
         then every restart would fail.
         """
-        self.step += 1
         started = time.monotonic()
-        rate = self._learning_rate(self.step) if learning_rate is None else learning_rate
-        adamw.set_learning_rate(self._optimizer, rate)
+        numbers = self.next_update if repeated is None else repeated
+        self.step += 1
+        adamw.set_options(
+            self._optimizer,
+            lr=numbers.learning_rate,
+            betas=(numbers.adam_beta1, numbers.adam_beta2),
+            weight_decay=numbers.weight_decay,
+        )
         settings = self._settings
-        self._pack(groups)
-        packed, self._packed = self._packed, PackedGroups()
-        num_rollouts = sum(len(group.rollouts) for group in groups)
-        mini_batches, selection_metrics = self._mini_batches(packed.samples)
+        current = self._current
+        self._pack(current.groups[len(current.advantages) :])
+        self._current = StepInProgress()
+        num_rollouts = sum(len(group.rollouts) for group in current.groups)
+        mini_batches, selection_metrics = self._mini_batches(current.samples)
         sft = None
         if self._demonstrations is not None:
             sft = self._demonstrations.term(self.step, device=self._device, ranks=self._ranks)
@@ -229,64 +242,81 @@ class Learner:
                 loss=settings.loss,
                 compute_logprobs=self._compute_logprobs,
                 compute_with_entropy=self._compute_with_entropy,
-                computed=packed.computed,
+                computed=current.computed,
                 divisor=settings.divisor or "tokens",
                 sft=sft,
-                max_grad_norm=settings.max_grad_norm,
+                max_grad_norm=numbers.max_grad_norm,
                 ranks=self._ranks,
             )
             for batches in mini_batches * settings.num_iterations
         ]
         skip_reason = next((update.skip_reason for update in updates if update.skip_reason), "")
-        self._count_skipped(skip_reason, is_repeated=learning_rate is not None)
+        self._count_skipped(skip_reason, is_repeated=repeated is not None)
         if self._reference is not None:
             self._reference.sync(self.step)
         mismatch = updates[0].mismatch  # later updates start from weights that no generator has
         excluded = {name: why for update in updates for name, why in update.excluded.items()}
         metrics = {
-            **step_metrics.describe_groups(groups, step=self.step),
-            **{name: count / num_rollouts for name, count in packed.num_detected.items()},
+            **step_metrics.describe_groups(current.groups, step=self.step),
+            **{name: count / num_rollouts for name, count in current.num_detected.items()},
             **step_metrics.mean_metrics([update.metrics for update in updates]),
             **selection_metrics,
             "skipped_steps": self._num_skipped,
             "num_excluded": len(excluded),
-            **packed.metrics,
-            "learning_rate": rate,
-            "time/forward_backward": time.monotonic() - started,
+            **current.metrics,
+            "learning_rate": numbers.learning_rate,
+            "time/forward_backward": current.seconds + time.monotonic() - started,
+            "time/overlapped": current.overlapped,
             **({} if self._masters is None else self._masters.movement(self._ranks)),
             **step_metrics.mismatch_metrics(mismatch),
         }
-        means = [*map(mean_advantages, groups, packed.advantages)]
-        return StepResult(metrics, skip_reason, mismatch, excluded, means)
+        means = [*map(mean_advantages, current.groups, current.advantages)]
+        return StepResult(current.groups, metrics, skip_reason, mismatch, excluded, means)
 
     def _pack(self, groups: Sequence[RolloutGroup]) -> None:
-        """Pack those of the first groups of the step that have not been packed."""
-        settings, packed = self._settings, self._packed
-        names = [group.name for group in groups]
-        new = groups[len(packed.names) :]
-        assert names[: len(packed.names)] == packed.names, "other groups were added before"
-        if not new:
+        """Filter and pack the next groups of the step."""
+        if not groups:
             return
-        included, num_detected = apply_filters(new, settings.filters)
+        settings = self._settings
+        current = self._current
+        included, num_detected = apply_filters(groups, settings.filters)
         advantages = advantages_of(
-            new,
+            groups,
             settings.advantage,
             shaping=settings.shaping,
             keep_zero_std=settings.keep_zero_std,
         )
         samples, metrics = pack_groups(
-            new,
+            groups,
             advantages,
             settings.packing,
             included=included,
-            first_group=packed.num_sampled,
+            first_group=current.num_sampled,
         )
-        packed.names = names
-        packed.advantages += advantages
-        packed.samples += samples
-        packed.num_sampled = samples[-1].group + 1 if samples else packed.num_sampled
-        packed.metrics.update(metrics)
-        packed.num_detected.update(num_detected)
+        current.advantages += advantages
+        current.samples += samples
+        current.num_sampled = samples[-1].group + 1 if samples else current.num_sampled
+        current.metrics.update(metrics)
+        current.num_detected.update(num_detected)
+
+    def _compute(self, indices: Sequence[int]) -> None:
+        """Add the gradient of the micro-batch of these samples."""
+        settings = self._settings
+        current = self._current
+        if current.random_state is None:
+            current.random_state = torch.get_rng_state()
+        chosen = [current.samples[index] for index in indices]
+        batch = to_micro_batch(chosen, settings.packing, self._device)
+        (batch,) = self._with_reference_logprobs([batch])
+        computed = add_gradient(
+            batch,
+            loss=settings.loss,
+            compute_logprobs=self._compute_logprobs,
+            compute_with_entropy=self._compute_with_entropy,
+        )
+        current.computed.append(computed)
+        remaining = set(range(len(current.samples))).difference(indices)
+        current.samples = [current.samples[index] for index in sorted(remaining)]
 
     def _mini_batches(
         self, samples: Sequence[PackedSample]
@@ -308,7 +338,8 @@ class Learner:
             )
             for index in range(min(settings.num_minibatches, num_groups))
         ]
-        batches, metrics = list(chain(*mini_batches)), dict[str, float]()
+        batches = list(chain(*mini_batches))
+        metrics = dict[str, float]()
         batches = self._with_reference_logprobs(batches)
         if self._selection is not None:
             batches, metrics = self._selection(batches, self._ranks)
@@ -334,9 +365,8 @@ class Learner:
             raise TrainingError(
                 f"steps {self.step - MAX_SKIPPED + 1} to {self.step} had no finite gradient "
                 f"({skip_reason}) and were skipped. The same command continues with new "
-                "groups; if it ends here again, choose another --run.name with a lower "
-                "train.learning_rate or another [loss], or fix the rewards and resume a checkpoint "
-                "with --checkpoint.resume-step"
+                "groups; if it ends here again, lower train.learning_rate, or go back with "
+                "--run.fork and --run.from-step, and with other rewards or another [loss]"
             )
 
     # Checkpoints
@@ -344,7 +374,7 @@ class Learner:
     def state(self) -> dict[str, Tensor]:
         """Tensors of a checkpoint by path, unsharded; only rank 0 gets all tensors.
 
-        The random state is that at the end of the newest step, whatever `accumulate` has computed.
+        The random state is that at the end of the newest step, whatever `add` has computed.
         Paths: model/NAME, remainder/NAME (`MasterWeights`), OPTIM/KIND/NAME (`adamw.state_of`),
         reference/NAME (only of a reference with sync_steps), rng/torch, skipped and demonstrations
         (`Demonstrations.state`).
@@ -356,7 +386,7 @@ class Learner:
                 tensors[f"{self._settings.optim}/{kind}/{name}"] = gather(tensor)
         skipped = torch.tensor([self._num_skipped, self._num_skipped_in_a_row])
         sft = {} if self._demonstrations is None else self._demonstrations.state()
-        random_state = self._packed.random_state
+        random_state = self._current.random_state
         if random_state is None:
             random_state = torch.get_rng_state()
         return tensors | sft | {"rng/torch": random_state, "skipped": skipped}
@@ -367,20 +397,20 @@ class Learner:
             yield name, gather_tensor(parameter.detach(), rank=self._ranks.rank)
 
     def restore(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from the `state` of `step`; discards the gradients that `accumulate` has added.
+        """Continue from the `state` of `step`; discards the groups that `add` has added.
 
         Raises ValueError, with nothing changed, for the state of another model or optimizer.
         """
         self._check_state(tensors)
-        self._packed = PackedGroups()
+        self._current = StepInProgress()
         self._optimizer.zero_grad()
         for path, tensor in self._live_tensors().items():
             tensor.copy_(shard_tensor(tensors[path], tensor))
         optimizer_state: dict[str, dict[str, Tensor]] = {}
-        for path, tensor in tensors.items():
+        for path in tensors:
             if path.startswith(f"{self._settings.optim}/"):
                 _, kind, name = path.split("/", 2)
-                shard = shard_tensor(tensor, self._parameters[name])
+                shard = shard_tensor(tensors[path], self._parameters[name])
                 optimizer_state.setdefault(name, {})[kind] = shard
         adamw.set_state(self._optimizer, self._parameters, optimizer_state)
         torch.set_rng_state(tensors["rng/torch"])
@@ -405,8 +435,9 @@ class Learner:
         if different := names ^ self._parameters.keys():
             owner = "the checkpoint" if min(different) in names else "the model"
             raise ValueError(f"only {owner} has the parameter {min(different)}")
+        specs: Any = getattr(tensors, "specs", tensors)  # those of a file without reading it
         for name, parameter in self._parameters.items():
-            shape = tensors[f"model/{name}"].shape
+            shape = specs[f"model/{name}"].shape
             if shape != parameter.shape:
                 raise ValueError(f"{name} has shape {list(shape)}, not {list(parameter.shape)}")
         live = self._live_tensors().keys()

@@ -129,7 +129,8 @@ def policy_loss(tokens: Tokens, parts: Composition) -> tuple[Tensor, Metrics]:
     Raises ConfigError if the logprobs of a reference model or teacher are needed, but missing.
     """
     old = tokens.old_logprobs
-    weight, metrics = None, dict[str, Tensor]()
+    weight = None
+    metrics = dict[str, Tensor]()
     if parts.importance_sampling_mode and tokens.prox_logprobs is not None:
         old = tokens.prox_logprobs
         weight, metrics = _off_policy_weight(tokens, tokens.prox_logprobs, parts)
@@ -148,7 +149,8 @@ def policy_loss(tokens: Tokens, parts: Composition) -> tuple[Tensor, Metrics]:
         metrics |= {name: mean(tokens, flags) for name, flags in clipped.items()}
     if parts.has_masks or tokens.selected is not None:
         masked, mask_metrics = _masked(tokens, advantages, parts)
-        per_token, metrics = per_token * ~masked, metrics | mask_metrics
+        per_token = per_token * ~masked
+        metrics = metrics | mask_metrics
     if parts.kl_tau and parts.objective != "importance":
         per_token = per_token + parts.kl_tau * (tokens.logprobs - tokens.old_logprobs) ** 2
     if parts.beta:
@@ -208,7 +210,8 @@ def _off_policy_weight(
     if level == "sequence":
         log_weight = sequence_sum(tokens, log_weight)[tokens.sequence]
     weight = ratio_of(log_weight)
-    low, high = parts.importance_sampling_clip_min, parts.importance_sampling_clip_max
+    low = parts.importance_sampling_clip_min
+    high = parts.importance_sampling_clip_max
     if low is None and high is None:
         return weight, {}
     if kind == "truncate":
@@ -244,7 +247,8 @@ def _token_masks(
     token_mask has bounds for the ratio; the other options limit the difference: dppo_mask for the
     sign of A, ipo_threshold in both directions, one_sided_threshold downwards.
     """
-    ratio, is_positive = ratio_of(log_ratio), advantages > 0
+    ratio = ratio_of(log_ratio)
+    is_positive = advantages > 0
     change = tokens.logprobs.detach().exp() - tokens.old_logprobs.exp()
     limits = [  # limit of the fall, limit of the rise, tokens that they apply to
         (parts.dppo_mask_low, None, ~is_positive),
@@ -288,7 +292,8 @@ def _rollout_masks(tokens: Tokens, log_ratio: Tensor, parts: Composition) -> dic
 
 def _outside(values: Tensor, low: float | None, high: float | None) -> Tensor:
     """True for values below `low` or above `high`; None = no bound."""
-    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    low = -math.inf if low is None else low
+    high = math.inf if high is None else high
     return (values < low) | (values > high)
 
 

@@ -48,10 +48,9 @@ class MasterWeights:
             for name, parameter in parameters.items():
                 full = full_tensor(parameter.detach())
                 masters = make_masters(name, full)
-                rounded = masters.to(dtype).float()
+                rounded, remainders = split_masters(masters, dtype)
                 is_kept = (rounded == full.to(dtype).float()) | full.isnan()
                 assert is_kept.all(), f"masters of {name} round to other weights"
-                remainders = _difference(masters, rounded, REMAINDERS[dtype])
                 self.remainders[name] = shard_tensor(remainders, parameter.detach())
                 parameter.detach().copy_(shard_tensor(rounded, parameter.detach()))
         random = torch.Generator().manual_seed(0)
@@ -84,8 +83,8 @@ class MasterWeights:
     def split(self) -> None:
         """Set the parameters to the rounded masters again."""
         for weights, remainders in self._parts():
-            rounded = weights.to(self._dtype).float()
-            remainders.copy_(_difference(weights, rounded, remainders.dtype))
+            rounded, new_remainders = split_masters(weights, self._dtype)
+            remainders.copy_(new_remainders)
             weights.copy_(rounded)
 
     def movement(self, ranks: Ranks) -> dict[str, float]:
@@ -137,9 +136,16 @@ class MasterWeights:
         return samples
 
 
-def _difference(masters: Tensor, rounded: Tensor, kind: torch.dtype) -> Tensor:
-    """Difference of the bits of fp32 weights as integers of dtype `kind`."""
-    difference = masters.view(torch.int32) - rounded.view(torch.int32)
+def split_masters(masters: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The weights that fp32 masters round to in `dtype`, as fp32, and the remainders."""
+    rounded = masters.to(dtype).float()
+    remainders = masters.view(torch.int32) - rounded.view(torch.int32)
+    kind = REMAINDERS[dtype]
     if kind == torch.int16:  # a master in the middle of its interval has 2**15: take the one below
-        difference.clamp_(max=(1 << 15) - 1)
-    return difference.to(kind)
+        remainders.clamp_(max=(1 << 15) - 1)
+    return rounded, remainders.to(kind)
+
+
+def join_masters(weights: Tensor, remainders: Tensor) -> Tensor:
+    """The fp32 masters: the inverse of `split_masters`."""
+    return (weights.view(torch.int32) + remainders).view(torch.float32)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -27,6 +28,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 PART = 1 << 22  # elements; a multiple of BLOCK
 BLOCK = 256  # elements of a block of 8-bit codes, which has one scale
 QUANTILE_MAPS = ("qmap1", "qmap2")  # constant code tables of bitsandbytes; not saved
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """What may differ between the updates of a run: numbers, and what computes them."""
+
+    learning_rate: float
+    adam_beta1: float
+    adam_beta2: float
+    weight_decay: float
+    max_grad_norm: float
+    arithmetic: Mapping[str, str] = field(default_factory=dict[str, str])  # models/arithmetic.py
 
 
 def learning_rate(step: int, *, peak: float, kind: str, warmup_steps: int, max_steps: int) -> float:
@@ -52,7 +65,7 @@ def make_optimizer(
     weight_decay: float,
     optim: Optim = "adamw",
 ) -> torch.optim.Optimizer:
-    """Create AdamW with learning rate 0; call `set_learning_rate` before each step.
+    """Create AdamW with learning rate 0; call `set_options` before each step.
 
     Raises ConfigError if bitsandbytes is needed and cannot be imported.
     """
@@ -117,7 +130,8 @@ def _update_in_parts(
 
     On a CPU this needs 20 bytes per element of its tensors, so it gets one part after another.
     """
-    state, kinds = optimizer.state[parameter], ("state1", "state2", "absmax1", "absmax2")
+    state = optimizer.state[parameter]
+    kinds = ("state1", "state2", "absmax1", "absmax2")
     tensors = (parameter, cast(Tensor, parameter.grad), *(state[kind] for kind in kinds[:2]))
     has_codes = state["state1"].dtype == torch.uint8
     if parameter.device.type != "cpu" or not has_codes or not _is_divisible(*tensors):
@@ -147,10 +161,10 @@ def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(each.detach().view(-1).split(PART) for each in tensors), strict=True)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of all following steps."""
+def set_options(optimizer: torch.optim.Optimizer, **options: Any) -> None:
+    """Set options such as `lr`, `betas` or `weight_decay` for all following steps."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group.update(options)
 
 
 def clip_and_step(optimizer: torch.optim.Optimizer, max_grad_norm: float, ranks: Ranks) -> float:

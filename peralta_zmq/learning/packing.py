@@ -91,7 +91,9 @@ class TreeBuilder:
         Returns False, with nothing changed, if the tree would grow beyond `max_tokens` tokens. The
         first sequence is added at any length.
         """
-        prefix, last, start = list[int](), -1, len(self.tokens)
+        prefix = list[int]()
+        last = -1
+        start = len(self.tokens)
         while len(prefix) < len(sequence) and (last, sequence[len(prefix)]) in self._next:
             prefix.append(last := self._next[last, sequence[len(prefix)]])
         suffix = sequence[len(prefix) :]
@@ -124,7 +126,9 @@ def pack_groups(
     (num_dropped); the number of tokens in the loss (num_loss_tokens); and of generated tokens in
     groups with an advantage of 0 in all rollouts (num_no_signal_tokens).
     """
-    samples, num_truncated, num_dropped = list[PackedSample](), 0, 0
+    samples = list[PackedSample]()
+    num_truncated = 0
+    num_dropped = 0
     max_kept = packing.max_tokens if packing.oversize == "truncate" else 0
     max_shared = packing.max_tokens if packing.share_prompts else 0
     for index, (group, values) in enumerate(zip(groups, advantages, strict=True)):
@@ -173,7 +177,8 @@ def make_micro_batches(
     a round gets a filler: a copy of another rank's sample with mask 0. The tensors are created on
     `device`.
     """
-    sizes, batches = [len(sample.token_ids) for sample in samples], list[MicroBatch]()
+    sizes = [len(sample.token_ids) for sample in samples]
+    batches = list[MicroBatch]()
     rounds = assign_to_bins(
         sizes, packing.max_tokens, num_ranks=ranks.world_size, padded=not packing.share_prompts
     )
@@ -192,7 +197,8 @@ def full_micro_batch(samples: Sequence[PackedSample], packing: Packing) -> list[
     One rank packs all samples as `make_micro_batches` does. If they need several micro-batches, few
     of the samples that are still to come would fit into the fullest.
     """
-    sizes, padded = [len(sample.token_ids) for sample in samples], not packing.share_prompts
+    sizes = [len(sample.token_ids) for sample in samples]
+    padded = not packing.share_prompts
     rounds = assign_to_bins(sizes, packing.max_tokens, padded=padded)
     if len(rounds) < 2:
         return []
@@ -214,7 +220,8 @@ def assign_to_bins(
     room (with one rank: first-fit-decreasing). With `padded` an item takes as much room as the
     first, largest item of its bin. Only bins of ranks other than 0 may be empty.
     """
-    rounds, loads = list[list[list[int]]](), list[list[int]]()
+    rounds = list[list[list[int]]]()
+    loads = list[list[int]]()
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         for bins, load in zip(rounds, loads, strict=True):
             rank = load.index(min(load))
@@ -247,7 +254,8 @@ def _next_sample(
 
     A sample has at least one rollout, so `max_tokens` 0 packs each rollout on its own.
     """
-    builder, members = TreeBuilder(), list[tuple[Rollout, Advantage]]()
+    builder = TreeBuilder()
+    members = list[tuple[Rollout, Advantage]]()
     while packable and builder.add(packable[0][0].token_ids.tolist(), max_tokens=max_tokens):
         members.append(packable.popleft())
     rollouts, advantages = zip(*members, strict=True)

@@ -62,8 +62,10 @@ class PolicyCopy:
         sync_steps: int | None = None,
         mixup_alpha: float = 1.0,
     ) -> None:
-        self._parameters, self._compute_logprobs = parameters, compute_logprobs
-        self._sync_steps, self._mixup_alpha = sync_steps, mixup_alpha
+        self._parameters = parameters
+        self._compute_logprobs = compute_logprobs
+        self._sync_steps = sync_steps
+        self._mixup_alpha = mixup_alpha
         self._copy = {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
     def __call__(self, batches: Sequence[MicroBatch]) -> list[Tensor]:

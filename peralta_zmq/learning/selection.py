@@ -39,7 +39,9 @@ class TokenSelection:
 
         masked/entropy and masked/m2 are the shares of the tokens that each bound leaves out.
         """
-        prox, entropies, squares = list[Tensor](), list[Tensor](), list[Tensor]()
+        prox = list[Tensor]()
+        entropies = list[Tensor]()
+        squares = list[Tensor]()
         for batch in batches:
             logprobs, entropy = self.compute(
                 batch.token_ids, batch.trees, batch.scored, temperature=batch.temperatures
@@ -48,7 +50,8 @@ class TokenSelection:
             entropies.append(entropy.cpu().double())  # some devices have no float64
             squares.append((logprobs - batch.old_logprobs).cpu().double().square())
         is_token = [batch.mask.cpu() > 0 for batch in batches]
-        kept, metrics = is_token, dict[str, float]()
+        kept = is_token
+        metrics = dict[str, float]()
         if self.top_entropy_quantile < 1.0:
             every = _of_step(entropies, is_token, ranks)
             bound = entropy_bound(every, self.top_entropy_quantile)

@@ -3,9 +3,7 @@
 The logprob mismatch compares the logprobs that the trainer computes for the tokens of a batch with
 those that the generators reported. They differ if the trainer's weights are newer or have another
 dtype, or if one of the two programs has an error. The metric is the k3 estimate of the KL
-divergence (`losses.kl_estimate`), as a mean over all tokens and over those of each sender. A sender
-is a generator from one start of its process to the next, and is named GENERATOR/INCARNATION; its
-groups are named SENDER/SEQUENCE (0, 1, ...).
+divergence (`losses.kl_estimate`), as a mean over all tokens and over those of each sender.
 
 docs/metrics.md lists the metrics; a metric that TRL also has keeps TRL's name.
 """
@@ -13,24 +11,22 @@ docs/metrics.md lists the metrics; a metric that TRL also has keeps TRL's name.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, pstdev
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from peralta_zmq.learning import losses
 from peralta_zmq.learning.admission import staleness
+from peralta_zmq.learning.distributed import Ranks
 from peralta_zmq.rollout import RolloutGroup
 
 # In steps with groups of the sender:
 WINDOW = 4  # steps in a sender's mean mismatch
 MIN_STEPS = 2  # steps before a sender can be flagged
-# Prefixes of two sums per sender. The learner adds up the results of `mismatch_summands` over the
-# micro-batches and ranks of an update; then `pop_mismatch` removes these two from the sums, and the
-# other sums become metrics.
-SENDER_KL, SENDER_TOKENS = "sender_kl/", "sender_tokens/"
 MAX_NAMES = 64  # names in each metric of a step; senders of groups choose them
 MAX_COUNTED = 4096  # senders in memory; the least recently active is dropped first
 
@@ -59,6 +55,15 @@ def describe_groups(groups: Sequence[RolloutGroup], *, step: int) -> dict[str, f
         **_mean_rewards(("turn_rewards", sum(r.turn_rewards)) for r in rollouts if r.turn_rewards),
         **_by_generator(groups),
     }
+
+
+def special_token_ratio(groups: Sequence[RolloutGroup], special_ids: Collection[int]) -> float:
+    """Share of rollouts with a sampled token of `special_ids`."""
+    return fmean(
+        bool(np.isin(rollout.token_ids[rollout.loss_mask], [*special_ids]).any())
+        for group in groups
+        for rollout in group.rollouts
+    )
 
 
 def histogram_values(
@@ -122,13 +127,15 @@ class MismatchStatistics:
     """Mean mismatch of each sender; a sender above `bound` is flagged and remains flagged.
 
     A generator with another dtype or older weights than the trainer's causes a small mismatch. The
-    mismatch from wrong kernels or wrong weights is larger by orders of magnitude.
+    mismatch from wrong kernels or wrong weights is larger by orders of magnitude, from the first
+    step on. A mismatch that grows comes from updates that change the policy too much.
     """
 
     def __init__(self, *, bound: float) -> None:
         self._bound = bound
         self._flagged: set[str] = set()
         self._steps: dict[str, deque[Mismatch]] = {}
+        self._initial: dict[str, float] = {}  # sender -> mean of its first step
 
     def record(self, by_sender: Mapping[str, Mismatch]) -> None:
         """Add the mismatch of each sender in one step."""
@@ -136,8 +143,14 @@ class MismatchStatistics:
             steps = self._steps.pop(sender, deque[Mismatch](maxlen=WINDOW))
             steps.append(mismatch)
             self._steps[sender] = steps  # re-inserted as the most recently active
+            self._initial.setdefault(sender, mismatch.mean)
         while len(self._steps) > MAX_COUNTED:
-            del self._steps[next(iter(self._steps))]
+            oldest = next(iter(self._steps))
+            del self._steps[oldest], self._initial[oldest]
+
+    def initial(self, sender: str) -> float:
+        """Mean mismatch per token in the first step of a sender that `flag_senders` returned."""
+        return self._initial[sender]
 
     def mean(self, sender: str) -> float:
         """Mean mismatch per token over the sender's last WINDOW steps; 0 without steps."""
@@ -169,31 +182,65 @@ def mismatch_by(names: Sequence[str], parts: Sequence[Mismatch]) -> dict[str, Mi
     return totals
 
 
-@torch.no_grad()
-def mismatch_summands(tokens: losses.Tokens, groups: Sequence[str]) -> dict[str, Tensor | float]:
-    """A micro-batch's terms of the sums from which an update's mismatch metrics are computed.
+@dataclass(slots=True)
+class UpdateSums:
+    """Sums over micro-batches, and then over ranks, from which an update's metrics are computed.
 
-    Summed over the micro-batches of an update they give: the metric mismatch_kl, a mean over all
-    tokens; the Mismatch of each sender; and the terms of the metric ess, the effective sample size,
-    sum(ratio)^2 / (number of tokens * sum(ratio^2)). The names of sums that are not metrics begin
-    with an underscore. `groups` has the name of each rollout's group.
+    The metric ess, the effective sample size, is ratio^2 / (number of tokens * ratio_square).
+    """
+
+    metrics: dict[str, float] = field(
+        default_factory=lambda: {"loss": 0.0, "mismatch_kl": 0.0}
+    )  # by name; each is a mean, of which every micro-batch adds its part
+    ratio: float = 0.0  # of tokens: probability of the policy divided by that of the generator
+    ratio_square: float = 0.0
+    num_not_finite: float = 0.0  # logprobs of the policy
+    num_usable: float = 0.0  # micro-batches with a usable group
+    mismatch: dict[str, Mismatch] = field(default_factory=dict[str, Mismatch])  # by sender
+    excluded: dict[str, str] = field(default_factory=dict[str, str])  # group -> the reason
+
+    def add(self, other: UpdateSums) -> None:
+        """Add the sums of a further micro-batch or rank."""
+        for name, value in other.metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        self.ratio += other.ratio
+        self.ratio_square += other.ratio_square
+        self.num_not_finite += other.num_not_finite
+        self.num_usable += other.num_usable
+        self.mismatch = mismatch_by(
+            [*self.mismatch, *other.mismatch], [*self.mismatch.values(), *other.mismatch.values()]
+        )
+        self.excluded |= other.excluded
+
+    def over_ranks(self, ranks: Ranks) -> UpdateSums:
+        """The sums over all ranks."""
+        total = UpdateSums()
+        for each in ranks.gather(asdict(self)):
+            parts = each["mismatch"].items()
+            each["mismatch"] = {sender: Mismatch(**part) for sender, part in parts}
+            total.add(UpdateSums(**each))
+        return total
+
+
+@torch.no_grad()
+def mismatch_sums(tokens: losses.Tokens, groups: Sequence[str]) -> UpdateSums:
+    """A micro-batch's part of the sums that compare logprobs of trainer and generators.
+
+    `groups` has the name of each rollout's group.
     """
     log_ratio = tokens.logprobs - tokens.old_logprobs
-    ratio, kl = (
-        losses.ratio_of(log_ratio, limit=losses.STRICT_LOG_RATIO),
-        losses.kl_estimate(log_ratio),
-    )
+    ratio = losses.ratio_of(log_ratio, limit=losses.STRICT_LOG_RATIO)
+    kl = losses.kl_estimate(log_ratio)
     by_rollout = (losses.sequence_sum(tokens, each).tolist() for each in (kl, torch.ones_like(kl)))
     rollouts = [Mismatch(*sums) for sums in zip(*by_rollout, strict=True)]
     senders = mismatch_by([name.rpartition("/")[0] for name in groups], rollouts)
-    return {
-        "mismatch_kl": losses.token_mean(tokens, kl),
-        "_ratio": (tokens.mask * ratio).sum(),
-        "_ratio_square": (tokens.mask * ratio.square()).sum(),
-        "_not_finite": (~tokens.logprobs.isfinite()).sum(),
-        **{SENDER_KL + sender: total.kl for sender, total in senders.items()},
-        **{SENDER_TOKENS + sender: total.num_tokens for sender, total in senders.items()},
-    }
+    return UpdateSums(
+        metrics={"mismatch_kl": float(losses.token_mean(tokens, kl))},
+        ratio=float((tokens.mask * ratio).sum()),
+        ratio_square=float((tokens.mask * ratio.square()).sum()),
+        num_not_finite=float((~tokens.logprobs.isfinite()).sum()),
+        mismatch={name: each for name, each in senders.items() if each.num_tokens},
+    )
 
 
 @torch.no_grad()
@@ -206,20 +253,6 @@ def estimate_entropy(tokens: losses.Tokens) -> Tensor:
     """
     ratio = losses.ratio_of(tokens.logprobs - tokens.old_logprobs, limit=losses.STRICT_LOG_RATIO)
     return losses.token_mean(tokens, -ratio * tokens.logprobs)
-
-
-def pop_mismatch(sums: dict[str, float]) -> dict[str, Mismatch]:
-    """Remove the sums of the senders from `sums`; returns the mismatch by sender.
-
-    A sender without unmasked tokens has no entry.
-    """
-    mismatch: dict[str, Mismatch] = {}
-    for name in [name for name in sums if name.startswith(SENDER_TOKENS)]:
-        sender = name.removeprefix(SENDER_TOKENS)
-        kl, num_tokens = sums.pop(SENDER_KL + sender), sums.pop(name)
-        if num_tokens:
-            mismatch[sender] = Mismatch(kl, num_tokens)
-    return mismatch
 
 
 def mismatch_metrics(by_sender: Mapping[str, Mismatch]) -> dict[str, float]:

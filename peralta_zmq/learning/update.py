@@ -4,28 +4,32 @@ For each micro-batch, `update_parameters` computes the policy's logprobs (models
 loss (losses.py) and the gradients; then the optimizer changes the parameters. `add_gradient`
 computes a micro-batch earlier, before the totals that the loss divides by are known.
 
-A group is all rollouts of one problem. The sender of a group is one process of a generator. A rank
-is one process of a data-parallel trainer. An update excludes unusable groups (exclusion.py). If the
-gradient of the other groups is not finite, the update is skipped: it changes no parameter.
+An update excludes groups (unusable_groups.py). If the gradient of the other groups is not finite,
+the update is skipped: it changes no parameter.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor
 
-from peralta_zmq.learning import exclusion, step_metrics
 from peralta_zmq.learning import optimizer as adamw
+from peralta_zmq.learning import step_metrics
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.losses import LossResult, TokenLoss, Tokens, evaluate
 from peralta_zmq.learning.packing import MicroBatch
 from peralta_zmq.learning.reference_models import ComputeLogprobs, ComputeLogprobsAndEntropy
-from peralta_zmq.learning.step_metrics import Mismatch
+from peralta_zmq.learning.step_metrics import Mismatch, UpdateSums
+from peralta_zmq.learning.unusable_groups import (
+    NOT_FINITE,
+    groups_without_finite_loss,
+    mismatched_groups,
+    without_groups,
+)
 
 # The total over the update by which the loss divides: of its unmasked tokens, or of its rollouts.
 Divisor: TypeAlias = Literal["tokens", "rollouts"]
@@ -66,7 +70,7 @@ def update_parameters(
     """Make one update: sum the gradients of all micro-batches, clip, step.
 
     The loss divides by the totals of all micro-batches on all ranks, so their split does not change
-    the gradient. Unusable groups are excluded (exclusion.py). All ranks skip the update if the
+    the gradient. It excludes groups (unusable_groups.py). All ranks skip the update if the
     gradient norm is not finite, or if no group is left because losses are not finite.
     Metrics: loss, grad_norm, entropy, mismatch_kl, ess, skipped, and the metrics of the loss.
     `compute_with_entropy`, if set, replaces `compute_logprobs` and fills `Tokens.entropy`. `sft`
@@ -75,29 +79,34 @@ def update_parameters(
     divided by the total that `divisor` names here.
     """
     totals = _totals([*(each.tokens for each in computed), *batches], ranks)
-    internal = ("_ratio", "_ratio_square", "_not_finite", "_usable")  # sums that are not metrics
-    sums: dict[str, float] = {name: 0.0 for name in ("loss", "mismatch_kl", *internal)}
+    sums = UpdateSums()
     if computed:
         _divide_gradients(optimizer, totals[0] if divisor == "tokens" else totals[1])
     for each in computed:
         tokens = replace(each.tokens, step_tokens=totals[0], step_sequences=totals[1])
-        _add(_evaluate(loss, tokens, each.groups)[1], sums)
+        _, added = _evaluate(loss, tokens, each.groups)
+        sums.add(added)
     for batch in batches:
         tokens = _forward(batch, totals, compute_logprobs, compute_with_entropy)
-        _add(_backward(loss, tokens, batch.groups), sums)
-    metrics = ranks.sum_metrics(sums | (sft() if sft else {}))
-    mismatch, excluded = step_metrics.pop_mismatch(metrics), exclusion.pop_excluded(metrics)
-    ratio, square, num_not_finite, num_usable = (metrics.pop(name) for name in internal)
-    has_no_loss = not num_usable and exclusion.NOT_FINITE in excluded.values()
-    has_gradient = num_usable or (sft is not None and not has_no_loss)
+        sums.add(_backward(loss, tokens, batch.groups))
+    if sft is not None:
+        sums.metrics |= sft()
+    sums = sums.over_ranks(ranks)
+    has_no_loss = not sums.num_usable and NOT_FINITE in sums.excluded.values()
+    has_gradient = sums.num_usable or (sft is not None and not has_no_loss)
     grad_norm = adamw.clip_and_step(optimizer, max_grad_norm, ranks) if has_gradient else 0.0
     optimizer.zero_grad()
     skip_reason = ""
     if has_no_loss or not math.isfinite(grad_norm):
-        skip_reason = _skip_reason(loss, num_not_finite, metrics.get("sft_loss", 0.0))
-    ess = ratio**2 / (totals[0] * square) if square else 1.0
-    metrics |= {"grad_norm": grad_norm, "ess": ess, "skipped": float(bool(skip_reason))}
-    return UpdateResult(metrics, skip_reason, {} if num_not_finite else mismatch, excluded)
+        skip_reason = _skip_reason(loss, sums)
+    ess = sums.ratio**2 / (totals[0] * sums.ratio_square) if sums.ratio_square else 1.0
+    metrics = sums.metrics | {
+        "grad_norm": grad_norm,
+        "ess": ess,
+        "skipped": float(bool(skip_reason)),
+    }
+    mismatch = {} if sums.num_not_finite else sums.mismatch
+    return UpdateResult(metrics, skip_reason, mismatch, sums.excluded)
 
 
 def add_gradient(
@@ -123,12 +132,6 @@ def _divide_gradients(optimizer: torch.optim.Optimizer, total: float) -> None:
                 parameter.grad.div_(total)
 
 
-def _add(summands: Mapping[str, Tensor | float], sums: dict[str, float]) -> None:
-    """Add the summands of a micro-batch to the sums of its update."""
-    for name, summand in summands.items():
-        sums[name] = sums.get(name, 0.0) + float(summand)
-
-
 def _totals(batches: Sequence[MicroBatch | Tokens], ranks: Ranks) -> tuple[float, float]:
     """Number of unmasked tokens, and of rollouts with such a token, on all ranks.
 
@@ -148,9 +151,11 @@ def _forward(
     compute_with_entropy: ComputeLogprobsAndEntropy | None,
 ) -> Tokens:
     """Compute the input of the loss; `totals` is the result of `_totals`."""
-    row, temperature = (batch.token_ids, batch.trees, batch.scored), batch.temperatures
+    row = (batch.token_ids, batch.trees, batch.scored)
+    temperature = batch.temperatures
     if compute_with_entropy is None:
-        logprobs, entropy = compute_logprobs(*row, temperature=temperature), None
+        logprobs = compute_logprobs(*row, temperature=temperature)
+        entropy = None
     else:
         logprobs, entropy = compute_with_entropy(*row, temperature=temperature)
     return Tokens(
@@ -170,42 +175,44 @@ def _forward(
     )
 
 
-def _backward(loss: TokenLoss, tokens: Tokens, groups: Sequence[str]) -> dict[str, Tensor | float]:
-    """Compute a micro-batch's loss and gradients; returns its terms of the update's sums."""
-    result, summands = _evaluate(loss, tokens, groups)
+def _backward(loss: TokenLoss, tokens: Tokens, groups: Sequence[str]) -> UpdateSums:
+    """Compute a micro-batch's loss and gradients; returns its part of the update's sums."""
+    result, sums = _evaluate(loss, tokens, groups)
     if result is None:  # ranks in lockstep must all run a backward pass
         (tokens.logprobs.sum() * 0.0).backward()
     else:
         result.backward()
-    return summands
+    return sums
 
 
 def _evaluate(
     loss: TokenLoss, tokens: Tokens, groups: Sequence[str]
-) -> tuple[LossResult | None, dict[str, Tensor | float]]:
-    """A micro-batch's loss, None without usable groups, and its terms of the update's sums."""
-    result, summands = None, dict[str, Tensor | float]()
-    if tokens.mask.any():  # not a filler (packing.make_micro_batches)
-        excluded = exclusion.mismatched_groups(tokens, groups)
-        usable = exclusion.without_groups(excluded, tokens, groups)
+) -> tuple[LossResult | None, UpdateSums]:
+    """A micro-batch's loss, None without usable groups, and its part of the update's sums."""
+    if not tokens.mask.any():  # a filler (packing.make_micro_batches)
+        return None, UpdateSums()
+    sums = step_metrics.mismatch_sums(tokens, groups)
+    excluded = mismatched_groups(tokens, groups)
+    usable = without_groups(excluded, tokens, groups)
+    result = evaluate(loss, usable) if usable else None
+    if result and not result.is_finite and tokens.logprobs.isfinite().all():
+        excluded |= groups_without_finite_loss(loss, tokens, groups, excluded)
+        usable = without_groups(excluded, tokens, groups)
         result = evaluate(loss, usable) if usable else None
-        if result and not result.is_finite and tokens.logprobs.isfinite().all():
-            excluded |= exclusion.groups_without_finite_loss(loss, tokens, groups, excluded)
-            usable = exclusion.without_groups(excluded, tokens, groups)
-            result = evaluate(loss, usable) if usable else None
-        summands |= step_metrics.mismatch_summands(tokens, groups)
-        summands |= exclusion.exclusion_keys(excluded)
-    if result is None:
-        return None, summands
-    entropy = step_metrics.estimate_entropy(result.tokens)  # a metric of the loss replaces it
-    summands |= {"loss": result.value, "_usable": 1.0}
-    return result, {"entropy": entropy, **result.metrics, **summands}
+    sums.excluded = excluded
+    if result is not None:
+        sums.num_usable = 1.0
+        # A metric "entropy" of the loss replaces the estimate.
+        metrics = {"entropy": step_metrics.estimate_entropy(result.tokens), **result.metrics}
+        sums.metrics |= {name: float(value) for name, value in metrics.items()}
+        sums.metrics["loss"] = float(result.value)
+    return result, sums
 
 
-def _skip_reason(loss: TokenLoss, num_not_finite: float, sft_loss: float) -> str:
-    if num_not_finite:
-        return f"{num_not_finite:.0f} logprobs of the policy are not finite"
-    if not math.isfinite(sft_loss):
+def _skip_reason(loss: TokenLoss, sums: UpdateSums) -> str:
+    if sums.num_not_finite:
+        return f"{sums.num_not_finite:.0f} logprobs of the policy are not finite"
+    if not math.isfinite(sums.metrics.get("sft_loss", 0.0)):
         return "the loss of the demonstrations in loss.sft_file is not finite"
     name = getattr(getattr(loss, "func", loss), "__name__", "loss")
     return f"loss '{name}' or its gradient is not finite"

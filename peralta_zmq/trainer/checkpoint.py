@@ -11,13 +11,12 @@ from __future__ import annotations
 import errno
 import json
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import failpoint
@@ -38,7 +37,7 @@ class Checkpoint:
     """The state of a trainer after a step: all that is needed to continue."""
 
     step: int
-    tensors: dict[str, torch.Tensor]  # fp32 weights, optimizer state, RNG
+    tensors: Mapping[str, torch.Tensor]  # fp32 weights, optimizer state, RNG
     progress: dict[str, Any]  # JSON: counts of groups, curriculum, base model of LoRA adapters
 
 
@@ -47,7 +46,9 @@ class CheckpointWriter:
 
     def __init__(self, session: Session, policy: Policy, collector: BatchCollector) -> None:
         self.saved_step = -1  # step of the newest checkpoint; -1: none
-        self._session, self._policy, self._collector = session, policy, collector
+        self._session = session
+        self._policy = policy
+        self._collector = collector
         self.update_progress()
 
     def update_progress(self) -> None:
@@ -56,7 +57,11 @@ class CheckpointWriter:
         Groups that arrive after the copy belong to the next step.
         """
         self._ledger = self._collector.admission.ledger.copy()
-        self._progress = {**self._collector.state(), **self._policy.manifest_fields}
+        self._progress = {
+            **self._collector.state(),
+            **self._policy.manifest_fields,
+            "arithmetic": dict(self._policy.arithmetic),
+        }
 
     def try_write(self) -> None:
         """Write a checkpoint of the newest step; a failure is reported, not raised.
@@ -76,7 +81,8 @@ class CheckpointWriter:
         Prunes the journal too, unless checkpoint.keep_journal is set. Raises OutageError if
         checkpoints cannot be written or listed, WireError if another trainer continues the run.
         """
-        learner, settings = self._policy.learner, self._session.config.checkpoint
+        learner = self._policy.learner
+        settings = self._session.config.checkpoint
         if learner.step == self.saved_step:
             return
         self._session.address_file.check()
@@ -84,7 +90,7 @@ class CheckpointWriter:
         try:
             write_checkpoint(folder, self.state(step=learner.step), run_id=self._session.run_id)
             self.saved_step = learner.step
-            # The checkpoint of step 0 (checkpoint.skip_progress) precedes the whole journal.
+            # The checkpoint of step 0, of a fork, precedes the whole journal.
             oldest = 1 if settings.keep_journal else 0
             prune(folder, settings.keep_last, settings.keep_interval, oldest=oldest)
             failpoint("checkpoint.pruned")  # a test can kill the process here
@@ -92,8 +98,8 @@ class CheckpointWriter:
                 self._collector.journal.prune(min(atomic_files.steps_in(folder)) + 1)
         except OSError as error:
             raise OutageError(
-                f"cannot write checkpoint {learner.step} in {folder}: {failure_text(error)}"
-            ) from None
+                f"cannot write checkpoint {learner.step} in {folder}: {failure_text(error, folder)}"
+            ) from error
 
     def state(self, *, step: int) -> Checkpoint:
         """The newest weights and optimizer, with the last copied progress, as those of `step`."""
@@ -131,12 +137,18 @@ def prune(
             atomic_files.remove_folder(path)
 
 
-def newest(folder: Path, *, run_id: str, until: int | None = None) -> Checkpoint | None:
+def newest(
+    folder: Path,
+    *,
+    run_id: str,
+    until: int | None = None,
+    way_back: Callable[[], str] = lambda: "put a copy back",
+) -> Checkpoint | None:
     """Read the newest valid checkpoint up to step `until`; None if there is none.
 
     A checkpoint is valid if its files have the sizes and sha256 of its manifest. Raises
     JournalError if the checkpoint belongs to another run. If there are checkpoints but none is
-    valid, raises OutageError if at least one could not be read, else JournalError.
+    valid, raises OutageError if at least one could not be read, else JournalError with `way_back`.
     """
     checkpoints = atomic_files.steps_in(folder)
     paths = [path for step, path in checkpoints.items() if until is None or step <= until]
@@ -150,38 +162,31 @@ def newest(folder: Path, *, run_id: str, until: int | None = None) -> Checkpoint
                     f"{run_id}; move it away, or choose another --run.name"
                 )
             return _read(path, manifest)
-        except (FileNotFoundError, KeyError, ValueError):  # a CorruptError is a ValueError
+        except (FileNotFoundError, *atomic_files.MALFORMED):
             pass
         except OSError as error:
             unreadable = error
         logger.warning("checkpoint skipped: folder=%s does not verify", path)
-    if unreadable and unreadable.errno == errno.EMFILE:
-        raise OutageError(f"{folder} cannot be read: {failure_text(unreadable)}")
     if unreadable:
-        raise OutageError(f"{folder} cannot be read ({unreadable.strerror}); mount it")
+        reason = failure_text(unreadable, folder)
+        if unreadable.errno == errno.EMFILE:
+            raise OutageError(f"{folder} cannot be read: {reason}")
+        raise OutageError(f"{folder} cannot be read ({reason}); mount it") from unreadable
     if paths:
-        raise JournalError(
-            f"no checkpoint in {folder} verifies; put a copy back, or delete the run to start over"
-        )
+        raise JournalError(f"no checkpoint in {folder} verifies; {way_back()}")
     return None
 
 
 def _read(path: Path, manifest: atomic_files.Manifest) -> Checkpoint:
     """Read the checkpoint in folder `path` and verify its files.
 
-    Raises OSError if a file cannot be read, ValueError or KeyError if it is damaged or missing.
+    Raises OSError if a file cannot be read, an exception of MALFORMED if it is damaged or missing.
     """
-
     text = b"".join(atomic_files.read_verified(path, PROGRESS, manifest))
-    progress = cast("dict[str, Any]", json.loads(text))
+    progress = atomic_files.parse_object(text)
     for _ in atomic_files.read_verified(path, TENSORS, manifest):
         pass
-    try:
-        # Mapped, not copied. If the file becomes unreadable before the tensors are restored, SIGBUS
-        # ends the process, and the next start waits for the file.
-        tensors = safetensors.torch.load_file(path / TENSORS)
-    except SafetensorError as error:
-        raise ValueError(f"{TENSORS}: {error}") from None
+    tensors = tensor_set.FileTensors(path / TENSORS, dtypes=tensor_set.ALL_DTYPES)
     return Checkpoint(int(manifest.about["step"]), tensors, progress)
 
 

@@ -1,7 +1,6 @@
 """Batch collection: receive groups until a batch is full, and journal each group.
 
-A group is all rollouts of one problem, sent in one message (a frame). A sender is one incarnation
-of a generator. It numbers its groups 0, 1, ...: the sequence. The states of a group:
+The states of a group:
 
     received  read from the socket, decoded and validated
     settled   it has an outcome, such as "trained" or "stale" (learning/admission.py), by which it
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,11 +29,20 @@ from peralta_zmq.environments.curriculum import DifficultyPools
 from peralta_zmq.errors import WireError, program_name
 from peralta_zmq.learning import admission as admissions
 from peralta_zmq.learning.admission import ADMITTED, Admission, AdmissionDecision
+from peralta_zmq.learning.optimizer import UpdateSettings
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer.evaluation import EvaluationCoordinator
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
-from peralta_zmq.trainer.journal import DROPPED, LEASED, DroppedGroup, Journal, encode_number
+from peralta_zmq.trainer.journal import (
+    BEGUN,
+    DROPPED,
+    LEASED,
+    DroppedGroup,
+    Journal,
+    encode_number,
+    encode_update,
+)
 from peralta_zmq.trainer.sample_leases import SampleLeases, lease_size
 from peralta_zmq.trainer.session import ProgressAnnouncer, Session
 
@@ -43,6 +51,8 @@ from peralta_zmq.trainer.session import ProgressAnnouncer, Session
 # that is not durable yet.
 COMMIT_GROUPS, COMMIT_SECONDS = 32, 0.5
 RECEIVE_SECONDS = 0.005  # wait for a group; an announcement may follow each wait
+IDLE_SECONDS = 0.2  # wait for a group while there is nothing else to do
+MAINTENANCE_SECONDS = 1.0  # longest time between two yields of `groups`, also while all are dropped
 # An announcement is a message to all n live senders and lists all of them, so its cost is O(n^2).
 # Those that only acknowledge groups are ACKNOWLEDGE_FACTOR * n^2 seconds apart: 20 ms for n = 100.
 ACKNOWLEDGE_FACTOR, MAX_ACKNOWLEDGE_SECONDS = 2e-6, 1.0
@@ -52,14 +62,19 @@ SUPPLY_STEPS = 4  # newest steps whose groups show which generators supply the r
 # or the memory of a restart. After a restart, further ones count as lost.
 MAX_DROPPED = 1 << 16
 MAX_SUPPLIERS = 1024  # suppliers named in an announcement, which has a maximum size
+MAX_KEPT = 256  # training groups that wait in memory while an evaluation is awaited
+MAX_SHOWN = 32  # dropped groups of a step that are kept for samples.jsonl
 
 
 class BatchCollector:
     """Collects the batch of one training step at a time.
 
-    Attributes: `batch` holds the groups admitted so far, `accumulated_sizes` the ACCUMULATED
-    records that were read from the journal with it. `journal_seconds` is the time spent on journal
-    commits for the current step. `session` has the settings and the run log.
+    Attributes: `batch` holds the groups admitted so far, `begun` the BEGUN record that was read
+    from the journal with it. Of the current step: `started_step` is its number once its batch is
+    full; `queue_depth` is the number of groups that were received before the queue was empty for
+    the first time; `journal_seconds` is the time spent on journal commits; `dropped` has the first
+    MAX_SHOWN groups that were dropped, with their outcomes. `session` has the settings and the run
+    log.
     """
 
     def __init__(
@@ -71,10 +86,14 @@ class BatchCollector:
         pools: DifficultyPools,
         evaluations: EvaluationCoordinator,
     ) -> None:
-        train, curriculum = session.config.train, session.config.curriculum
+        train = session.config.train
+        curriculum = session.config.curriculum
         self.batch: list[RolloutGroup] = []
-        self.accumulated_sizes: list[int] = []
+        self.begun: UpdateSettings | None = None
+        self.started_step = 0
+        self.queue_depth = 0
         self.journal_seconds = 0.0
+        self.dropped: list[tuple[RolloutGroup, str]] = []
         self.journal = journal
         self.admission = Admission(
             train.staleness_limit,
@@ -84,61 +103,83 @@ class BatchCollector:
         self.acknowledgements = Acknowledgements(
             session.announcer, self.admission, generators, self.curriculum
         )
-        self.session, self._receiver = session, receiver
-        self._generators, self._evaluations = generators, evaluations
+        self.session = session
+        self._receiver = receiver
+        self._generators = generators
+        self._evaluations = evaluations
         self._size = 0  # of the batch, in rollouts or tokens (see step_size)
         self._num_dropped = 0  # groups dropped since the newest batch was taken
+        self._is_queued = True  # the queue has not been empty since `groups` was called
+        # Received during an evaluation, with their frames; `groups` adds them.
+        self._kept: deque[tuple[RolloutGroup, bytes]] = deque()
 
     @property
     def is_full(self) -> bool:
         """True if the batch is large enough for a step."""
         return self._size >= step_size(self.session.config)
 
-    def collect(
-        self,
-        step: int,
-        between_groups: Callable[[bool], None],
-        compute: Callable[[], float] = lambda: 0.0,
-    ) -> tuple[list[RolloutGroup], int]:
-        """Receive groups until the batch of `step` is full; return it and the queue depth.
+    def groups(self, step: int, update: UpdateSettings) -> Iterator[list[RolloutGroup]]:
+        """Yield the groups of the batch of `step` as they arrive, until the batch is full.
 
-        The queue depth is the number of groups that were received before the queue was empty for
-        the first time. Returns no groups if a stop is requested. The last journal commit continues
-        in the background while the step computes; the caller must call `commit`, which waits for
-        its end. `between_groups` is called before each receive, with True if the last receive that
-        waited timed out. `compute` is called when the queue is empty; it returns its seconds, or 0.
+        Yields all groups that have been admitted whenever no further group waits to be read, and
+        an empty list if none arrives for a while. Ends earlier if a stop is requested; then
+        `started_step` is not `step`. The journal records `update`, the numbers that the step is
+        trained with. Its last commit continues in the background while the step computes; the
+        caller must call `commit`, which waits for its end.
         """
-        depth, queued, idle, self.journal_seconds = 0, True, False, 0.0
-        last_group = last_warning = time.monotonic()
+        self.dropped = []
+        self.journal_seconds = 0.0
+        self.queue_depth = 0
+        self._is_queued = True
+        arrived = [*self.batch]
+        last_group = last_warning = last_idle = time.monotonic()
         while not self.is_full:
             self.lease_samples(step)
-            between_groups(idle)
             if self.session.stop.requested:
-                return [], depth
-            received = self._receiver.receive(timeout=RECEIVE_SECONDS)
-            if received is None:
-                self._commit_and_acknowledge_if_due(step)
-                queued = False
-                if seconds := compute():  # groups may have arrived meanwhile
-                    last_group, last_warning = last_group + seconds, last_warning + seconds
-                    continue
-                timeout = 0.2 if self._generators.statuses else 0.02  # a first status asks for work
-                received = self._receiver.receive(timeout=timeout)
-            idle = received is None
-            if received is None:
+                return
+            received = self._receive(step, waits=not arrived)
+            if received is not None:
+                decision = self.add(*received, step=step)
+                if decision in ADMITTED:
+                    arrived.append(received[0])
+                now = time.monotonic()
+                if decision != "mismatched":
+                    last_group = last_warning = now
+                if not arrived and now - last_idle >= MAINTENANCE_SECONDS:
+                    last_idle = now
+                    yield []  # however many groups are dropped
+            elif arrived:
+                if self.session.announcer.announcement.waiting:  # no longer: the caller may compute
+                    self.acknowledgements.publish(step - 1, started_step=step - 1)
+                yield arrived
+                arrived = []
+                last_group = last_warning = time.monotonic()
+            else:
                 self.commit()
                 if (now := time.monotonic()) - last_warning >= WARNING_SECONDS:
                     last_warning = now
                     self._warn_without_rollouts(now - last_group)
-                continue
-            depth += queued
-            group, frame = received
-            if self.add(group, frame, step=step) != "mismatched":
-                last_group = last_warning = time.monotonic()
+                yield []
+        self.journal.append(step, encode_update(update), BEGUN)
         self.journal.begin_commit()
-        groups = self.take_batch()
+        self.take_batch()
+        self.started_step = step
         self.acknowledgements.publish(step - 1, started_step=step)
-        return groups, depth
+        yield arrived
+
+    def _receive(self, step: int, *, waits: bool) -> tuple[RolloutGroup, bytes] | None:
+        """The next group with its frame; None if there is none, with `waits` after IDLE_SECONDS."""
+        received = self._kept.popleft() if self._kept else None
+        received = received or self._receiver.receive(timeout=RECEIVE_SECONDS)
+        if received is not None:
+            self.queue_depth += self._is_queued
+            return received
+        self._is_queued = False
+        self._commit_and_acknowledge_if_due(step)
+        if not waits:
+            return None
+        is_first = not self._generators.has_status  # a first status asks for work
+        return self._receiver.receive(timeout=IDLE_SECONDS / 10 if is_first else IDLE_SECONDS)
 
     def lease_samples(self, step: int) -> bool:
         """Receive statuses, and grant a sample lease to each sender that asks for one.
@@ -148,9 +189,10 @@ class BatchCollector:
         """
         leases = self.curriculum.leases
         senders = leases.requests(self._generators.receive_status(step=step))
-        if not senders:
+        if not senders or self.admission.is_over:
             return False
-        sizes, suppliers = self.curriculum.pools.sizes(), self.acknowledgements.suppliers
+        sizes = self.curriculum.pools.sizes()
+        suppliers = self.acknowledgements.suppliers
         num_samples = lease_size(
             self.session.config,
             groups_in_step=self.acknowledgements.groups_in_step,
@@ -162,9 +204,31 @@ class BatchCollector:
         self.commit()
         return True
 
+    def receive_answers(self, step: int) -> None:
+        """Receive the groups that have arrived during an evaluation before `step`.
+
+        Answers go to the evaluation. Training groups fill the batch of `step`; further ones wait
+        for `groups`. After the last step, they are dropped.
+        """
+        if self.lease_samples(step):
+            self.acknowledgements.publish(step - 1, started_step=step - 1)
+        while len(self._kept) < MAX_KEPT:
+            if (received := self._receiver.receive(timeout=0.0)) is None:
+                break
+            is_for_training = received[0].evaluation_step is None
+            if is_for_training and self.is_full and not self.admission.is_over:
+                self._kept.append(received)
+            else:
+                self.add(*received, step=step)
+        if self.journal.num_waiting:
+            self._commit_and_acknowledge_if_due(step)
+
     def take_batch(self) -> list[RolloutGroup]:
         """Return the batch for the step that begins now, and start an empty batch."""
-        groups, self.batch, self._size, self._num_dropped = self.batch, [], 0, 0
+        groups = self.batch
+        self.batch = []
+        self._size = 0
+        self._num_dropped = 0
         self.acknowledgements.begin_step(groups)
         return groups
 
@@ -175,12 +239,13 @@ class BatchCollector:
         implausibly large sequence, and those with invalid rollouts from an unknown sender.
         """
         failpoint("trainer.received")  # a test can kill the process here
-        sender, ledger = group.sender, self.admission.ledger
+        sender = group.sender
+        ledger = self.admission.ledger
         if not ledger.is_plausible(sender, group.sequence):
             self._receiver.refuse(WireError(f"sequence jumps by more than {admissions.MAX_JUMP}"))
             return "invalid"
         if group.rollouts:
-            self._generators.mark_alive(sender, step=step)
+            self._generators.add_group(sender, step=step)
         elif not (self._generators.is_live(sender) or ledger.highest(sender) >= 0):
             # The decoder removed the rollouts because they are invalid; the receiver has counted
             # the group as refused.
@@ -198,15 +263,19 @@ class BatchCollector:
 
     def _drop(self, group: RolloutGroup, reason: AdmissionDecision, *, step: int) -> None:
         """Record a dropped group in run log, curriculum, counts and journal."""
-        sender, sequence = group.sender, group.sequence
+        sender = group.sender
+        sequence = group.sequence
         if reason == "evaluated":  # completions of a held-out problem
             self._evaluations.receive(group)
-        elif reason != "filtered":
+        elif reason != "filtered" and not self.admission.is_over:
             age = admissions.staleness(group, step=step)
             fields = {"sender": sender, "sequence": sequence, "outcome": reason}
             self.session.run_log.event("drop", **fields, step=step, staleness=age)
+        if group.rollouts and reason != "evaluated" and len(self.dropped) < MAX_SHOWN:
+            self.dropped.append((group, reason))
         self.curriculum.update(group, reason)
-        self.acknowledgements.add_consumed(sender)
+        if reason == "evaluated" or not self.admission.is_over:  # else the sender would make more
+            self.acknowledgements.add_consumed(sender)
         dropped = DroppedGroup.of(group, reason)
         # A restart needs the problem of a filtered group to update the difficulty pools again.
         if reason == "filtered" and group.problem_id in self.curriculum.pools:
@@ -219,7 +288,8 @@ class BatchCollector:
         if self.journal.num_waiting >= COMMIT_GROUPS or self.journal.waited >= COMMIT_SECONDS:
             self.commit()
         if time.monotonic() >= self.acknowledgements.next_publish:
-            self.acknowledgements.publish(step - 1, started_step=step - 1, waiting=not self.is_full)
+            is_waiting = not (self.is_full or self.admission.is_over)
+            self.acknowledgements.publish(step - 1, started_step=step - 1, waiting=is_waiting)
 
     def commit(self) -> None:
         """Make all journaled groups durable; report and retry if the disk fails.
@@ -231,19 +301,14 @@ class BatchCollector:
             self.acknowledgements.mark_durable()
             self.journal_seconds += time.monotonic() - started
 
-    def restore_batch(self, groups: list[RolloutGroup], sizes: Sequence[int] = ()) -> None:
-        """Replace the batch, and `accumulated_sizes`, by what was read from the journal."""
-        self.batch, self.accumulated_sizes = groups, [*sizes]
+    def restore_batch(
+        self, groups: list[RolloutGroup], begun: UpdateSettings | None = None
+    ) -> None:
+        """Replace the batch and `begun` by what was read from the journal."""
+        self.batch = groups
+        self.begun = begun
         self._size = sum(size_of(self.session.config, group) for group in groups)
         self.acknowledgements.mark_durable()
-
-    def abandon_batch(self) -> None:
-        """Drop the groups that were read from the journal for a step that has not begun."""
-        for group in self.batch:
-            outcome = "trained" if group.has_signal else "no_signal"
-            self.admission.ledger.change_outcome(outcome, "abandoned")
-            self.acknowledgements.add_consumed(group.sender)
-        self.restore_batch([])
 
     def state(self) -> dict[str, Any]:
         """Duplicates and curriculum as JSON, for a checkpoint, which also has the ledger."""
@@ -283,7 +348,8 @@ class BatchCollector:
 
         `dropped/invalid` counts refused messages, since the last start of the trainer.
         """
-        outcomes, pools = self.admission.ledger.outcomes, self.curriculum.pools
+        outcomes = self.admission.ledger.outcomes
+        pools = self.curriculum.pools
         reasons = ("stale", "abandoned", "lost", "filtered", "mismatched")
         return {
             **{f"dropped/{reason}": outcomes[reason] for reason in reasons},
@@ -295,7 +361,8 @@ class BatchCollector:
     def _warn_without_rollouts(self, seconds: float) -> None:
         """Warn that for `seconds` no group arrived, or only mismatched ones."""
         dropped = sorted({sender.rpartition("/")[0] for sender in self.admission.flagged})
-        self.session.run_log.note(no_rollouts_text(seconds, self._receiver.address, dropped))
+        live = sorted({sender.name for sender in self._generators.live()})
+        self.session.run_log.wait(no_rollouts_text(seconds, self._receiver.address, dropped, live))
 
 
 @dataclass(slots=True)
@@ -313,7 +380,8 @@ class Curriculum:
 
     def update(self, group: RolloutGroup | DroppedGroup, outcome: str) -> None:
         """Update the state with one group, just received or read from the journal."""
-        self.leases.advance(group.sample_index + 1)
+        if group.sample_index is not None:
+            self.leases.advance(group.sample_index + 1)
         if outcome in (*ADMITTED, "filtered"):
             num_returned = self.pools.update(group.problem_id, group.mean_reward)
             if num_returned and self.run_log.event("pool_refilled", problems=num_returned):
@@ -352,8 +420,10 @@ class Acknowledgements:
         `step` is the newest completed step, `started_step` the newest started step. `waiting` means
         that the trainer waits for groups, `done` that the run is complete.
         """
-        ledger, live = self.admission.ledger, self.generators.live()
-        leases = self.curriculum.leases.unconfirmed(live)
+        ledger = self.admission.ledger
+        senders = self.generators.live()
+        live = [sender.id for sender in senders]
+        leases = {sender.id: sender.lease for sender in senders if sender.lease}
         self.announcer.publish(
             step=step,
             started_step=started_step,
@@ -362,7 +432,7 @@ class Acknowledgements:
             highest_received={sender: ledger.highest(sender) for sender in live},
             consumed={sender: self.consumed.get(sender, -1) for sender in live},
             suppliers=dict(self.suppliers.most_common(MAX_SUPPLIERS)),
-            without_status=self.generators.connections.without_status(),
+            without_status=self.generators.without_status(),
             waiting=waiting,
             done=done,
             groups_in_step=self.groups_in_step,
@@ -397,11 +467,17 @@ class Acknowledgements:
         self.durable = self.admission.ledger.settled_by_sender
 
 
-def no_rollouts_text(seconds: float, address: str, dropped: Sequence[str]) -> str:
+def no_rollouts_text(
+    seconds: float, address: str, dropped: Sequence[str], live: Sequence[str]
+) -> str:
     """Text of the warning that no group arrives, or only mismatched ones.
 
-    `dropped` has the names of generators whose groups are dropped for their logprob mismatch.
+    `dropped` has the names of generators whose groups are dropped for their logprob mismatch,
+    `live` those of all generators that send messages.
     """
+    if sampling := [name for name in live if name not in dropped]:
+        names = ", ".join(sampling)
+        return f"no rollouts for {seconds:.0f} s: no group of {names} is complete yet"
     names = ", ".join(dropped)
     others = f", except dropped ones of {names} (logprob mismatch)" if dropped else ""
     start = f"Start a generator: {program_name('generator')}{files_given()}"

@@ -35,7 +35,8 @@ class EarlyStop:
         """Add the metrics of a new step. A metric that is absent or NaN is within its limits."""
         patience = self.settings.patience
         for setting, metric in METRICS.items():
-            limit, value = getattr(self.settings, setting), metrics.get(metric, math.nan)
+            limit = getattr(self.settings, setting)
+            value = metrics.get(metric, math.nan)
             is_max = setting.startswith("max_")
             exceeds = limit is not None and (value > limit if is_max else value < limit)
             self._num_steps[setting] = self._num_steps.get(setting, 0) + 1 if exceeds else 0
@@ -45,7 +46,7 @@ class EarlyStop:
                     f"stopped early after step {step}: {metric} {value:.4g} is {side} "
                     f"early_stop.{setting} {limit:g}, in {patience} steps in a row. A checkpoint "
                     f"is saved. The same command continues, and stops again after {patience} such "
-                    "steps; change the limit, or go back with --checkpoint.resume-step"
+                    "steps; change the limit, or go back with --run.fork and --run.from-step"
                 )
 
     def raise_if_reached(self) -> None:

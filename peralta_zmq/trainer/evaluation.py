@@ -1,85 +1,110 @@
 """Evaluation of the weights on the held-out problems.
 
-The trainer itself evaluates step 0 (the base model) and the last step with its own engine, while it
-does not train. The generators evaluate steps in between while the training continues: the trainer
-announces the step to evaluate, and the generators send their answers as groups of rollouts, which
-are not trained on.
+The trainer announces the step to evaluate, and the generators send their answers as groups of
+rollouts, which are not trained on. Steps in between are evaluated by the generators alone, while
+the training continues. No step is trained while step 0 (the base model) and the last step are
+evaluated: then the trainer samples too, with its own engine, HEAD_START_SECONDS later if there are
+generators, and from the last problem on, while the generators begin with the first ones. So these
+evaluations end without a generator as well.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from statistics import fmean
+from contextlib import closing
 
-from peralta_zmq import build, models
+from peralta_zmq import models
 from peralta_zmq.config import Config
-from peralta_zmq.engines import evaluate
 from peralta_zmq.environments.curriculum import MAX_POSITIONS
 from peralta_zmq.environments.dataset import Environments
-from peralta_zmq.environments.held_out import Evaluation, eval_metrics
+from peralta_zmq.environments.held_out import Evaluation, summarize
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.rollout import Answer, Problem, RolloutGroup
+from peralta_zmq.trainer.answers import Answering
 from peralta_zmq.trainer.policy import Policy
 from peralta_zmq.trainer.session import Session
+
+HEAD_START_SECONDS = 10.0  # of the generators before the trainer samples answers, too
+WAIT_SECONDS = 0.02  # between two checks for answers meanwhile
 
 
 class EvaluationCoordinator:
     """Runs one evaluation at a time, and evaluates each step at most once."""
 
     def __init__(self, session: Session, held_out: Environments, policy: Policy) -> None:
-        self._session, self._held_out, self._policy = session, held_out, policy
-        self._current: Evaluation | None = None  # the evaluation in progress on the generators
+        self._session, self.held_out, self._policy = session, held_out, policy
+        self._current: Evaluation | None = None  # the evaluation in progress
+        self._samples_too = False  # whether the trainer samples answers for it
 
-    def evaluate(self, step: int, *, meanwhile: Callable[[], None] = lambda: None) -> bool:
+    def evaluate(
+        self,
+        step: int,
+        *,
+        meanwhile: Callable[[], None] = lambda: None,
+        has_generators: Callable[[], bool] = lambda: False,
+    ) -> bool:
         """Evaluate the trainer's weights of `step`, unless the run log has the result.
 
-        Calls `meanwhile` between two decode steps (tokens), and while rewards are computed. Returns
-        False, and records nothing, if a stop is requested before the evaluation ends.
+        Calls `meanwhile` between two decode steps (tokens), and while rewards are computed, to
+        receive the answers of generators. `has_generators` tells whether there are any now. Returns
+        False, and records nothing, if a stop is requested before the evaluation ends. Raises
+        TaskError if the rewards of all problems failed.
         """
-        config, run_log = self._session.config, self._session.run_log
+        run_log, stop = self._session.run_log, self._session.stop
         if self._is_recorded(step):
             return True
-        problems = self._held_out.problems
-
-        def is_cancelled() -> bool:
-            meanwhile()
-            return self._session.stop.requested
-
+        self.abandon()
+        current = self._begin(step)
         run_log.event("evaluate", step=step)
-        with run_log.progress(f"evaluating step {step}", len(problems)) as progress:
-            answers = evaluate(
-                self._policy.engine,
-                self._policy.tokenizer,
-                problems,
-                self._held_out.score,
-                sampling=build.make_eval_sampling(config, seed=config.run.seed),
-                num_generations=config.eval.rollouts_per_example,
-                overrides=build.eval_sampling_overrides(config, seed=config.run.seed),
-                replies=self._held_out,
-                max_turns=config.task.max_turns,
-                report_progress=progress.update,
-                is_cancelled=is_cancelled,
-            )
-        if self._session.stop.requested:
+        self._samples_too = True
+        answering = Answering(
+            self._session.config, self._policy.engine, self._policy.tokenizer, self.held_out
+        )
+        with (
+            closing(answering),
+            run_log.progress(f"evaluating step {step}", len(self.held_out.problems)) as progress,
+        ):
+            head_start_end = time.monotonic() + HEAD_START_SECONDS
+            waiting = list(self.held_out.problems)  # the last one is the first to be answered
+            while (waiting or answering.is_busy) and not (stop.requested or current.complete):
+                meanwhile()
+                progress.update(current.num_answered)
+                may_start = time.monotonic() >= head_start_end or not has_generators()
+                while may_start and waiting and answering.has_room:
+                    problem = waiting.pop()
+                    if not current.is_answered(problem.id):
+                        answering.start(problem)
+                if not answering.is_busy:
+                    time.sleep(WAIT_SECONDS)
+                for problem, answers in answering.advance():
+                    self._add(current, problem, answers)
+            if not current.num_answered:
+                answering.check()
+        self._samples_too, self._current = False, None
+        self._announce()
+        if stop.requested:
             return False
-        self._record(step, answers, [step])
+        self._record(current)
         run_log.event("evaluated", step=step)
         return True
+
+    def _add(self, current: Evaluation, problem: Problem, answers: Sequence[Answer]) -> None:
+        """Add the trainer's answers, unless a generator was faster."""
+        if current.expects(problem.id, len(answers)):
+            texts = [(answer.answer, answer.reward, answer.cut_off) for answer in answers]
+            current.add(problem.id, texts, policy_step=current.step)
+            self._announce()
 
     def request(self, step: int) -> None:
         """Request an evaluation of the weights of `step` from the generators.
 
-        Does nothing for step 0 and the last step, which the trainer itself evaluates. Ends an
-        earlier evaluation that is still incomplete.
+        Does nothing for step 0 and the last step, which `evaluate` evaluates. Ends an earlier
+        evaluation that is still incomplete.
         """
-        config = self._session.config
-        if 0 < step < config.train.max_steps and not self._is_recorded(step):
+        if 0 < step < self._session.config.train.max_steps and not self._is_recorded(step):
             self.abandon()
-            sizes = {
-                env.label: config.rollouts_per_example_of(env) for env in config.eval_environments
-            }
-            self._current = Evaluation(step, self._held_out.problems, rollouts_per_example=sizes)
-            self._announce()
+            self._begin(step)
 
     def receive(self, group: RolloutGroup) -> None:
         """Add a generator's answers to one held-out problem.
@@ -93,15 +118,17 @@ class EvaluationCoordinator:
         if not current.expects(group.problem_id, len(group.rollouts)):
             return
         texts = [  # from the first generated token on
-            models.text_of(tokenizer, r.token_ids[int(r.loss_mask.argmax()) :])
+            models.text_of(
+                tokenizer, r.token_ids[int(r.loss_mask.argmax()) :], skip_special_tokens=True
+            )
             for r in group.rollouts
         ]
         cut_off = [rollout.is_cut_off for rollout in group.rollouts]
         answers = list(zip(texts, group.rewards, cut_off, strict=True))
         current.add(group.problem_id, answers, policy_step=group.policy_step)
-        if current.complete:
+        if current.complete and not self._samples_too:
             self._current = None
-            self._record(current.step, current.answers(), current.policy_steps)
+            self._record(current)
         self._announce()
 
     def abandon(self) -> None:
@@ -111,8 +138,17 @@ class EvaluationCoordinator:
             self._announce()
             self._session.run_log.note(
                 f"evaluation of step {current.step} incomplete: {len(current.answers())} of "
-                f"{len(self._held_out.problems)} examples were answered in time"
+                f"{len(self.held_out.problems)} examples were answered in time"
             )
+
+    def _begin(self, step: int) -> Evaluation:
+        """Begin the evaluation of `step` and announce it."""
+        config = self._session.config
+        sizes = {env.label: config.rollouts_per_example_of(env) for env in config.eval_environments}
+        problems = self.held_out.problems
+        self._current = current = Evaluation(step, problems, rollouts_per_example=sizes)
+        self._announce()
+        return current
 
     def _is_recorded(self, step: int) -> bool:
         return self._session.wait_out(lambda: self._session.run_log.has_evaluation(step))
@@ -123,19 +159,17 @@ class EvaluationCoordinator:
         step, answered = (current.step, current.answered) if current else (-1, b"")
         self._session.announcer.publish(evaluation_step=step, answered=answered)
 
-    def _record(
-        self, step: int, results: Sequence[tuple[Problem, list[Answer]]], policy_steps: list[int]
-    ) -> None:
-        """Record a complete evaluation; `policy_steps` are the steps of the weights used."""
-        rewards: dict[str, list[list[float]]] = {}
-        for problem, answers in results:
-            rewards.setdefault(problem.task, []).append([answer.reward for answer in answers])
+    def _record(self, evaluation: Evaluation) -> None:
+        """Record an evaluation that has ended."""
+        results = evaluation.answers()
+        accuracy, stderr, figures = summarize(results)
         self._session.run_log.evaluation(
-            step,
-            [answers[0] for _, answers in results],
-            accuracy=fmean(fmean(each.reward for each in answers) for _, answers in results),
-            figures=eval_metrics(rewards),
-            policy_steps=(min(policy_steps), max(policy_steps)),
+            evaluation.step,
+            results,
+            accuracy=accuracy,
+            stderr=stderr,
+            figures=figures,
+            policy_steps=(min(evaluation.policy_steps), max(evaluation.policy_steps)),
         )
 
 
@@ -145,7 +179,7 @@ def check_size(config: Config, held_out: Environments) -> None:
     The trainer's announcement has one bit per problem, and a limited size.
     """
     num_problems = len(held_out.problems)
-    if num_problems > MAX_POSITIONS and config.eval.interval < config.train.max_steps:
+    if num_problems > MAX_POSITIONS:
         raise ConfigError(
             f"eval.num_examples {config.eval.num_examples} means {num_problems} held-out problems; "
             f"generators can evaluate at most {MAX_POSITIONS}; lower it"

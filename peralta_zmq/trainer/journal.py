@@ -1,12 +1,11 @@
 """The journal: a write-ahead log of received groups, with one file per step.
 
-A group holds all rollouts of one problem. The groups of a training step are durable (written and
-fsynced) before the step's weights are published and before the step is recorded or checkpointed. A
-restart restores the newest checkpoint and trains the later steps again from the journal. Dropped
-groups are journaled too, without rollouts. So are sample leases (ranges of sample indices, assigned
-to generators), before they are announced, and micro-batches that were computed before all groups of
-their step had arrived: with the same calls of `Learner.accumulate`, a repeated step is
-bit-identical.
+The groups of a training step are durable (written and fsynced) before the step's weights are
+published and before the step is recorded or checkpointed. A restart restores the newest checkpoint
+and trains the later steps again from the journal. Dropped groups are journaled too, without
+rollouts. So are sample leases (ranges of sample indices, assigned to generators), before they are
+announced. When the batch of a step is full, the numbers of its updates are journaled, such as the
+learning rate: a repeated step has them again, also under settings that have changed since.
 
 Format of a record: size of the content (u32), crc32 of kind and content (u32), kind (u8), content.
 The last file may end in a torn record, the beginning of a record whose write was interrupted by a
@@ -24,9 +23,9 @@ import re
 import shlex
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,18 +34,19 @@ from isal.isal_zlib import crc32
 from peralta_zmq import atomic_files, wire
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import JournalError, OutageError, failure_text
+from peralta_zmq.learning.optimizer import UpdateSettings
 from peralta_zmq.rollout import RolloutGroup
 
 JOURNAL = "journal"  # folder in the run folder
 HEADER = struct.Struct("<IIB")  # size, crc32, kind
-GROUP, DROPPED, LEASED, ACCUMULATED = 1, 2, 3, 4  # kinds of records
+GROUP, DROPPED, LEASED, BEGUN = 1, 2, 3, 4  # kinds of records
 logger = logging.getLogger(__name__)
 
 
 class JournalRecord(NamedTuple):
     """Content by kind: GROUP: a group's message as received; DROPPED: a DroppedGroup; LEASED: the
-    first sample index that is not leased, as u64; ACCUMULATED: the number of groups in the batch
-    from which a micro-batch was computed, as u64."""
+    first sample index that is not leased, as u64; BEGUN: the UpdateSettings of the step, as JSON;
+    of several, the last one counts."""
 
     kind: int
     content: bytes
@@ -67,7 +67,7 @@ class DroppedGroup:
     min_sequence: int = 0  # the sender will not send groups with a lower sequence again
     problem_id: str = ""
     mean_reward: float = 0.0
-    sample_index: int = -1  # number of the group in the run's order of sampling; -1: unknown
+    sample_index: int | None = None  # see RolloutGroup.sample_index
 
     @classmethod
     def of(cls, group: RolloutGroup, outcome: str) -> DroppedGroup:
@@ -102,7 +102,8 @@ class Journal:
 
     def __init__(self, folder: Path, *, before_write: Callable[[], None] = lambda: None) -> None:
         """`before_write` may raise an error; nothing is written then."""
-        self._folder, self._before_write = folder, before_write
+        self._folder = folder
+        self._before_write = before_write
         self._step = -1  # step of the waiting records and of the open file; -1: none yet
         self._descriptor = -1  # file descriptor of the open file; -1: closed
         self._size: int | None = None  # bytes of committed records in the file; None: unknown
@@ -118,7 +119,8 @@ class Journal:
         if step != self._step:
             assert not self._waiting, "a step ends with a commit"
             self.close()
-            self._step, self._size = step, None
+            self._step = step
+            self._size = None
         if not self._waiting:
             self._waiting_since = time.monotonic()
         self._waiting.append(_encode(JournalRecord(kind, content)))
@@ -137,7 +139,8 @@ class Journal:
         if not self._waiting:
             return False
         failpoint("journal.commit")  # a test can kill the process here
-        write, self._pending_write = self._pending_write, None
+        write = self._pending_write
+        self._pending_write = None
         try:
             if write is not None and write.exception():
                 self.close()
@@ -147,9 +150,8 @@ class Journal:
         except OSError as error:
             # After a failed fsync the kernel may report success for the same open file.
             self.close()
-            raise OutageError(
-                f"cannot write {self.file_of(self._step)}: {failure_text(error)}"
-            ) from None
+            file = self.file_of(self._step)
+            raise OutageError(f"cannot write {file}: {failure_text(error, file)}") from error
         self._waiting.clear()
         failpoint("journal.synced")
         return True
@@ -180,15 +182,8 @@ class Journal:
                     os.fsync(opened.fileno())
                 atomic_files.sync_folder(self._folder)
             except OSError as error:
-                raise OutageError(f"cannot write {file}: {failure_text(error)}") from None
+                raise OutageError(f"cannot write {file}: {failure_text(error)}") from error
         return records
-
-    def replace(self, step: int, records: Sequence[JournalRecord]) -> None:
-        """Replace the records of a step, atomically and durably. Raises OSError.
-
-        Call it before the first `append` to the step.
-        """
-        atomic_files.replace_file(self.file_of(step), b"".join(map(_encode, records)))
 
     def check_last(self, step: int, fault: str) -> None:
         """Raise JournalError if later steps exist; `fault` describes this step's file."""
@@ -269,13 +264,23 @@ def read_records(folder: Path, step: int) -> tuple[list[JournalRecord], int]:
 
 
 def encode_number(number: int) -> bytes:
-    """Return the content of a LEASED or ACCUMULATED record."""
+    """Return the content of a LEASED record."""
     return number.to_bytes(8, "little")
 
 
 def decode_number(content: bytes) -> int:
     """The inverse of `encode_number`."""
     return int.from_bytes(content, "little")
+
+
+def encode_update(update: UpdateSettings) -> bytes:
+    """Return the content of a BEGUN record."""
+    return json.dumps(asdict(update)).encode()
+
+
+def decode_update(content: bytes) -> UpdateSettings:
+    """The inverse of `encode_update`. Raises ValueError or TypeError for other content."""
+    return UpdateSettings(**json.loads(content))
 
 
 def decode_record(record: JournalRecord, limits: wire.GroupLimits) -> RolloutGroup | DroppedGroup:
@@ -325,6 +330,6 @@ def _has_record(content: bytes, start: int) -> bool:
 
     The kind is the last byte of a record's header, so every byte with a valid kind is tried.
     """
-    kinds = b"[%c%c%c%c]" % (GROUP, DROPPED, LEASED, ACCUMULATED)
+    kinds = b"[%c%c%c%c]" % (GROUP, DROPPED, LEASED, BEGUN)
     matches = re.compile(kinds).finditer(content, start + HEADER.size)
     return any(_record_at(content, match.end() - HEADER.size) for match in matches)

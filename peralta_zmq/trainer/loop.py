@@ -1,10 +1,8 @@
 """The trainer's main loop: collect a batch, take a training step, publish weights.
 
-Full micro-batches are computed while the batch is collected (accumulation.py).
-
-A group holds all rollouts of one problem; generators send groups over the network. The trainer
-writes every group to a journal, a write-ahead log, before it publishes the step that uses the
-group. So after a kill the next start loses no group and trains no group twice (see recovery.py).
+The trainer writes every group to a journal, a write-ahead log, before it publishes the step that
+uses the group. So after a kill the next start loses no group and trains no group twice (see
+recovery.py).
 """
 
 from __future__ import annotations
@@ -18,29 +16,31 @@ from dataclasses import replace
 
 from peralta_zmq import models
 from peralta_zmq.atomic_files import failpoint
-from peralta_zmq.build import dry_run, memory_errors, open_environments
-from peralta_zmq.config import Config
+from peralta_zmq.build import dry_run, fitted_settings, memory_errors, open_environments
+from peralta_zmq.config import Config, keep_fork, with_fitted_of_run
 from peralta_zmq.environments.curriculum import MAX_POSITIONS, DifficultyPools
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks
 from peralta_zmq.learning.learner import StepResult
+from peralta_zmq.learning.optimizer import UpdateSettings
 from peralta_zmq.learning.step_metrics import (
     MismatchStatistics,
     by_environment,
     histogram_values,
+    special_token_ratio,
 )
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import check_trackers
 from peralta_zmq.rollout import CUT_OFF, RolloutGroup
-from peralta_zmq.trainer import evaluation, policy, session, sockets
-from peralta_zmq.trainer.accumulation import GradientAccumulation
+from peralta_zmq.trainer import evaluation, fork, policy, session, sockets
 from peralta_zmq.trainer.checkpoint import CheckpointWriter
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.early_stop import EarlyStop
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry, report_mismatches
-from peralta_zmq.trainer.ranks import join, run_follower, shutdown
+from peralta_zmq.trainer.ranks import is_leader, join, run_follower, shutdown
 from peralta_zmq.trainer.recovery import Recovery
+from peralta_zmq.trainer.start_report import start_lines
 
 # The warning that all groups have equal rewards is due after this number of steps or seconds.
 NO_SIGNAL_STEPS, NO_SIGNAL_SECONDS = 20, 20.0
@@ -55,13 +55,20 @@ def run(config: Config) -> None:
     file, a port or a folder cannot be used. Raises OutOfMemoryError at any time, and TrainingError,
     after the run is saved, if a limit of [early_stop] is exceeded.
     """
-    config, ranks = join(config)
+    fitted = fitted_settings.FittedConfig(config, {})
+    if is_leader():  # the other ranks get its settings
+        known = session.wait_out(
+            lambda: with_fitted_of_run(config), folder=config.run_folder, stop=session.StopSignal()
+        )
+        fitted = fitted_settings.fit_settings(known)
+    config, ranks = join(fitted.config)
     models.keep_memory()  # malloc reuses freed memory, which makes steps faster
     if isinstance(ranks, DistributedRanks) and ranks.rank > 0:
         return run_follower(config, ranks)
     with memory_errors(config, "trainer"), ExitStack() as stack:
         trainer = Trainer(config, stack, ranks)
         trainer.recover()
+        trainer.describe(fitted.reasons)
         trainer.evaluate_base()
         while trainer.unfinished:
             trainer.advance()
@@ -77,7 +84,9 @@ class Trainer:
         """Open all resources; `stack` closes them. Locks the run folder before any write."""
         stop = session.StopSignal()
         identity = session.identify_run(config, stack, stop)
-        run_id, self._previous_config = identity.run_id, identity.previous_config
+        run_id = identity.run_id
+        self._previous_config = identity.previous_config
+        config = keep_fork(config, self._previous_config)
         check_trackers(config.run.report_to)
         train = open_environments(config, "train")
         held_out = open_environments(config, "eval", limit=config.eval.num_examples)
@@ -89,6 +98,9 @@ class Trainer:
         dry_run.log([dry_run.check_end_tokens(reader.tokenizer)])
         pools = _open_pools(config, train)
         self.policy = policy.open_policy(config, reader.tokenizer, ranks)
+        end_ids = models.folder_end_ids(self.policy.base_folder, reader.tokenizer)
+        self._special_ids = models.special_ids(reader.tokenizer) - {*end_ids}
+        self._forked = fork.fork_if_new(config, self.policy, stop)
         worker_info = self.policy.worker_info
         limits = policy.group_limits(config, self.policy.model)
         authenticator = sockets.open_authenticator(config, stack, stop, is_new=identity.is_new)
@@ -102,6 +114,7 @@ class Trainer:
         )
         if ranks.world_size > 1:
             run_log.note(f"training on {ranks.world_size} ranks")
+        self._data = train, held_out
         self.session = session.Session(config, run_id, run_log, announcer, address_file, stop)
         self.publishing = policy.PolicyPublisher(self.session, store, self.policy, stack)
         self.generators = GeneratorRegistry(status_receiver, run_log, worker_info)
@@ -109,7 +122,6 @@ class Trainer:
         self.collector = BatchCollector(
             self.session, receiver, journal, self.generators, pools, self.evaluations
         )
-        self.accumulation = GradientAccumulation(self.policy.learner, self.collector)
         self.checkpoints = CheckpointWriter(self.session, self.policy, self.collector)
         self.mismatch = MismatchStatistics(bound=config.train.max_mismatch_kl)
         self.early_stop = EarlyStop(config.early_stop)
@@ -139,67 +151,97 @@ class Trainer:
             self.checkpoints,
             self.publishing,
             train_again=self.train_again,
+            forked=self._forked,
         )
         config = self.session.config.eval
         if recovery.run() and self.session.run_log.resuming and not config.skip_eval_on_resume:
             self.evaluations.request(self.step)
 
+    def describe(self, reasons: Mapping[str, str]) -> None:
+        """Print what a new run will do; `reasons` as in `start_lines`."""
+        stop = self.session.stop
+        if self.step == 0 and not stop.requested:
+            for line in start_lines(
+                self.session.config,
+                reasons,
+                self.policy,
+                *self._data,
+                is_stopped=lambda: stop.requested,
+            ):
+                self.session.run_log.note(line)
+
     def evaluate_base(self) -> None:
         """Evaluate the untrained model, once per run."""
         if self.session.config.eval.eval_base_model and self.step == 0:
-            self.evaluations.evaluate(0, meanwhile=self._lease_samples)
+            self._evaluate()
 
-    def _lease_samples(self) -> None:
-        """Grant sample leases now, so that generators begin before the first batch is collected."""
-        if self.collector.lease_samples(self.step + 1):
-            self.collector.acknowledgements.publish(self.step, started_step=self.step)
+    def _evaluate(self) -> bool:
+        """Evaluate the newest weights together with the generators; False after a stop request."""
+        return self.evaluations.evaluate(
+            self.step,
+            meanwhile=self._receive_answers,
+            has_generators=lambda: bool(self.generators.live()),
+        )
+
+    def _receive_answers(self) -> None:
+        """Receive answers of generators, and grant leases, so that they begin to sample."""
+        self.collector.receive_answers(self.step + 1)
 
     def advance(self) -> None:
         """Take one training step: collect, learn, publish, record, write a checkpoint.
 
         Returns without a step if a stop is requested.
         """
+        config = self.session.config
+        collector = self.collector
+        learner = self.policy.learner
         started = time.monotonic()
-        self.accumulation.begin_step()
-        groups, depth = self.collector.collect(
-            self.step + 1, self._between_groups, self.accumulation.compute
-        )
-        if self.session.stop.requested:
+        update = replace(learner.next_update, arithmetic=self.policy.arithmetic)
+        for groups in collector.groups(self.step + 1, update):
+            learner.add(groups)  # computes the micro-batches that they fill
+            self._maintain(is_idle=not groups)
+        if collector.started_step <= self.step:  # a stop is requested
             return
-        overlapped = self.accumulation.seconds
-        wait_seconds = time.monotonic() - started - self.collector.journal_seconds - overlapped
+        wait_seconds = time.monotonic() - started - collector.journal_seconds - learner.seconds
         failpoint("trainer.collected")  # a test can kill the process at any failpoint
-        result = self.learn(groups)
+        result = self.finish_step()
         failpoint("trainer.stepped")
-        report_mismatches(self.mismatch, self.session, self.collector.admission, step=self.step)
+        report_mismatches(self.mismatch, self.session, collector.admission, step=self.step)
         publish_seconds = self.publish() if self._is_publish_due else 0.0
         timings = {
-            "queue/depth": depth,
+            "queue/depth": collector.queue_depth,
             "time/wait_for_batch": wait_seconds,
-            "time/overlapped": overlapped,
-            "time/forward_backward": result.metrics["time/forward_backward"] + overlapped,
-            "time/journal": self.collector.journal_seconds,
+            "time/journal": collector.journal_seconds,
             "time/publish": publish_seconds,
         }
         result.metrics.update(timings | self.publishing.metrics())
-        self.record(groups, result, step_time=time.monotonic() - started)
+        self.record(result, step_time=time.monotonic() - started)
         failpoint("trainer.recorded")
-        if self.step % self.session.config.eval.interval == 0:
+        if self.step % config.eval.interval == 0:
             self.evaluations.request(self.step)
-        if self.step % self.session.config.checkpoint.interval == 0:
+        if self.step % config.checkpoint.interval == 0:
             self.checkpoints.try_write()
         if self.unfinished:
             self.early_stop.update(self.step, result.metrics)
 
-    def learn(
-        self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None
-    ) -> StepResult:
-        """Take the next training step on a batch; returns when its groups are in the journal.
+    def _maintain(self, *, is_idle: bool) -> None:
+        """Publish and report while groups are collected; `is_idle`: none arrives."""
+        if is_idle:
+            self.session.check_address()
+        self.publishing.record_reports()
+        self.session.run_log.check_stall()
+        # If groups arrive, the next step follows soon and publishes the keyframe.
+        if is_idle and self.generators.keyframe_due:
+            self.publish()
 
-        `learning_rate`, if not None, replaces the learning rate of the schedule.
+    def finish_step(self, *, repeated: UpdateSettings | None = None) -> StepResult:
+        """Take the next training step on the groups that the learner has.
+
+        Returns when they are in the journal. `repeated` is not None if an earlier session took this
+        step: see `Learner.finish_step`.
         """
         run_log = self.session.run_log
-        result = self.policy.learner.learn(groups, learning_rate=learning_rate)
+        result = self.policy.learner.finish_step(repeated=repeated)
         failpoint("trainer.learned")
         self.session.check_address()
         self.collector.commit()  # the groups are in the journal before the step is published
@@ -219,7 +261,8 @@ class Trainer:
 
         Generators evaluate a step only with its weights or newer ones.
         """
-        config, step = self.session.config, self.step
+        config = self.session.config
+        step = self.step
         is_last = step >= config.train.max_steps
         is_interval = step % config.weights.interval == 0 or step % config.eval.interval == 0
         return is_last or is_interval or self.generators.keyframe_due
@@ -230,10 +273,9 @@ class Trainer:
         keyframe = self.generators.take_keyframe_request()
         return self.publishing.publish(self.step, keyframe=keyframe)
 
-    def record(
-        self, groups: Sequence[RolloutGroup], result: StepResult, *, step_time: float
-    ) -> None:
+    def record(self, result: StepResult, *, step_time: float) -> None:
         """Write the newest step to the run log, unless an earlier session wrote it."""
+        groups = result.groups
         by_task = by_environment(groups) if len(self.session.config.environments) > 1 else {}
         row = {
             "step": self.step,
@@ -245,22 +287,41 @@ class Trainer:
             **self.generators.metrics(result.metrics),
             "step_time": step_time,
         }
-        index = self._index_of_sample(groups)
-        sample = _sample(self.step, groups[index], result.advantages[index], self.policy.tokenizer)
-        if self.session.run_log.step(row, sample, histogram_values(groups, result.advantages)):
+        row["completions/special_token_ratio"] = special_token_ratio(groups, self._special_ids)
+        samples: list[dict[str, object]] = []
+        if self.step > self.session.run_log.last_step:  # not written by an earlier session
+            samples = self._samples(groups, result.advantages)
+        values = histogram_values(groups, result.advantages)
+        tracked = self._index_of_sample(groups)
+        if self.session.run_log.step(row, samples, values, tracked=tracked):
             self.no_signal.update(self.step, groups, result.metrics["frac_reward_zero_std"])
 
+    def _samples(
+        self, groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]
+    ) -> list[dict[str, object]]:
+        """Rows of samples.jsonl: the groups of the batch, then those dropped meanwhile."""
+        tokenizer = self.policy.tokenizer
+        batch = [
+            _sample(self.step, group, "trained" if group.has_signal else "no_signal", tokenizer)
+            | {"advantages": list(values)}
+            for group, values in zip(groups, advantages, strict=True)
+        ]
+        dropped = [_sample(self.step, *entry, tokenizer) for entry in self.collector.dropped]
+        return batch + dropped
+
     def _index_of_sample(self, groups: Sequence[RolloutGroup]) -> int:
-        """Index of the group that log.samples chooses; depends only on groups, seed and step."""
-        config, rewards = self.session.config, [group.mean_reward for group in groups]
+        """Index of the group for the trackers; depends only on settings, groups and step."""
+        config = self.session.config
+        rewards = [group.mean_reward for group in groups]
         if config.log.samples == "random":
             return random.Random(f"{config.run.seed}/{self.step}").randrange(len(groups))
         return rewards.index(max(rewards) if config.log.samples == "best" else min(rewards))
 
-    def train_again(self, groups: Sequence[RolloutGroup], learning_rate: float) -> None:
+    def train_again(self, groups: Sequence[RolloutGroup], repeated: UpdateSettings) -> None:
         """Repeat a step of an earlier session with the step's groups from the journal."""
-        result = self.learn(groups, learning_rate=learning_rate)
-        self.record(groups, result, step_time=0.0)
+        self.policy.learner.add(groups)
+        result = self.finish_step(repeated=repeated)
+        self.record(result, step_time=0.0)
 
     def finish(self) -> None:
         """Write a checkpoint; if the run is complete, evaluate and close it.
@@ -268,7 +329,8 @@ class Trainer:
         A run is complete when the version of its last step is published. If the run is not
         complete, or a stop is requested during the evaluation, reports how to resume the run.
         """
-        step, run_log = self.step, self.session.run_log
+        step = self.step
+        run_log = self.session.run_log
         self.collector.commit()
         if self.publishing.newest_step not in (-1, step):  # -1: the recovery was not completed
             self.publish()
@@ -276,52 +338,47 @@ class Trainer:
         self.publishing.wait()
         is_complete = step >= self.session.config.train.max_steps and self.publishing.wait_out()
         if is_complete:
-            self.evaluations.abandon()
-            self.collector.acknowledgements.publish(step, started_step=step, done=True)
-            # Not after the long evaluation: a kill during it would lose the final statuses.
-            self.generators.wait_for_final_statuses(step=step)
-        if not (is_complete and self.evaluations.evaluate(step)):
+            self.collector.admission.is_over = True
+            is_complete = self._evaluate()
+            self.collector.commit()
+        if not is_complete:
             if reason := self.early_stop.reason:
                 run_log.event("early_stop", step=step, reason=reason)
             run_log.end("stop", step=step)
             run_log.note(f"stopped after step {step}, saved; the same command resumes it")
             run_log.write_report()
             return
+        self.collector.acknowledgements.publish(step, started_step=step, done=True)
         self.generators.wait_for_final_statuses(step=step)
         run_log.end("complete", step=step)
         self.session.wait_out(self._close_run)
 
     def _close_run(self) -> None:
         """Write the summary and the report of a complete run. Raises OSError."""
-        config, store = self.session.config, self.publishing.store
+        config = self.session.config
+        store = self.publishing.store
         folder = policy.final_weights(config, self.policy, store)
-        accounting, num_made = self.collector.accounting(), self.generators.num_made
+        accounting = self.collector.accounting()
+        num_made = self.generators.num_made
         self.session.run_log.close_run(folder, accounting, num_made)
-
-    def _between_groups(self, idle: bool) -> None:
-        """Publish and report while groups are collected; `idle`: no group arrived."""
-        if idle:
-            self.session.check_address()
-        self.publishing.record_reports()
-        self.session.run_log.check_stall()
-        # If groups arrive, the next step follows soon and publishes the keyframe.
-        if idle and self.generators.keyframe_due:
-            self.publish()
 
 
 class NoSignalWarning:
     """Warns once if all groups of many steps have equal rewards: no learning signal."""
 
     def __init__(self, run_log: RunLog, tokenizer: models.Tokenizer) -> None:
-        self._run_log, self._tokenizer = run_log, tokenizer
+        self._run_log = run_log
+        self._tokenizer = tokenizer
         # Time and number of the last step in which a group had different rewards.
-        self._signal_time, self._signal_step = time.monotonic(), 0
+        self._signal_time = time.monotonic()
+        self._signal_step = 0
         self._warned = False
 
     def update(self, step: int, groups: Sequence[RolloutGroup], frac_without: float) -> None:
         """Add a step; `frac_without` is the fraction of groups without different rewards."""
         if frac_without < 1.0:
-            self._signal_time, self._signal_step = time.monotonic(), step
+            self._signal_time = time.monotonic()
+            self._signal_step = step
             return
         steps = step - self._signal_step
         is_long = steps > 1 and time.monotonic() - self._signal_time > NO_SIGNAL_SECONDS
@@ -350,9 +407,9 @@ def _excluded_text(step: int, excluded: Mapping[str, str]) -> str:
 
 
 def _sample(
-    step: int, group: RolloutGroup, advantages: Sequence[float], tokenizer: models.Tokenizer
+    step: int, group: RolloutGroup, outcome: str, tokenizer: models.Tokenizer
 ) -> dict[str, object]:
-    """Row for the run's file of samples: texts, rewards and advantages of a group."""
+    """Row of samples.jsonl for a group with this outcome, without its advantages."""
     first = group.rollouts[0]
     prompt_ids = first.token_ids[: int(first.loss_mask.argmax())]  # before the first sampled token
     return {
@@ -361,11 +418,12 @@ def _sample(
         "task": group.task,
         "generator": group.generator_id,
         "policy_step": group.policy_step,
+        "outcome": outcome,
         "rewards": group.rewards,
+        "advantages": [],
         **({"turn_rewards": group.turn_rewards} if any(group.turn_rewards) else {}),
-        "advantages": list(advantages),
         "prompt": models.text_of(tokenizer, prompt_ids),
-        "texts": [models.text_of(tokenizer, r.token_ids) for r in group.rollouts],
+        "texts": [models.text_of(tokenizer, rollout.token_ids) for rollout in group.rollouts],
         "cut_off": [rollout.is_cut_off for rollout in group.rollouts],
         "num_turns": [rollout.num_turns for rollout in group.rollouts],
     }

@@ -1,10 +1,7 @@
 """The trained model: load it with its learner, publish its weights, export them.
 
-A version is the weights after one training step, published to the weight store. The weight store is
-a folder or a bucket from which the generators load the weights. A keyframe is a version with all
-weights; any other version is a delta, which has only the changes since the previous version. The
-lineage is the number of times that the run was rolled back to an earlier step. With LoRA only the
-adapters are trained and published; the base model stays in its own folder.
+The lineage is the number of times that the run was rolled back to an earlier step. With LoRA only
+the adapters are trained and published; the base model stays in its own folder.
 """
 
 from __future__ import annotations
@@ -18,11 +15,12 @@ from pathlib import Path
 import torch
 
 from peralta_zmq import atomic_files, build, http_server, models, registry, wire
+from peralta_zmq.build import fitted_settings
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, OutageError, StoreError
 from peralta_zmq.learning.distributed import DistributedRanks, Ranks
 from peralta_zmq.models import frozen_layers, lora
-from peralta_zmq.observe.run_log import recorded_weights_ids
+from peralta_zmq.observe.run_log import recorded_versions
 from peralta_zmq.trainer.ranks import PolicyLearner, make_policy_learner
 from peralta_zmq.trainer.session import Session
 from peralta_zmq.weights import tensor_set
@@ -50,6 +48,7 @@ class Policy:
     num_ranks: int  # processes that compute each step
     engine: registry.Engine  # samples from the model, for the trainer's own evaluations
     worker_info: Mapping[str, str]  # device and dtype, to show to users
+    arithmetic: Mapping[str, str]  # what computes its steps
 
 
 def open_policy(config: Config, tokenizer: models.Tokenizer, ranks: Ranks) -> Policy:
@@ -68,6 +67,7 @@ def open_policy(config: Config, tokenizer: models.Tokenizer, ranks: Ranks) -> Po
     learner = make_policy_learner(config, model, ranks)
     engine = build.make_live_engine(config, model, tokenizer)
     worker_info = models.worker_info(model.device, dtype)
+    arithmetic = models.arithmetic(model.device, worker_info["dtype"], ranks.world_size)
     models.release_memory()  # loading leaves gaps that are too small for a step's tensors
     return Policy(
         folder,
@@ -79,12 +79,14 @@ def open_policy(config: Config, tokenizer: models.Tokenizer, ranks: Ranks) -> Po
         ranks.world_size,
         engine,
         worker_info,
+        arithmetic,
     )
 
 
 def group_limits(config: Config, model: models.Model) -> wire.GroupLimits:
     """Limits of groups that generators with these settings send."""
-    sizes, evaluated = config.group_sizes, config.eval_environments
+    sizes = config.group_sizes
+    evaluated = config.eval_environments
     samplings = [build.make_sampling(config, env, seed=0) for env in config.environments]
     samplings += [build.make_eval_sampling(config, env, seed=0) for env in evaluated]
     return wire.GroupLimits(
@@ -102,12 +104,16 @@ def version_files(
 ) -> tuple[dict[str, bytes], dict[str, str]]:
     """Return the companion files (content by name) and manifest fields of versions.
 
-    The manifest identifies the tokenizer. The companion files of a whole model are its config and
-    tokenizer. LoRA adapters have a config file, and manifest fields with the digest and the name of
-    the base model: generators use them to check that they have the same base model. `adapts_dtype`
-    is its format, and `adapts_packed` the digest of its packed weights.
+    The manifest identifies the tokenizer and has the settings that generators adopt. The companion
+    files of a whole model are its config and tokenizer. LoRA adapters have a config file, and
+    manifest fields with the digest and the name of the base model: generators use them to check
+    that they have the same base model. `adapts_dtype` is its format, and `adapts_packed` the digest
+    of its packed weights.
     """
-    identity = {"tokenizer": models.tokenizer_identity(folder, tokenizer)}
+    identity = {
+        "tokenizer": models.tokenizer_identity(folder, tokenizer),
+        "settings": fitted_settings.manifest_field(config),
+    }
     if not lora.has_adapters(model):
         return models.companion_files(folder, tokenizer), identity
     name = config.model.name
@@ -147,14 +153,19 @@ class PolicyPublisher:
     ) -> None:
         self.store = store
         self.newest_step = -1  # of the newest weights passed to `publish` or `announce`; -1: none
-        self._session, self._model = session, policy.model
+        self._session = session
+        self._model = policy.model
         self._manifest_fields: dict[str, str | int] = {**policy.manifest_fields}
         self._newest: PublishReport | None = None  # of the newest published version
         self._failure = ""  # why the last attempt to publish failed; empty if it did not
-        config, weights = session.config, session.config.weights
+        self._cause: BaseException | None = None  # of the failure
+        config = session.config
+        weights = session.config.weights
         token = http_server.read_private_token(weights.token_file)
         if weights.serve_port:
-            folder, host, port = config.weights_folder, config.wire.bind, weights.serve_port
+            folder = config.weights_folder
+            port = weights.serve_port
+            host = wire.interface_address(config.wire.bind)
             stack.enter_context(closing(serve_weights(folder, host=host, port=port, token=token)))
         writer = VersionWriter(
             store,
@@ -229,7 +240,7 @@ class PolicyPublisher:
         self.wait()
         if self._publisher.is_pending:
             reason = f"the last version is still being published to {self.store.address}"
-            raise OutageError(self._failure or reason)
+            raise OutageError(self._failure or reason) from self._cause
         self.record_reports()  # an attempt after `wait` may have succeeded
 
     def record_reports(self) -> None:
@@ -241,19 +252,26 @@ class PolicyPublisher:
                 if report.reason != self._failure:  # print a reason that repeats only once
                     run_log.note(report.reason)
                 self._failure = report.reason
+                self._cause = report.cause
             else:
-                self._newest, self._failure = report, ""
+                self._newest = report
+                self._failure = ""
+                self._cause = None
                 self._record(report.version)
 
     def record_unrecorded(self) -> None:
-        """Record versions that an earlier session published just before a kill."""
+        """Record versions that an earlier session published just before a kill.
+
+        No number of a recorded version is published again, even if the version is gone.
+        """
+        folder = self._session.folder
+        recorded = self._session.wait_out(lambda: recorded_versions(folder))
+        self.store.min_number = max(recorded.values(), default=-1) + 1
         try:
             versions = self.store.versions()
         except StoreError as error:
             self._session.run_log.note(str(error))
             return
-        folder = self._session.folder
-        recorded = self._session.wait_out(lambda: recorded_weights_ids(folder))
         for version in versions:
             if version.weights_id not in recorded:
                 self._record(version)

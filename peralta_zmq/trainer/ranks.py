@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, TypeAlias
 
 import torch
@@ -21,6 +22,7 @@ from peralta_zmq.errors import ConfigError, PeraltaError, TrainingError
 from peralta_zmq.learning import distributed
 from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks
 from peralta_zmq.learning.learner import Learner, StepResult
+from peralta_zmq.learning.optimizer import UpdateSettings
 from peralta_zmq.models import lora
 from peralta_zmq.rollout import RolloutGroup
 
@@ -43,6 +45,11 @@ def local_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
             f"the environment has {values}; start several ranks with torchrun, or unset WORLD_SIZE"
         ) from None
     return rank, num_ranks
+
+
+def is_leader() -> bool:
+    """Whether this process is rank 0, or the only one."""
+    return local_rank(os.environ) is None or os.environ["RANK"] == "0"
 
 
 def join(config: Config) -> tuple[Config, Ranks]:
@@ -101,7 +108,8 @@ class LeadingLearner:
     """
 
     def __init__(self, learner: Learner, ranks: DistributedRanks, model: models.Model) -> None:
-        self._learner, self._ranks = learner, ranks
+        self._learner = learner
+        self._ranks = ranks
         self._parameters = lora.trained_parameters(model)
 
     @property
@@ -109,21 +117,28 @@ class LeadingLearner:
         """As `Learner.step`."""
         return self._learner.step
 
-    has_full_micro_batch = False  # several ranks compute a step when all its groups are there
+    @property
+    def next_update(self) -> UpdateSettings:
+        """As `Learner.next_update`."""
+        return self._learner.next_update
 
-    def add_groups(self, groups: Sequence[RolloutGroup]) -> None:
-        """No effect, as of `Learner.add_groups` without a divisor."""
+    @property
+    def seconds(self) -> float:
+        """As `Learner.seconds`."""
+        return self._learner.seconds
 
-    def accumulate(self) -> None:
-        """No effect, as of `Learner.accumulate` without a full micro-batch."""
+    def add(self, groups: Sequence[RolloutGroup]) -> None:
+        """Add groups to the next step on all ranks; they are computed in `finish_step`."""
+        if groups:
+            frames = [wire.encode_group(group) for group in groups]
+            self._ranks.send_command({"do": "add"}, frames)
+            self._learner.add(groups)
 
-    def learn(
-        self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None
-    ) -> StepResult:
-        """Take the next step on all ranks. Raises as `Learner.learn`, or RankError."""
-        frames = [wire.encode_group(group) for group in groups]
-        self._ranks.send_command({"do": "learn", "learning_rate": learning_rate}, frames)
-        result = self._learner.learn(groups, learning_rate=learning_rate)
+    def finish_step(self, *, repeated: UpdateSettings | None = None) -> StepResult:
+        """Take the next step on all ranks. Raises as `Learner.finish_step`, or RankError."""
+        numbers = None if repeated is None else asdict(repeated)
+        self._ranks.send_command({"do": "finish_step", "repeated": numbers})
+        result = self._learner.finish_step(repeated=repeated)
         self._gather()
         return result
 
@@ -138,6 +153,7 @@ class LeadingLearner:
 
         Raises ValueError, and changes nothing, if the tensors do not fit the model or optimizer.
         """
+        tensors = dict(tensors)  # read all of them before the other ranks wait for them
         self._learner.restore(step, tensors)
         specs = [
             (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
@@ -189,9 +205,11 @@ def _execute(
     command: dict[str, Any], learner: Learner, ranks: DistributedRanks, limits: wire.GroupLimits
 ) -> None:
     """Make the call that rank 0 makes on its own learner, with the same arguments."""
-    if command["do"] == "learn":
-        groups = [wire.decode_group(frame, limits) for frame in command["payloads"]]
-        learner.learn(groups, learning_rate=command["learning_rate"])
+    if command["do"] == "add":
+        learner.add([wire.decode_group(frame, limits) for frame in command["payloads"]])
+    elif command["do"] == "finish_step":
+        numbers = command["repeated"]
+        learner.finish_step(repeated=None if numbers is None else UpdateSettings(**numbers))
     elif command["do"] == "restore":
         specs = command["tensors"]
         tensors = {name: torch.empty(shape, dtype=getattr(torch, dt)) for name, dt, shape in specs}
@@ -199,6 +217,6 @@ def _execute(
         learner.restore(command["step"], tensors)
     elif command["do"] == "state":
         learner.state()
-    if ranks.lockstep and command["do"] != "state":
+    if ranks.lockstep and command["do"] in ("finish_step", "restore"):
         for _ in learner.weights():  # takes part in rank 0's `_gather`, a collective operation
             pass

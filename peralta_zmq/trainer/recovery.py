@@ -1,25 +1,24 @@
 """Recovery: every start of the trainer continues from the state in the run folder.
 
-A checkpoint is the saved state after a step. The journal is the write-ahead log of received groups
-(all rollouts of one problem), with one file per step. The lineage counts roll-backs to an earlier
-step. A roll-back abandons the weights of the undone steps: the trainer drops groups that were
-sampled from them.
+A checkpoint is the saved state after a step. The journal is the write-ahead log of received groups,
+with one file per step. If the journal has lost groups of completed steps, the run is rolled back:
+the lineage counts these roll-backs, and the trainer drops groups that were sampled from the weights
+of the undone steps.
 
 A start brings the trainer to step N, the newest step that the run folder holds:
 
-1. If checkpoint.resume_step is set, roll back to that checkpoint by moving later files away
-   (roll_back.py). Later starts with the same setting do not repeat this.
-2. Restore the newest checkpoint, of step C: weights, optimizer, RNG, counts of groups, curriculum.
-3. Train the steps C+1 to N again from the journal, bit-identically on CPUs. Steps that are already
-   in metrics.jsonl are not written again. Groups above the limits of the settings are refused, and
-   a step whose groups are all refused is skipped. The journaled groups of step N+1, not a full
-   batch yet, become the first groups of the next batch.
-4. If checkpoint.skip_buffer is set, drop these groups, and return all problems to the problems in
-   use. If checkpoint.skip_progress is set, and no earlier start has done it, step N becomes step 0.
-5. Correct the run log: remove steps whose groups the journal has lost, which counts as a
+1. Restore the newest checkpoint, of step C: weights, optimizer, RNG, counts of groups, curriculum.
+   The first start of a fork (fork.py) writes it, as step 0.
+2. Train the steps C+1 to N again from the journal, bit-identically on CPUs: with the learning rate
+   and the other UpdateSettings of the journal, also if the settings have changed, and with the
+   operators and threads that computed the step (models/arithmetic.py). Steps that are already in
+   metrics.jsonl are not written again. Groups above the limits of the settings are refused, and a
+   step whose groups are all refused is skipped. The journaled groups of step N+1, not a full batch
+   yet, become the first groups of the next batch. Then record changed settings.
+3. Correct the run log: remove steps whose groups the journal has lost, which counts as a
    roll-back; add weight versions that were published just before a kill.
-6. Return some problems, which were excluded as too easy or too hard, to the problems in use.
-7. Publish the weights of step N, unless the weights folder has them; announce them.
+4. Return some problems, which were excluded as too easy or too hard, to the problems in use.
+5. Publish the weights of step N, unless the weights folder has them; announce them.
 
 A killed trainer loses the groups that are not in the journal on disk yet. Their generators
 send them again, because the trainer has not acknowledged them as durable (in the journal on disk).
@@ -31,19 +30,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peralta_zmq import atomic_files, build, wire
-from peralta_zmq.config import Config, write_resolved
-from peralta_zmq.errors import JournalError, WireError
+from peralta_zmq import atomic_files, build, models, wire
+from peralta_zmq.config import Config, changed_settings, write_resolved
+from peralta_zmq.errors import ConfigError, JournalError, WireError
 from peralta_zmq.learning.admission import OUTCOMES
+from peralta_zmq.learning.optimizer import UpdateSettings
 from peralta_zmq.observe.run_log import abandoned_weights
+from peralta_zmq.observe.run_state import REPLAY
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer import checkpoint, roll_back
-from peralta_zmq.trainer.accumulation import repeat_micro_batches
+from peralta_zmq.trainer import checkpoint
 from peralta_zmq.trainer.checkpoint import CHECKPOINTS
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.journal import (
-    ACCUMULATED,
-    DROPPED,
+    BEGUN,
     GROUP,
     JOURNAL,
     LEASED,
@@ -51,6 +50,7 @@ from peralta_zmq.trainer.journal import (
     JournalRecord,
     decode_number,
     decode_record,
+    decode_update,
     files_in,
 )
 from peralta_zmq.trainer.policy import Policy, PolicyPublisher, group_limits
@@ -60,7 +60,7 @@ from peralta_zmq.trainer.session import Session
 ALL_REFUSED = "all groups are refused"  # reason for skipping a journaled step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Recovery:
     """Brings a newly opened trainer to the newest step that the run folder holds.
 
@@ -73,7 +73,9 @@ class Recovery:
     collector: BatchCollector
     checkpoints: checkpoint.CheckpointWriter
     publishing: PolicyPublisher
-    train_again: Callable[[Sequence[RolloutGroup], float], None]  # arguments: groups, learning rate
+    train_again: Callable[[Sequence[RolloutGroup], UpdateSettings], None]
+    is_exact: bool = True  # repeated steps have the same bits as before
+    forked: str = ""  # the weights of another run to which this start has set the learner
 
     def run(self) -> bool:
         """Recover the newest step; return False if a stop request ended the replay.
@@ -81,19 +83,13 @@ class Recovery:
         Raises JournalError if checkpoint and journal contradict each other, are damaged, or belong
         to another run.
         """
-        roll_back.finish_skip(self.session)
-        roll_back.roll_back(self.session)
         self._restore_checkpoint()
         restored_step = self.policy.learner.step
         if not self._replay_journal():
             return False
-        if self.session.config.checkpoint.skip_buffer:
-            self._skip_buffer()
-        if roll_back.skips_progress(self.session, step=self.policy.learner.step):
-            self._skip_progress()
-            restored_step = 0
         step = self.policy.learner.step
-        wait_out, folder = self.session.wait_out, self.session.folder
+        wait_out = self.session.wait_out
+        folder = self.session.folder
         wait_out(lambda: self._undo_lost_steps(step))
         self.publishing.record_unrecorded()
         self.collector.admission.abandoned = wait_out(lambda: abandoned_weights(folder, step))
@@ -102,17 +98,25 @@ class Recovery:
         self._publish(step)
         return True
 
-    # 2. Restore the newest checkpoint.
+    # 1. Restore the newest checkpoint.
 
     def _restore_checkpoint(self) -> None:
         """Restore learner and collector from the newest checkpoint, if there is one."""
         folder = self.session.folder
-        saved = self.session.wait_out(self._newest_checkpoint)
+        remedy = "choose another --run.name, or the model and optimizer it was made with"
+
+        def restore_newest() -> checkpoint.Checkpoint | None:
+            saved = self._newest_checkpoint()
+            if saved is not None:
+                checkpoint.restore(self.policy.learner, saved, run_folder=folder, remedy=remedy)
+            return saved
+
+        saved = self.session.wait_out(restore_newest)
         if saved is None:
             self.session.wait_out(self._check_journal_start)
+            if self.forked:
+                self._save_fork()
             return
-        remedy = "choose another --run.name, or the model and optimizer it was made with"
-        checkpoint.restore(self.policy.learner, saved, run_folder=folder, remedy=remedy)
         saved_base = saved.progress.get("adapts")  # LoRA: digest of the base model
         base = self.policy.manifest_fields.get("adapts")
         if saved_base != base:
@@ -136,112 +140,120 @@ class Recovery:
         """Read the newest valid checkpoint; removes half-written checkpoints."""
         folder = self.session.folder / CHECKPOINTS
         atomic_files.sweep(folder)
-        return checkpoint.newest(folder, run_id=self.session.run_id)
+        return checkpoint.newest(folder, run_id=self.session.run_id, way_back=self._way_back)
+
+    def _way_back(self) -> str:
+        """The remedy if no checkpoint verifies."""
+        run = self.session.config.run
+        steps = [*files_in(self.session.folder / JOURNAL)]
+        if steps and run.fork is None and steps == [*range(1, len(steps) + 1)]:
+            return "move the folder away: the next start trains all steps from the journal again"
+        fork = f"--run.name NEW --run.fork {run.name} --run.from-step STEP"
+        return f"put a copy back, or continue from published weights: {fork}"
 
     def _check_journal_start(self) -> None:
-        """Raise JournalError if the journal starts after step 1.
+        """Raise JournalError if the journal starts after step 1, or is that of a fork.
 
-        Without a checkpoint, nothing else can restore the steps before the journal.
+        Without a checkpoint, nothing else can restore the weights before the journal.
         """
         folder = self.session.folder / JOURNAL
         # The journal may be empty: in a new run, or because a checkpoint of the last recorded step
         # made all its files superfluous. It then begins with the next step.
         next_step = self.session.run_log.last_step + 1
-        if (first := min(files_in(folder), default=next_step)) > 1:
+        files = files_in(folder)
+        first = min(files, default=next_step)
+        if first > 1 or (files and self.session.config.run.fork is not None):
             raise JournalError(
                 f"{folder} begins with step {first}, and there is no checkpoint before it; put "
                 f"{self.session.folder}/checkpoints back, or delete the run to start over"
             )
 
-    # 3. Train the journaled steps again.
+    def _save_fork(self) -> None:
+        """Record from where the run continues; write the checkpoint of step 0."""
+        run_log = self.session.run_log
+        run_log.event("fork", source=self.forked)
+        self.session.wait_out(self.checkpoints.write)
+        run_log.note(f"forked: step 0 has the {self.forked}")
+
+    # 2. Train the journaled steps again.
 
     def _replay_journal(self) -> bool:
-        """Train the journaled steps again, at the previous session's learning rates.
+        """Train the journaled steps again, with what they were trained with.
 
-        A change of `train.max_steps` thus changes the learning rates of new steps only. Returns
-        False if a stop is requested; the next start replays the remaining steps.
+        Changed settings thus apply to new steps only. Returns False if a stop is requested; the
+        next start replays the remaining steps.
         """
-        learner, run_log = self.policy.learner, self.session.run_log
-        learning_rate = build.learning_rate_schedule(self.previous_config)
+        learner = self.policy.learner
+        run_log = self.session.run_log
+        config = self.session.config
+        max_steps = min(self.previous_config.train.max_steps, config.train.max_steps)
         begin = learner.step
         end = max(self.session.wait_out(self.collector.journal.steps), default=begin)
         with run_log.progress("replaying", end - begin) as progress:
             # The groups were received under the limits of the previous settings.
             limits = group_limits(self.previous_config, self.policy.model)
             while load_journaled_batch(self.collector, learner.step + 1, limits):
-                if learner.step >= self.previous_config.train.max_steps:
-                    break  # the previous session did not train this full batch: it is a new step
+                begun = self.collector.begun
+                if begun is None and learner.step >= max_steps:
+                    break  # no session has begun to train this full batch: it is a new step
+                if learner.step == begin:
+                    run_log.event(REPLAY, checkpoint=begin, steps=end - begin)
+                    run_log.note(f"replaying the journal from step {begin + 1} on")
                 if self.session.stop.requested:
                     return False
-                sizes = self.collector.accumulated_sizes
                 if groups := self.collector.take_batch():
-                    repeat_micro_batches(learner, groups, sizes)
-                    self.train_again(groups, learning_rate(learner.step + 1))
+                    self._use_arithmetic(begun)
+                    numbers = build.update_settings(self.previous_config, learner.step + 1)
+                    self.train_again(groups, begun or numbers)
                 else:
                     self._skip_step()
                 progress.update(learner.step - begin)
-        if self.previous_config != self.session.config:
-            self.session.wait_out(self._adopt_settings)
+        models.use_arithmetic(self.policy.arithmetic, self.policy.arithmetic)
+        if self.previous_config != config:
+            self._adopt_settings()
         return True
+
+    def _use_arithmetic(self, begun: UpdateSettings | None) -> None:
+        """Compute the next step as it was computed before. Raises JournalError if it cannot be."""
+        recorded = {} if begun is None else begun.arithmetic
+        try:
+            is_exact = models.use_arithmetic(recorded, self.policy.arithmetic)
+        except ConfigError as error:
+            folder = self.session.folder
+            raise JournalError(
+                f"step {self.policy.learner.step + 1} of {folder} cannot be repeated with the same "
+                f"bits: {error}; restart it with the machine and software that computed it, or "
+                f"continue from its weights: --run.fork {folder.name} --run.name NEW"
+            ) from None
+        self.is_exact = self.is_exact and is_exact
 
     def _skip_step(self) -> None:
         """Skip a journaled step whose groups are all refused, and report it."""
         skip_step(self.policy.learner)
         self.checkpoints.update_progress()
-        step, run_log = self.policy.learner.step, self.session.run_log
+        step = self.policy.learner.step
+        run_log = self.session.run_log
         run_log.event("skip", step=step, reason=ALL_REFUSED)
         run_log.note(f"step {step} skipped: {ALL_REFUSED}")
 
     def _adopt_settings(self) -> None:
-        """Write a checkpoint, then the changed settings.
+        """Write a checkpoint, record the changed settings, then write them.
 
-        After this checkpoint no restart needs the previous learning rates.
+        After this checkpoint no restart needs the previous limits of groups. A kill before the
+        last write records the changes twice.
         """
-        self.checkpoints.write()
-        write_resolved(self.session.config, self.session.folder)
+        session = self.session
+        previous = self.previous_config
+        session.wait_out(self.checkpoints.write)
+        if changes := changed_settings(previous, session.config):
+            session.run_log.record_settings(
+                list(changes.values()),
+                first_step=self.policy.learner.step + 1,
+                previous=previous.model_dump(mode="json"),
+            )
+        session.wait_out(lambda: write_resolved(session.config, session.folder))
 
-    # 4. Skip the buffer, and the progress.
-
-    def _skip_buffer(self) -> None:
-        """Drop the groups received for the next step; return all problems to the problems in use.
-
-        Generators do not send the groups again. Their outcome becomes "abandoned".
-        """
-        step, run_log = self.policy.learner.step + 1, self.session.run_log
-        groups, collector = self.collector.batch, self.collector
-        collector.curriculum.pools.return_to_normal(easy_fraction=1.0, hard_fraction=1.0, seed=0)
-        if groups:
-            run_log.event("skip_buffer", step=step, groups=len(groups))
-            self.session.wait_out(lambda: self._drop_in_journal(step))
-            collector.abandon_batch()
-            run_log.note(f"dropped {len(groups)} buffered groups of step {step}")
-
-    def _drop_in_journal(self, step: int) -> None:
-        """Replace the journaled groups of a step by records of dropped groups."""
-        limits = group_limits(self.previous_config, self.policy.model)
-        records: list[JournalRecord] = []
-        for record in self.collector.journal.read(step):
-            if record.kind == ACCUMULATED:
-                continue
-            if record.kind != LEASED:
-                group = _decode(self.collector, step, record, limits)
-                if isinstance(group, RolloutGroup):
-                    record = JournalRecord(DROPPED, DroppedGroup.of(group, "abandoned").encode())
-            records.append(record)
-        self.collector.journal.replace(step, records)
-
-    def _skip_progress(self) -> None:
-        """Make the newest step the checkpoint of step 0, and restore it.
-
-        The groups received for the next step are dropped: all weights of earlier steps are
-        abandoned. The counts of groups continue, because generators continue their sequences.
-        """
-        self.collector.abandon_batch()
-        self.checkpoints.update_progress()
-        roll_back.skip_progress(self.session, self.checkpoints.state(step=0))
-        self._restore_checkpoint()
-
-    # 5. Correct the run log.
+    # 3. Correct the run log.
 
     def _undo_lost_steps(self, step: int) -> None:
         """Undo recorded steps that the journal has lost; they are trained on new groups."""
@@ -252,7 +264,7 @@ class Recovery:
                 f"the journal has lost groups: steps {step + 1} to {last} are trained again"
             )
 
-    # 6. Return excluded problems, and report.
+    # 4. Return excluded problems, and report.
 
     def _return_problems(self, step: int) -> None:
         """Return the configured fractions of the excluded problems to the problems in use."""
@@ -267,12 +279,18 @@ class Recovery:
 
     def _report(self, step: int, restored_step: int) -> None:
         """Report on the terminal and in events.jsonl where the run continues."""
-        run_log, num_replayed = self.session.run_log, step - restored_step
-        if step >= self.session.config.train.max_steps and run_log.was_complete:
+        run_log = self.session.run_log
+        num_replayed = step - restored_step
+        max_steps = self.session.config.train.max_steps
+        if step >= max_steps and run_log.was_complete:
             run_log.note(f"run complete: {step} steps; delete {self.session.folder} to start over")
             return
         if run_log.resuming:
             run_log.note(f"resumed: step={step} checkpoint={restored_step} replayed={num_replayed}")
+        if step > max_steps:
+            run_log.note(
+                f"run complete: step {step} is trained already, and train.max_steps is {max_steps}"
+            )
         if not self.session.stop.requested:
             event = "resume" if run_log.resuming else "start"
             run_log.event(
@@ -281,17 +299,25 @@ class Recovery:
                 checkpoint=restored_step,
                 replayed=num_replayed,
                 ranks=self.policy.num_ranks,
+                arithmetic=dict(self.policy.arithmetic),
             )
 
-    # 7. Publish the weights.
+    # 5. Publish the weights.
 
     def _publish(self, step: int) -> None:
-        """Publish the weights of `step`, or announce them if the store has them."""
+        """Publish the weights of `step`, or announce them if the store has them.
+
+        Weights that may have other bits than before are published under a new number. The last step
+        of a run must be a keyframe, and train.max_steps may have been lowered.
+        """
         newest = self.publishing.store.newest()
+        is_last = step >= self.session.config.train.max_steps
         if (
             newest is None
             or (newest.step, newest.lineage) != (step, self.session.run_log.lineage)
             or newest.weights_id in self.collector.admission.abandoned
+            or (is_last and newest.kind == "delta")
+            or not self.is_exact
         ):
             self.publishing.publish(step)
             self.publishing.wait()
@@ -312,18 +338,20 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
     is damaged: raises JournalError, as for a group that the checkpoint has counted, too. Waits
     while the journal cannot be read.
     """
-    journal, wait_out = collector.journal, collector.session.wait_out
-    groups, accumulated_sizes = list[RolloutGroup](), list[int]()
+    journal = collector.journal
+    wait_out = collector.session.wait_out
+    groups = list[RolloutGroup]()
+    begun: UpdateSettings | None = None
     num_refused = 0
     for record in wait_out(lambda: journal.read(step)):
         if record.kind == LEASED:
             leases = collector.curriculum.leases
             leases.next_index = max(leases.next_index, decode_number(record.content))
             continue
-        if record.kind == ACCUMULATED:
-            accumulated_sizes.append(decode_number(record.content))
-            continue
         group = _decode(collector, step, record, limits)
+        if isinstance(group, UpdateSettings):
+            begun = group
+            continue
         if isinstance(group, RolloutGroup):
             groups.append(group)
             outcome = "trained" if group.has_signal else "no_signal"
@@ -339,7 +367,7 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
                 "disagree: a group is in both; move the newer of the two away"
             )
         collector.curriculum.update(group, outcome)
-    collector.restore_batch(groups, accumulated_sizes)
+    collector.restore_batch(groups, begun)
     if collector.is_full:
         return True
     if num_refused and step < max(wait_out(journal.steps)):
@@ -358,14 +386,17 @@ def skip_step(learner: PolicyLearner) -> None:
 
 def _decode(
     collector: BatchCollector, step: int, record: JournalRecord, limits: wire.GroupLimits
-) -> RolloutGroup | DroppedGroup:
+) -> RolloutGroup | DroppedGroup | UpdateSettings:
     """Decode a record. Raises JournalError if it is unreadable or of another run."""
-    file, run_id = collector.journal.file_of(step), collector.session.run_id
+    file = collector.journal.file_of(step)
+    run_id = collector.session.run_id
     try:
+        if record.kind == BEGUN:
+            return decode_update(record.content)
         group = decode_record(record, limits)
         if isinstance(group, DroppedGroup) and group.outcome not in OUTCOMES:
             raise ValueError(f"unknown outcome {group.outcome!a:.40}")
-    except (WireError, ValueError, TypeError) as error:
+    except (WireError, *atomic_files.MALFORMED) as error:
         raise JournalError(
             f"{file} has a complete record that cannot be read ({error}); use the version and the "
             "model that wrote it, or move it and those of later steps away to continue from step "

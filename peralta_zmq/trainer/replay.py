@@ -32,12 +32,12 @@ from peralta_zmq.errors import (
     program_name,
 )
 from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks
+from peralta_zmq.learning.optimizer import UpdateSettings
 from peralta_zmq.models import frozen_base, lora
-from peralta_zmq.observe.metrics import EVENTS, METRICS, number, read_rows
+from peralta_zmq.observe.metrics import EVENTS, number, read_rows
 from peralta_zmq.observe.terminal import progress_on_stderr
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint, journal
-from peralta_zmq.trainer.accumulation import repeat_micro_batches
 from peralta_zmq.trainer.collector import size_of, step_size
 from peralta_zmq.trainer.policy import group_limits, write_merged
 from peralta_zmq.trainer.ranks import (
@@ -51,7 +51,7 @@ from peralta_zmq.trainer.recovery import ALL_REFUSED, skip_step
 from peralta_zmq.trainer.session import known_run_id
 from peralta_zmq.weights.replica import STATE, load_version
 from peralta_zmq.weights.store import WeightStore, version_of_step
-from peralta_zmq.weights.tensor_set import MappedTensors
+from peralta_zmq.weights.tensor_set import FileTensors
 from peralta_zmq.weights.version import RUN_FILE, WEIGHTS_FILE, Version
 
 PRINTED = ("reward", "loss", "grad_norm", "learning_rate")  # metrics in the line of each step
@@ -64,26 +64,22 @@ def main(arguments: Sequence[str]) -> int:
     The exit code is DIFFERENT if replayed weights differ from the published ones. Otherwise it is
     DAMAGED if published versions cannot be read; they are named on stderr and not compared.
 
-    Each step uses the learning rate in metrics.jsonl, unless options of this command change the
-    schedule. Weights are compared only if the options change no setting. If metrics.jsonl lacks the
-    learning rate of a step, different weights of this step and later ones are not an error, because
-    the step may have been trained with another rate. Neither are they if a session of the run with
-    another number of ranks trained this step or an earlier one of this replay, because the order of
-    a sum changes its last bits. Raises ConfigError or JournalError if there is nothing to replay,
-    StoreError if the weights folder cannot be listed.
+    Weights are compared only if the options change no setting. Different weights are not an error
+    if a session of the run with another number of ranks trained this step or an earlier one of this
+    replay, because the order of a sum changes its last bits. Raises ConfigError or JournalError if
+    there is nothing to replay, StoreError if the weights folder cannot be listed.
     """
     options, settings = replay_options(arguments)
     if arguments[:1] == ["export"]:
-        return export(options.run, options.step, options.folder)
+        version = export(options.run, options.step, options.folder)
+        sys.stdout.write(f"step {version.step}, version {version.number}: {options.folder}\n")
+        return 0
     run: Path = options.run
     config, ranks = join(_load_config(run, settings))
     if isinstance(ranks, DistributedRanks) and ranks.rank > 0:
         run_follower(config, ranks)
         return 0
     run_config = _load_config(run)
-    rates = _recorded_rates(run)
-    schedule = build.learning_rate_schedule  # returns a partial whose keywords are the settings
-    is_same_schedule = schedule(config).keywords == schedule(run_config).keywords
     published, problems = _published(run, config) if config == run_config else ({}, [])
     other_ranks = [
         session
@@ -92,22 +88,18 @@ def main(arguments: Sequence[str]) -> int:
     ]
     notes = [_other_ranks_text(other_ranks, ranks.world_size)] if other_ranks else []
     sys.stderr.writelines(f"{printable(text)}\n" for text in (*problems, *notes))
-    without_rate = [step for step in journal.files_in(run / journal.JOURNAL) if step not in rates]
     num_different = 0
-    for trained, metrics, digest in replay(
-        config, run, options.first, options.last, rates if is_same_schedule else {}, ranks
-    ):
-        step, result = trained[-1], ""
+    for trained, metrics, digest in replay(config, run, options.first, options.last, ranks):
+        step = trained[-1]
+        result = ""
         if step in published:
-            missing = next((other for other in without_rate if other <= step), None)
             if digest == published[step]:
                 result = "  as published"
-            elif missing is not None:
-                result = f"  not compared: {METRICS} lacks the learning rate of step {missing}"
             elif any(_overlap(trained, session.steps) for session in other_ranks):
                 result = "  not compared: other number of ranks"
             else:
-                result, num_different = "  NOT as published", num_different + 1
+                result = "  NOT as published"
+                num_different = num_different + 1
         numbers = "  ".join(f"{name}={metrics[name]:.6g}" for name in PRINTED if name in metrics)
         numbers = numbers or f"skipped: {ALL_REFUSED}"
         sys.stdout.write(f"step={step}  {numbers}  weights={digest[:16]}{result}\n")
@@ -123,34 +115,42 @@ def replay(
     folder: Path,
     first: int | None,
     last: int | None,
-    rates: Mapping[int, float],
     ranks: Ranks = SINGLE,
 ) -> Iterator[tuple[range, dict[str, float], str]]:
     """Yield the steps trained so far, metrics of the last one, and the sha256 of its weights.
 
     The weights are those that the step would publish. `first` and `last` limit the steps that are
     yielded; None: no limit. Training starts from the newest checkpoint before `first`, or from the
-    base model, so steps before `first` may be trained but are not yielded. `rates` (step ->
-    learning rate) replace the learning rates of the settings. A step whose groups all exceed the
-    limits of the run is skipped and has no metrics. Raises JournalError if the journal starts too
-    late, has a gap, or ends before `first`. Only rank 0 calls it.
+    base model, so steps before `first` may be trained but are not yielded. Each step has the
+    learning rate and the other UpdateSettings of the journal, unless `config` changes those of the
+    run. A step whose groups all exceed the limits of the run is skipped and has no metrics. Raises
+    JournalError if the journal starts too late, has a gap, or ends before `first`. Only rank 0
+    calls it.
     """
+    run_config = _load_config(folder)
     model = build.load_policy(config, models.model_folder(config.model.name))
     learner = make_policy_learner(config, model, ranks)
     steps = journal.files_in(folder / journal.JOURNAL)
     if not steps:
         raise JournalError(f"{folder}/journal is empty; there is nothing to replay")
-    _restore(learner, folder, min(steps), first)
-    begin, end = learner.step, max(steps) if last is None else min(last, max(steps))
+    _restore(learner, folder, min(steps), first, is_fork=run_config.run.fork is not None)
+    begin = learner.step
+    end = max(steps) if last is None else min(last, max(steps))
     # The groups were received under the limits of the run's settings.
-    limits = group_limits(_load_config(folder), model)
+    limits = group_limits(run_config, model)
+    dtype, _ = models.training_dtype(model, config.train.dtype)
+    here = models.arithmetic(model.device, str(dtype).removeprefix("torch."), ranks.world_size)
     with progress_on_stderr("replaying", end - begin) as progress:
         while last is None or learner.step < last:
             step = learner.step + 1
             journaled = _read_step(config, folder, step, limits, is_newest=step >= max(steps))
             if journaled is None:
                 break
-            metrics = _train(learner, journaled, learning_rate=rates.get(step))
+            if build.update_settings(config, step) != build.update_settings(run_config, step):
+                journaled = journaled._replace(begun=None)
+            if config == run_config and journaled.begun is not None:
+                _use_arithmetic(journaled.begun.arithmetic, here, step)
+            metrics = _train(learner, journaled)
             progress.hide()
             if first is None or step >= first:
                 weights = lora.published_weights(model)
@@ -164,7 +164,7 @@ class _JournaledStep(NamedTuple):
     """A training step in the journal."""
 
     groups: Sequence[RolloutGroup]  # without refused ones
-    accumulated_sizes: Sequence[int]  # see `repeat_micro_batches`
+    begun: UpdateSettings | None  # what the step was trained with; None: use the settings
 
 
 def _read_step(
@@ -194,27 +194,34 @@ def _read_step(
             f"{larger}, and there are later steps; put a copy back, or replay only the "
             "steps before it (--to) or after a later checkpoint (--from)"
         )
-    sizes = [
-        journal.decode_number(record.content)
-        for record in records
-        if record.kind == journal.ACCUMULATED
+    updates = [
+        journal.decode_update(record.content) for record in records if record.kind == journal.BEGUN
     ]
-    return _JournaledStep(groups, sizes)
+    return _JournaledStep(groups, updates[-1] if updates else None)
 
 
-def _train(
-    learner: PolicyLearner, step: _JournaledStep, *, learning_rate: float | None
-) -> dict[str, float]:
+def _use_arithmetic(recorded: Mapping[str, str], here: Mapping[str, str], step: int) -> None:
+    """Compute as a step was computed. Raises JournalError if this is not possible here."""
+    try:
+        models.use_arithmetic(recorded, here)
+    except ConfigError as error:
+        raise JournalError(
+            f"step {step} cannot be repeated with the same bits: {error}; replay it with the "
+            "machine and software that computed it, or with other settings"
+        ) from None
+
+
+def _train(learner: PolicyLearner, step: _JournaledStep) -> dict[str, float]:
     """Take the learner's next step, and return its metrics; skip it if it has no groups."""
     if not step.groups:
         skip_step(learner)
         return {}
-    repeat_micro_batches(learner, step.groups, step.accumulated_sizes)
-    return learner.learn(step.groups, learning_rate=learning_rate).metrics
+    learner.add(step.groups)
+    return learner.finish_step(repeated=step.begun).metrics
 
 
-def export(run: Path, step: int, target: Path) -> int:
-    """Write the published version of a step as a folder that transformers can load.
+def export(run: Path, step: int | None, target: Path) -> Version:
+    """Write the published version of a step, or the newest, as a folder for transformers.
 
     LoRA adapters are merged into their base model. Raises StoreError if there is no version of the
     step, if the version cannot be read, or if the folder exists or cannot be written.
@@ -223,7 +230,9 @@ def export(run: Path, step: int, target: Path) -> int:
     if target.exists():
         raise StoreError(f"{target} exists; choose a new folder")
     store = WeightStore.open(config.weights_address)
-    version = version_of_step(store, step)
+    version = store.newest() if step is None else version_of_step(store, step)
+    if version is None:
+        raise StoreError(f"{store.address} has no weights")
     with load_version(store, version) as local:
         try:
             if version.field("adapts") is None:  # not LoRA adapters, but a whole model
@@ -232,8 +241,7 @@ def export(run: Path, step: int, target: Path) -> int:
                 _export_merged(config, version, local, target)
         except OSError as error:
             raise StoreError(f"{target} cannot be written: {failure_text(error)}") from None
-    sys.stdout.write(f"step {version.step}, version {version.number}: {target}\n")
-    return 0
+    return version
 
 
 def _export_merged(config: Config, version: Version, local: Path, target: Path) -> None:
@@ -247,7 +255,7 @@ def _export_merged(config: Config, version: Version, local: Path, target: Path) 
         trust_remote_code=trust,
     )
     tokenizer = models.load_tokenizer(base_folder, trust_remote_code=trust)
-    adapter = MappedTensors(local / WEIGHTS_FILE)
+    adapter = FileTensors(local / WEIGHTS_FILE)
     write_merged(target, base.tensors, adapter, base_folder, tokenizer)
 
 
@@ -268,22 +276,6 @@ def _load_config(run: Path, settings: Sequence[str] = ()) -> Config:
     return load_resolved(f"{program_name('replay')} RUN", run, settings)
 
 
-def _recorded_rates(run: Path) -> dict[int, float]:
-    """Step -> learning rate, from metrics.jsonl.
-
-    The settings do not suffice: sessions (starts of the trainer) of a run may differ in
-    train.max_steps, and so in the schedule of learning rates.
-    """
-    rates: dict[int, float] = {}
-    for row in read_rows(run / METRICS):
-        step = int(number(row, "step", 0))
-        while rates and next(reversed(rates)) >= step:  # undone by a roll-back
-            rates.popitem()
-        if "learning_rate" in row:
-            rates[step] = number(row, "learning_rate")
-    return rates
-
-
 @dataclass(frozen=True, slots=True)
 class _RecordedSession:
     """A start of the run's trainer."""
@@ -296,14 +288,11 @@ def _recorded_sessions(run: Path, *, newest_step: int) -> list[_RecordedSession]
     """The sessions of the run that trained steps up to `newest_step`, from events.jsonl."""
     found: list[_RecordedSession] = []
     end = newest_step  # of the session; a later session begins with the step where it ended
-    first = newest_step + 1  # roll-backs during the session return to earlier steps
     for row in reversed(read_rows(run / EVENTS)):
-        if row.get("event") == "roll_back":
-            first = min(first, int(number(row, "step", 0)) + 1)
-        elif "ranks" in row:
-            first = min(first, int(number(row, "checkpoint", 0)) + 1)
+        if "ranks" in row:
+            first = int(number(row, "checkpoint", 0)) + 1
             found.append(_RecordedSession(range(first, end + 1), int(number(row, "ranks", 1))))
-            first, end = newest_step + 1, min(newest_step, int(number(row, "step", 0)))
+            end = min(newest_step, int(number(row, "step", 0)))
     return [session for session in reversed(found) if session.steps]
 
 
@@ -323,8 +312,10 @@ def _other_ranks_text(sessions: Sequence[_RecordedSession], num_ranks: int) -> s
     )
 
 
-def _restore(learner: PolicyLearner, folder: Path, earliest: int, first: int | None) -> None:
-    """Restore the newest checkpoint before step `first`.
+def _restore(
+    learner: PolicyLearner, folder: Path, earliest: int, first: int | None, *, is_fork: bool
+) -> None:
+    """Restore the newest checkpoint before step `first`; a run that is a fork needs one.
 
     `earliest` is the first step in the journal, and the default of `first`. Raises JournalError if
     the journal lacks steps after that checkpoint.
@@ -335,7 +326,7 @@ def _restore(learner: PolicyLearner, folder: Path, earliest: int, first: int | N
     if saved is not None:
         remedy = "replay with the model and optimizer it was made with"
         checkpoint.restore(learner, saved, run_folder=folder, remedy=remedy)
-    if learner.step + 1 < earliest:
+    if learner.step + 1 < earliest or (saved is None and is_fork):
         raise JournalError(
             f"{folder}/journal begins with step {earliest}, and there is no checkpoint before it; "
             "train with --checkpoint.keep-journal to keep all steps"
@@ -352,7 +343,8 @@ def _published(run: Path, config: Config) -> tuple[dict[int, str], list[str]]:
     digests: dict[int, str] = {}
     problems: dict[int, str] = {}  # by version number
     store = WeightStore.open(config.weights_address)
-    run_id, targets = store.run_id, _roll_back_targets(run)
+    run_id = store.run_id
+    targets = _roll_back_targets(run)
     if run_id is None:
         return {}, [f"no version is compared: {RUN_FILE} in {store.address} cannot be read"]
     numbers = _numbers_in(store)
@@ -367,7 +359,7 @@ def _published(run: Path, config: Config) -> tuple[dict[int, str], list[str]]:
                 digests = {step: value for step, value in digests.items() if step < version.step}
                 try:
                     with load_version(store, version) as local:
-                        digests[version.step] = weights_sha256(MappedTensors(local / WEIGHTS_FILE))
+                        digests[version.step] = weights_sha256(FileTensors(local / WEIGHTS_FILE))
                 except StoreError as error:
                     reason = f"version {number} (step {version.step}) is not compared: {error}"
                     problems[number] = reason

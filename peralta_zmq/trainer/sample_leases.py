@@ -11,10 +11,10 @@ lost one. The rest of the leases of a sender that ends is not drawn.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable
 
-from peralta_zmq import wire
 from peralta_zmq.config import Config
+from peralta_zmq.trainer.generator_registry import Sender
 
 MAX_SAMPLES_AHEAD = 1 << 20  # a larger jump of the sample index is invalid and ignored
 MIN_LEASE, MAX_LEASE = 16, 1 << 16  # samples; a smaller one would need too many journal commits
@@ -25,40 +25,33 @@ class SampleLeases:
 
     def __init__(self) -> None:
         self.next_index = 0  # greater than every sample index that was leased or drawn
-        self._unconfirmed: dict[str, range] = {}  # by sender, at most one for each
 
     def advance(self, next_index: int) -> None:
         """Do not lease sample indices below `next_index`; ignores a jump that is too large."""
         if next_index <= self.next_index + MAX_SAMPLES_AHEAD:
             self.next_index = max(self.next_index, next_index)
 
-    def requests(self, statuses: Mapping[str, wire.GeneratorStatus]) -> list[str]:
-        """Process received statuses; returns the senders that ask for a lease.
+    def requests(self, senders: Iterable[Sender]) -> list[Sender]:
+        """Process the new statuses of senders; returns the senders that ask for a lease.
 
         A status that does not confirm the sender's newest lease was sent before the lease arrived:
         it asks for the same lease.
         """
-        for sender, status in statuses.items():
-            self.advance(status.next_sample_index)
-            if status.next_sample_index >= self._unconfirmed.get(sender, range(0)).stop:
-                self._unconfirmed.pop(sender, None)
-        return [
-            sender
-            for sender, status in statuses.items()
-            if status.needs_lease and sender not in self._unconfirmed
-        ]
+        requesting = list[Sender]()
+        for sender in senders:
+            assert sender.status is not None
+            self.advance(sender.status.next_sample_index)
+            if sender.status.next_sample_index >= sender.lease.stop:
+                sender.lease = range(0)
+            if sender.status.needs_lease and not sender.lease:
+                requesting.append(sender)
+        return requesting
 
-    def grant(self, senders: Collection[str], num_samples: int) -> None:
+    def grant(self, senders: Iterable[Sender], num_samples: int) -> None:
         """Lease the next `num_samples` samples to each sender."""
         for sender in senders:
-            self._unconfirmed[sender] = range(self.next_index, self.next_index + num_samples)
+            sender.lease = range(self.next_index, self.next_index + num_samples)
             self.next_index += num_samples
-
-    def unconfirmed(self, live: Collection[str]) -> dict[str, range]:
-        """The leases to announce, by sender; drops those of senders that are not `live`."""
-        leases = self._unconfirmed
-        self._unconfirmed = {sender: leases[sender] for sender in live if sender in leases}
-        return self._unconfirmed
 
 
 def lease_size(

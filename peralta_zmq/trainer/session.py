@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, TypeVar
 
-from peralta_zmq import atomic_files, http_server, models, wire
+from peralta_zmq import atomic_files, errors, http_server, models, wire
 from peralta_zmq.atomic_files import FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY
 from peralta_zmq.config import RESOLVED, Config, earlier_config, write_resolved
 from peralta_zmq.config.resolved import REMEDY
@@ -115,7 +115,8 @@ class ProgressAnnouncer:
         self, publisher: wire.AnnouncementPublisher, announcement: wire.Announcement
     ) -> None:
         self.announcement = announcement
-        self._publisher, self._lock = publisher, threading.Lock()
+        self._publisher = publisher
+        self._lock = threading.Lock()
 
     def publish(self, **fields: Any) -> None:
         """Change fields of the announcement and publish it."""
@@ -137,14 +138,20 @@ def wait_out(
     """Retry `operation` while it raises OutageError or OSError; return its result.
 
     Reports the reason every WARNING_SECONDS, and the end of the outage. `folder` is the run folder,
-    for the message. Raises OutageError if a stop is requested during the outage.
+    for the message. Raises OutageError if a stop is requested during the outage, and ConfigError if
+    waiting does not end it.
     """
-    started, delay, reported_at = time.monotonic(), FIRST_OUTAGE_DELAY, float("-inf")
+    started = time.monotonic()
+    delay = FIRST_OUTAGE_DELAY
+    reported_at = float("-inf")
     while True:
         try:
             result = operation()
         except (OutageError, OSError) as error:
-            text, now = _outage_text(error, folder), time.monotonic()
+            text = _outage_text(error, folder)
+            now = time.monotonic()
+            if errors.is_permanent(error.__cause__ if isinstance(error, OutageError) else error):
+                raise ConfigError(text) from None
             if stop.requested:
                 raise OutageError(text) from None
             if now - reported_at > WARNING_SECONDS:
@@ -162,7 +169,7 @@ def _outage_text(error: OutageError | OSError, folder: Path) -> str:
     """Message with the file or folder that cannot be used, and the reason."""
     if isinstance(error, OutageError):
         return str(error)
-    return f"{error.filename or folder} cannot be used: {failure_text(error)}"
+    return f"{error.filename or folder} cannot be used: {failure_text(error, folder)}"
 
 
 # The run folder, its identity and its claim on the weights folder.
@@ -191,7 +198,8 @@ def identify_run(config: Config, stack: ExitStack, stop: StopSignal) -> RunIdent
     def read() -> tuple[str | None, Config]:
         return known_run_id(folder), earlier_config(config, folder)
 
-    locked, (known_id, previous) = None, wait_out(read, folder=folder, stop=stop)
+    locked = None
+    (known_id, previous) = wait_out(read, folder=folder, stop=stop)
     if known_id is None and config.address_folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -217,7 +225,9 @@ def open_run_folder(
     cannot be used. For a new run, raises ConfigError or StoreError instead; after StoreError the
     new files are removed. Raises ConfigError if the run was made with another tokenizer.
     """
-    folder, run_id, is_new = config.run_folder, identity.run_id, identity.is_new
+    folder = config.run_folder
+    run_id = identity.run_id
+    is_new = identity.is_new
 
     def waiting(operation: Callable[[], Result]) -> Result:
         return wait_out(operation, folder=folder, stop=stop)
@@ -236,7 +246,8 @@ def open_run_folder(
     except OSError as error:  # only for a new run: `waiting` raises OutageError
         raise _unwritable_error(folder, error) from None
     waiting(address_file.write)  # an earlier trainer then writes no more records
-    settings, max_steps = config.model_dump(mode="json"), config.train.max_steps
+    settings = config.model_dump(mode="json")
+    max_steps = config.train.max_steps
     trackers = open_trackers(
         config.run.report_to,
         folder=folder,
@@ -354,10 +365,10 @@ def _read_identity(folder: Path, field: str) -> str | None:
     """
     file = folder / IDENTITY
     try:
-        value = {"tokenizer": None, **json.loads(file.read_text("utf-8"))}[field]
+        value = atomic_files.parse_object(file.read_bytes())[field]
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError) as error:
         raise JournalError(
             f"{file} cannot be read ({error}); put a copy back: the run_id in it is that of "
             "manifest.json in each checkpoint"
@@ -376,7 +387,7 @@ def _claim_weights(store: WeightStore, config: Config, identity: RunIdentity) ->
     run_id = identity.run_id
     is_known = _read_identity(folder, "weights") == store.address
     store.claim(run_id, known=is_known, create=not (is_known and config.weights.dir))
-    if not is_known or _read_identity(folder, "tokenizer") is None:
+    if not is_known:
         write_identity(folder, run_id=run_id, weights=store.address, tokenizer=identity.tokenizer)
 
 

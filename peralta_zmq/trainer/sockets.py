@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 
 from peralta_zmq import wire
 from peralta_zmq.config import Config
+from peralta_zmq.http_server import with_port
 from peralta_zmq.trainer.session import ProgressAnnouncer, StopSignal, wait_out
 from peralta_zmq.weights.backends import ProbeFile
 
@@ -45,10 +46,11 @@ def open_sockets(
     detect that it has other training problems. The address is not written to its file yet. Raises
     WireError if a port is in use.
     """
-    bind, port = config.wire.bind, config.wire.port
+    bind = config.wire.bind
+    port = config.wire.port
     if config.address_folder is not None:  # generators find any port
         port = wire.first_free_port(bind, port)
-    address = f"tcp://{bind}:{port}"
+    address = f"tcp://{with_port(bind, port)}"
     receiver = wire.RolloutReceiver(
         address,
         run_id=run_id,

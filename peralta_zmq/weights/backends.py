@@ -19,7 +19,7 @@ from watchdog.observers import Observer
 
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import About, Content, CorruptError, Manifest
-from peralta_zmq.errors import ConfigError, StoreError
+from peralta_zmq.errors import StoreError
 from peralta_zmq.weights.leases import FolderLeases
 
 PROBE_PREFIX = "doctor-"  # beginning of a probe file's name
@@ -81,17 +81,13 @@ def open_backend(address: str, *, token: str | None = None) -> StorageBackend:
     scheme, separator, _ = address.partition("://")
     if not separator:
         return LocalBackend(Path(address).expanduser())
-    if scheme == "http":
-        from peralta_zmq.weights.http_backend import HttpBackend
-
-        return HttpBackend(address, token=token)
     if scheme == "s3":
         from peralta_zmq.weights.object_store_backend import ObjectStoreBackend
 
         return ObjectStoreBackend(address)
-    raise ConfigError(
-        f"weights.dir '{address}' is neither a folder nor http://HOST:PORT nor s3://BUCKET/PREFIX"
-    )
+    from peralta_zmq.weights.http_backend import HttpBackend
+
+    return HttpBackend(address, token=token)
 
 
 def read_small(backend: StorageBackend, path: str, *, limit: int = MAX_SMALL_FILE) -> bytes:

@@ -18,7 +18,7 @@ The three pairs of sizes, in bytes, are those of the streams gaps, steps and wid
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, TypeAlias, cast
 
 import numpy as np
@@ -84,9 +84,14 @@ def encode(
     yield END
 
 
-def apply(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def apply(
+    file: BinaryIO,
+    tensors: Mapping[str, torch.Tensor],
+    write: Callable[[str, int, memoryview], None] = lambda name, start, piece: None,
+) -> dict[str, int]:
     """Apply a delta to `tensors` in place; returns the crc32 of each resulting tensor.
 
+    Calls `write` with each changed piece, and the byte of the named tensor at which it begins.
     Raises ValueError if the delta is malformed or was computed from other tensors. `tensors` may
     then be partly changed.
     """
@@ -103,8 +108,10 @@ def apply(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]
         checksum = 0
         for start in range(0, len(bits), CHUNK):
             piece = bits[start : start + CHUNK]
-            _apply_piece(file, piece, decompressor)
-            checksum = crc32(memoryview(cast(Any, piece)), checksum)
+            view = memoryview(cast(Any, piece))
+            if _apply_piece(file, piece, decompressor):
+                write(name, piece.itemsize * start, view.cast("B"))
+            checksum = crc32(view, checksum)
         checksums[name] = checksum
         expected = struct.unpack("<I", _read(file, 4))[0]
         _require(checksum == expected, f"{name} differs: the delta has another base, or is damaged")
@@ -145,11 +152,11 @@ def _encode_piece(old: Bits, new: Bits, compressor: Any) -> bytes:
     return b"".join([header, *compressed])
 
 
-def _apply_piece(file: BinaryIO, piece: Bits, decompressor: Any) -> None:
-    """Read one piece of a delta and change `piece`, a view of the tensor, in place."""
+def _apply_piece(file: BinaryIO, piece: Bits, decompressor: Any) -> bool:
+    """Read one piece of a delta and change `piece`, a view of the tensor; False if unchanged."""
     sizes = struct.unpack("<6I", _read(file, 24))
     if not any(sizes):
-        return
+        return False
     gaps, narrow, wide = (
         np.frombuffer(_decompress(file, sizes[i], sizes[i + 1], len(piece), decompressor), dtype)
         for i, dtype in ((0, np.uint8), (2, np.int8), (4, "<i2"))
@@ -166,6 +173,7 @@ def _apply_piece(file: BinaryIO, piece: Bits, decompressor: Any) -> None:
     _require(np.count_nonzero(is_wide) == len(wide), "the number of wide steps differs")
     steps[is_wide] = wide
     piece[changed] = ordered(ordered(piece[changed]) + steps)
+    return True
 
 
 def _decompress(

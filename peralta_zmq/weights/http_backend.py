@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from peralta_zmq.atomic_files import CHUNK, PLAIN_PATH, open_regular
-from peralta_zmq.errors import ConfigError, StoreError
-from peralta_zmq.http_server import HttpServer, RequestHandler
+from peralta_zmq.atomic_files import CHUNK, PLAIN_PATH, open_regular, parse_json
+from peralta_zmq.errors import StoreError
+from peralta_zmq.http_server import HttpServer, RequestHandler, host_and_port
 from peralta_zmq.weights.backends import LocalBackend, read_small
 from peralta_zmq.weights.leases import FolderLeases
 from peralta_zmq.weights.version import RUN_FILE, VERSION_NAME
@@ -35,13 +34,7 @@ class HttpBackend:
     """Client of a trainer's weight server at http://HOST:PORT."""
 
     def __init__(self, address: str, *, token: str | None = None) -> None:
-        parts = urlsplit(address)
-        try:
-            self._host, self._port = parts.hostname or "", parts.port or 80
-        except ValueError:
-            self._host = ""
-        if not self._host or parts.path.strip("/"):
-            raise ConfigError(f"weights.dir '{address}' is not http://HOST:PORT")
+        self._host, self._port = host_and_port(address, option="weights.dir", default_port=80)
         self.address = address
         self.leases = FolderLeases(None)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -49,7 +42,7 @@ class HttpBackend:
     def names(self) -> list[str]:
         """Names of the versions that the server lists."""
         try:
-            return list(map(str, json.loads(read_small(self, "", limit=MAX_LISTING))))
+            return list(map(str, parse_json(read_small(self, "", limit=MAX_LISTING))))
         except (ValueError, TypeError):
             raise OSError(f"{self.address} does not list versions; is it a trainer?") from None
 
@@ -75,7 +68,7 @@ class HttpBackend:
                     yield chunk
                 if response.length:  # bytes still missing; read(n) returns b"" without an error
                     raise ConnectionError(f"{self.address}: the connection ended early")
-            except http.client.HTTPException as error:
+            except (http.client.HTTPException, ValueError) as error:  # ValueError: a chunk below 0
                 raise ConnectionError(f"{self.address}: {type(error).__name__}") from None
 
     def _check_status(self, status: int, path: str, start: int) -> None:
@@ -101,7 +94,7 @@ def serve_weights(folder: Path, *, host: str, port: int, token: str | None) -> H
         host=host,
         port=port,
         token=token,
-        port_setting="weights.serve_port",
+        settings=("wire.bind", "weights.serve_port"),
         backend=LocalBackend(folder),
     )
 

@@ -56,6 +56,7 @@ class PublishReport:
     stall_seconds: float  # of the snapshot
     encode_seconds: float
     write_seconds: float  # everything else: hashing, disk or network, pruning
+    cause: BaseException | None = None  # of the failure
 
 
 class WeightPublisher:
@@ -316,7 +317,7 @@ class VersionWriter:
         A StoreError or OutageError is not raised; the report has its message.
         """
         started, self._encode_seconds = time.monotonic(), 0.0
-        version, reason = None, ""
+        version, reason, cause = None, "", None
         try:
             self._before_write()
             version = self._store.publish(
@@ -331,10 +332,10 @@ class VersionWriter:
             self._pruner.prune(version)
             self._base = self._next_base(version, snapshot.tensors)
         except (StoreError, OutageError) as error:
-            reason = str(error)
+            reason, cause = str(error), error.__cause__
         stall, encode = snapshot.stall_seconds, self._encode_seconds
         write = time.monotonic() - started - encode
-        return PublishReport(snapshot.step, version, reason, stall, encode, write)
+        return PublishReport(snapshot.step, version, reason, stall, encode, write, cause)
 
     def lift_rate_limit(self) -> None:
         """Write the rest of the current version, and all further versions, at full speed."""

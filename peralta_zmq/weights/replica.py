@@ -47,19 +47,16 @@ class LocalReplica:
         self.folder = folder
         self.version: Version | None = None
         self._keyframe: Version | None = None  # the last one: all files but the weights are from it
-        self.mapped = False  # True: a model may have mapped the weights file; do not change it
         self.read_seconds = 0.0  # duration of the reads from the store in the last `advance`
 
-    def tensors(self) -> tensor_set.MappedTensors:
-        """Views of the weights file; their values change when `advance` applies a delta."""
-        return tensor_set.MappedTensors(self.folder / WEIGHTS_FILE)
+    def tensors(self) -> tensor_set.FileTensors:
+        """The weights file; its values change when `advance` applies a delta."""
+        return tensor_set.FileTensors(self.folder / WEIGHTS_FILE)
 
     def recover(self) -> Version | None:
         """Verify the files of an earlier process; returns their version, None if invalid."""
-        if not (self.folder / STATE).exists():
-            return None
         try:
-            state = json.loads((self.folder / STATE).read_bytes())
+            state = atomic_files.parse_object((self.folder / STATE).read_bytes())
             keyframe, version = (_parse_manifest(state[name]) for name in ("keyframe", "version"))
             tensors = self.tensors()
             digest = tensor_set.set_digest(tensor_set.checksums_of(tensors), tensors.specs)
@@ -69,6 +66,8 @@ class LocalReplica:
                 for _ in atomic_files.read_verified(self.folder, name, keyframe.manifest):
                     pass
             self.version, self._keyframe = version, keyframe
+        except FileNotFoundError:
+            pass
         except (OSError, *atomic_files.MALFORMED) as error:
             logger.warning("local copy not used folder=%s reason=%s", self.folder, error)
         return self.version
@@ -123,10 +122,6 @@ class LocalReplica:
         self.version = None
         (self.folder / STATE).unlink(missing_ok=True)
         failpoint("load.unmarked")
-        if self.mapped:
-            shutil.copyfile(self.folder / WEIGHTS_FILE, self.folder / f"{INCOMING}.weights")
-            os.replace(self.folder / f"{INCOMING}.weights", self.folder / WEIGHTS_FILE)
-            self.mapped = False
         for member in chain:
             if member.kind == "keyframe":
                 self._keyframe = member
@@ -147,9 +142,9 @@ class LocalReplica:
     def _apply(self, member: Version, fetched: Path) -> Mapping[str, int]:
         """Apply one version of the chain; returns the crc32 of each tensor."""
         if member.kind == "delta":
-            target = tensor_set.MappedTensors(self.folder / WEIGHTS_FILE, writable=True)
+            target = self.tensors()
             with (fetched / DELTA_FILE).open("rb") as file:
-                return delta.apply(file, target)
+                return delta.apply(file, target, target.write)
         kept = {LOCK, INCOMING}
         for path in fetched.iterdir():  # each file is replaced, because the engine may read one
             kept.add(path.name)

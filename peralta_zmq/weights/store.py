@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from peralta_zmq import atomic_files
+from peralta_zmq import atomic_files, errors
 from peralta_zmq.atomic_files import Content, CorruptError, failpoint
 from peralta_zmq.errors import ChainError, OutageError, StoreError, failure_text
 from peralta_zmq.weights import delta, tensor_set
@@ -57,8 +57,10 @@ class WeightStore:
 
     def __init__(self, backend: StorageBackend) -> None:
         self.backend = backend
+        self.min_number = 0  # of the next version: above those that were published and are gone
         self._mismatches: Counter[str] = Counter()  # failed verifications, by weights_id
         self._invalid: set[int] = set()  # listed numbers without a valid version of this run
+        self.last_error = ""  # why `newest` could not read the store, or a newer version
 
     @classmethod
     def open(cls, address: Path | str, *, token: str | None = None) -> WeightStore:
@@ -113,17 +115,21 @@ class WeightStore:
                 self.backend.write_file(RUN_FILE, text.encode())
         except OSError as error:
             self.backend.leases.release()
+            with contextlib.suppress(OSError):
+                if not create and _read_run_id(self.backend) is None:  # the mount was lost
+                    raise _gone_error(self.address) from None
             error_class = OutageError if known else StoreError
+            reason = failure_text(error, self.address)
             if error.errno == errno.EMFILE:
                 raise error_class(
-                    f"weights folder {self.address} cannot be used: {failure_text(error)}"
+                    f"weights folder {self.address} cannot be used: {reason}"
                 ) from None
-            if not create and self.run_id is None:  # the mount was lost after the first check
-                raise _gone_error(self.address) from None
+            if not errors.is_permanent(error):
+                reason = error.strerror or str(error)
             raise error_class(
-                f"weights folder {self.address} cannot be written ({error.strerror or error}); "
+                f"weights folder {self.address} cannot be written ({reason}); "
                 "mount it, free it, or choose another with --weights.dir"
-            ) from None
+            ) from error
 
     def publish(
         self,
@@ -152,16 +158,17 @@ class WeightStore:
             if (free := self.backend.free_bytes()) < needed:
                 raise OSError(f"{free >> 20} MiB free, {needed >> 20} MiB needed")
             number = _next_number(self, step)
-            if base and base[0].number >= number:  # a delta has a higher number than its parent
-                base = None
+            if base and (base[0].number >= number or self.find(base[0].number) != base[0]):
+                base = None  # a delta needs a parent with a lower number that is still there
             identity = {"format": FORMAT, "run_id": run_id, "number": number, "step": step}
             fields = {**(about or {}), **identity, "model": tensor_set.fingerprint(specs)}
             failpoint("publish.identity")  # here a test can kill the process
             version = _write_version(self.backend, fields, tensors, companions, base, stream)
+            self.min_number = number + 1
         except OSError as error:
             raise StoreError(
-                f"cannot publish step {step} to {self.address}: {failure_text(error)}"
-            ) from None
+                f"cannot publish step {step} to {self.address}: {failure_text(error, self.address)}"
+            ) from error
         failpoint("publish.visible")
         return version
 
@@ -172,8 +179,9 @@ class WeightStore:
 
         Of the versions that were invalid at earlier calls, checks only MAX_RECHECKS again.
         """
-        with contextlib.suppress(OSError):
-            run_id, numbers, rechecks = self.run_id, self.numbers(), 0
+        self.last_error = ""
+        try:
+            run_id, numbers, rechecks = _read_run_id(self.backend), self.numbers(), 0
             self._invalid &= set(numbers)
             for number in reversed(numbers):
                 rechecks += number in self._invalid
@@ -183,7 +191,15 @@ class WeightStore:
                 if version is not None and version.run_id == run_id:
                     return version
                 self._invalid.add(number)
+        except OSError as error:
+            self._keep_error(error)
         return None
+
+    def _keep_error(self, error: OSError | CorruptError) -> None:
+        """Keep the first error since `newest` was called; a missing file is none."""
+        if not (self.last_error or isinstance(error, FileNotFoundError)):
+            reason = failure_text(error, self.address) if isinstance(error, OSError) else str(error)
+            self.last_error = errors.printable(f"{self.address} cannot be read: {reason}")
 
     def numbers(self) -> list[int]:
         """Numbers of all folders named as a version, complete or not, ascending. Raises OSError."""
@@ -202,7 +218,8 @@ class WeightStore:
             text = read_small(self.backend, f"{folder.name}/{atomic_files.MANIFEST}")
             manifest = atomic_files.parse_manifest(text, stable=stable, where=str(folder))
             version = Version.from_manifest(folder, manifest)
-        except (OSError, CorruptError):
+        except (OSError, CorruptError) as error:
+            self._keep_error(error)
             return None
         return None if self._mismatches[version.weights_id] >= MAX_MISMATCHES else version
 
@@ -214,7 +231,8 @@ class WeightStore:
         try:
             run_id, found = self.run_id, map(self.find, self.numbers())
         except OSError as error:
-            raise StoreError(f"{self.address} cannot be listed ({error.strerror})") from None
+            reason = failure_text(error, self.address)
+            raise StoreError(f"{self.address} cannot be listed ({reason})") from None
         return (version for version in found if version and version.run_id == run_id)
 
     def chain(self, version: Version, local: Version | None = None) -> list[Version]:
@@ -254,16 +272,19 @@ class WeightStore:
             raise StoreError(f"version {version.number} belongs to another run")
         path = f"{folder_name(version.number)}/{name}"
         try:
-            yield from atomic_files.verified(
-                _read_resuming(self.backend, path), path, version.manifest.files[name]
-            )
+            stream = _read_resuming(self.backend, path)
+            chunks = atomic_files.verified(stream, path, version.manifest.files[name])
+            for number, chunk in enumerate(chunks):
+                if number == 0 and name == WEIGHTS_FILE:
+                    tensor_set.check_header(chunk)
+                yield chunk
         except FileNotFoundError:
             if self.find(version.number) is None:  # pruned during the read; there is a newer one
                 raise StoreError(f"version {version.number} was removed meanwhile") from None
             raise ChainError(f"version {version.number} has no file {name}") from None
         except OSError as error:
             raise StoreError(f"version {version.number} cannot be read: {error}") from None
-        except CorruptError as error:
+        except ValueError as error:
             self.count_mismatch(version)
             raise StoreError(f"version {version.number} does not verify: {error}") from None
 
@@ -282,7 +303,7 @@ def _next_number(store: WeightStore, step: int) -> int:
     Ignores higher numbers of other folders: above a folder step_99999999 there is no number.
     """
     used, newest = set(store.numbers()), store.newest()
-    number = max(step, newest.number + 1 if newest else 0)
+    number = max(step, store.min_number, newest.number + 1 if newest else 0)
     if number > MAX_NUMBER:  # the newest version is forged
         number = step
     while number in used:
@@ -366,8 +387,8 @@ def _read_resuming(backend: StorageBackend, path: str) -> Iterator[bytes]:
 
 def _read_run_id(backend: StorageBackend) -> str | None:
     """The run in RUN_FILE; None if it is missing or damaged. Raises OSError if it is unreadable."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, *atomic_files.MALFORMED):
-        return str(json.loads(read_small(backend, RUN_FILE))["run_id"])
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, KeyError):
+        return str(atomic_files.parse_object(read_small(backend, RUN_FILE))["run_id"])
     return None
 
 

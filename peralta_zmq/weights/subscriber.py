@@ -25,8 +25,8 @@ from pathlib import Path
 
 import torch
 
-from peralta_zmq.atomic_files import failpoint
-from peralta_zmq.errors import ChainError, StoreError
+from peralta_zmq.atomic_files import MAX_REASON, failpoint
+from peralta_zmq.errors import ChainError, StoreError, printable
 from peralta_zmq.weights import tensor_set
 from peralta_zmq.weights.backends import FolderWatcher
 from peralta_zmq.weights.replica import LocalReplica, locked_folder
@@ -80,6 +80,11 @@ class WeightSubscriber:
     def wants_keyframe(self) -> bool:
         """Whether a needed delta is missing, so that only a new keyframe helps."""
         return self._loader.wants_keyframe
+
+    @property
+    def store_error(self) -> str:
+        """Why newer weights cannot be read from the store; empty if they can, or there are none."""
+        return self._loader.store_error[:MAX_REASON]
 
     def notify(self, number: int, weights_id: str = "") -> None:
         """Load an announced version now, even if the store does not list it yet."""
@@ -199,9 +204,6 @@ class WeightSubscriber:
     def _offer(self, weights: PendingWeights) -> None:
         """Offer loaded weights to the generator."""
         with self._changed:
-            # The engine opens the first version with transformers, which memory-maps the file: the
-            # replica must then not change it in place.
-            self._loader.replica.mapped = self._accepted is None
             self._offered = weights
             self._changed.notify_all()
 
@@ -242,6 +244,7 @@ class VersionLoader:
         self._discovered = -1, 0.0  # newest version found: number and time in monotonic seconds
         self._speed_check = ReadSpeedCheck()
         self._last_warning = ""
+        self.store_error = ""  # why the newest version cannot be read
 
     def announce(self, number: int, weights_id: str) -> bool:
         """Record an announced version; returns False if it was announced before.
@@ -266,8 +269,9 @@ class VersionLoader:
             target = self._find_announced(known) or self._store.newest()
             if target is None:
                 self.wants_keyframe = False  # the chain cannot be checked without the store
-                return None
-            if not self._is_new(target, known):
+            if target is None or not self._is_new(target, known):
+                gone = f"{self._store.address} has no weights any more; is it mounted?"
+                self._note(self._store.last_error or gone * bool(target is None and known))
                 return None
             if self._discovered[0] != target.number:
                 self._discovered = target.number, time.monotonic()
@@ -277,6 +281,7 @@ class VersionLoader:
                 self.wants_keyframe = isinstance(error, ChainError)
                 self._log_once(f"load failed version={target.number} reason={error}")
                 if self._store.find(target.number) is not None:
+                    self.store_error = "" if self.wants_keyframe else printable(str(error))
                     return None  # the error may be transient: try again at the next poll
                 # The version was quarantined or removed: try the version before it.
 
@@ -332,7 +337,7 @@ class VersionLoader:
         if bytes_read:
             bytes_per_second = bytes_read / max(1e-6, self.replica.read_seconds)
             self._speed_check.add(*self._discovered, target.size, bytes_per_second)
-        self.wants_keyframe, self._last_warning = False, ""
+        self.wants_keyframe, self._last_warning, self.store_error = False, "", ""
         return pending
 
     def _pending(self, version: Version, bytes_read: int) -> PendingWeights:
@@ -346,8 +351,17 @@ class VersionLoader:
         except ValueError as error:
             self._store.quarantine(version)
             raise StoreError(f"version {version.number}: {error}") from None
+        except OSError as error:
+            self.replica.version = None  # the next attempt reads it again
+            raise StoreError(f"{self.replica.folder} cannot be read: {error}") from None
         visible_seconds = time.monotonic() - self._discovered[1]
         return PendingWeights(version, tensors, self.replica.folder, bytes_read, visible_seconds)
+
+    def _note(self, error: str) -> None:
+        """Record why the store cannot be read; log it if it has changed."""
+        if error and error != self.store_error:
+            logger.warning("weights not read: reason=%s", error)
+        self.store_error = error
 
     def _log_once(self, text: str) -> None:
         """Log a warning unless it repeats the previous one, e.g. at every poll."""

@@ -1,6 +1,6 @@
 """Sets of named tensors: safetensors files, digests, copies, a check for NaN.
 
-A file is written as a stream. It is read, or updated in place, through a memory mapping. The digest
+A file is written as a stream; its tensors are read, and updated in place, one at a time. The digest
 of a set identifies names, dtypes, shapes and bytes; the fingerprint identifies names and shapes.
 """
 
@@ -24,12 +24,14 @@ from isal.isal_zlib import crc32
 from safetensors import SafetensorError, safe_open
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+MAX_HEADER = 16 << 20  # bytes; enough for 100,000 tensors
 DTYPE_NAMES = {
     **{dtype: name for name, dtype in DTYPES.items()},
     # of checkpoints: counters, states of random number generators and optimizers
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16"},
     **{torch.uint8: "U8", torch.bool: "BOOL"},
 }
+ALL_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 DISK_FOLDER = "/var/tmp"  # for temporary files; /tmp may be in memory
 CHUNK = 1 << 20  # elements (or bytes) processed at a time
 MAX_ELEMENTS = 1 << 40  # of a tensor, an empty dimension counted as 1
@@ -159,41 +161,53 @@ def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
                 raise ValueError(f"{name} is not finite")
 
 
-class MappedTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a safetensors file as views of a memory mapping.
+def check_header(start: bytes) -> None:
+    """Raise ValueError if a safetensors file that begins with `start` has too large a header."""
+    if (size := int.from_bytes(start[:8], "little")) > MAX_HEADER:
+        raise ValueError(f"it has a header of {size} bytes, more than {MAX_HEADER}")
 
-    Changes are written to the file only if `writable`. Raises ValueError for a malformed file.
+
+class FileTensors(Mapping[str, torch.Tensor]):
+    """The tensors of a safetensors file, each read when it is accessed.
+
+    Not through mmap: if a NAS loses a mapped file, reading the mapping raises SIGBUS. Raises
+    OSError, and ValueError for a malformed file or tensors that are not of `dtypes`.
     """
 
-    def __init__(self, file: Path, *, writable: bool = False) -> None:
+    def __init__(self, file: Path, *, dtypes: Mapping[str, torch.dtype] = DTYPES) -> None:
+        with file.open("rb") as opened:
+            start = opened.read(8)
+            check_header(start)
         try:
-            safe_open(file, framework="np")  # checks that the tensors fill the file without gaps
-        except SafetensorError as error:
+            self._opened: Any = safe_open(file, framework="pt", backend="pread")
+        except SafetensorError as error:  # it checks that the tensors fill the file without gaps
             raise ValueError(str(error)) from None
-        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY
-        with file.open("r+b" if writable else "rb") as opened:
-            self._map = mmap.mmap(opened.fileno(), 0, access=access)
-        header_end = 8 + struct.unpack("<Q", self._map[:8])[0]
-        fields = json.loads(self._map[8:header_end])
-        fields.pop("__metadata__", None)
+        self._file, end = file, 8 + int.from_bytes(start, "little")
         self.specs: dict[str, Spec] = {}
         self._starts: dict[str, int] = {}  # file offset of each tensor
-        for name, entry in fields.items():
-            if entry["dtype"] not in DTYPES:
-                raise ValueError(f"{name:.80} has dtype {entry['dtype']}, not {', '.join(DTYPES)}")
-            if math.prod(max(1, size) for size in entry["shape"]) > MAX_ELEMENTS:
-                raise ValueError(f"{name:.80} has shape {entry['shape']!s:.80}")  # 0 times 2**63
-            self.specs[name] = Spec(DTYPES[entry["dtype"]], tuple(entry["shape"]))
-            self._starts[name] = header_end + entry["data_offsets"][0]
+        for name in self._opened.offset_keys():
+            entry = self._opened.get_slice(name)
+            dtype, shape = entry.get_dtype(), tuple(entry.get_shape())
+            if dtype not in dtypes:
+                raise ValueError(f"{name:.80} has dtype {dtype}, not {', '.join(dtypes)}")
+            if math.prod(max(1, size) for size in shape) > MAX_ELEMENTS:
+                raise ValueError(f"{name:.80} has shape {shape!s:.80}")  # 0 times 2**63
+            self.specs[name], self._starts[name] = Spec(dtypes[dtype], shape), end
+            end += self.specs[name].bytes
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        spec = self.specs[name]
-        count = math.prod(spec.shape)
-        if count == 0:
-            return torch.empty(spec.shape, dtype=spec.dtype)
-        start = self._starts[name]
-        view = torch.frombuffer(self._map, dtype=spec.dtype, count=count, offset=start)
-        return view.reshape(spec.shape)
+        if name not in self.specs:
+            raise KeyError(name)
+        try:
+            return self._opened.get_tensor(name)
+        except SafetensorError as error:
+            raise OSError(errno.EIO, str(error), str(self._file)) from None
+
+    def write(self, name: str, start: int, piece: memoryview) -> None:
+        """Replace bytes of a tensor in the file, from its byte `start` on. Raises OSError."""
+        with self._file.open("r+b") as file:
+            file.seek(self._starts[name] + start)
+            file.write(piece)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from peralta_zmq.atomic_files import CorruptError, Manifest
+from peralta_zmq.atomic_files import MAX_COMPANION, MAX_COMPANIONS, CorruptError, Manifest
 
 WEIGHTS_FILE, DELTA_FILE = "model.safetensors", "delta.bin"
 RUN_FILE = "RUN.json"  # names the run that owns a weight store
@@ -27,10 +27,10 @@ INTEGER_FIELDS = {"number": None, "step": None, "parent": -1, "depth": 0, "linea
 # version's weights. base: `result` of the parent. adapts, adapts_name: digest and name of the model
 # that a LoRA adapter belongs to. adapts_dtype: format of that model in the trainer; if absent,
 # float32. adapts_packed: digest of its packed weights. tokenizer: properties of the
-# trainer's tokenizer.
+# trainer's tokenizer. settings: JSON of the settings that generators adopt.
 TEXT_FIELDS = (
     *("run_id", "model", "base", "result"),
-    *("adapts", "adapts_name", "adapts_dtype", "adapts_packed", "tokenizer"),
+    *("adapts", "adapts_name", "adapts_dtype", "adapts_packed", "tokenizer", "settings"),
 )
 
 
@@ -69,6 +69,11 @@ class Version:
             raise CorruptError(f"{folder.name}: a {kind} without its weights file")
         if not all(0 <= size <= MAX_FILE for size, _ in manifest.files.values()):
             raise CorruptError(f"{folder.name}: a file has an impossible size")
+        weights = (WEIGHTS_FILE, DELTA_FILE)
+        others = {name: size for name, (size, _) in manifest.files.items() if name not in weights}
+        if max(others.values(), default=0) > MAX_COMPANION or sum(others.values()) > MAX_COMPANIONS:
+            largest = max(others, key=others.__getitem__)
+            raise CorruptError(f"{folder.name}: {largest} has {others[largest]} bytes, too many")
         if not all(isinstance(about.get(name), str | None) for name in TEXT_FIELDS):
             raise CorruptError(f"{folder.name}: one of {', '.join(TEXT_FIELDS)} is not a string")
         run_id = str(about.get("run_id"))  # 'None' if it is missing: not the id of any run

@@ -1,12 +1,11 @@
 """Network protocol between generators and trainer, over ZeroMQ.
 
-No other package imports zmq. Generators sample rollouts (completions with a reward) from the
-weights that the trainer updates. A group is all rollouts of one problem, sent as one message. The
-trainer's announcements acknowledge each group twice: as received, and as durable when the group is
-in the journal on the trainer's disk. A generator keeps each group until the group is durable, and
-resends lost groups. A receiver drops an invalid message and logs or counts it. The trainer binds
-four consecutive ports, beginning with the setting wire.port. The sender's socket is listed first
-(announcements.py explains why the announcements do not use PUB and SUB):
+No other package imports zmq. The trainer's announcements acknowledge each group twice: as received,
+and as durable when the group is in the journal on the trainer's disk. A generator keeps each group
+until the group is durable, and resends lost groups. A receiver drops an invalid message and logs or
+counts it. The trainer binds four consecutive ports, beginning with the setting wire.port. The
+sender's socket is listed first (announcements.py explains why the announcements do not use PUB and
+SUB):
 
     port  sockets      direction             content and module
     + 0   PUSH, PULL   generator -> trainer  groups: sockets.py, format in messages.py
@@ -37,6 +36,7 @@ from peralta_zmq.wire.probe import ProbeClient, ProbeReply, ProbeServer
 from peralta_zmq.wire.sockets import (
     RolloutReceiver,
     RolloutSender,
+    interface_address,
     next_port,
     port_in_use_message,
 )
@@ -71,6 +71,7 @@ __all__ = [
     "find_trainer",
     "first_free_port",
     "generator_keys",
+    "interface_address",
     "next_port",
     "port_in_use_message",
 ]

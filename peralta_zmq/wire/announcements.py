@@ -1,12 +1,8 @@
 """Announcements: the trainer publishes its progress every second and on change.
 
-Every announcement holds all fields, so the next one makes up for a lost one. A group is all
-rollouts of one problem, sent as one message. A sender is one incarnation of a generator,
-'NAME/INCARNATION'; `sequence` numbers the groups of a sender from 0. A received group is in the
-trainer's memory; a durable group, or the reason why it was dropped, is in the journal on the
-trainer's disk. A status is a message with counters that each generator sends over another socket.
-Weights with policy step s are the result of s training steps; a weight version is one publication
-of weights.
+Every announcement holds all fields, so the next one makes up for a lost one. A received group is in
+the trainer's memory; a durable group, or the reason why it was dropped, is in the journal on the
+trainer's disk.
 
 The sockets are those of PUB/SUB in reverse: the trainer binds an XSUB and sends on it, and every
 connected XPUB receives the messages. The reason is memory: a PUB stores every subscription that it
@@ -123,7 +119,8 @@ class AnnouncementPublisher:
         """Replace the announcement and wake the thread that sends it; never blocks."""
         frame = encode_fields(announcement)
         with self._changed:
-            self._newest, self._is_new = frame, True
+            self._newest = frame
+            self._is_new = True
             self._seconds = DONE_SECONDS if announcement.done else ANNOUNCE_SECONDS
             self._changed.notify()
 
@@ -140,7 +137,9 @@ class AnnouncementPublisher:
         while not closed:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_new or self._closed, self._seconds)
-                frame, closed, self._is_new = self._newest, self._closed, False
+                frame = self._newest
+                closed = self._closed
+                self._is_new = False
             for _ in range(2 if closed else 1):  # a subscriber must receive `done` twice
                 if frame is not None:
                     # `send` never blocks: it drops messages to slow peers. To an XSUB, a frame that
@@ -215,4 +214,5 @@ class AnnouncementSubscriber:
         self._done_run_id = announcement.run_id if announcement.done else ""
         if announcement.done and not is_confirmed:
             announcement = replace(announcement, done=False)
-        self.latest, self.received_at = announcement, time.monotonic()
+        self.latest = announcement
+        self.received_at = time.monotonic()

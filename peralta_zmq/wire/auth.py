@@ -23,7 +23,7 @@ import zmq
 from zmq.utils import z85
 
 from peralta_zmq.atomic_files import PLAIN_NAME
-from peralta_zmq.errors import OutageError, WireError, program_name
+from peralta_zmq.errors import NO_MODES, OutageError, WireError, failure_text, program_name
 
 TRAINER = "trainer"  # name of the trainer's key files
 PUBLIC, SECRET = ".public", ".secret"
@@ -59,10 +59,11 @@ class GeneratorKeys:
 def make_keys(folder: Path, name: str) -> bool:
     """Write a new pair NAME.secret (mode 0600) and NAME.public.
 
-    Returns False if the pair exists already. Raises WireError if the folder cannot be written, only
-    one of the two files exists, or the two files do not belong together.
+    Returns False if the pair exists already. Raises WireError if the folder cannot be written or
+    its file system has no modes, only one of the two files exists, or they do not belong together.
     """
-    public, secret = folder / f"{name}{PUBLIC}", folder / f"{name}{SECRET}"
+    public = folder / f"{name}{PUBLIC}"
+    secret = folder / f"{name}{SECRET}"
     _check_name(name)
     if secret.exists():
         if _read_public(public) != zmq.curve_public(read_secret(secret)):
@@ -79,6 +80,7 @@ def make_keys(folder: Path, name: str) -> bool:
         _write_key(secret, secret_key, 0o600)
     except OSError as error:
         raise WireError(f"{error.filename} cannot be written ({error.strerror})") from None
+    read_secret(secret)  # refuses a file system without modes, before the key is used
     return True
 
 
@@ -105,10 +107,26 @@ def generator_keys(folder: Path, name: str) -> GeneratorKeys:
     now.
     """
     _check_name(name)
-    secret = read_secret(folder / f"{name}{SECRET}")
+    file = folder / f"{name}{SECRET}"
+    if not os.path.exists(file) and (others := _names_of_secrets(folder)):
+        choice = others[0] if len(others) == 1 else f"one of {', '.join(others)}"
+        raise KeyFileError(
+            f"key {file} does not exist; did you mean --generator.name {choice}, whose key is "
+            f"there? Or make it with {program_name('doctor')} keygen"
+        )
+    secret = read_secret(file)
     keys = GeneratorKeys(name, secret, _read_public(folder / f"{TRAINER}{PUBLIC}"))
     _check_and_list(folder)  # only the check of the folder's permissions is needed here
     return keys
+
+
+def _names_of_secrets(folder: Path) -> list[str]:
+    """Names of the generators whose secret key is in a folder; empty if it cannot be read."""
+    try:
+        names = [os.path.splitext(entry) for entry in sorted(os.listdir(folder))]
+    except OSError:
+        return []
+    return [name for name, kind in names if kind == SECRET and name != TRAINER]
 
 
 def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
@@ -143,7 +161,7 @@ def read_secret(file: Path) -> bytes:
     """
     key, status = _read_key(file)
     if status.st_mode & 0o077:
-        raise KeyFileError(f"{file} can be read by others; chmod 600 {file}")
+        raise KeyFileError(f"{file} can be read by others; chmod 600 {file}, {NO_MODES}")
     _check_writers(file, status)
     return key
 
@@ -166,7 +184,7 @@ def _check_writers(path: Path, status: os.stat_result) -> None:
             f"{path}, or copy the keys to a local disk if a network mount changes the owners"
         )
     if status.st_mode & OTHERS_WRITE:
-        raise KeyFileError(f"{path} can be written by others; chmod go-w {path}")
+        raise KeyFileError(f"{path} can be written by others; chmod go-w {path}, {NO_MODES}")
 
 
 def _check_and_list(folder: Path) -> list[str]:
@@ -175,9 +193,10 @@ def _check_and_list(folder: Path) -> list[str]:
     Raises OutageError if the folder cannot be read, KeyFileError if other users could add a key.
     """
     try:
-        status, names = folder.stat(), sorted(os.listdir(folder))
+        status = folder.stat()
+        names = sorted(os.listdir(folder))
     except OSError as error:
-        raise OutageError(f"key folder {folder} cannot be read ({error.strerror})") from None
+        raise OutageError(f"key folder {folder} cannot be read ({failure_text(error)})") from error
     _check_writers(folder, status)
     return names
 
@@ -190,11 +209,12 @@ def _read_key(file: Path) -> tuple[bytes, os.stat_result]:
     """
     try:
         with file.open("rb") as opened:
-            status, key = os.fstat(opened.fileno()), opened.read(100).strip()
+            status = os.fstat(opened.fileno())
+            key = opened.read(100).strip()
     except OSError as error:
         permanent = isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError))
         raise (KeyFileError if permanent else OutageError)(
-            f"key {file} cannot be read ({error.strerror}); "
+            f"key {file} cannot be read ({failure_text(error)}); "
             f"if it is missing, make it with {program_name('doctor')} keygen, or copy it here"
         ) from None
     if not KEY.fullmatch(key):
@@ -341,7 +361,8 @@ class Authenticator:
         version, request_id, domain, address, _, mechanism, *credentials = request
         name: str | None = ""
         if self.has_keys:
-            names, name = self._known_names(), None
+            names = self._known_names()
+            name = None
             if names is None:
                 self.refused += 1
                 return None

@@ -12,6 +12,7 @@ import itertools
 import logging
 import socket
 import time
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -58,7 +59,10 @@ class ClientConnection:
         """`name` identifies the connection in the log; `patience`: see PATIENCE_SECONDS."""
         self.num_reconnects = 0  # after silence only
         self.raises_refusals = True  # False: `check` logs a refusal instead
-        self._client, self._address, self._keys, self._name = client, address, keys, name
+        self._client = client
+        self._address = address
+        self._keys = keys
+        self._name = name
         self._patience = PATIENCE_SECONDS if patience is None else patience
         self._is_accepted = False  # a handshake of this socket has succeeded
         self._is_failing = False  # a handshake has failed since the last success
@@ -75,6 +79,7 @@ class ClientConnection:
         # 0 = unlimited: on a full queue libzmq would block the I/O thread that serves all sockets.
         self._events.setsockopt(zmq.RCVHWM, 0)
         self._events.connect(endpoint)
+        client.setsockopt(zmq.IPV6, needs_ipv6(address))
         client.connect(address)
 
     def check(self) -> bool:
@@ -90,7 +95,8 @@ class ClientConnection:
         while self._events.poll(0):
             message: Any = parse_monitor_message(self._events.recv_multipart())
             if message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._is_accepted, self._is_failing = True, False
+                self._is_accepted = True
+                self._is_failing = False
                 self._failures.clear()
                 reasons.clear()
                 if self._keys is not None:
@@ -122,16 +128,21 @@ class ClientConnection:
             return False
         self._silence_limit = seconds + min(seconds, MAX_WAIT_SECONDS)
         self.num_reconnects += 1
-        logger.warning("reconnecting connection=%s silent_seconds=%.0f", self._name, seconds)
+        # Before the first handshake the trainer is not running, and the generator reports its wait.
+        level = logging.WARNING if self._is_accepted else logging.DEBUG
+        logger.log(level, "reconnecting connection=%s silent_seconds=%.0f", self._name, seconds)
         self._connect_again()
         return True
 
     def move(self, address: str) -> None:
         """Connect to another address; messages in the send queue are lost."""
         self._client.disconnect(self._address)
-        self._address, self._is_failing = address, False
+        self._address = address
+        self._is_failing = False
         self._failures.clear()
-        self._retry_at, self._silence_limit = float("inf"), SILENT_SECONDS
+        self._retry_at = float("inf")
+        self._silence_limit = SILENT_SECONDS
+        self._client.setsockopt(zmq.IPV6, needs_ipv6(address))
         self._client.connect(address)
 
     def close(self) -> None:
@@ -201,6 +212,16 @@ class ClientConnection:
         return DAMAGED
 
 
+def needs_ipv6(address: str) -> bool:
+    """Whether a host has IPv6 only: with its option IPV6, ZeroMQ would not try IPv4 at all."""
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if host.replace(".", "").isdigit():  # no lookup, which may take long
+        return False
+    with suppress(OSError, UnicodeError):
+        return {family for family, *_ in socket.getaddrinfo(host, None)} == {socket.AF_INET6}
+    return False
+
+
 def accepts_connection(address: str, *, timeout: float = 1.0, greeting: bytes = b"") -> bool:
     """Whether tcp://HOST:PORT accepts a connection and its first bytes are `greeting`.
 
@@ -210,7 +231,7 @@ def accepts_connection(address: str, *, timeout: float = 1.0, greeting: bytes = 
     """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=timeout) as connection:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout) as connection:
             return not greeting or connection.recv(len(greeting)) == greeting
     except OSError:
         return False

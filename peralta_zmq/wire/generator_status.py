@@ -1,12 +1,8 @@
 """Generator status: each generator reports its counters every two seconds.
 
 The trainer receives the statuses. Every status holds all counters, so the next status makes up for
-a lost one. A group is all rollouts of one problem. A generator keeps groups in its outbox until the
-trainer has written them to disk; the trainer acknowledges groups in announcements, messages on
-another socket. An incarnation is the 8 random bytes that a generator draws at its start and for
-each new run; a sender, 'NAME/INCARNATION', is one incarnation of one generator. The policy step of
-weights is the number of training steps that produced the weights. A weight version is published as
-a keyframe (complete tensors) or as a delta (changes since an earlier version).
+a lost one. A generator keeps groups in its outbox until the trainer has written them to disk; the
+trainer acknowledges groups in announcements, messages on another socket.
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ from typing import cast
 
 import zmq
 
+from peralta_zmq.atomic_files import MAX_REASON
 from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import sender_of
 from peralta_zmq.wire import message_fields
@@ -39,7 +36,7 @@ logger = logging.getLogger(__name__)
 class GeneratorStatus:
     """Progress of one incarnation of a generator; counts are since its start.
 
-    `tokens_per_s`, `blocked_frac` and `queue_frac` cover the time since the previous status.
+    `tokens_per_s`, `blocked_frac` and `queue_frac` are of the last interval in which a group ended.
     """
 
     run_id: str
@@ -57,6 +54,7 @@ class GeneratorStatus:
     queue_frac: float = 0.0  # fraction of the time spent waiting to send a group
     reload_s: float = 0.0  # duration of the latest change of weights
     wants_keyframe: bool = False  # a delta that the newest version needs is missing
+    store_error: str = ""  # why newer weights cannot be read; printable, at most MAX_REASON letters
     announcement_reconnects: int = 0  # reconnects because no announcements arrived
     rollout_reconnects: int = 0  # reconnects because the trainer received no groups
     needs_lease: bool = False  # asks for a sample lease
@@ -87,6 +85,8 @@ def _check(status: GeneratorStatus) -> None:
         largest = 1.0 if name.endswith("_frac") else MAX_VALUE
         if type(value) in (int, float) and not 0 <= value <= largest:  # true for NaN, too
             raise ValueError(f"{name} {value} is negative or too large")
+    if len(status.store_error) > MAX_REASON or not status.store_error.isprintable():
+        raise ValueError(f"store_error {status.store_error!a:.40} is not printable, or too long")
     message_fields.check_worker_info(status.worker_info)
 
 
@@ -116,7 +116,8 @@ class GeneratorStatusSender:
         """
         while cast(int, self._socket.getsockopt(zmq.EVENTS)) & POLLIN:
             if self._socket.recv() == SUBSCRIPTION:
-                self._due, self._missing_since = float("-inf"), float("inf")
+                self._due = float("-inf")
+                self._missing_since = float("inf")
         # A connection that this program opens has no subscription at first; one that libzmq opens
         # again by itself keeps its subscription. `min`: while attempts fail, the time without a
         # subscription grows, and with it the pause before the next attempt.

@@ -1,15 +1,9 @@
 """Columns of a group message, and rules for limits, lengths and values.
 
-A group is all rollouts (scored completions) of one problem; messages.py encodes and decodes groups.
 The sender of a group may be hostile or have other settings. Therefore the receiver checks all sizes
 before it allocates memory. GroupLimits has the limits that follow from the trainer's settings, so
 that no valid group takes more memory and time than one made with these settings. Each check raises
 ValueError.
-
-A turn of a rollout is a span of context tokens (the prompt, or an input between two completions)
-and a span of generated tokens. Weights with policy step s are the result of s training steps; the
-policy step of a token is that of the weights that sampled it. A segment is consecutive generated
-tokens with equal policy step.
 """
 
 from __future__ import annotations
@@ -83,19 +77,19 @@ class Columns(NamedTuple):
     turn_rewards: bytes  # f8, of each turn with generated tokens; empty if the task gives none
 
 
-def check_envelope(envelope: tuple[Any, ...]) -> None:
-    """Names, steps and sequences must be valid.
-
-    `envelope` holds values in the order of ENVELOPE in messages.py.
-    """
-    _, generator_id, incarnation, sequence, _, _, policy_step, _, *last = envelope
-    min_sequence, sample_index, evaluation_step = last
-    message_fields.check_identity(generator_id, incarnation)
+def check_envelope(envelope: Mapping[str, Any]) -> None:
+    """Names, steps and sequences must be valid; `envelope` has fields of RolloutGroup."""
+    message_fields.check_identity(envelope["generator_id"], envelope["incarnation"])
+    sequence = envelope["sequence"]
+    min_sequence = envelope["min_sequence"]
     if not 0 <= min_sequence <= sequence:
         raise ValueError(f"min_sequence {min_sequence} is negative or above sequence {sequence}")
-    if not 0 <= policy_step <= MAX_STEP:
+    if not 0 <= envelope["policy_step"] <= MAX_STEP:
         raise ValueError("policy step out of bounds")
-    if not (-1 <= sample_index <= MAX_SAMPLE_INDEX and -1 <= evaluation_step <= MAX_STEP):
+    # None: they are not set.
+    sample_index = envelope["sample_index"] or 0
+    evaluation_step = envelope["evaluation_step"] or 0
+    if not (0 <= sample_index <= MAX_SAMPLE_INDEX and 0 <= evaluation_step <= MAX_STEP):
         raise ValueError("sample_index or evaluation_step out of bounds")
 
 
@@ -129,8 +123,10 @@ def check_lengths(
     turns: Sequence[int], spans: Sequence[int], columns: Columns, limits: GroupLimits
 ) -> None:
     """Tokens and logprobs must have the lengths in `spans`, within the limits."""
-    contexts, completions = spans[::2], spans[1::2]
-    num_tokens, num_prompt_bytes = sum(spans), len(columns.prompt)
+    contexts = spans[::2]
+    completions = spans[1::2]
+    num_tokens = sum(spans)
+    num_prompt_bytes = len(columns.prompt)
     # check_tokens reads prompt + tokens as one array: a partial token would shift the ids after it.
     if num_prompt_bytes % 4:
         raise ValueError("length of the prompt is not a multiple of 4 bytes")
@@ -187,7 +183,8 @@ def check_tokens(content: bytes, limits: GroupLimits) -> None:
 def check_logprobs(content: bytes) -> None:
     """Logprobs must be in [MIN_LOGPROB, LOGPROB_SLACK]."""
     logprobs = np.frombuffer(content, FLOAT)
-    highest, lowest = logprobs.item(logprobs.argmax()), logprobs.item(logprobs.argmin())
+    highest = logprobs.item(logprobs.argmax())
+    lowest = logprobs.item(logprobs.argmin())
     if not (highest < math.inf and lowest > -math.inf):  # argmax and argmin both find a NaN
         raise ValueError("logprob is not finite")
     if highest > LOGPROB_SLACK:

@@ -84,7 +84,8 @@ def _check_maps(frame: bytes, max_map_len: int, max_maps: int) -> None:
         if not MAP_PREFIXES.intersection(first_byte):
             unpacker.skip()  # raises if the frame has ended
             continue
-        num_maps, length = num_maps + 1, unpacker.read_map_header()
+        num_maps = num_maps + 1
+        length = unpacker.read_map_header()
         if num_maps > max_maps or length > max_map_len:
             raise ValueError(f"more than {max_maps} maps, or a map of more than {max_map_len} keys")
         items_left += 2 * length

@@ -1,18 +1,12 @@
 """Encode a group as one frame of bytes, and decode frames.
 
-A group is all rollouts (scored completions) of one problem, sent by a generator to the trainer as
-one message. `incarnation` is 8 random bytes that the generator draws at its start; `sequence`
-counts the groups of one incarnation from 0; the generator neither sends nor resends a group whose
-sequence is below `min_sequence`. The policy step of a token is the number of training steps that
-produced the weights that sampled the token. A turn is a span of context tokens followed by a span
-of generated tokens; a rollout has one or more turns. A segment is consecutive generated tokens with
-equal policy step.
+A segment is consecutive generated tokens with equal policy step.
 
-The frame is a msgpack map with four parts: the fields of RolloutGroup in ENVELOPE, the Columns
-(little-endian buffers with the contents of all rollouts), `format` (version of the format), and
-`crc32` (checksum of all bytes before). A prompt that all rollouts share is sent once. The logprobs
-and policy steps of context tokens are not sent: they are 0 and -1. group_rules.py has the Columns
-and the rules for their content.
+The frame is a msgpack map with four parts: the fields of RolloutGroup in ENVELOPE, those in
+OPTIONAL unless they are None, the Columns (little-endian buffers with the contents of all
+rollouts), `format` (version of the format), and `crc32` (checksum of all bytes before). A prompt
+that all rollouts share is sent once. The logprobs and policy steps of context tokens are not sent:
+they are 0 and -1. group_rules.py has the Columns and the rules for their content.
 """
 
 from __future__ import annotations
@@ -22,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, islice
-from operator import attrgetter, itemgetter
 from struct import Struct, pack
 from struct import error as StructError
 from typing import Any, get_type_hints
@@ -49,24 +42,18 @@ from peralta_zmq.wire.group_rules import (
 )
 from peralta_zmq.wire.message_fields import check_type
 
-FORMAT = 3  # version of the message format
+FORMAT = 4  # version of the message format
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 FINISH_CODES = bytes(range(len(FINISH_REASONS)))  # the valid bytes of column `finish_reasons`
 INT = np.dtype("<i4")
-# Name -> type: fields of RolloutGroup in the message, in the order of the class.
+# Fields of RolloutGroup in the message: name -> type. A missing one of OPTIONAL is None.
 ENVELOPE = {
     "run_id": str, "generator_id": str, "incarnation": bytes, "sequence": int, "problem_id": str,
-    "task": str, "policy_step": int, "weights_id": str,
-    "min_sequence": int, "sample_index": int, "evaluation_step": int,
+    "task": str, "policy_step": int, "weights_id": str, "min_sequence": int,
 }  # fmt: skip
-# Defaults of fields that may be missing. sample_index -1: the problem's position in the run's
-# shuffled sequence of problems is unknown. evaluation_step -1: a group for training.
-OPTIONAL = {"sample_index": -1, "evaluation_step": -1, "turn_rewards": b""}
-FIELDS = {**ENVELOPE, **get_type_hints(Columns), "format": int}  # name -> type, of all fields
-FIELD_TYPES = list[type](FIELDS.values())
+OPTIONAL = {"sample_index": int, "evaluation_step": int}
+REQUIRED = {**ENVELOPE, **get_type_hints(Columns), "format": int}  # name -> type
 FORMAT_LIMITS = GroupLimits(vocab_size=2**31)  # of the format; a trainer's own can be lower
-_envelope_of = attrgetter(*ENVELOPE)  # RolloutGroup -> values of ENVELOPE
-_values_of = itemgetter(*FIELDS)  # message -> values of FIELDS
 
 
 def encode_group(group: RolloutGroup, *, max_bytes: int = message_fields.MAX_MESSAGE) -> bytes:
@@ -85,7 +72,7 @@ def _encode(group: RolloutGroup, max_bytes: int) -> bytes:
     rollouts = group.rollouts
     if not rollouts:
         raise ValueError("it has no rollouts")
-    envelope = _envelope_of(group)
+    envelope = {name: getattr(group, name) for name in (*ENVELOPE, *OPTIONAL)}
     check_envelope(envelope)
     check_rewards(group.rewards)
     turns, spans, logprobs, policy_steps = _encode_turns(rollouts)
@@ -109,7 +96,8 @@ def _encode(group: RolloutGroup, max_bytes: int) -> bytes:
         turn_rewards=_encode_turn_rewards(group.turn_rewards, turns, spans[1::2]),
     )
     check_counts(columns, FORMAT_LIMITS)
-    message = dict(zip(FIELDS, (*envelope, *columns, FORMAT), strict=True))
+    present = {name: value for name, value in envelope.items() if value is not None}
+    message = {**present, **columns._asdict(), "format": FORMAT}
     frame = message_fields.pack_with_checksum(message)
     _check_size(message, max_bytes, num_bytes=len(frame), num_tokens=sum(spans))
     return frame
@@ -126,12 +114,14 @@ def _encode_turns(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int], by
     all_logprobs: list[bytes] = []
     all_policy_steps: list[bytes] = []
     for rollout in rollouts:
-        mask, first_span, end = rollout.loss_mask.tobytes(), len(spans), 0
+        mask = rollout.loss_mask.tobytes()
+        first_span = len(spans)
+        end = 0
         logprobs = np.asarray(rollout.logprobs, FLOAT).tobytes()
         policy_steps = np.asarray(rollout.policy_steps, INT).tobytes()
         while end < len(mask):
-            start = mask.find(1, end) % (len(mask) + 1)  # -1 (not found) becomes len(mask)
-            stop = mask.find(0, start) % (len(mask) + 1)
+            start = _find(mask, 1, end)
+            stop = _find(mask, 0, start)
             spans += (start - end, stop - start)
             all_logprobs.append(logprobs[4 * start : 4 * stop])
             all_policy_steps.append(policy_steps[4 * start : 4 * stop])
@@ -140,6 +130,12 @@ def _encode_turns(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int], by
             raise ValueError("a rollout without prompt or completion")
         turns.append((len(spans) - first_span) // 2)
     return turns, spans, b"".join(all_logprobs), b"".join(all_policy_steps)
+
+
+def _find(content: bytes, byte: int, start: int) -> int:
+    """Position of the first such byte from `start` on; the length of the content if none is."""
+    position = content.find(byte, start)
+    return len(content) if position < 0 else position
 
 
 def _encode_segments(policy_steps: bytes, group_step: int) -> bytes:
@@ -222,48 +218,37 @@ def decode_group(frame: bytes, limits: GroupLimits) -> RolloutGroup:
 
     Raises InvalidGroupError if only the rollouts are invalid, otherwise WireError.
     """
-    message, envelope = message_fields.unpack(frame), ()
+    message = message_fields.unpack(frame)
+    envelope = dict[str, Any]()
     try:
         envelope, columns = _read_fields(message, frame)
         if len(frame) - sum(map(len, columns)) > MAX_OTHER_BYTES:  # the journal stores whole frames
             raise ValueError(f"more than {MAX_OTHER_BYTES} bytes outside the columns")
-        if envelope[-1] < 0:  # evaluation_step: a group for training
-            check_num_rollouts(message["task"], columns, limits)
-        rollouts = _decode_rollouts(columns, message["policy_step"], limits)
+        if envelope["evaluation_step"] is None:  # a group for training
+            check_num_rollouts(envelope["task"], columns, limits)
+        rollouts = _decode_rollouts(columns, envelope["policy_step"], limits)
     except (LookupError, TypeError, ValueError, OverflowError, StructError) as error:
         reason = f"malformed group: {type(error).__name__}: {error}"
         if not envelope:
             raise WireError(reason) from None
         # The trainer does not use sample_index and evaluation_step of an invalid group.
-        *required, min_sequence, _, _ = envelope
-        group = RolloutGroup(*required, rollouts=(), min_sequence=min_sequence)
-        raise InvalidGroupError(reason, group) from None
-    *required, min_sequence, sample_index, evaluation_step = envelope
-    return RolloutGroup(
-        *required,
-        rollouts=rollouts,
-        min_sequence=min_sequence,
-        sample_index=sample_index,
-        evaluation_step=evaluation_step,
-        summary=rollouts.summary,
-    )
+        envelope |= dict.fromkeys(OPTIONAL)
+        raise InvalidGroupError(reason, RolloutGroup(**envelope, rollouts=())) from None
+    return RolloutGroup(**envelope, rollouts=rollouts, summary=rollouts.summary)
 
 
-def _read_fields(message: dict[str, Any], frame: bytes) -> tuple[tuple[Any, ...], Columns]:
-    """Check types and checksum; returns the values of ENVELOPE and the columns."""
+def _read_fields(message: dict[str, Any], frame: bytes) -> tuple[dict[str, Any], Columns]:
+    """Check types and checksum; returns the fields of RolloutGroup by name and the columns."""
     if (version := check_type(message["format"], int, "format")) != FORMAT:
         raise ValueError(f"format {version} is not {FORMAT}; use one version of the program")
-    try:
-        values = _values_of(message)
-    except KeyError:
-        values = _values_of({**OPTIONAL, **message})
-    if [*map(type, values)] != FIELD_TYPES:
-        for (name, expected), value in zip(FIELDS.items(), values, strict=True):
-            check_type(value, expected, name)
+    for name, expected in REQUIRED.items():
+        check_type(message[name], expected, name)
+    for name in OPTIONAL.keys() & message.keys():
+        check_type(message[name], OPTIONAL[name], name)
     message_fields.check_checksum(frame, message.get("crc32"))
-    envelope, columns = values[: len(ENVELOPE)], values[len(ENVELOPE) : -1]
+    envelope = {name: message.get(name) for name in (*ENVELOPE, *OPTIONAL)}
     check_envelope(envelope)
-    return envelope, Columns(*columns)
+    return envelope, Columns(**{name: message[name] for name in Columns._fields})
 
 
 @lru_cache(maxsize=1024)  # making a Struct takes as long as unpacking with the Struct
@@ -385,5 +370,6 @@ def _build_rollouts(lazy: LazyRollouts) -> tuple[Rollout, ...]:
                 turn_rewards=lazy.summary.turn_rewards[index],
             )
         )
-        start, start_byte = end, end_byte
+        start = end
+        start_byte = end_byte
     return tuple(rollouts)

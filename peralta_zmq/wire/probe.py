@@ -101,7 +101,8 @@ class ProbeServer:
         authenticator: Authenticator | None = None,
     ) -> None:
         self.reply = reply
-        self._create_file, self._closed = create_file, threading.Event()
+        self._create_file = create_file
+        self._closed = threading.Event()
         self._socket, self.address, self._quota = open_server(
             zmq.REP, address, authenticator, hwm=SERVER_HWM, max_bytes=MAX_REQUEST
         )
@@ -174,7 +175,9 @@ class ProbeClient:
         the connection is refused.
         """
         frame = encode_probe_request("discard", bytes(CHUNK))
-        started, sent, received = time.monotonic(), 0, 0
+        started = time.monotonic()
+        sent = 0
+        received = 0
         while time.monotonic() < started + seconds or received < sent:
             while sent - received < NUM_IN_FLIGHT and time.monotonic() < started + seconds:
                 self._send(frame, started + timeout)

@@ -1,16 +1,16 @@
 """ZeroMQ sockets with the protocol's options; sender and receiver of groups.
 
-A group is all rollouts of one problem, sent from a generator to the trainer as one frame
-(wire/messages.py). `hwm` (high-water mark) is the maximum number of messages in a socket's queue.
-If a process crashes, the groups in its sockets' queues are lost. Therefore the generator keeps each
-group until the trainer announces that the group is in the journal on disk (announcements.py), and
-resends lost groups (generator/trainer_connection.py).
+`hwm` (high-water mark) is the maximum number of messages in a socket's queue. If a process crashes,
+the groups in its sockets' queues are lost. Therefore the generator keeps each group until the
+trainer announces that the group is in the journal on disk (announcements.py), and resends lost
+groups (generator/trainer_connection.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 from collections import Counter
 from typing import cast
 
@@ -81,7 +81,7 @@ def open_server(
     for option, value in (
         (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 60),
         (zmq.TCP_KEEPALIVE_INTVL, 15), (zmq.TCP_KEEPALIVE_CNT, 8),
-        (zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000)),
+        (zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000)), (zmq.IPV6, int("[" in address)),
     ):  # fmt: skip
         server.setsockopt(option, value)
     # Besides the queue, libzmq holds one message that it has read from the connection.
@@ -105,6 +105,12 @@ def ready(opened: zmq.Socket[bytes], event: int, timeout: float) -> bool:
     return bool(opened.poll(int(timeout * 1000), event))
 
 
+def interface_address(bind: str) -> str:
+    """The IPv4 address of a network interface, which ZeroMQ would bind; another text unchanged."""
+    found = psutil.net_if_addrs().get(bind, ())
+    return next((each.address for each in found if each.family == socket.AF_INET), bind)
+
+
 def next_port(address: str, by: int = 1) -> str:
     """The address with the port + `by`: 1 announcements, 2 status, 3 probes."""
     host, _, port = address.rpartition(":")
@@ -126,7 +132,8 @@ def _listener_of(port: int) -> str:
     """
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
-            pid, is_server = connection.pid, connection.status == psutil.CONN_LISTEN
+            pid = connection.pid
+            is_server = connection.status == psutil.CONN_LISTEN
             if is_server and pid and connection.laddr.port == port:  # pyright: ignore
                 command = " ".join(" ".join(psutil.Process(pid).cmdline()).split())
                 return f"pid {pid} ({command:.60})"
@@ -143,7 +150,9 @@ class _Timeout:
     """
 
     def __init__(self, opened: zmq.Socket[bytes], option: int) -> None:
-        self._socket, self._option, self._seconds = opened, option, -1.0
+        self._socket = opened
+        self._option = option
+        self._seconds = -1.0
 
     def set(self, seconds: float) -> None:
         """Make the socket's sends or receives raise zmq.Again after waiting for `seconds`."""
@@ -200,7 +209,8 @@ class RolloutReceiver:
         authenticator: Authenticator | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()  # reason -> number of messages
-        self._run_id, self._limits = run_id, limits
+        self._run_id = run_id
+        self._limits = limits
         self._has_keys = authenticator is not None and authenticator.has_keys
         self._socket, self.address, self._quota = open_server(
             zmq.PULL, address, authenticator, hwm=hwm, max_bytes=limits.max_bytes + CURVE_BYTES
@@ -221,9 +231,11 @@ class RolloutReceiver:
             self._quota.on_socket_empty()
             return None
         self._quota.on_message_read()
-        last, count = first, 1
+        last = first
+        count = 1
         while last.more:  # a valid message has one frame; read all frames of an invalid one
-            last, count = self._socket.recv(copy=False), count + 1
+            last = self._socket.recv(copy=False)
+            count = count + 1
         failpoint("wire.receive")
         try:
             return self._check_message(first, count)
@@ -251,11 +263,13 @@ class RolloutReceiver:
         """
         if count > 1:
             raise WireError(f"{count} frames instead of one")
-        frame, invalid = first.bytes, None
+        frame = first.bytes
+        invalid = None
         try:
             group = decode_group(frame, self._limits)
         except InvalidGroupError as error:
-            group, invalid = error.group, error
+            group = error.group
+            invalid = error
         # The authenticator sets User-Id to the name of the sender's key.
         check_owner(group.generator_id, str(first["User-Id"]) if self._has_keys else None)
         if group.run_id != self._run_id:

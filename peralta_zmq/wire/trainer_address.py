@@ -15,19 +15,20 @@ from __future__ import annotations
 import logging
 import os
 import re
-import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from peralta_zmq.atomic_files import read_chunks, replace_file
-from peralta_zmq.errors import OutageError, WireError, failure_text
+from peralta_zmq.errors import ConfigError, OutageError, WireError, failure_text
+from peralta_zmq.http_server import listen, with_port
 from peralta_zmq.wire.connection import ClientConnection
-from peralta_zmq.wire.sockets import next_port
+from peralta_zmq.wire.sockets import interface_address, next_port
 
 SILENT_SECONDS = 3.0  # without an announcement (one per second) before the folder is read again
 POLL_SECONDS = 1.0  # between two listings of the folder
-LOG_SECONDS = 5.0  # between two log lines of a generator that waits for the first address
+REPORT_SECONDS = 5.0  # between two reports of a generator that waits for the first address
 MAX_BYTES = 512
 FILE_NAME = re.compile(r"trainer_(\d{8})-[0-9a-f]{8}\.address")
 CONTENT = re.compile(r"(tcp://[^\s/]+:\d{1,5}) (\S+)\n")
@@ -44,7 +45,9 @@ class AddressFile:
 
     def __init__(self, folder: Path | None, host: str, port: int, run_id: str) -> None:
         """With `folder` None, no method does anything."""
-        self._folder, self._address, self._run_id = folder, f"tcp://{host}:{port}", run_id
+        self._folder = folder
+        self._address = f"tcp://{with_port(host, port)}"
+        self._run_id = run_id
         self._file: Path | None = None  # None until it is written
 
     def write(self) -> None:
@@ -76,7 +79,7 @@ class AddressFile:
                 "suspended or could not be reached for long"
             ) from None
         except OSError as error:
-            raise OutageError(f"{self._file} cannot be used: {failure_text(error)}") from None
+            raise OutageError(f"{self._file} cannot be used: {failure_text(error)}") from error
 
     def close(self) -> None:
         """Remove the file."""
@@ -101,15 +104,20 @@ def read_address(folder: Path) -> tuple[str, str] | None:
 
 
 def find_trainer(
-    address: str, folder: Path | None, *, timeout: float | None = None
+    address: str,
+    folder: Path | None,
+    *,
+    timeout: float | None = None,
+    report: Callable[[str], None] = logger.info,
 ) -> TrainerAddress:
     """The trainer at `address`; with a folder, at the address that a trainer writes to it.
 
-    Waits for the first address in the folder. Raises WireError after `timeout` seconds.
+    Waits for the first address in the folder, and calls `report` every REPORT_SECONDS. Raises
+    WireError after `timeout` seconds.
     """
     if folder is None:
         return TrainerAddress(address)
-    started = logged = time.monotonic()
+    started = reported = time.monotonic()
     while (newest := read_address(folder)) is None:
         now = time.monotonic()
         if timeout is not None and now - started > timeout:
@@ -118,13 +126,11 @@ def find_trainer(
                 "(weights.wait_for_weights_timeout); start the trainer, with the same "
                 "wire.address_dir"
             )
-        if now - logged > LOG_SECONDS:
-            logged = now
-            logger.info(
-                "waiting for a trainer to write its address to %s (%.0f s); is the folder shared "
-                "with the trainer's machine?",
-                folder,
-                now - started,
+        if now - reported > REPORT_SECONDS:
+            reported = now
+            report(
+                f"waiting for a trainer to write its address to {folder} ({now - started:.0f} s); "
+                "is the folder shared with the trainer's machine?"
             )
         time.sleep(POLL_SECONDS)
     return TrainerAddress(*newest, folder)
@@ -135,8 +141,10 @@ class TrainerAddress:
 
     def __init__(self, address: str, run_id: str = "", folder: Path | None = None) -> None:
         """`folder` has newer addresses; None = neither address nor run are known to change."""
-        self.current, self._run_id = address, run_id
-        self._folder, self._polled_at = folder, time.monotonic()
+        self.current = address
+        self._run_id = run_id
+        self._folder = folder
+        self._polled_at = time.monotonic()
         self._connections: list[tuple[ClientConnection, int]] = []
 
     def add(self, connection: ClientConnection, *, port_offset: int = 0) -> None:
@@ -179,9 +187,9 @@ def first_free_port(host: str, port: int) -> int:
 
 def _is_free(host: str, port: int) -> bool:
     try:
-        with socket.create_server((host, port)):
+        with listen(interface_address(host), port, host_setting="wire.bind"):
             return True
-    except OSError:
+    except (OSError, ConfigError):
         return False
 
 

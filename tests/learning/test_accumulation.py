@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,11 @@ from sample_data import siblings, tiny_learner, tiny_model
 from torch import Tensor
 
 from peralta_zmq.learning.advantages import Filter, overlong
-from peralta_zmq.learning.exclusion import MISMATCH
 from peralta_zmq.learning.learner import Learner, StepResult
 from peralta_zmq.learning.losses import TokenLoss, Tokens, preset, with_entropy_bonus
 from peralta_zmq.learning.packing import Packing, full_micro_batch
 from peralta_zmq.learning.reference_models import PolicyCopy
+from peralta_zmq.learning.unusable_groups import MISMATCH
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Rollout, RolloutGroup
 
@@ -40,15 +41,24 @@ def learner_of(model: Any, **options: Any) -> Learner:
     return tiny_learner(model, **{**defaults, **options})
 
 
-def accumulate_all(learner: Learner, groups: Sequence[RolloutGroup]) -> int:
-    """Compute each micro-batch as soon as it is full; returns their number."""
-    count = 0
-    for number in range(1, len(groups)):
-        learner.add_groups(groups[:number])
-        while learner.has_full_micro_batch:
-            learner.accumulate()
-            count += 1
-    return count
+class Counting:
+    """A loss that counts its calls."""
+
+    def __init__(self, loss: TokenLoss) -> None:
+        self._loss, self.num_calls = loss, 0
+
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, Mapping[str, Tensor]]:
+        self.num_calls += 1
+        return self._loss(tokens)
+
+
+def add_one_by_one(learner: Learner, groups: Sequence[RolloutGroup]) -> None:
+    for group in groups:
+        learner.add([group])
+
+
+def has_gradient(model: Any) -> bool:
+    return any(parameter.grad is not None for parameter in model.parameters())
 
 
 def gradient_of(learner: Learner) -> Tensor:
@@ -81,7 +91,7 @@ def test_gradient_and_metrics_equal_those_of_the_whole_step(name: str) -> None:
     divisor, loss = LOSSES[name]
     results, gradients = list[StepResult](), list[Tensor]()
     for is_early in (False, True):
-        model = tiny_model().double()
+        model, counting = tiny_model().double(), Counting(loss)
         scorer = Scorer(model)
         options: dict[str, Any] = {"compute_logprobs": scorer}
         if name == "entropy":
@@ -90,10 +100,11 @@ def test_gradient_and_metrics_equal_those_of_the_whole_step(name: str) -> None:
             options["reference"] = PolicyCopy(dict(model.named_parameters()), scorer)
         if name == "demonstrations":
             options["demonstrations"] = demonstrations_of(model, compute_logprobs=scorer)
-        learner = learner_of(model, loss=loss, divisor=divisor, **options)
-        if is_early:
-            assert accumulate_all(learner, GROUPS) >= 3
-        results.append(learner.learn(GROUPS))
+        options["divisor"] = divisor if is_early else None
+        learner = learner_of(model, loss=counting, **options)
+        learner.add(GROUPS)
+        assert counting.num_calls >= 3 if is_early else counting.num_calls == 0
+        results.append(learner.finish_step())
         gradients.append(gradient_of(learner))
     whole, early = results
     assert (gradients[1] - gradients[0]).norm() <= 1e-6 * gradients[0].norm()  # measured 1e-15
@@ -101,60 +112,66 @@ def test_gradient_and_metrics_equal_those_of_the_whole_step(name: str) -> None:
     assert early.advantages == whole.advantages
 
 
-def test_same_calls_give_the_same_bits_and_none_those_of_a_whole_step() -> None:
-    calls, models = [3, 5, 5], [tiny_model() for _ in range(4)]
-    for model, sizes in zip(models, (calls, calls, [], []), strict=True):
-        learner = learner_of(model, divisor=None if model is models[3] else "tokens")
-        for size in sizes:
-            learner.add_groups(GROUPS[:size])
-            learner.add_groups(GROUPS[:size])  # repeated, as by a live trainer: no effect
-            assert learner.has_full_micro_batch and learner.step == 0
-            learner.accumulate()
-        if sizes:
-            with pytest.raises(AssertionError, match="other groups were added"):
-                learner.add_groups(GROUPS[1:])
-        learner.learn(GROUPS)
-    live, repeated, whole, without = map(weights, models)
-    assert identical(live, repeated) and identical(whole, without)
-    assert not identical(live, whole)
+@pytest.mark.parametrize("sizes", [(6,), (1, 1, 1, 1, 1, 1), (3, 0, 2, 1), (0, 5, 1)])
+def test_bits_do_not_depend_on_the_times_at_which_groups_arrive(sizes: Sequence[int]) -> None:
+    ours, theirs = tiny_model(), tiny_model()
+    learner, remaining = learner_of(ours), iter(GROUPS)
+    for size in sizes:
+        learner.add([*islice(remaining, size)])
+        assert learner.step == 0
+    result = learner.finish_step()
+    expected = learner_of(theirs).learn(GROUPS)
+    assert identical(weights(ours), weights(theirs))
+    assert metrics_of(result) == metrics_of(expected) and result.groups == GROUPS
+
+
+def test_order_of_the_groups_decides_on_the_micro_batches() -> None:
+    ours, theirs = tiny_model(), tiny_model()
+    learner_of(ours).learn(GROUPS)
+    learner_of(theirs).learn(GROUPS[::-1])
+    assert not identical(weights(ours), weights(theirs))
 
 
 def test_learner_without_divisor_computes_no_micro_batch() -> None:
-    learner = learner_of(tiny_model(), divisor=None)
-    assert accumulate_all(learner, GROUPS) == 0
-    learner.accumulate()
-    assert all(parameter.grad is None for parameter in learner._parameters.values())
+    model = tiny_model()
+    learner = learner_of(model, divisor=None)
+    add_one_by_one(learner, GROUPS)
+    assert not has_gradient(model)
+
+
+def test_overlapped_time_ends_when_the_last_group_is_there() -> None:
+    for sizes, is_overlapped in ([6], False), ([5, 1], True):
+        learner, remaining = learner_of(tiny_model()), iter(GROUPS)
+        for size in sizes:
+            learner.add([*islice(remaining, size)])
+        metrics = learner.finish_step().metrics
+        assert (metrics["time/overlapped"] > 0) == is_overlapped
+        assert metrics["time/overlapped"] < metrics["time/forward_backward"]
+        assert learner.seconds == 0  # of the next step
 
 
 @pytest.mark.parametrize("name", ["token", "rollout"])
 def test_group_excluded_early_is_excluded_as_in_the_whole_step(name: str) -> None:
-    bad = GROUPS[1]  # in one micro-batch
+    bad = GROUPS[0]  # in the first micro-batch
     poisoned = replace(
         bad.rollouts[0], logprobs=(bad.rollouts[0].loss_mask * -9000.0).astype("float32")
     )
-    groups = [GROUPS[0], replace(bad, rollouts=(poisoned, *bad.rollouts[1:])), *GROUPS[2:]]
+    groups = [replace(bad, rollouts=(poisoned, *bad.rollouts[1:])), *GROUPS[1:]]
     divisor, loss = LOSSES[name]
     results, gradients = list[StepResult](), list[Tensor]()
     for is_early in (False, True):
-        learner = learner_of(tiny_model().double(), loss=loss, divisor=divisor)
-        if is_early:
-            learner.add_groups(groups[:3])
-            learner.accumulate()
-            assert {bad.name} <= {*learner._packed.computed[0].groups}
-        results.append(learner.learn(groups))
+        model = tiny_model().double()
+        learner = learner_of(model, loss=loss, divisor=divisor if is_early else None)
+        learner.add(groups[:3])
+        assert has_gradient(model) == is_early
+        learner.add(groups[3:])
+        results.append(learner.finish_step())
         gradients.append(gradient_of(learner))
     whole, early = results
     assert early.excluded == whole.excluded == {bad.name: MISMATCH}
     assert (gradients[1] - gradients[0]).norm() <= 1e-6 * gradients[0].norm()
     assert metrics_of(early) == pytest.approx(metrics_of(whole), rel=1e-6, abs=1e-9)
     assert early.metrics["num_excluded"] == 1 and not early.skip_reason
-
-
-def test_samples_of_later_groups_are_numbered_after_those_of_earlier_groups() -> None:
-    learner = learner_of(tiny_model(), max_tokens=1000)
-    for number in range(len(GROUPS) + 1):
-        learner.add_groups(GROUPS[:number])
-    assert [sample.group for sample in learner._packed.samples] == [0, 1, 2, 3, 4]
 
 
 def test_metrics_of_filters_count_all_groups_of_the_step() -> None:
@@ -169,10 +186,11 @@ def test_metrics_of_filters_count_all_groups_of_the_step() -> None:
             return overlong(rollout)
 
         filters = [Filter("overlong", detects, enforce=True)]
-        learner = learner_of(tiny_model().double(), filters=filters)
-        if is_early:
-            assert accumulate_all(learner, groups) >= 2
-        rows.append(metrics_of(learner.learn(groups)))
+        model = tiny_model().double()
+        learner = learner_of(model, filters=filters, divisor="tokens" if is_early else None)
+        add_one_by_one(learner, groups)
+        assert has_gradient(model) == is_early
+        rows.append(metrics_of(learner.finish_step()))
         assert len(calls) == 17  # each rollout once
     assert rows[0]["filter/taken_out"] == pytest.approx(2 / 17)
     assert rows[1] == pytest.approx(rows[0], rel=1e-6, abs=1e-9)
@@ -187,20 +205,22 @@ def test_step_without_finite_loss_is_skipped_and_leaves_no_gradient() -> None:
     model = tiny_model()
     before = weights(model)
     learner = learner_of(model, loss=nan_loss)
-    assert accumulate_all(learner, GROUPS) >= 2
-    result = learner.learn(GROUPS)
+    add_one_by_one(learner, GROUPS)
+    assert has_gradient(model)
+    result = learner.finish_step()
     assert "is not finite" in result.skip_reason and identical(weights(model), before)
     signals = [group.name for group in GROUPS if group.has_signal]
     assert sorted(result.excluded) == sorted(signals)
-    assert all(parameter.grad is None for parameter in learner._parameters.values())
+    assert not has_gradient(model)
 
 
-def test_step_of_groups_without_signal_accumulates_nothing() -> None:
+def test_step_of_groups_without_signal_computes_nothing() -> None:
     model = tiny_model()
     before, learner = weights(model), learner_of(model)
     groups = [siblings([1, 1], lengths=[12, 12], seed=seed) for seed in range(6)]
-    assert accumulate_all(learner, groups) == 0
-    learner.learn(groups)
+    add_one_by_one(learner, groups)
+    assert not has_gradient(model)
+    learner.finish_step()
     assert identical(weights(model), before)
 
 
@@ -215,11 +235,11 @@ def test_checkpoint_within_a_step_has_the_random_state_of_its_start() -> None:
     torch.manual_seed(5)
     learner = learner_of(model, compute_logprobs=random_forward)
     expected = learner.state()["rng/torch"].clone()
-    accumulate_all(learner, GROUPS)
+    add_one_by_one(learner, GROUPS)
     assert not torch.equal(torch.get_rng_state(), expected)
     state = {name: tensor.clone() for name, tensor in learner.state().items()}
     assert torch.equal(state["rng/torch"], expected)
-    learner.restore(0, state)  # discards the gradients
+    learner.restore(0, state)  # discards the groups and their gradients
     learner.learn(GROUPS)
     other = learner_of(other_model := tiny_model(), compute_logprobs=random_forward)
     scorer = Scorer(other_model)

@@ -42,6 +42,13 @@ def test_admission_settles_group_with_its_outcome(
     assert admission.ledger.outcomes == {outcome: 1}
 
 
+def test_admission_after_the_last_step_accepts_only_evaluations() -> None:
+    admission = Admission(8, is_over=True)
+    assert admission.admit(group_of([1, 0], sequence=0), step=5) == "abandoned"
+    evaluated = group_of([1, 0], sequence=1, policy_step=4, evaluation_step=4)
+    assert admission.admit(evaluated, step=5) == "evaluated"
+
+
 @pytest.mark.parametrize(("step", "outcome"), [(1, "trained"), (10, "stale")])
 def test_admission_drops_and_counts_duplicate(step: int, outcome: str) -> None:
     admission, group = Admission(8), group_of([1, 0], sequence=3)

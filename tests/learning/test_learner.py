@@ -14,7 +14,15 @@ import pytest
 import torch
 from exactness import Float64
 from learners import FOUR, groups_of, identical, learner_with_reference, tokens_of_step, weights
-from sample_data import group_of, packed, siblings, step_gradient, tiny_learner, tiny_model
+from sample_data import (
+    constant,
+    group_of,
+    packed,
+    siblings,
+    step_gradient,
+    tiny_learner,
+    tiny_model,
+)
 from torch import Tensor
 
 from peralta_zmq.errors import TrainingError
@@ -64,9 +72,26 @@ def nan_loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
 def test_repeated_steps_may_all_be_skipped() -> None:
     learner = tiny_learner(tiny_model(), loss=nan_loss)
     for step in range(1, 5):
-        assert learner.learn(groups_of(step), learning_rate=0.1).skip_reason
+        assert learner.learn(groups_of(step), repeated=learner.next_update).skip_reason
     with pytest.raises(TrainingError, match=r"^steps 3 to 5 had no"):
         learner.learn(groups_of(5))
+
+
+@pytest.mark.parametrize("option", [
+    {"learning_rate": constant(0.02)}, {"betas": (0.5, 0.95)}, {"betas": (0.9, 0.5)},
+    {"weight_decay": 0.5}, {"max_grad_norm": 0.01},
+])  # fmt: skip
+def test_repeated_step_has_the_numbers_of_its_first_time(option: dict[str, Any]) -> None:
+    models = [tiny_model(), tiny_model()]
+    first, second = tiny_learner(models[0], **option), tiny_learner(models[1])
+    for step in range(3):
+        numbers = first.next_update
+        first.learn(groups_of(step))
+        second.learn(groups_of(step), repeated=numbers)
+    assert identical(weights(models[0]), weights(models[1]))
+    for learner in (first, second):  # with the numbers of its own settings
+        learner.learn(groups_of(3))
+    assert not identical(weights(models[0]), weights(models[1]))
 
 
 def test_good_step_resets_the_skip_count() -> None:

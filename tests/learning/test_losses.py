@@ -313,6 +313,19 @@ def plain_importance(t: Tokens, *, by_sequence: bool) -> Any:
     return total / (t.step_sequences if by_sequence else t.step_tokens)
 
 
+def plain_masked_with_kl(t: Tokens) -> Any:
+    """A ratio of at most 1.2 keeps the objective of a token; its KL term, times r, always stays."""
+
+    def term(n: int) -> Tensor:
+        assert t.ref_logprobs is not None
+        r = (t.logprobs[n] - t.old_logprobs[n]).exp()
+        x = t.ref_logprobs[n] - t.logprobs[n]
+        objective = -r * t.advantages[n] if r <= 1.2 else 0
+        return objective + 0.1 * r * (x.exp() - x - 1)
+
+    return over_tokens(t, term)
+
+
 def plain_grpo_kl(t: Tokens) -> Any:
     assert t.ref_logprobs is not None
     total: Any = 0
@@ -369,6 +382,10 @@ PAIRS: list[tuple[Any, Any]] = [
     (
         preset("importance_sequence", **SEQUENCE_OPTIONS),
         functools.partial(plain_importance, by_sequence=True),
+    ),
+    (
+        preset("m2po", m2_threshold=None, beta=0.1, token_mask_high=1.2),
+        plain_masked_with_kl,
     ),
     (preset("grpo_kl", beta=0.1), plain_grpo_kl),
     (preset("dppo", dppo_mask_low=0.1, dppo_mask_high=0.1, kl_tau=0.01), plain_dppo),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from peralta_zmq.learning.distributed import SINGLE, full_tensor, join
 from peralta_zmq.learning.master_weights import MasterWeights
-from peralta_zmq.learning.optimizer import OPTIMS, make_optimizer, set_learning_rate
+from peralta_zmq.learning.optimizer import OPTIMS, make_optimizer, set_options
 from peralta_zmq.models.rounding import grid_noise, off_grid
 
 GRIDS = [torch.bfloat16, torch.float16]
@@ -163,7 +163,7 @@ def test_small_updates_reach_published_weights(
         {"w": parameter}, betas=(0.9, 0.95), weight_decay=0.0, optim=optim
     )
     masters.attach(optimizer)
-    set_learning_rate(optimizer, 1e-6)
+    set_options(optimizer, lr=1e-6)
     for _ in range(20):
         parameter.grad = sign.clone()
         optimizer.step()

@@ -189,7 +189,7 @@ def test_step_in_parts_equals_a_whole_step(
         random = torch.Generator().manual_seed(0)
         weight = torch.nn.Parameter(torch.randn(70, 111, generator=random))
         optimizer = make_optimizer({"w": weight}, betas=(0.9, 0.95), weight_decay=0.1, optim=optim)
-        adamw.set_learning_rate(optimizer, 1e-3)
+        adamw.set_options(optimizer, lr=1e-3)
         for _ in range(3):
             gradient = torch.randn(111, 70, generator=random).t()
             weight.grad = gradient if is_transposed else gradient.contiguous()

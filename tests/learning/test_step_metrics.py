@@ -16,6 +16,7 @@ from peralta_zmq.learning.step_metrics import (
     describe_groups,
     histogram_values,
     mismatch_metrics,
+    special_token_ratio,
 )
 from peralta_zmq.observe.metrics import generator_numbers
 
@@ -98,6 +99,26 @@ def test_sender_is_flagged_after_min_steps() -> None:
         assert statistics.flag_senders() == {}, step
         statistics.record({"ann/0": FAR, "bob/0": NEAR})
     assert statistics.flag_senders() == {"ann/0": pytest.approx(0.3)}
+
+
+def test_initial_mismatch_is_that_of_the_first_step() -> None:
+    statistics = MismatchStatistics(bound=0.1)
+    statistics.record({"ann/0": Mismatch(0.01, 10.0)})
+    for _ in range(3 * WINDOW):
+        statistics.record({"ann/0": FAR})
+    assert statistics.initial("ann/0") == pytest.approx(0.001)
+
+
+def test_special_token_ratio_counts_sampled_tokens_of_rollouts() -> None:
+    groups = [group_of([1, 0], lengths=[3, 4]), group_of([1, 0], lengths=[2, 6])]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert special_token_ratio(groups, set()) == 0.0
+    prompt_ids = {int(token) for r in rollouts for token in r.token_ids[~r.loss_mask]}
+    sampled = [{int(token) for token in r.token_ids[r.loss_mask]} for r in rollouts]
+    assert special_token_ratio(groups, prompt_ids - set().union(*sampled)) == 0.0
+    last = int(rollouts[-1].token_ids[-1])
+    expected = sum(last in tokens for tokens in sampled) / 4
+    assert special_token_ratio(groups, {last}) == expected > 0.0
 
 
 def test_histogram_values_have_all_rollouts_and_trained_advantages() -> None:

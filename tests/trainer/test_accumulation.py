@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace as changed
-from pathlib import Path
 
 import pytest
 from trainer_sessions import Continued, groups_for
 
+from peralta_zmq.learning.optimizer import UpdateSettings
 from peralta_zmq.observe.metrics import METRICS, read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
-from peralta_zmq.trainer.journal import ACCUMULATED, GROUP, JournalRecord, read_records
+from peralta_zmq.trainer.journal import BEGUN, GROUP, read_records
 from peralta_zmq.trainer.loop import Trainer
 
 STEPS, GROUPS_PER_STEP = 2, 2
@@ -36,43 +36,38 @@ class SlowGenerator:
         self, continued: Continued, groups: Sequence[RolloutGroup], *, kills: bool = False
     ) -> None:
         self._continued, self._groups, self._kills = continued, [*groups], kills
+        self._num_awaited = 0  # groups that the trainer has received when the next one is sent
 
     def advance(self, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
         """Take one step, or less."""
+        groups_of_step = trainer.collector.groups
 
-        def between_groups(idle: bool) -> None:
-            if self._kills and trainer.accumulation.seconds:
-                raise Killed
-            if idle:
-                self._continued.send(self._groups.pop(0))
+        def groups(step: int, update: UpdateSettings) -> Iterator[list[RolloutGroup]]:
+            for groups in groups_of_step(step, update):
+                yield groups
+                if self._kills and trainer.policy.learner.seconds:
+                    raise Killed
+                admission = trainer.collector.admission
+                num_received = admission.ledger.total + admission.duplicates
+                if not groups and num_received >= self._num_awaited:
+                    self._continued.send(self._groups.pop(0))
+                    self._num_awaited = num_received + 1
 
         with monkeypatch.context() as patched:
-            patched.setattr(trainer, "_between_groups", between_groups)
+            patched.setattr(trainer.collector, "groups", groups)
             trainer.advance()
         trainer.publishing.wait()
 
 
-def records_of(continued: Continued, step: int) -> list[JournalRecord]:
-    return read_records(continued.folder / "journal", step)[0]
-
-
 def kinds_of(continued: Continued, step: int) -> list[int]:
-    return [record.kind for record in records_of(continued, step)]
+    records, _ = read_records(continued.folder / "journal", step)
+    return [record.kind for record in records]
 
 
 def is_as_published(continued: Continued, capsys: pytest.CaptureFixture[str]) -> list[bool]:
     capsys.readouterr()
     replay.main([str(continued.folder)])
     return [line.endswith("  as published") for line in capsys.readouterr().out.splitlines()]
-
-
-def remove_accumulated(folder: Path) -> None:
-    """Remove the records of micro-batches from the journal."""
-    journal = replay.journal.Journal(folder / "journal")
-    for step in range(1, STEPS + 1):
-        records = read_records(folder / "journal", step)[0]
-        journal.replace(step, [each for each in records if each.kind != ACCUMULATED])
-    journal.close()
 
 
 def test_replay_computes_the_micro_batches_of_the_run(
@@ -92,11 +87,9 @@ def test_replay_computes_the_micro_batches_of_the_run(
         assert seconds["time/wait_for_batch"] > 0.02  # at least one receive has timed out
     for step in range(1, STEPS + 1):
         kinds = kinds_of(continued, step)
-        assert ACCUMULATED in kinds and kinds.count(GROUP) == GROUPS_PER_STEP
-        assert kinds[-1] == GROUP  # which completes the batch
+        assert kinds.count(GROUP) == GROUPS_PER_STEP
+        assert kinds[-2:] == [GROUP, BEGUN]  # the group completes the batch
     assert is_as_published(continued, capsys) == [True] * STEPS
-    remove_accumulated(continued.folder)
-    assert is_as_published(continued, capsys) == [False] * STEPS
 
 
 @pytest.mark.parametrize(
@@ -114,7 +107,7 @@ def test_sessions_that_end_within_a_step_continue_as_the_journal_says(
 ) -> None:
     if more:
         pytest.importorskip("peft", reason="the extra lora is not installed")
-    for end, num_journaled in (("killed", 0), ("killed after a commit", 1), ("stopped", 1)):
+    for end in ("killed", "killed after a commit", "stopped"):
         with ExitStack() as stack:
             trainer = continued.open(stack, *SETTINGS, *more, max_steps=STEPS)
             trainer.recover()
@@ -127,12 +120,11 @@ def test_sessions_that_end_within_a_step_continue_as_the_journal_says(
                 trainer.session.stop.requested = True
                 trainer.advance()
                 trainer.finish()
-        kinds = kinds_of(continued, 1)
-        assert (kinds.count(GROUP), kinds.count(ACCUMULATED)) == (1, num_journaled)
+        assert kinds_of(continued, 1).count(GROUP) == (end != "killed")
     with ExitStack() as stack:
         trainer = continued.open(stack, *SETTINGS, *more, max_steps=STEPS)
         trainer.recover()
-        assert trainer.collector.accumulated_sizes == [1]
+        assert len(trainer.collector.batch) == 1
         generator = SlowGenerator(continued, groups_for(trainer))  # from the first one
         for _ in range(STEPS):
             generator.advance(trainer, monkeypatch)
@@ -147,21 +139,13 @@ def test_dropped_groups_of_a_step_change_no_micro_batch(
     with ExitStack() as stack:
         trainer = continued.open(stack, *SETTINGS, max_steps=1)
         trainer.recover()
-        with pytest.raises(Killed):
-            SlowGenerator(continued, groups_for(trainer), kills=True).advance(trainer, monkeypatch)
-        trainer.collector.commit()
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *SETTINGS, "--checkpoint.skip-buffer", max_steps=1)
-        trainer.recover()  # drops the first group, of which a micro-batch has been computed
-        assert ACCUMULATED not in kinds_of(continued, 1) and not trainer.collector.accumulated_sizes
-        dropped, first, second, last, *_ = groups_for(trainer)
+        first, second, last, *_ = groups_for(trainer)
         # From weights that do not exist; it would complete the batch.
         undone = changed(second, rollouts=tuple(
             changed(each, policy_steps=each.policy_steps + 5) for each in second.rollouts
         ), policy_step=5)  # fmt: skip
-        generator = SlowGenerator(continued, [dropped, first, first, undone, last])
+        generator = SlowGenerator(continued, [first, first, undone, last])
         generator.advance(trainer, monkeypatch)
         admission = trainer.collector.admission
-        assert (admission.ledger.outcomes["abandoned"], admission.duplicates) == (2, 2)
-    assert ACCUMULATED in kinds_of(continued, 1)
+        assert (admission.ledger.outcomes["abandoned"], admission.duplicates) == (1, 1)
     assert is_as_published(continued, capsys) == [True]

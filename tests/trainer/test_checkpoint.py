@@ -75,6 +75,28 @@ def test_verified_checkpoint_that_is_no_safetensors_file_is_skipped(tmp_path: Pa
     assert step_of(tmp_path) == 10
 
 
+@pytest.mark.parametrize("progress", [b"[" * 100_000, b'{"a":' * 500 + b"1" + b"}" * 500, b"[]"])
+def test_checkpoint_with_nested_progress_is_skipped(tmp_path: Path, progress: bytes) -> None:
+    saved(tmp_path, 10)
+    file = (tmp_path / "step_000010" / "state.safetensors").read_bytes()
+    files = {"state.safetensors": file, "progress.json": progress}
+    atomic_files.write_folder(tmp_path / "step_000020", files, {"run_id": "run-1", "step": 20})
+    assert step_of(tmp_path) == 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_restored_checkpoint_is_not_mapped(tmp_path: Path) -> None:
+    saved(tmp_path, 10)
+    restored = newest(tmp_path, run_id="run-1")
+    assert restored is not None
+    tensors = dict(restored.tensors)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text("utf-8")
+    os.truncate(tmp_path / "step_000010" / "state.safetensors", 100)
+    assert torch.equal(tensors["model/w"], torch.full((2, 3), 10.0))
+    with pytest.raises(OSError, match="Could not read tensor"):
+        dict(restored.tensors)
+
+
 @pytest.mark.parametrize("name", ["state.safetensors", "progress.json", "manifest.json", "STABLE"])
 @pytest.mark.parametrize("damage", [flip_bit, truncate, remove])
 def test_damaged_newest_checkpoint_falls_back_to_the_previous(

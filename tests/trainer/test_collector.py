@@ -24,6 +24,7 @@ from peralta_zmq import wire
 from peralta_zmq.config import load_config
 from peralta_zmq.environments.curriculum import DifficultyPools
 from peralta_zmq.errors import OutageError
+from peralta_zmq.learning.optimizer import UpdateSettings
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup
@@ -35,6 +36,7 @@ from peralta_zmq.trainer.journal import DroppedGroup, Journal
 from peralta_zmq.trainer.recovery import load_journaled_batch
 from peralta_zmq.trainer.session import ProgressAnnouncer, Session, StopSignal
 
+UPDATE = UpdateSettings(1e-3, 0.9, 0.95, 0.0, 1.0)
 NUM_SENDERS = 300
 MAX_ENTRIES_PER_SECOND = 500_000  # of 100 bytes, over all receivers of the announcements
 
@@ -68,8 +70,12 @@ class SlowReceiver:
 
     def __init__(self, num: int) -> None:
         self.now = 100.0
-        self._groups = [group_of([1.0, 0.0], sequence=number) for number in range(num)]
+        self._groups = list[RolloutGroup]()
         self.refused: dict[str, int] = {}
+        self.send(*range(num))
+
+    def send(self, *sequences: int) -> None:
+        self._groups += [group_of([1.0, 0.0], sequence=sequence) for sequence in sequences]
 
     def receive(self, *, timeout: float) -> tuple[RolloutGroup, bytes] | None:
         self.now += min(timeout, self.GAP)
@@ -80,20 +86,25 @@ class SlowReceiver:
 
 
 class Opened(NamedTuple):
-    """A collector with its session, address and published announcements."""
+    """A collector with its session, published announcements, senders and addresses."""
 
     collector: BatchCollector
     published: list[wire.Announcement]
     session: Session
+    generators: GeneratorRegistry
     address: str
+    status_address: str
 
     def collect(
-        self, step: int = 1, between_groups: Callable[[bool], None] = lambda idle: None
+        self, step: int = 1, meanwhile: Callable[[], None] = lambda: None
     ) -> list[RolloutGroup]:
-        """Collect and commit the batch of a step."""
-        groups, _ = self.collector.collect(step, between_groups)
+        """Collect and commit the batch of a step; calls `meanwhile` whenever no group waits."""
+        batch = list[RolloutGroup]()
+        for groups in self.collector.groups(step, UPDATE):
+            batch += groups
+            meanwhile()
         self.collector.commit()
-        return groups
+        return batch
 
 
 def opened(
@@ -123,7 +134,7 @@ def opened(
     )  # fmt: skip
     generators = GeneratorRegistry(statuses, run_log, {})
     if has_status:
-        generators.statuses["ann"] = wire.GeneratorStatus(RUN, "ann", bytes(8))
+        generators.has_status = True
     collector = BatchCollector(
         session,
         cast(Any, receiver or real_receiver),
@@ -132,7 +143,10 @@ def opened(
         DifficultyPools(["math_1k/7"], easy_threshold=easy_threshold, hard_threshold=None),
         cast(Any, None),
     )
-    return Opened(collector, publisher.announcements, session, real_receiver.address)
+    return Opened(
+        collector, publisher.announcements, session, generators,
+        address=real_receiver.address, status_address=statuses.address,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -161,10 +175,8 @@ def test_groups_delayed_by_a_dead_link_are_stale_only_above_the_bound(
     proxy = stack.enter_context(Proxy(scene.address))
     late, near = sender_to(proxy.address, stack), sender_to(scene.address, stack)
 
-    def collected(
-        step: int, between_groups: Callable[[bool], None] = lambda idle: None
-    ) -> set[tuple[str, int]]:
-        return {(each.generator_id, each.sequence) for each in scene.collect(step, between_groups)}
+    def collected(step: int, meanwhile: Callable[[], None] = lambda: None) -> set[tuple[str, int]]:
+        return {(each.generator_id, each.sequence) for each in scene.collect(step, meanwhile)}
 
     def send(to: wire.RolloutSender, name: str, numbers: range, policy_step: int) -> None:
         for number in numbers:
@@ -182,7 +194,7 @@ def test_groups_delayed_by_a_dead_link_are_stale_only_above_the_bound(
 
     fresh = iter([range(4)])
 
-    def send_fresh(idle: bool) -> None:
+    def send_fresh() -> None:
         if scene.collector.admission.ledger.total == 12:  # all late groups are received
             for numbers in fresh:
                 send(near, "near", numbers, 1 + bound)
@@ -208,7 +220,7 @@ def test_flood_of_dropped_groups_leaves_only_their_numbers_on_disk(
     if outcome == "evaluated":
         group = dataclasses.replace(group, evaluation_step=1)
     groups = [dataclasses.replace(group, sequence=number) for number in range(500)]
-    scene.collector._generators.mark_alive(group.sender, step=100)
+    scene.generators.add_group(group.sender, step=100)
     for each in groups:
         assert scene.collector.add(each, b"", step=100) == outcome
     scene.collector.commit()
@@ -322,13 +334,12 @@ def lease_of(
     scene: Opened, stack: ExitStack, status: wire.GeneratorStatus, step: int = 1
 ) -> range | None:
     """The lease that is announced after this status arrived; None without one."""
-    address = scene.collector._generators._receiver.address
-    sender = stack.enter_context(closing(wire.GeneratorStatusSender(address)))
+    sender = stack.enter_context(closing(wire.GeneratorStatusSender(scene.status_address)))
 
     def arrived() -> bool:
         sender.send(status)  # again and again: it is dropped until the connection stands
         scene.collector.lease_samples(step)
-        return scene.collector._generators.statuses.get(status.sender) == status
+        return any(sender.status == status for sender in scene.generators.live())
 
     eventually(arrived)
     scene.collector.acknowledgements.publish(0, started_step=0)
@@ -436,7 +447,9 @@ def test_invalid_groups_of_unknown_senders_are_only_counted(
     assert list(scene.published[-1].received) == [invalid.sender]
     rows = read_rows(tmp_path / "events.jsonl")
     assert [row["event"] for row in rows] == ["join", "drop"]
-    assert len(scene.collector.journal.read(1)) == 3
+    assert [record.kind for record in scene.collector.journal.read(1)] == [
+        journals.GROUP, journals.DROPPED, journals.GROUP, journals.BEGUN
+    ]  # fmt: skip
     assert scene.collector.metrics()["dropped/invalid"] == num + 1
 
 
@@ -462,58 +475,57 @@ def test_all_groups_are_acknowledged_when_the_queue_is_empty(
     send_from_many(scene.address)
     deadline = monotonic() + DEADLINE
 
-    def until_durable(idle: bool) -> None:
+    def until_durable() -> None:
         durable = scene.published[-1].durable.values() if scene.published else ()
         is_durable = list(durable) == [0] * NUM_SENDERS
         scene.session.stop.requested = is_durable or monotonic() > deadline
 
-    scene.collect(between_groups=until_durable)
+    scene.collect(meanwhile=until_durable)
     newest = scene.published[-1]
     assert newest.waiting
     assert list(newest.received.values()) == list(newest.durable.values()) == [0] * NUM_SENDERS
 
 
-def test_computation_is_called_when_no_group_waits_until_it_has_nothing_to_compute(
-    stack: ExitStack, tmp_path: Path
-) -> None:
-    receiver, calls = SlowReceiver(2), list[int]()
+def test_groups_are_yielded_when_no_further_group_waits(stack: ExitStack, tmp_path: Path) -> None:
+    receiver = SlowReceiver(2)
     scene = opened(stack, tmp_path, groups=2, receiver=receiver)
 
-    def compute() -> float:
-        calls.append(len(scene.collector.batch))
-        # Seconds: computed a micro-batch of the empty batch, and of one group.
-        return float(len(calls) in (1, 3))
+    def yielded(step: int) -> list[list[int]]:
+        lists = [*scene.collector.groups(step, UPDATE)]
+        scene.collector.commit()
+        return [[group.sequence for group in groups] for groups in lists]
 
-    scene.collector.collect(1, lambda idle: None, compute)
-    assert calls == [0, 0, 1, 1]
+    assert yielded(1) == [[0], [1]]
     receiver.GAP = 0.0  # all groups of the next step are there
-    receiver._groups = [group_of([1.0, 0.0], sequence=number) for number in (2, 3)]
+    receiver.send(2, 3)
+    assert yielded(2) == [[2, 3]]
+
+
+def test_trainer_that_may_compute_is_not_announced_as_waiting(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    scene = opened(stack, tmp_path, groups=3, receiver=SlowReceiver(3))
+    is_waiting = [scene.published[-1].waiting for _ in scene.collector.groups(1, UPDATE)]
     scene.collector.commit()
-    scene.collector.collect(2, lambda idle: None, compute)
-    assert len(calls) == 4
+    assert is_waiting == [False] * 3
+    assert any(announcement.waiting for announcement in scene.published)
 
 
 def test_warning_without_rollouts_counts_no_seconds_of_computing(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receiver, warned = SlowReceiver(0), list[tuple[float, str]]()
+    receiver, warned = SlowReceiver(2), list[tuple[float, str]]()
     monkeypatch.setattr(journals.time, "monotonic", lambda: receiver.now)
-    scene = opened(stack, tmp_path, groups=1, receiver=receiver)
-    computing, started = [100.0, 0.0, 50.0], receiver.now
+    scene = opened(stack, tmp_path, groups=3, receiver=receiver)
+    computing, started = [100.0, 50.0], receiver.now
 
-    def compute() -> float:
-        seconds = computing.pop(0) if computing else 0.0
-        receiver.now += seconds
-        return seconds
-
-    def until_warned(idle: bool) -> None:
-        scene.session.stop.requested = len(warned) == 2
-
-    def note(text: str) -> None:
+    def wait(text: str) -> None:
         warned.append((receiver.now - started, text.partition(" s on ")[0]))
 
-    monkeypatch.setattr(scene.session.run_log, "note", note)
-    scene.collector.collect(1, until_warned, compute)
+    monkeypatch.setattr(scene.session.run_log, "wait", wait)
+    for groups in scene.collector.groups(1, UPDATE):
+        receiver.now += computing.pop(0) if groups else 0.0
+        scene.session.stop.requested = len(warned) == 2
     assert [seconds for seconds, _ in warned] == pytest.approx([170, 190], abs=0.5)
     assert [text for _, text in warned] == ["no rollouts for 20", "no rollouts for 40"]
 
@@ -528,13 +540,13 @@ def test_commits_of_single_groups_are_batched_and_end_before_the_step(
     journal = cast(CountingJournal, scene.collector.journal)
     waited: list[float] = []
     started = receiver.now
-    groups, _ = scene.collector.collect(1, lambda idle: waited.append(journal.waited))
-    scene.collector.commit()
+    groups = scene.collect(meanwhile=lambda: waited.append(journal.waited))
     seconds = receiver.now - started
     assert len(groups) == num and seconds > 3 * COMMIT_SECONDS
     assert 3 <= journal.num_commits <= seconds / COMMIT_SECONDS + 1
     assert max(waited) < COMMIT_SECONDS + 2 * SlowReceiver.GAP
-    assert journal.num_waiting == 0 and len(journal.read(1)) == num
+    kinds = [record.kind for record in journal.read(1)]
+    assert journal.num_waiting == 0 and kinds == [journals.GROUP] * num + [journals.BEGUN]
     assert list(scene.published[-1].durable.values()) < [num - 1]  # announced before the commit
     scene.collector.acknowledgements.publish(1, started_step=1)
     assert list(scene.published[-1].durable.values()) == [num - 1]
@@ -548,11 +560,11 @@ def test_commit_is_immediate_when_the_queue_is_empty(
     scene = opened(stack, tmp_path, groups=2, receiver=receiver)
     started = receiver.now
 
-    def until_durable(idle: bool) -> None:
+    def until_durable() -> None:
         durable = bool(scene.published) and list(scene.published[-1].durable.values()) == [0]
         scene.session.stop.requested = durable or receiver.now > started + 1
 
-    scene.collector.collect(1, until_durable)
+    scene.collect(meanwhile=until_durable)
     assert receiver.now < started + COMMIT_SECONDS
     assert scene.collector.journal.num_waiting == 0
 
@@ -561,11 +573,11 @@ def test_statuses_are_read_often_until_the_first_one(stack: ExitStack, tmp_path:
     receiver, times = SlowReceiver(0), list[float]()
     scene = opened(stack, tmp_path, groups=1, receiver=receiver, has_status=False)
 
-    def stop_after_ten(idle: bool) -> None:
+    def stop_after_ten() -> None:
         times.append(receiver.now)
         scene.session.stop.requested = len(times) == 10
 
-    scene.collector.collect(1, stop_after_ten)  # reads statuses before each of these calls
+    scene.collect(meanwhile=stop_after_ten)  # reads statuses before each of these calls
     assert max(after - before for before, after in itertools.pairwise(times)) < 0.05
 
 

@@ -75,7 +75,7 @@ def test_open_dashboard_without_a_free_port_is_reported(
     assert line == "no dashboard: dashboard.port 65532 to 65535 are all taken; choose another"
 
 
-@pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid", "a..b", "x" * 300])
+@pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid"])
 def test_open_dashboard_on_a_foreign_host_is_reported(
     printed_by: Callable[..., list[str]], tmp_path: Path, host: str
 ) -> None:

@@ -85,7 +85,7 @@ def test_stopped_run_is_saved_and_the_same_command_continues(tmp_path: Path) -> 
     assert session(tmp_path, *limit) == (
         "stopped early after step 3: reward 0.25 is below early_stop.min_reward 0.5, in 3 steps in "
         "a row. A checkpoint is saved. The same command continues, and stops again after 3 such "
-        "steps; change the limit, or go back with --checkpoint.resume-step"
+        "steps; change the limit, or go back with --run.fork and --run.from-step"
     )
     assert [*atomic_files.steps_in(run / "checkpoints")] == [3]
     assert session(tmp_path, *limit).startswith("stopped early after step 6: ")

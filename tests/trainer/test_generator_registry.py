@@ -43,31 +43,63 @@ TRAINER_INFO = {"python": "3.11.7", "torch": "2.13.0"}
 INFO = {"python": "3.10.12", "torch": "2.13.0", "device": "cpu", "mood": "good"}
 
 
-def opened(stack: ExitStack, folder: Path) -> GeneratorRegistry:
+def opened(
+    stack: ExitStack, folder: Path, receiver: wire.GeneratorStatusReceiver | None = None
+) -> GeneratorRegistry:
     """A registry without generators; its run log prints to the current stdout."""
-    receiver = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
+    receiver = receiver or opened_receiver(stack)
     run_log = stack.enter_context(RunLog(folder, run="run", max_steps=9))
     return GeneratorRegistry(receiver, run_log, TRAINER_INFO)
 
 
+def opened_receiver(stack: ExitStack) -> wire.GeneratorStatusReceiver:
+    return stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
+
+
 @pytest.fixture
-def empty(tmp_path: Path, stack: ExitStack) -> GeneratorRegistry:
+def receiver(stack: ExitStack) -> wire.GeneratorStatusReceiver:
+    """The socket of `empty` and `registry`."""
+    return opened_receiver(stack)
+
+
+@pytest.fixture
+def sender(receiver: wire.GeneratorStatusReceiver, stack: ExitStack) -> wire.GeneratorStatusSender:
+    """A socket that is connected to `receiver`."""
+    return stack.enter_context(closing(wire.GeneratorStatusSender(receiver.address)))
+
+
+@pytest.fixture
+def empty(
+    tmp_path: Path, stack: ExitStack, receiver: wire.GeneratorStatusReceiver
+) -> GeneratorRegistry:
     """A registry without generators."""
-    return opened(stack, tmp_path)
+    return opened(stack, tmp_path, receiver)
 
 
 @pytest.fixture
-def registry(empty: GeneratorRegistry) -> Iterator[GeneratorRegistry]:
+def registry(
+    empty: GeneratorRegistry, receiver: wire.GeneratorStatusReceiver
+) -> Iterator[GeneratorRegistry]:
     """A registry that has received a status of ann."""
-    with closing(wire.GeneratorStatusSender(empty._receiver.address)) as sender:
+    with closing(wire.GeneratorStatusSender(receiver.address)) as ann:
 
         def received() -> bool:
-            sender.send(STATUS)
+            ann.send(STATUS)
             empty.receive_status(step=1)
             return bool(empty.live())
 
         eventually(received)
         yield empty
+
+
+def status_of(sender_id: str, **fields: Any) -> wire.GeneratorStatus:
+    """A status of the sender NAME/INCARNATION."""
+    name, _, incarnation = sender_id.partition("/")
+    return wire.GeneratorStatus(RUN, name, bytes.fromhex(incarnation), **fields)
+
+
+def live(registry: GeneratorRegistry) -> list[str]:
+    return [sender.id for sender in registry.live()]
 
 
 @pytest.fixture
@@ -82,10 +114,10 @@ def test_statuses_of_invented_names_do_not_displace_live_senders(
     registry: GeneratorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generator_registry, "MAX_LIVE", 3)
-    known, *_ = registry.live()
+    known, *_ = live(registry)
     for number in range(10):
-        registry.mark_alive(f"stranger-{number}/{'0' * 16}", step=1, worker_info={})
-    assert registry.live() == [known, *(f"stranger-{number}/{'0' * 16}" for number in range(2))]
+        registry.add_status(status_of(f"stranger-{number}/{'0' * 16}"), step=1)
+    assert live(registry) == [known, *(f"stranger-{number}/{'0' * 16}" for number in range(2))]
     joins = [row["generator"] for row in read_rows(tmp_path / EVENTS) if row["event"] == "join"]
     assert joins == ["ann", "stranger-0", "stranger-1"]
 
@@ -94,51 +126,54 @@ def test_first_group_replaces_an_invented_sender_at_the_limit(
     registry: GeneratorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generator_registry, "MAX_LIVE", 3)
-    ann, *_ = registry.live()
-    assert registry.mark_alive(ann, step=1)
+    ann, *_ = live(registry)
+    registry.add_group(ann, step=1)
     first, second = (f"stranger-{number}/{'0' * 16}" for number in range(2))
     for stranger in (first, second):
-        assert registry.mark_alive(stranger, step=1, worker_info={})
+        assert registry.add_status(status_of(stranger), step=1)
     bob, carl, dan = (f"{name}/{'0' * 16}" for name in ("bob", "carl", "dan"))
-    assert not registry.mark_alive(bob, step=1, worker_info={})
-    assert registry.mark_alive(bob, step=1) and registry.live() == [ann, second, bob]
-    assert registry.mark_alive(carl, step=1) and registry.live() == [ann, bob, carl]
+    assert not registry.add_status(status_of(bob), step=1)
+    registry.add_group(bob, step=1)
+    assert live(registry) == [ann, second, bob]
+    registry.add_group(carl, step=1)
+    assert live(registry) == [ann, bob, carl]
     # Now all others have sent a group.
-    assert registry.mark_alive(ann, step=1, worker_info={})
-    assert registry.mark_alive(dan, step=1) and {*registry.live()} == {ann, carl, dan}
+    assert registry.add_status(status_of(ann), step=1)
+    registry.add_group(dan, step=1)
+    assert {*live(registry)} == {ann, carl, dan}
 
 
 def test_starts_of_one_name_are_bounded(
     registry: GeneratorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ann, *_ = registry.live()
+    ann, *_ = live(registry)
     for number in range(1000):
-        assert registry.mark_alive(f"bob/{number:016x}", step=1)
+        registry.add_group(f"bob/{number:016x}", step=1)
     newest = [f"bob/{number:016x}" for number in range(1000 - generator_registry.MAX_STARTS, 1000)]
-    assert registry.live() == [ann, *newest]
+    assert live(registry) == [ann, *newest]
     rows = read_rows(tmp_path / EVENTS)
     assert len(rows) <= 1 + LIMITS["join"] + LIMITS["leave"]
-    assert not registry.mark_alive(f"bob/{1000:016x}", step=1, worker_info={})
+    assert not registry.add_status(status_of(f"bob/{1000:016x}"), step=1)
     registry.receive_status(step=1)
     monkeypatch.setattr(generator_registry, "LIVE_SECONDS", 0.0)
-    assert registry.live() == [] and not registry._starts
-    assert registry.mark_alive(f"bob/{1000:016x}", step=1, worker_info={})  # the others have left
+    assert live(registry) == []
+    assert registry.add_status(status_of(f"bob/{1000:016x}"), step=1)  # the others have left
 
 
 def test_start_with_a_group_replaces_one_without(
     registry: GeneratorRegistry,
 ) -> None:
     for number in range(generator_registry.MAX_STARTS):
-        assert registry.mark_alive(f"bob/{number:016x}", step=1, worker_info={})
-    assert not registry.mark_alive(f"bob/{100:016x}", step=1, worker_info={})
-    assert registry.mark_alive(f"bob/{100:016x}", step=1)
-    ann, *starts = registry.live()
+        assert registry.add_status(status_of(f"bob/{number:016x}"), step=1)
+    assert not registry.add_status(status_of(f"bob/{100:016x}"), step=1)
+    registry.add_group(f"bob/{100:016x}", step=1)
+    ann, *starts = live(registry)
     assert starts == [f"bob/{number:016x}" for number in [*range(1, 16), 100]]
     for number in range(200, 215):  # the start that has sent a group stays
-        assert registry.mark_alive(f"bob/{number:016x}", step=1)
-    assert registry.live() == [ann, *(f"bob/{n:016x}" for n in [100, *range(200, 215)])]
-    assert registry.mark_alive(f"bob/{300:016x}", step=1)  # only the least recently active is left
-    assert registry.live() == [ann, *(f"bob/{n:016x}" for n in [*range(200, 215), 300])]
+        registry.add_group(f"bob/{number:016x}", step=1)
+    assert live(registry) == [ann, *(f"bob/{n:016x}" for n in [100, *range(200, 215)])]
+    registry.add_group(f"bob/{300:016x}", step=1)  # only the least recently active is left
+    assert live(registry) == [ann, *(f"bob/{n:016x}" for n in [*range(200, 215), 300])]
 
 
 def test_refusal_of_a_status_takes_no_longer_with_many_senders(
@@ -149,12 +184,12 @@ def test_refusal_of_a_status_takes_no_longer_with_many_senders(
         folder.mkdir()
         registry = opened(stack, folder)
         for number in range(num_senders):
-            assert registry.mark_alive(f"g{number}/00", step=1, worker_info={})
+            assert registry.add_status(status_of(f"g{number}/00"), step=1)
         for number in range(generator_registry.MAX_STARTS):
-            assert registry.mark_alive(f"bob/{number:016x}", step=1, worker_info={})
+            assert registry.add_status(status_of(f"bob/{number:016x}"), step=1)
         started = time.process_time()
         for number in range(1000, 3000):
-            assert not registry.mark_alive(f"bob/{number:016x}", step=1, worker_info={})
+            assert not registry.add_status(status_of(f"bob/{number:016x}"), step=1)
         return time.process_time() - started
 
     # 20 senders take some milliseconds; a search of 4,000 would take more than 100 times as long.
@@ -169,7 +204,7 @@ def test_keyframe_requests_are_honoured_at_most_every_30_seconds(
     taken = list[int]()
     for second in range(80):
         status = replace(STATUS, wants_keyframe=second % 2 == 0)
-        empty._update({status.sender: status}, step=1)
+        empty.add_status(status, step=1)
         if empty.keyframe_due and empty.take_keyframe_request():
             taken.append(second)
         assert not empty.take_keyframe_request()
@@ -177,10 +212,21 @@ def test_keyframe_requests_are_honoured_at_most_every_30_seconds(
     assert taken == [0, 30, 60]
 
 
+def test_store_error_of_a_generator_is_recorded_when_it_changes(
+    capsys: pytest.CaptureFixture[str], stack: ExitStack, tmp_path: Path
+) -> None:
+    registry = opened(stack, tmp_path)
+    for reason in ("denied", "denied", "", ""):
+        registry.add_status(replace(STATUS, store_error=reason), step=1)
+    rows = [row for row in read_rows(tmp_path / EVENTS) if row["event"] == "store_error"]
+    assert [(row["generator"], row["reason"]) for row in rows] == [("ann", "denied"), ("ann", "")]
+    assert capsys.readouterr().out.count("generator ann cannot read the weights: denied") == 1
+
+
 def test_early_keyframe_request_is_kept(empty: GeneratorRegistry, clock: list[float]) -> None:
     for name in ("ann", "bob"):
         status = replace(STATUS, generator_id=name, wants_keyframe=True)
-        empty._update({status.sender: status}, step=1)
+        empty.add_status(status, step=1)
         assert empty.take_keyframe_request() == (name == "ann")  # the first one at once
         clock[0] += 1.0
     clock[0] += generator_registry.KEYFRAME_SECONDS - 2.5
@@ -191,10 +237,10 @@ def test_early_keyframe_request_is_kept(empty: GeneratorRegistry, clock: list[fl
 
 
 def test_statuses_of_unregistered_starts_are_not_kept(
-    registry: GeneratorRegistry, stack: ExitStack
+    registry: GeneratorRegistry,
+    receiver: wire.GeneratorStatusReceiver,
+    sender: wire.GeneratorStatusSender,
 ) -> None:
-    sender = wire.GeneratorStatusSender(registry._receiver.address)
-    stack.enter_context(closing(sender))
     starts = [number.to_bytes(8, "big") for number in range(3 * generator_registry.MAX_STARTS)]
     last = replace(STATUS, generator_id="cid")
 
@@ -207,8 +253,8 @@ def test_statuses_of_unregistered_starts_are_not_kept(
 
     eventually(all_received)  # a round that is sent while it connects may arrive in part
     all_received()
-    eventually(lambda: registry.receive_status(step=1) or registry._receiver.is_empty)
-    names = [status.generator_id for status in registry.statuses.values()]
+    eventually(lambda: registry.receive_status(step=1) or receiver.is_empty)
+    names = [each.name for each in registry.live() if each.status]
     assert (names.count("bob"), len(set(names))) == (generator_registry.MAX_STARTS, 3)
     assert registry.num_outstanding(Ledger()) == 0  # 2**63 groups are not plausible
 
@@ -218,8 +264,7 @@ def test_final_statuses_of_invented_starts_are_bounded(
 ) -> None:
     monkeypatch.setattr(generator_registry, "MAX_FINAL_STATUSES", 3)
     for number in range(10):
-        assert registry.mark_alive(f"bob/{number:016x}", step=1)
-        registry._record_final(f"bob/{number:016x}", 1)
+        registry.add_status(status_of(f"bob/{number:016x}", made=1, last=True), step=1)
     assert list(registry.num_made) == [f"bob/{number:016x}" for number in range(3)]
 
 
@@ -242,15 +287,15 @@ def test_metrics_are_bounded_and_prefer_senders_of_groups(
     monkeypatch.setattr(generator_registry, "MAX_IN_METRICS", 2)
     for name in ("ann", "bob", "carl"):
         status = replace(STATUS, generator_id=name)
-        empty._update({status.sender: status}, step=1)
-    assert empty.mark_alive(replace(STATUS, generator_id="carl").sender, step=1)  # for a group
+        empty.add_status(status, step=1)
+    empty.add_group(replace(STATUS, generator_id="carl").sender, step=1)  # for a group
     names = {name.split("/")[1] for name in empty.metrics({})}
     assert names == {"carl", "ann"}
 
 
 def has_left(registry: GeneratorRegistry, sender: str) -> bool:
     registry.receive_status(step=2, timeout=0.02)  # a repeated status may still be in the queue
-    return sender not in registry.live()
+    return sender not in live(registry)
 
 
 def test_silent_sender_leaves_once_after_the_trainer_received(
@@ -258,9 +303,9 @@ def test_silent_sender_leaves_once_after_the_trainer_received(
 ) -> None:
     monkeypatch.setattr(generator_registry, "LIVE_SECONDS", 0.2)
     time.sleep(0.2)
-    (ann,) = registry.live()  # nothing was received meanwhile: no silence of the sender
+    (ann,) = live(registry)  # nothing was received meanwhile: no silence of the sender
     eventually(lambda: has_left(registry, ann))
-    assert registry.live() == []
+    assert live(registry) == []
     rows = read_rows(tmp_path / EVENTS)
     assert [row["event"] for row in rows] == ["join", "leave"]
     assert (rows[1]["generator"], rows[1]["incarnation"]) == ("ann", INCARNATION.hex())
@@ -268,33 +313,37 @@ def test_silent_sender_leaves_once_after_the_trainer_received(
 
 
 def test_sender_with_an_unread_status_has_not_left(
-    registry: GeneratorRegistry, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+    registry: GeneratorRegistry,
+    receiver: wire.GeneratorStatusReceiver,
+    sender: wire.GeneratorStatusSender,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bob = stack.enter_context(closing(wire.GeneratorStatusSender(registry._receiver.address)))
-    ann, *_ = registry.live()
+    ann, *_ = live(registry)
 
     def queued() -> bool:
-        bob.send(replace(STATUS, generator_id="bob"))
-        return ready(registry._receiver._socket, zmq.POLLIN, 0.05)
+        sender.send(replace(STATUS, generator_id="bob"))
+        return ready(receiver._socket, zmq.POLLIN, 0.05)
 
     eventually(queued)
     monkeypatch.setattr(generator_status, "MAX_AT_ONCE", 1)  # part of the queue stays
     monkeypatch.setattr(generator_registry, "LIVE_SECONDS", 0.2)
     time.sleep(0.2)
     registry.receive_status(step=2)
-    assert ann in registry.live()
+    assert ann in live(registry)
     eventually(lambda: has_left(registry, ann))
 
 
 def test_final_statuses_are_awaited_until_the_timeout(
-    empty: GeneratorRegistry, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+    empty: GeneratorRegistry,
+    receiver: wire.GeneratorStatusReceiver,
+    sender: wire.GeneratorStatusSender,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sender = stack.enter_context(closing(wire.GeneratorStatusSender(empty._receiver.address)))
-    empty.mark_alive(f"ann/{INCARNATION.hex()}", step=1)
+    empty.add_group(f"ann/{INCARNATION.hex()}", step=1)
 
     def queued() -> bool:
         sender.send(replace(STATUS, made=6))
-        return bool(empty._receiver._socket.poll(10))
+        return bool(receiver._socket.poll(10))
 
     eventually(queued)  # a status from before the end: not the final one
     monkeypatch.setattr(generator_registry, "FINAL_STATUS_SECONDS", 15.0)
@@ -302,7 +351,7 @@ def test_final_statuses_are_awaited_until_the_timeout(
     late.start()
     empty.wait_for_final_statuses(step=2)
     assert empty.num_made == {f"ann/{INCARNATION.hex()}": 7}
-    empty.mark_alive("bob/00", step=2)
+    empty.add_group("bob/00", step=2)
     monkeypatch.setattr(generator_registry, "FINAL_STATUS_SECONDS", 0.6)
     started = time.monotonic()
     empty.wait_for_final_statuses(step=2)  # bob sends none
@@ -313,10 +362,10 @@ def test_worker_info_after_the_first_group_is_recorded_once(
     stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     empty = opened(stack, tmp_path)
-    empty.mark_alive("ann/00", step=1)
+    empty.add_group("ann/00", step=1)
     assert "generator ann" not in capsys.readouterr().out
     for _ in range(2):
-        empty.mark_alive("ann/00", step=1, worker_info=INFO)
+        empty.add_status(status_of("ann/00", worker_info=INFO), step=1)
     rows = read_rows(tmp_path / EVENTS)
     recorded = [(row["event"], row.get("worker_info")) for row in rows]
     assert recorded == [("join", None), ("worker_info", INFO)]
@@ -330,8 +379,8 @@ def test_flood_of_starts_is_bounded_on_disk_and_terminal(
     empty = opened(stack, tmp_path)
     info = {f"{number}": '"' * 128 for number in range(16)}
     for number in range(3000):
-        empty.mark_alive(f"ann/{number:016x}", step=1, worker_info=info)
-        empty._record_final(f"ann/{number:016x}", 1)
+        status = status_of(f"ann/{number:016x}", worker_info=info, made=1, last=True)
+        empty.add_status(status, step=1)
     assert (tmp_path / EVENTS).stat().st_size < 100_000
     assert len(capsys.readouterr().out.splitlines()) < 30
     stack.close()
@@ -344,10 +393,10 @@ def test_second_generator_of_a_name_is_reported_with_the_remedy(
     stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     empty = opened(stack, tmp_path)
-    empty.mark_alive("ann/00", step=1)
-    empty.mark_alive("bob/00", step=1)
+    empty.add_group("ann/00", step=1)
+    empty.add_group("bob/00", step=1)
     assert "two generators" not in capsys.readouterr().out
-    empty.mark_alive("ann/01", step=1)
+    empty.add_group("ann/01", step=1)
     text = "two generators are called ann; if both run, start one with another --generator.name\n"
     assert capsys.readouterr().out == text
     assert [row["event"] for row in read_rows(tmp_path / EVENTS)] == ["join"] * 3
@@ -366,27 +415,27 @@ def test_groups_without_a_status_for_long_are_reported_once(
     empty, lists = opened(stack, tmp_path), list[dict[str, int]]()
     bob = replace(STATUS, generator_id="bob")
     for _ in range(4):  # groups at 5, 10, 15 and 20 s; only bob sends statuses, too
-        lists.append(empty.connections.without_status())
+        lists.append(empty.without_status())
         clock[0] += 5.0
         for sender in (STATUS.sender, bob.sender):
-            empty.mark_alive(sender, step=1)
-        empty.connections.add_status(bob, None, step=1)
+            empty.add_group(sender, step=1)
+        empty.add_status(bob, step=1)
     assert lists == [{}, {}, {}, {STATUS.sender: 10}]
-    assert empty.connections.without_status() == {STATUS.sender: 15}
+    assert empty.without_status() == {STATUS.sender: 15}
     text = (
         "generator ann: no status for 10 s while its other connections work; "
         "the generator reconnects\n"
     )
     assert capsys.readouterr().out.count(text) == 1 and silent_events(tmp_path) == ["status"]
-    empty.connections.add_status(STATUS, None, step=1)
-    assert empty.connections.without_status() == {}
+    empty.add_status(STATUS, step=1)
+    assert empty.without_status() == {}
 
 
 def let_leave(registry: GeneratorRegistry, clock: list[float], *, seconds: float) -> None:
     """Let all senders be silent for some seconds, and leave."""
     clock[0] += seconds
     registry.receive_status(step=1)
-    assert registry.live() == [] and registry.connections.without_status() == {}
+    assert live(registry) == [] and registry.without_status() == {}
 
 
 def test_bursts_of_groups_without_a_status_are_reported(
@@ -396,26 +445,25 @@ def test_bursts_of_groups_without_a_status_are_reported(
     lists = list[dict[str, int]]()
     for _ in range(5):
         for _ in range(3):
-            empty.mark_alive(STATUS.sender, step=1)
+            empty.add_group(STATUS.sender, step=1)
             clock[0] += 0.25
-        lists.append(empty.connections.without_status())
+        lists.append(empty.without_status())
         let_leave(empty, clock, seconds=59.25)
     # From burst to burst at most 5 s count: the generator itself may have been away.
     assert lists == [{}, {}, *({STATUS.sender: seconds} for seconds in (11, 17, 22))]
     assert set(silent_events(tmp_path)) == {"status"}
-    empty.mark_alive(STATUS.sender, step=1, worker_info={})
-    empty.connections.add_status(STATUS, None, step=1)
-    empty.mark_alive(STATUS.sender, step=1)
-    assert empty.connections.without_status() == {}
+    empty.add_status(STATUS, step=1)
+    empty.add_group(STATUS.sender, step=1)
+    assert empty.without_status() == {}
 
 
 def test_group_of_a_sender_that_was_away_once_is_not_reported(
     empty: GeneratorRegistry, tmp_path: Path, clock: list[float]
 ) -> None:
-    empty.mark_alive(STATUS.sender, step=1)
+    empty.add_group(STATUS.sender, step=1)
     let_leave(empty, clock, seconds=3600.0)  # for instance asleep
-    empty.mark_alive(STATUS.sender, step=1)
-    assert empty.connections.without_status() == {} and silent_events(tmp_path) == []
+    empty.add_group(STATUS.sender, step=1)
+    assert empty.without_status() == {} and silent_events(tmp_path) == []
 
 
 def test_groups_without_a_status_of_past_senders_are_bounded(
@@ -423,19 +471,22 @@ def test_groups_without_a_status_of_past_senders_are_bounded(
 ) -> None:
     monkeypatch.setattr(generator_registry, "MAX_LIVE", 3)
     for number in range(10):
-        empty.mark_alive(f"stranger-{number}/00", step=1)
+        empty.add_group(f"stranger-{number}/00", step=1)
     let_leave(empty, clock, seconds=60.0)
-    assert list(empty.connections._past_groups) == [f"stranger-{n}/00" for n in (7, 8, 9)]
+    for _ in range(2):  # the first one is forgotten, the last one is not
+        for number in (0, 9):
+            empty.add_group(f"stranger-{number}/00", step=1)
+        clock[0] += 5.0
+    assert empty.without_status() == {"stranger-9/00": 10}
 
 
 def test_silent_connections_in_a_status_are_reported(
-    registry: GeneratorRegistry, stack: ExitStack, tmp_path: Path
+    registry: GeneratorRegistry, sender: wire.GeneratorStatusSender, tmp_path: Path
 ) -> None:
-    ann = stack.enter_context(closing(wire.GeneratorStatusSender(registry._receiver.address)))
     later = replace(STATUS, announcement_reconnects=1)
 
     def reported() -> list[object]:
-        ann.send(later)
+        sender.send(later)
         registry.receive_status(step=1, timeout=0.1)
         return silent_events(tmp_path)
 

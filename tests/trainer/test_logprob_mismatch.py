@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +47,12 @@ def sampled(trainer: Trainer, name: str, sequence: int, *, skew: float) -> Rollo
 
 
 def trained(
-    stack: ExitStack, folder: Path, *settings: str, skew: float = SKEW, count: int = 3 * STEPS
+    stack: ExitStack,
+    folder: Path,
+    *settings: str,
+    skew: float = SKEW,
+    count: int = 3 * STEPS,
+    steps: int = STEPS,
 ) -> Trainer:
     """A trainer after some steps on groups of ann, and of bob with skewed logprobs."""
     port = free_ports()
@@ -59,7 +65,7 @@ def trained(
         for name, by in (("ann", 0.0), ("bob", skew)):
             group = sampled(trainer, name, sequence, skew=by)
             assert sender.send(wire.encode_group(group), timeout=5)
-    for _ in range(STEPS):
+    for _ in range(steps):
         trainer.advance()
     return trainer
 
@@ -75,7 +81,8 @@ def test_skewed_generator_is_reported_and_trained_by_default(
     trainer = trained(stack, tmp_path)
     (event,) = events(tmp_path)
     assert (event["generator"], event["step"], event["dropped"]) == ("bob", 2, False)
-    assert event["mismatch_kl"] == pytest.approx(0.718, abs=0.01)
+    for name in ("mismatch_kl", "initial_kl"):
+        assert event[name] == pytest.approx(0.718, abs=0.01)
     for row in read_rows(tmp_path / "demo" / "metrics.jsonl"):
         assert row["gen/bob/mismatch_kl"] == pytest.approx(0.718, abs=0.01)
         assert 0 <= row["gen/ann/mismatch_kl"] < 1e-4
@@ -85,6 +92,28 @@ def test_skewed_generator_is_reported_and_trained_by_default(
         "or set train.on_mismatch = drop\n"
     ) in capsys.readouterr().out
     assert trainer.collector.accounting()["mismatched"] == 0
+
+
+@pytest.mark.parametrize(("settings", "end"), [
+    ((), "\n"),
+    (("--train.on-mismatch", "drop"), "; its groups are dropped until it is started again\n"),
+])  # fmt: skip
+def test_mismatch_that_grows_with_the_updates_names_the_learning_rate(
+    stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str], *,
+    settings: tuple[str, ...], end: str,
+) -> None:  # fmt: skip
+    """The groups of all steps are sampled with the first weights."""
+    steps = 2 if settings else STEPS  # then no groups are left
+    trained(stack, tmp_path, *settings, "--train.learning-rate=0.03", skew=0.0, steps=steps)
+    printed = capsys.readouterr().out
+    assert "Start it with another model.dtype" not in printed
+    assert re.search(
+        r"the logprobs of generator ann differ from the trainer's: mismatch_kl \S+ over its last 4 "
+        r"steps, bound 0.1 \(train.max_mismatch_kl\)\. It was \S+ in its first step: lower "
+        f"train.learning_rate{end}", printed
+    )  # fmt: skip
+    event = next(event for event in events(tmp_path) if event["generator"] == "ann")
+    assert abs(event["initial_kl"]) < 1e-4 and event["mismatch_kl"] > 0.1
 
 
 def test_groups_of_a_skewed_generator_are_dropped_and_counted(

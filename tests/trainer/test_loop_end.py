@@ -8,12 +8,13 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from sample_data import INCARNATION
-from trainer_sessions import Session
+from trainer_sessions import Continued, Session
 
 from peralta_zmq import wire
 from peralta_zmq.observe import report
@@ -49,9 +50,9 @@ def test_long_last_evaluation_makes_no_generator_leave(
     assert trainer.generators.live()
     clock, passed, evaluate = time.monotonic, [0.0], trainer.evaluations.evaluate
 
-    def evaluate_slowly(step: int) -> bool:
+    def evaluate_slowly(step: int, **options: Any) -> bool:
         passed[0] += LIVE_SECONDS + 1
-        return evaluate(step)
+        return evaluate(step, **options)
 
     monkeypatch.setattr(time, "monotonic", lambda: clock() + passed[0])
     monkeypatch.setattr(trainer.evaluations, "evaluate", evaluate_slowly)
@@ -82,7 +83,7 @@ def test_complete_run_started_again_keeps_its_accounting(tmp_path: Path) -> None
         first = complete(stack, tmp_path)
         send_final_status(first, made=60)
         status = wire.GeneratorStatus(first.session.run_id, "bob", INCARNATION, made=3)  # killed
-        first.generators.statuses[status.sender] = status
+        first.generators.add_status(status, step=4)
         summary = summary_of(first)
     accounting = cast("dict[str, int]", summary["accounting"])
     assert (accounting["made"], summary["final_statuses"]) == (63, {f"ann/{INCARNATION.hex()}": 60})
@@ -209,12 +210,14 @@ def test_verdict_is_printed_while_the_trainer_waits_for_groups(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    trainer = Session(stack, tmp_path, FOUR).trainer
+    trainer = Continued(tmp_path).open(stack, max_steps=4)  # without groups
+    trainer.recover()
     trainer.session.run_log.event("resume", step=trainer.policy.learner.step)
     capsys.readouterr()
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() + 45.0)
-    trainer.session.stop.requested = True  # after one receive
-    trainer.advance()
+    groups = trainer.collector.groups
+    monkeypatch.setattr(trainer.collector, "groups", lambda *step: islice(groups(*step), 1))
+    trainer.advance()  # waits once
     line = "verdict: no step yet: no generator has joined in 45s; start one: bin/generator @ CONFIG"
     assert line in capsys.readouterr().out.splitlines()

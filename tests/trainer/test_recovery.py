@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from sample_data import group_of
 from trainer_sessions import Continued, Session, groups_for, states_of
 
@@ -21,27 +22,29 @@ from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import EVENTS, METRICS, read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
+from peralta_zmq.trainer.journal import HEADER
 from peralta_zmq.trainer.loop import Trainer
 from peralta_zmq.trainer.policy import PolicyPublisher
 from peralta_zmq.trainer.session import StopSignal
+from peralta_zmq.weights.version import Version
 
 
-def lose_step_3(folder: Path) -> str:
-    """Train three steps and truncate the journal of the last; returns its weights_id."""
+def lose_step_3(folder: Path, *more: str) -> Version:
+    """Train three steps and truncate the journal of the last; returns the newest version."""
     with ExitStack() as stack:
-        first = Session(stack, folder)
+        first = Session(stack, folder, *more)
         for _ in range(3):  # the checkpoint is of step 2
             first.advance()
-        first.trainer.publishing.wait()
-        lost = first.trainer.publishing.store.newest()
+            first.trainer.publishing.wait()
+        newest = first.trainer.publishing.store.newest()
         file = first.trainer.collector.journal.file_of(3)
-    assert lost is not None and lost.step == 3
-    os.truncate(file, file.stat().st_size - 5)
-    return lost.weights_id
+    assert newest is not None
+    os.truncate(file, HEADER.size)
+    return newest
 
 
 def test_step_lost_by_the_journal_is_trained_again(tmp_path: Path) -> None:
-    lost = lose_step_3(tmp_path)
+    lost = lose_step_3(tmp_path).weights_id
     with ExitStack() as stack:
         second = Session(stack, tmp_path)
         second.trainer.publishing.wait()
@@ -60,47 +63,41 @@ def test_step_lost_by_the_journal_is_trained_again(tmp_path: Path) -> None:
     assert roll_backs == [2]
 
 
-def test_roll_back_to_the_published_step_publishes_the_new_lineage(tmp_path: Path) -> None:
+def test_replay_of_the_journal_is_recorded_before_the_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states_of(tmp_path, 3)  # the checkpoint is of step 2
+    capsys.readouterr()
     with ExitStack() as stack:
-        first = Session(stack, tmp_path)
-        for _ in range(2):
-            first.advance()
-        first.trainer.checkpoints.try_write()
-    for more in (("--checkpoint.resume-step=2",), ()):  # the second start rolls nothing back
+        Session(stack, tmp_path)
+    assert "replaying the journal from step 3 on\n" in capsys.readouterr().out
+    events = read_rows(tmp_path / "demo" / EVENTS)
+    starts = [row for row in events if row["event"] in ("start", "replay", "resume")]
+    assert [row["event"] for row in starts] == ["start", "replay", "resume"]
+    assert (starts[1]["checkpoint"], starts[1]["steps"]) == (2, 1)
+
+
+def test_stop_during_the_replay_ends_the_session(tmp_path: Path) -> None:
+    run = Continued(tmp_path)
+    with ExitStack() as stack:
+        run.train(run.open(stack, max_steps=4), until=2)
+    with ExitStack() as stack:
+        trainer = run.open(stack, max_steps=4)
+        trainer.session.stop.requested = True
+        trainer.recover()
+        trainer.finish()
+    assert [row["event"] for row in read_rows(run.folder / EVENTS)][-2:] == ["replay", "stop"]
+
+
+def test_roll_back_to_the_published_step_publishes_the_new_lineage(tmp_path: Path) -> None:
+    assert lose_step_3(tmp_path, "--weights.interval=2").step == 2
+    for _ in range(2):  # the second start rolls nothing back
         with ExitStack() as stack:
-            versions = list(Session(stack, tmp_path, *more).trainer.publishing.store.versions())
+            again = Session(stack, tmp_path, "--weights.interval=2").trainer
+            versions = list(again.publishing.store.versions())
             steps = [(version.step, version.lineage) for version in versions]
             assert steps[-2:] == [(2, 0), (2, 1)]
             assert versions[-1].field("result") == versions[-2].field("result")
-
-
-def test_roll_back_waits_for_the_end_of_an_outage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with ExitStack() as stack:
-        first = Session(stack, tmp_path)
-        for _ in range(4):
-            first.advance()
-    run, rename, failures = tmp_path / "demo", os.rename, [1, 3, 4]  # calls of os.rename
-    calls: list[Path] = []
-
-    def rename_or_fail(source: Path, target: Path) -> None:
-        if str(run / "rolled_back") in str(target) or ".tmp-rolled_back" in str(target):
-            calls.append(source)
-            if len(calls) in failures:
-                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(source))
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", rename_or_fail)
-    monkeypatch.setattr(StopSignal, "pause", lambda stop, seconds: None)
-    with ExitStack() as stack:
-        again = Session(stack, tmp_path, "--checkpoint.resume-step=2")
-        assert again.trainer.session.run_log.lineage == 1
-        assert [again.advance()["step"] for _ in range(2)] == [3, 4]
-    assert len(calls) > max(failures)
-    moved = {file.name for file in (run / "rolled_back_to_000002").glob("*/*")}
-    assert moved == {"step_000004", "step_000003.msgpack", "step_000004.msgpack"}
-    assert "demo/checkpoints/step_000004 cannot be used: Read-only" in capsys.readouterr().out
 
 
 def not_published(publisher: PolicyPublisher, step: int, *, keyframe: bool = False) -> float:
@@ -110,7 +107,7 @@ def not_published(publisher: PolicyPublisher, step: int, *, keyframe: bool = Fal
 def test_abandoned_weights_of_a_step_are_not_announced_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost = lose_step_3(tmp_path)
+    lost = lose_step_3(tmp_path).weights_id
     with ExitStack() as stack, monkeypatch.context() as patched:
         patched.setattr(PolicyPublisher, "publish", not_published)  # the folder is unavailable
         assert Session(stack, tmp_path).advance()["step"] == 3
@@ -127,6 +124,37 @@ def test_run_without_its_checkpoints_is_refused(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "demo" / "checkpoints")
     with ExitStack() as stack, pytest.raises(JournalError, match=r"put .*/checkpoints back"):
         Session(stack, tmp_path, "--checkpoint.keep-last=1")
+
+
+@pytest.mark.parametrize("keeps_journal", [True, False])
+def test_run_with_damaged_checkpoints_names_the_way_back(
+    tmp_path: Path, keeps_journal: bool
+) -> None:
+    settings = ("--checkpoint.keep-journal",) if keeps_journal else ()
+    settings += ("--checkpoint.keep-last=1",)
+    state = states_of(tmp_path, 4, *settings)[-1]
+    run = tmp_path / "demo"
+    for path in (run / "checkpoints").glob("*/state.safetensors"):
+        os.truncate(path, 100)
+    with ExitStack() as stack, pytest.raises(JournalError) as caught:
+        Session(stack, tmp_path, *settings)
+    if not keeps_journal:
+        assert str(caught.value).endswith(
+            "put a copy back, or continue from published weights: --run.name NEW --run.fork demo "
+            "--run.from-step STEP"
+        )
+        shutil.rmtree(run / "checkpoints")
+        with ExitStack() as stack:
+            fork = ("--run.name=new", "--run.fork=demo", "--run.from-step=3")
+            assert Session(stack, tmp_path, *settings, *fork).trainer.step == 0
+        return
+    assert "move the folder away: the next start trains all steps from the" in str(caught.value)
+    (run / "checkpoints").rename(tmp_path / "away")
+    with ExitStack() as stack:
+        learner = Session(stack, tmp_path, *settings).trainer.policy.learner
+        assert learner.step == 4
+        restored = learner.state()
+    assert all(torch.equal(restored[name], each) for name, each in state["tensors"].items())
 
 
 def steps_published(folder: Path) -> list[object]:
@@ -169,13 +197,13 @@ def test_stop_during_a_replay_changes_no_published_step(
         published = weights_of(killed)
     with ExitStack() as stack:
         trainer = continued.open(stack, max_steps=8)
-        learn = trainer.policy.learner.learn
+        finish_step = trainer.policy.learner.finish_step
 
-        def learn_then_stop(groups: Sequence[RolloutGroup], **options: float) -> StepResult:
+        def finish_then_stop(**options: Any) -> StepResult:
             trainer.session.stop.requested = True
-            return learn(groups, **options)
+            return finish_step(**options)
 
-        monkeypatch.setattr(trainer.policy.learner, "learn", learn_then_stop)
+        monkeypatch.setattr(trainer.policy.learner, "finish_step", finish_then_stop)
         trainer.recover()
         trainer.finish()
         assert trainer.policy.learner.step == 1
@@ -197,15 +225,16 @@ def journaled_by(trainer: Trainer, step: int, *groups: RolloutGroup) -> None:
 def test_step_of_which_all_groups_are_refused_is_skipped(
     continued: Continued, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    context = "--engine.max-model-len=512"
     with ExitStack() as stack:
-        trainer = continued.open(stack, max_steps=4)
+        trainer = continued.open(stack, context, max_steps=4)
         continued.train(trainer, until=1)
         huge = group_of([1, 0, 0, 0], num_prompt=510, generator_id="eve",
                         run_id=trainer.session.run_id)  # fmt: skip
         journaled_by(trainer, 2, huge)
         journaled_by(trainer, 3, *groups_for(trainer)[10:12])
     with ExitStack() as stack:
-        trainer = continued.open(stack, max_steps=4)
+        trainer = continued.open(stack, context, max_steps=4)
         trainer.recover()
         assert trainer.step == 3 and trainer.collector.accounting()["invalid"] == 1
         continued.feed(trainer, groups_for(trainer), until=4)

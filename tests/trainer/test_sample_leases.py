@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from peralta_zmq import wire
 from peralta_zmq.generator.samples import HeldLeases
+from peralta_zmq.trainer.generator_registry import Sender
 from peralta_zmq.trainer.sample_leases import MAX_SAMPLES_AHEAD, SampleLeases
 
 LEASE = 5  # samples
@@ -19,6 +20,7 @@ class Run:
 
     def __init__(self) -> None:
         self.leases, self.journaled = SampleLeases(), 0
+        self.known: dict[str, Sender] = {}  # by the trainer
         self.held: dict[str, HeldLeases] = {}  # by sender
         self.senders = ["", "", ""]  # the newest start of each generator; "": not running
         self.drawn: list[int] = []
@@ -65,11 +67,14 @@ class Run:
     def _receive_status(self) -> None:
         if self.statuses:
             status = self.statuses.popleft()
-            self.leases.grant(self.leases.requests({status.sender: status}), LEASE)
+            sender = self.known.setdefault(status.sender, Sender(status.sender))
+            sender.status = status
+            self.leases.grant(self.leases.requests([sender]), LEASE)
 
     def restart_trainer(self, _: int) -> None:
         self.leases = SampleLeases()
         self.leases.next_index = self.journaled
+        self.known = {}
         self.num_trainers += 1
 
     def lose_status(self, _: int) -> None:
@@ -77,8 +82,9 @@ class Run:
             self.statuses.popleft()
 
     def announce(self, _: int) -> None:
-        for sender, lease in self.leases.unconfirmed(self.senders).items():
-            self.announcements[sender].append(lease)
+        for sender in self.known.values():
+            if sender.lease and sender.id in self.senders:  # live
+                self.announcements[sender.id].append(sender.lease)
 
     def receive_announcement(self, number: int) -> None:
         sender = self.senders[number]
@@ -122,19 +128,22 @@ def test_no_sample_is_drawn_twice_and_few_are_skipped(operations: list[tuple[str
     assert num_skipped <= LEASE * (2 * deaths + 3 * (run.num_trainers - 1))
 
 
+def sender_with(status: wire.GeneratorStatus) -> Sender:
+    return Sender(status.sender, status=status)
+
+
 def test_samples_that_were_drawn_without_a_lease_are_not_leased() -> None:
     leases = SampleLeases()
-    ann = wire.GeneratorStatus("run", "ann", bytes(8), next_sample_index=7)
-    bob = wire.GeneratorStatus("run", "bob", bytes(8), needs_lease=True)
-    assert leases.requests({ann.sender: ann, bob.sender: bob}) == [bob.sender]
-    leases.grant([bob.sender], 3)
-    assert leases.unconfirmed([ann.sender, bob.sender]) == {bob.sender: range(7, 10)}
+    ann = sender_with(wire.GeneratorStatus("run", "ann", bytes(8), next_sample_index=7))
+    bob = sender_with(wire.GeneratorStatus("run", "bob", bytes(8), needs_lease=True))
+    assert leases.requests([ann, bob]) == [bob]
+    leases.grant([bob], 3)
+    assert (ann.lease, bob.lease) == (range(0), range(7, 10))
     leases.advance(10 + MAX_SAMPLES_AHEAD + 1)
     assert leases.next_index == 10
 
 
-def test_status_of_an_older_version_gets_no_lease() -> None:
+def test_status_that_needs_no_lease_gets_none() -> None:
     leases = SampleLeases()
-    old = wire.GeneratorStatus("run", "ann", bytes(8), made=3)
-    assert leases.requests({old.sender: old}) == []
+    assert leases.requests([sender_with(wire.GeneratorStatus("run", "ann", bytes(8)))]) == []
     assert leases.next_index == 0

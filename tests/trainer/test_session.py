@@ -17,13 +17,13 @@ import pytest
 from trainer_sessions import Session
 
 from peralta_zmq.config import Config, load_config
-from peralta_zmq.errors import ConfigError, OutageError, WireError
+from peralta_zmq.errors import ConfigError, OutageError, WireError, failure_text
 from peralta_zmq.observe.metrics import METRICS, read_rows
 from peralta_zmq.trainer import loop as trainer
 from peralta_zmq.trainer import policy
 from peralta_zmq.trainer.journal import JOURNAL
 from peralta_zmq.trainer.loop import Trainer
-from peralta_zmq.trainer.session import StopSignal, known_run_id, lock, write_identity
+from peralta_zmq.trainer.session import StopSignal, known_run_id, lock, wait_out, write_identity
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.wire.auth import TRAINER, make_keys
 from peralta_zmq.wire.trainer_address import AddressFile, read_address
@@ -36,19 +36,6 @@ Outage = Callable[[Config, pytest.MonkeyPatch], Callable[[], None]]  # begins; r
 def config_in(folder: Path, *settings: str) -> Config:
     arguments = ["--run.dir", str(folder / "runs"), "--wire.port", str(free_ports())]
     return load_config("bin/trainer", [*arguments, "--no-dashboard.enabled", *settings])
-
-
-def replaced_by_a_folder(file: Path) -> Callable[[], None]:
-    """Make a file of the run folder unusable; returns a function that puts it back."""
-    away = file.with_name("away")
-    file.rename(away)
-    file.mkdir()
-
-    def end() -> None:
-        file.rmdir()
-        away.rename(file)
-
-    return end
 
 
 def full_disk(config: Config, patched: pytest.MonkeyPatch) -> Callable[[], None]:
@@ -87,10 +74,6 @@ def unmounted(config: Config, patched: pytest.MonkeyPatch) -> Callable[[], None]
     return end
 
 
-def unusable(name: str) -> Outage:
-    return lambda config, patched: replaced_by_a_folder(config.run_folder / name)
-
-
 OUTAGES: dict[str, tuple[Outage, str]] = {
     "full disk": (full_disk, " cannot be written (No space left on device); mount it"),
     "failing rename": (failing_rename, "cannot be written (Stale file handle); mount it"),
@@ -99,10 +82,6 @@ OUTAGES: dict[str, tuple[Outage, str]] = {
         "is gone; is it mounted? Mount it, or choose another",
     ),
     "lease": (foreign_lease, "another trainer (pid 7 on elsewhere) publishes to"),
-    **{
-        name: (unusable(name), f"{name} cannot be used: Is a directory")
-        for name in ("RUN.json", "config.toml", "lock", "metrics.jsonl")
-    },
 }
 
 
@@ -133,6 +112,61 @@ def test_existing_run_waits_for_the_end_of_an_outage(
     waiting, over = (row.getMessage() for row in caplog.records if row.module == "session")
     assert message in waiting and waiting.endswith(". Waiting, nothing is lost")
     assert "\n" not in waiting and over.startswith("the outage is over after")
+
+
+@pytest.mark.parametrize("name", ["RUN.json", "config.toml", "lock", "metrics.jsonl"])
+def test_folder_in_place_of_a_file_ends_the_start_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    config = config_in(tmp_path)
+    with ExitStack() as stack:
+        Trainer(config, stack)
+    (config.run_folder / name).unlink()
+    (config.run_folder / name).mkdir()
+    monkeypatch.delattr(StopSignal, "pause")
+    with ExitStack() as stack, pytest.raises(ConfigError, match=f"{name} .* directory; .* move it"):
+        Trainer(config, stack)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EACCES, r"belongs to user \d+ \(mode \d+\)"), (errno.EPERM, "give it access"),
+        (errno.ENODEV, "file system cannot"), (errno.EINVAL, "file system cannot"),
+        (errno.ENOSYS, "file system cannot"), (errno.ENAMETOOLONG, "choose a shorter name"),
+        (errno.EISDIR, "move it away"), (errno.ENOTDIR, "move it away"),
+        *((number, "") for number in (
+            errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN,
+            errno.ENOSPC, errno.EROFS, errno.ENOENT, errno.EMFILE,
+        )),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_only_errors_that_waiting_ends_are_waited_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int, remedy: str, wrapped: bool
+) -> None:
+    pending = [OSError(number, os.strerror(number), str(tmp_path))]
+
+    def operation() -> str:
+        if not pending:
+            return "done"
+        try:
+            raise pending.pop()
+        except OSError as error:
+            if not wrapped:
+                raise
+            raise OutageError(f"cannot write: {failure_text(error)}") from error
+
+    def call() -> str:
+        return wait_out(operation, folder=tmp_path, stop=StopSignal())
+
+    if remedy:
+        with pytest.raises(ConfigError, match=remedy) as caught:
+            call()
+        assert wrapped or str(tmp_path) in str(caught.value)
+    else:
+        assert call() == "done"
+        assert "Waiting, nothing is lost" in caplog.text
 
 
 def test_run_folder_that_is_unmounted_during_a_start_is_waited_for(
@@ -305,15 +339,15 @@ def test_trainer_that_is_replaced_while_it_computes_records_no_step(
         )
         session.advance()
         learner = session.trainer.policy.learner
-        learn = learner.learn
+        finish_step = learner.finish_step
 
         def suspended(*arguments: Any, **options: Any) -> Any:
-            result = learn(*arguments, **options)
+            result = finish_step(*arguments, **options)
             session.trainer.collector.commit()
             take_over(addresses)
             return result
 
-        monkeypatch.setattr(learner, "learn", suspended)
+        monkeypatch.setattr(learner, "finish_step", suspended)
         with pytest.raises(WireError, match=REPLACED):
             session.advance()
         assert len(read_rows(run / METRICS)) == 1

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from slow_links import Link
 from weight_sets import COMPANIONS, publish, publish_chain, same, weights_at
 
-from benchmarks.throttle import Link
 from peralta_zmq import http_server
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.http_server import HttpServer
@@ -80,7 +80,8 @@ def test_broken_transfer_is_resumed(store: WeightStore, server: HttpServer, tmp_
 def test_wrong_token_is_refused(store: WeightStore, server: HttpServer) -> None:
     publish(store, 0)
     assert get(server, "/", Authorization="Bearer wrong")[0] == 401
-    assert client_of(server, None).newest() is None
+    client = client_of(server, None)
+    assert client.newest() is None and "requires the password" in client.last_error
     with pytest.raises(PermissionError, match=r"requires the password in weights\.token_file"):
         client_of(server, "f" * 16).backend.names()
 
@@ -164,9 +165,35 @@ def test_server_without_a_token_or_on_a_used_port_is_refused(
         serve_weights(store.folder, host="127.0.0.1", port=server.port, token=None)
 
 
-@pytest.mark.parametrize("address", ["ftp://x", "http://", "http://host:99999", "http://host:1/x"])
+@pytest.mark.parametrize("host", ["::1", "[::1]", "localhost", "0.0.0.0"])
+def test_server_listens_on_what_wire_bind_may_be(store: WeightStore, host: str) -> None:
+    with closing(serve_weights(store.folder, host=host, port=0, token=TOKEN)) as server:
+        address = "[::1]" if ":" in host else "127.0.0.1"
+        backend = open_backend(f"http://{address}:{server.port}", token=TOKEN)
+        assert list(backend.names()) == []
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "eth99", "a..b", "2001:db8::1"])
+def test_bad_wire_bind_is_not_reported_as_a_bad_port(store: WeightStore, host: str) -> None:
+    with pytest.raises(ConfigError, match=f"^wire.bind {host}, port 0 cannot be used"):
+        serve_weights(store.folder, host=host, port=0, token=TOKEN)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "ftp://x",
+        "http://",
+        "http://host:99999",
+        "http://host:1/x",
+        "http://[::1",
+        "http://a b:1",
+    ],
+)
 def test_malformed_address_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match=r"is (neither a folder nor|not) http://HOST:PORT"):
+    with pytest.raises(
+        ConfigError, match=r"is (neither a folder nor|not of the form) http://HOST:PORT"
+    ):
         open_backend(address)
 
 

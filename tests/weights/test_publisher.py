@@ -18,7 +18,6 @@ import torch
 from real_programs import until
 from weight_sets import COMPANIONS, loaded, reports_of, same, weights_at
 
-from benchmarks.reader_memory import anonymous_bytes
 from peralta_zmq import models
 from peralta_zmq.weights import publisher as publisher_module
 from peralta_zmq.weights import tensor_set
@@ -27,6 +26,12 @@ from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import Version
 
 Opener = Callable[..., WeightPublisher]
+
+
+def anonymous_bytes() -> int:
+    """Anonymous memory of this process, without mapped files."""
+    lines = Path("/proc/self/status").read_text("ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
 @pytest.fixture

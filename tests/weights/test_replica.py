@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from peralta_zmq.errors import StoreError
 from peralta_zmq.weights.backends import MAX_SMALL_FILE
 from peralta_zmq.weights.replica import LocalReplica, load_version
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.tensor_set import MappedTensors
+from peralta_zmq.weights.tensor_set import FileTensors
 from peralta_zmq.weights.version import DELTA_FILE, WEIGHTS_FILE, Version
 
 
@@ -44,7 +44,7 @@ def rewritten(store: WeightStore, version: Version, **fields: Any) -> Version | 
 def test_load_applies_a_chain_in_a_temporary_folder(store: WeightStore) -> None:
     with load_version(store, publish_chain(store, 5)[-1]) as folder:
         shutil.rmtree(store.folder)  # the copy does not need the store
-        assert same(MappedTensors(folder / WEIGHTS_FILE), weights_at(4))
+        assert same(FileTensors(folder / WEIGHTS_FILE), weights_at(4))
         assert names_in(folder) == {WEIGHTS_FILE, *COMPANIONS, "replica.json"}
     assert not folder.exists()
 
@@ -200,6 +200,49 @@ def test_forged_tensor_of_an_impossible_shape_is_refused(
     refuses(replica, store, rewritten(store, version, files=[entry, *others]), "has shape")
 
 
+@pytest.mark.parametrize("size", [17 << 20, 90 << 20, 2**62])
+def test_large_header_is_refused_after_one_chunk(
+    store: WeightStore, replica: LocalReplica, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    version = publish(store, 0)
+    with (version.folder / WEIGHTS_FILE).open("wb") as file:
+        file.write(struct.pack("<Q", size))
+        file.truncate(100 << 20)
+    entry = {"name": WEIGHTS_FILE, "bytes": 100 << 20, "sha256": "0" * 64}
+    large = rewritten(store, version, files=[entry])
+    chunks, read = list[str](), store.backend.read
+
+    def counted(path: str, *, start: int = 0) -> Iterator[bytes]:
+        for chunk in read(path, start=start):
+            chunks.append(path)
+            yield chunk
+
+    monkeypatch.setattr(store.backend, "read", counted)
+    refuses(replica, store, large, f"does not verify: it has a header of {size} bytes")
+    assert chunks.count(f"{version.folder.name}/{WEIGHTS_FILE}") == 1
+
+
+@pytest.mark.parametrize("sizes", [[40 << 20], [90 << 20], [30 << 20] * 3])
+def test_large_companions_are_refused_with_the_reason(store: WeightStore, sizes: list[int]) -> None:
+    version = publish(store, 0)
+    files = json.loads((version.folder / "manifest.json").read_text())["files"]
+    large = [
+        {"name": f"tokenizer{number}.json", "bytes": size, "sha256": "0" * 64}
+        for number, size in enumerate(sizes)
+    ]
+    assert rewritten(store, version, files=[*files, *large]) is None
+    assert store.newest() is None
+    assert f"tokenizer0.json has {sizes[0]} bytes, too many" in store.last_error
+
+
+def test_weights_of_a_lost_file_raise_an_error(store: WeightStore, replica: LocalReplica) -> None:
+    replica.advance(store, publish(store, 0))
+    tensors = replica.tensors()
+    os.truncate(replica.folder / WEIGHTS_FILE, 200)  # a mapped file would raise SIGBUS
+    with pytest.raises(OSError, match="Could not read tensor"):
+        dict(tensors)
+
+
 def test_third_mismatch_quarantines_a_version(store: WeightStore, replica: LocalReplica) -> None:
     versions = publish_chain(store, 2)
     flip_bit(versions[1].folder / DELTA_FILE)
@@ -245,7 +288,7 @@ def test_delta_to_a_removed_version_becomes_a_keyframe(store: WeightStore) -> No
     version = publish(store, 1)  # number 3, as after a roll-back
     store.backend.remove(version.folder.name)
     again = publish(store, 2, base=version)
-    assert (again.number, again.kind) == (3, "keyframe")
+    assert (again.number, again.kind) == (4, "keyframe")  # number 3 is never used again
 
 
 def test_versions_of_another_run_in_the_folder_are_ignored(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,50 @@ def test_newest_without_a_readable_store_is_none(address: str) -> None:
     assert WeightStore.open(address).newest() is None
 
 
+@pytest.mark.parametrize("denied", ["", "RUN.json", "step_00000001/STABLE"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EHOSTDOWN])
+def test_store_that_cannot_be_read_keeps_the_error(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, denied: str, number: int
+) -> None:
+    def fails(*path: object, **options: object) -> Iterator[bytes]:
+        raise OSError(number, os.strerror(number))
+
+    publish(store, 1)
+    read, names = store.backend.read, store.backend.names
+    if denied:
+
+        def read_one(path: str) -> Iterator[bytes]:
+            return fails() if path == denied else read(path)
+
+        monkeypatch.setattr(store.backend, "read", read_one)
+    else:
+        monkeypatch.setattr(store.backend, "names", fails)
+    assert store.newest() is None
+    assert f"{store.address} cannot be read: {os.strerror(number)}" in store.last_error
+    monkeypatch.setattr(store.backend, "read", read)
+    monkeypatch.setattr(store.backend, "names", names)
+    assert store.newest() is not None and store.last_error == ""
+
+
+@pytest.mark.parametrize("address", ["/missing", "/dev/null", "http://127.0.0.1:1"])
+def test_only_a_missing_store_has_no_error(address: str) -> None:
+    store = WeightStore.open(address)
+    store.newest()
+    assert bool(store.last_error) == (address != "/missing")
+
+
 # Invalid versions.
+
+
+@pytest.mark.parametrize("name", ["RUN.json", "step_00000001/manifest.json"])
+@pytest.mark.parametrize("depth", [500, 5_000, 100_000])
+def test_nested_json_is_ignored(store: WeightStore, name: str, depth: int) -> None:
+    publish(store, 1)
+    text = '{"a":' * depth + "1" + "}" * depth
+    (store.folder / name).write_text(text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (store.folder / "step_00000001" / "STABLE").write_text(digest)
+    assert store.newest() is None
 
 
 @pytest.mark.parametrize("damage", CHANGES)

@@ -61,6 +61,21 @@ def accepts(subscriber: WeightSubscriber, version: Version) -> bool:
     return accepted(subscriber).weights_id == version.weights_id
 
 
+def test_unreadable_store_is_logged_once_and_reported_until_it_is_back(
+    store: WeightStore, subscribe: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    subscriber = subscribe()
+    assert accepts(subscriber, publish(store, 0))
+    store.folder.rename(away := store.folder.with_name("away"))
+    store.folder.touch()
+    until(lambda: "Not a directory" in subscriber.store_error)
+    store.folder.unlink()
+    until(lambda: "has no weights any more; is it mounted?" in subscriber.store_error)
+    away.rename(store.folder)
+    until(lambda: subscriber.store_error == "")
+    assert sum("Not a directory" in message for message in caplog.messages) == 1
+
+
 # Finding versions.
 
 

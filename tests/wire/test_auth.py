@@ -71,6 +71,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
+def test_missing_key_of_a_generator_names_the_keys_that_are_there(folder: Path) -> None:
+    with pytest.raises(WireError, match=r"did you mean --generator\.name one of ann, bob, whose"):
+        generator_keys(folder, "host-0")
+    (folder / "bob.secret").unlink()
+    with pytest.raises(WireError, match=r"host-0\.secret does not exist; did you mean --g\S+ ann,"):
+        generator_keys(folder, "host-0")
+    (folder / "ann.secret").unlink()
+    with pytest.raises(WireError, match="if it is missing, make it with bin/doctor keygen"):
+        generator_keys(folder, "host-0")
+
+
 class Scene:
     """A trainer's authenticator and rollout receiver, and clients with keys of its folder."""
 
@@ -501,7 +512,7 @@ def test_secret_key_is_readable_by_its_owner_only(folder: Path) -> None:
 @pytest.mark.parametrize("mode", [0o604, 0o640, 0o660])
 def test_secret_key_readable_by_others_is_refused(folder: Path, mode: int) -> None:
     (folder / "ann.secret").chmod(mode)
-    with pytest.raises(WireError, match=r"chmod 600 .*ann\.secret"):
+    with pytest.raises(WireError, match=r"600 .*ann\.secret, or .*FAT.* copy it to a local"):
         generator_keys(folder, "ann")
     (folder / "trainer.secret").chmod(mode)
     with pytest.raises(WireError, match=r"chmod 600 .*trainer\.secret"):
@@ -512,7 +523,7 @@ def test_secret_key_readable_by_others_is_refused(folder: Path, mode: int) -> No
 def test_key_folder_writable_by_others_is_refused(folder: Path, mode: int) -> None:
     folder.chmod(mode)
     for opened in (lambda: generator_keys(folder, "ann"), lambda: wire.Authenticator(folder)):
-        with pytest.raises(WireError, match=r"keys can be written by others; chmod go-w .*keys$"):
+        with pytest.raises(WireError, match=r"keys can be written by others; chmod go-w .*keys, "):
             opened()
 
 

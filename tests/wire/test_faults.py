@@ -16,6 +16,7 @@ from time import monotonic
 import pytest
 import zmq
 from bad_network import Proxy
+from hostile_clients import ANNOUNCEMENTS, STATUSES, HostileClient
 from sample_data import RUN, VOCAB_SIZE, group_of, resident_bytes
 from sockets import (
     DEADLINE,
@@ -41,7 +42,6 @@ from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.wire import announcements, generator_status, message_fields
 from peralta_zmq.wire import sockets as wire_sockets
 from peralta_zmq.wire.auth import generator_keys, make_keys
-from tools import attacks
 from tools.link_proxy import free_ports
 
 NUM_IN_FLIGHT = 4  # groups, as the sampling pacer would allow
@@ -288,8 +288,8 @@ class AttackedPorts:
     """
 
     def __init__(self, stack: ExitStack, keys: Path | None) -> None:
-        target = attacks.Target(RUN, free_ports(), page=0, step=0, weights=Path())
-        self._address = f"tcp://127.0.0.1:{target.port}"
+        port = free_ports()
+        self._address = f"tcp://127.0.0.1:{port}"
         known = None
         if keys is not None:
             for name in ("trainer", "bob"):
@@ -303,7 +303,7 @@ class AttackedPorts:
             address(self._address, 2), run_id=RUN, **options
         )
         stack.enter_context(closing(self._statuses))
-        self._client = attacks.Client(target, known, stack)
+        self._client = HostileClient(port, known, stack)
 
     def sender_to(self, port: int) -> zmq.Socket[bytes]:
         """A socket of the client from which a port receives messages."""
@@ -322,8 +322,8 @@ def attacked(request: pytest.FixtureRequest, stack: ExitStack, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("port", "limit"),
-    [(attacks.ANNOUNCEMENTS, announcements.MAX_RECEIVED),
-     (attacks.STATUSES, generator_status.MAX_STATUS)],
+    [(ANNOUNCEMENTS, announcements.MAX_RECEIVED),
+     (STATUSES, generator_status.MAX_STATUS)],
 )  # fmt: skip
 def test_oversize_message_closes_its_connection(
     attacked: AttackedPorts, stack: ExitStack, port: int, limit: int
@@ -335,7 +335,7 @@ def test_oversize_message_closes_its_connection(
     assert events.poll(5000)  # ms
 
 
-@pytest.mark.parametrize("port", [attacks.ANNOUNCEMENTS, attacks.STATUSES])
+@pytest.mark.parametrize("port", [ANNOUNCEMENTS, STATUSES])
 def test_unread_messages_of_a_connection_are_bounded(
     attacked: AttackedPorts, monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:

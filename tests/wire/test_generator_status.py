@@ -27,8 +27,8 @@ msgpack: Any = partly_annotated_msgpack
 STATUS = wire.GeneratorStatus(
     RUN, "ann", INCARNATION, made=7, lost=1, resent=3, unscored=2, aborted=5, resumed=6,
     step=4, tokens_per_s=123.5, blocked_frac=0.25, queue_frac=0.125, reload_s=0.5,
-    wants_keyframe=True, announcement_reconnects=1, rollout_reconnects=2, last=True,
-    worker_info={"python": "3.11", "device": "cpu"},
+    wants_keyframe=True, store_error="denied", announcement_reconnects=1, rollout_reconnects=2,
+    last=True, worker_info={"python": "3.11", "device": "cpu"},
 )  # fmt: skip
 
 
@@ -234,6 +234,7 @@ def test_sender_without_a_trainer_never_blocks_and_is_never_due(stack: ExitStack
         ("worker_info", {"torch\n": "2"}), ("worker_info", {"device": "\U0001f600"}),
         ("added", [1]), ("added", {"a": {"b": {"c": {"d": {}}}}}), ("generator_id", "x" * 129),
         ("generator_id", "ann\x1b]0;owned\x07"), ("generator_id", "ann/bob"), ("generator_id", "ü"),
+        ("store_error", "\x1b[2J"), ("store_error", "x" * 251), ("store_error", None),
     ],
 )  # fmt: skip
 def test_malformed_status_is_counted_and_dropped(

@@ -35,9 +35,9 @@ def doubles(*numbers: float) -> bytes:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"format": 2}, "format 2 is not 3"),
-        ({"format": 4}, "format 4 is not 3"),
-        ({"format": 3.0}, "format: float is not int"),
+        ({"format": 3}, "format 3 is not 4"),
+        ({"format": 5}, "format 5 is not 4"),
+        ({"format": 4.0}, "format: float is not int"),
         ({"crc32": b"1234"}, "checksum"),
         ({"incarnation": b"seven.."}, "incarnation"),
         ({"incarnation": b"nine byte"}, "incarnation"),
@@ -46,8 +46,9 @@ def doubles(*numbers: float) -> bytes:
         ({"min_sequence": -1}, "above sequence"),
         ({"policy_step": -1}, "step out of bounds"),
         ({"policy_step": 2**31}, "step out of bounds"),
-        ({"sample_index": -2}, "sample_index or evaluation_step"),
+        ({"sample_index": -1}, "sample_index or evaluation_step"),
         ({"sample_index": 2**53 + 1}, "sample_index or evaluation_step"),
+        ({"evaluation_step": -1}, "sample_index or evaluation_step"),
         ({"evaluation_step": 2**31}, "sample_index or evaluation_step"),
         ({"turns": b""}, "without prompt"),
         ({"turns": shorts(1, 0, 2)}, "without prompt"),
@@ -173,9 +174,9 @@ def test_decode_refuses_a_group_above_a_limit_of_the_receiver(
     assert (caught.value.group.name, len(caught.value.group.rollouts)) == (group.name, 0)
 
 
-@pytest.mark.parametrize(("evaluation_step", "num_rollouts"), [(-1, 3), (0, 2), (0, 4)])
+@pytest.mark.parametrize(("evaluation_step", "num_rollouts"), [(None, 3), (0, 2), (0, 4)])
 def test_training_group_has_the_configured_number_of_rollouts(
-    evaluation_step: int, num_rollouts: int
+    evaluation_step: int | None, num_rollouts: int
 ) -> None:
     group = dataclasses.replace(GROUP, evaluation_step=evaluation_step)
     limits = dataclasses.replace(LIMITS, num_rollouts={"other": 9, GROUP.task: num_rollouts})

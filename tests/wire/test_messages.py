@@ -40,9 +40,9 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.learning import admission
 from peralta_zmq.wire import message_fields, messages
 
-FIELDS = list(msgpack.unpackb(FRAME))
+EVALUATED = dataclasses.replace(GROUP, sample_index=5, evaluation_step=7)  # has all fields
+FIELDS = list(msgpack.unpackb(wire.encode_group(EVALUATED)))
 BUFFERS = [name for name, value in msgpack.unpackb(FRAME).items() if isinstance(value, bytes)]
-OPTIONAL = ("sample_index", "evaluation_step", "turn_rewards")  # may be missing
 
 
 # The message.
@@ -172,7 +172,7 @@ def test_encode_refuses_an_invalid_rollout(rollout: dict[str, Any], reason: str)
 
 @pytest.mark.parametrize(
     "envelope", [{"incarnation": b"short"}, {"min_sequence": 10**6}, {"min_sequence": -1},
-                 {"sample_index": -2}, {"evaluation_step": 2**31}, {"rollouts": ()},
+                 {"sample_index": -1}, {"evaluation_step": 2**31}, {"rollouts": ()},
                  {"problem_id": "surrogate: \ud800"}],
 )  # fmt: skip
 def test_encode_refuses_an_invalid_envelope(envelope: dict[str, Any]) -> None:
@@ -191,7 +191,7 @@ def test_encode_limits_the_number_of_named_rewards() -> None:
 # Messages that the receiver refuses.
 
 
-@pytest.mark.parametrize("name", [name for name in FIELDS if name not in OPTIONAL])
+@pytest.mark.parametrize("name", list(msgpack.unpackb(FRAME)))
 def test_decode_refuses_a_missing_field(name: str) -> None:
     message = msgpack.unpackb(FRAME)
     del message[name]
@@ -199,19 +199,18 @@ def test_decode_refuses_a_missing_field(name: str) -> None:
         decoded(msgpack.packb(message) if name == "crc32" else sealed(message))
 
 
-def test_optional_fields_may_be_missing() -> None:
-    message = {n: v for n, v in msgpack.unpackb(FRAME).items() if n not in OPTIONAL}
-    group = decoded(sealed(message))
-    assert (group.sample_index, group.evaluation_step) == (-1, -1)
-    assert group.turn_rewards == ((),) * len(group.rollouts)
+def test_fields_that_are_none_are_not_sent() -> None:
+    sent = {*FIELDS} - msgpack.unpackb(FRAME).keys()
+    assert sent == {"sample_index", "evaluation_step"}
+    group = decoded(FRAME)
+    assert (group.sample_index, group.evaluation_step) == (None, None)
 
 
 @pytest.mark.parametrize("value", [None, True, -1, 1.5, "x", b"x", [], {}, [None], {"x": 1}])
 @pytest.mark.parametrize("name", FIELDS)
 def test_decode_refuses_a_field_of_another_type(name: str, value: Any) -> None:
     names = ("run_id", "generator_id", "weights_id", "problem_id", "task")
-    numbers = ("sample_index", "evaluation_step")
-    if not ((name in names and value == "x") or (name in numbers and value == -1)):
+    if not (name in names and value == "x"):
         with pytest.raises(WireError):
             decoded(changed(**{name: value}))
 

@@ -8,6 +8,7 @@ import threading
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+import psutil
 import pytest
 from sample_data import RUN
 from sockets import ANYWHERE, eventually, unused_address
@@ -75,7 +76,7 @@ def test_generator_waits_for_the_first_address(
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(trainer_address, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(trainer_address, "LOG_SECONDS", 0.05)
+    monkeypatch.setattr(trainer_address, "REPORT_SECONDS", 0.05)
     with pytest.raises(WireError, match=r"no trainer has written its address to .* for 0 s \(weig"):
         wire.find_trainer("tcp://unused:1", tmp_path, timeout=0.05)
     timer = threading.Timer(0.2, write_address, (tmp_path, "node7", 5555))
@@ -156,9 +157,16 @@ def test_refusal_at_an_old_address_does_not_end_a_generator(
         eventually(lambda: announcements.receive(timeout=0.02))
 
 
-def test_first_free_port_skips_blocks_in_use() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as used:
+LOOPBACK = next(name for name, rows in psutil.net_if_addrs().items() if rows[0][1] == "127.0.0.1")
+
+
+@pytest.mark.parametrize(("bind", "address"), [
+    ("127.0.0.1", "127.0.0.1"), (LOOPBACK, "127.0.0.1"), ("::1", "::1"), ("::", "::1"),
+])  # fmt: skip
+def test_first_free_port_skips_blocks_in_use(bind: str, address: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as used:
         port = used.getsockname()[1] - 2  # the third of four ports
-        free = wire.first_free_port("127.0.0.1", port)
+        free = wire.first_free_port(bind, port)
     assert free > port and (free - port) % 4 == 0
     assert wire.first_free_port("192.0.2.1", 5555) == 5555  # no address of this machine

@@ -1,7 +1,7 @@
 """Excludes unusable groups from an update, so one broken generator does no harm.
 
-A group is all rollouts of one problem. The generator that sampled it sends the logprobs of its
-tokens, and the trainer computes their logprobs under the policy. An update excludes
+The generator that sampled a group sends the logprobs of its tokens, and the trainer computes their
+logprobs under the policy. An update excludes
 
 - a group with a very large logprob mismatch: the policy's logprobs are far above those of the
   generator. This is checked before the loss is computed;
@@ -16,7 +16,7 @@ divisor of the means must be known before the first backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -36,7 +36,6 @@ from peralta_zmq.learning.losses import (
 # token has x = 20.
 MAX_MEAN_RATIO = 100.0
 MISMATCH, NOT_FINITE = "logprob mismatch", "loss not finite"  # reasons for an exclusion
-EXCLUDED = "excluded/"  # prefix of the keys excluded/REASON/GROUP (see exclusion_keys)
 
 
 @torch.no_grad()
@@ -78,22 +77,3 @@ def without_groups(
         return tokens
     keep = torch.tensor([name not in excluded for name in groups], device=tokens.logprobs.device)
     return of_rollouts(tokens, keep) if keep.any() else None
-
-
-def exclusion_keys(excluded: Mapping[str, str]) -> dict[str, float]:
-    """One key per excluded group, with the value 1, to be added to the update's sums.
-
-    These sums are dicts that are added over all micro-batches and ranks, so the result has the keys
-    of all excluded groups. The values are not used.
-    """
-    return {f"{EXCLUDED}{reason}/{name}": 1.0 for name, reason in excluded.items()}
-
-
-def pop_excluded(sums: dict[str, float]) -> dict[str, str]:
-    """Remove the keys of `exclusion_keys` from `sums`; returns the reason by group name."""
-    excluded: dict[str, str] = {}
-    for key in [key for key in sums if key.startswith(EXCLUDED)]:
-        reason, _, name = key.removeprefix(EXCLUDED).partition("/")
-        excluded[name] = reason
-        del sums[key]
-    return excluded

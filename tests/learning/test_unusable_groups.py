@@ -14,9 +14,9 @@ from sample_data import packed, siblings, step_gradient, tiny_model
 from torch import Tensor
 
 from peralta_zmq.learning import losses
-from peralta_zmq.learning.exclusion import MISMATCH, NOT_FINITE, mismatched_groups
 from peralta_zmq.learning.losses import TokenLoss, Tokens
 from peralta_zmq.learning.packing import Packing, make_micro_batches
+from peralta_zmq.learning.unusable_groups import MISMATCH, NOT_FINITE, mismatched_groups
 from peralta_zmq.learning.update import UpdateResult
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.wire.group_rules import MAX_TOKENS

@@ -1,0 +1,227 @@
+"""Forks: a new run continues from the weights of a step of another run, under any settings.
+
+The other run, the source, is only read, and may be running. The first start sets the learner to the
+weights of the source, and the recovery writes them as the checkpoint of step 0, which later starts
+restore: they do not need the source. Everything else is that of a new run; the reference model of a
+loss is that of model.name, unless both runs have a moving one (train.ref_sync_steps).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from peralta_zmq import atomic_files, build, models
+from peralta_zmq.config import RESOLVED, Config, load_resolved
+from peralta_zmq.errors import ConfigError, failure_text, program_name
+from peralta_zmq.learning.master_weights import join_masters, split_masters
+from peralta_zmq.models import lora
+from peralta_zmq.trainer import checkpoint
+from peralta_zmq.trainer.checkpoint import CHECKPOINTS, Checkpoint
+from peralta_zmq.trainer.journal import JOURNAL, files_in
+from peralta_zmq.trainer.policy import Policy
+from peralta_zmq.trainer.session import StopSignal, known_run_id, wait_out
+from peralta_zmq.weights.replica import load_version
+from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.tensor_set import FileTensors
+from peralta_zmq.weights.version import WEIGHTS_FILE, Version
+
+BASE_FIELDS = ("adapts", "adapts_dtype", "adapts_packed")  # of the base model of LoRA adapters
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The run from which another one continues."""
+
+    name: str  # run.fork of the new run
+    folder: Path
+    config: Config
+    run_id: str
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of its checkpoints."""
+        return self.folder / CHECKPOINTS
+
+    @property
+    def store(self) -> WeightStore:
+        """Its weight store; the default one is in its folder, which may have been moved."""
+        return WeightStore.open(self.config.weights.dir or self.folder / "weights")
+
+
+def fork_if_new(config: Config, policy: Policy, stop: StopSignal) -> str:
+    """Set the learner to the weights of run.fork, as step 0, if the run has nothing to restore.
+
+    Returns what it restored from which step and run; empty if nothing, because the run has its own
+    state or run.fork is not set. Raises ConfigError if there is no such run or step, or if its
+    weights do not fit the settings.
+    """
+    folder = config.run_folder
+
+    def saved_steps() -> list[int]:
+        return [*atomic_files.steps_in(folder / CHECKPOINTS), *files_in(folder / JOURNAL)]
+
+    if config.run.fork is None or wait_out(saved_steps, folder=folder, stop=stop):
+        return ""
+    try:
+        source = _open_source(config)
+        saved = _read_checkpoint(source, config.run.from_step)
+        if saved is None:
+            saved = _read_published(source, config, policy)
+        else:
+            _check_model(source, config, policy, saved.progress)
+            saved = _rescaled(saved, source.config.lora.alpha / config.lora.alpha)
+        state = _forked_state(config, policy.learner.state(), saved.tensors)
+        policy.learner.restore(0, {path: tensor.cpu() for path, tensor in state.items()})
+    except OSError as error:
+        raise ConfigError(
+            f"run.fork {config.run.fork}: {error.filename} cannot be read ({failure_text(error)})"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(
+            f"the weights of run.fork {config.run.fork} do not fit the settings ({error}); "
+            f"{_export_remedy(config)}"
+        ) from None
+    has_optimizer = any(path.startswith(f"{config.train.optim}/") for path in state)
+    parts = "weights and optimizer" if has_optimizer else "weights"
+    return f"{parts} of step {saved.step} of run {source.run_id}"
+
+
+# Reading the source.
+
+
+def _open_source(config: Config) -> Source:
+    """The run that run.fork names. Raises ConfigError if there is none."""
+    name = config.run.fork or ""
+    parent = Path(config.run.dir).expanduser()
+    for folder in (parent / name, Path(os.path.expanduser(name))):
+        run_id = known_run_id(folder)
+        if run_id is not None and (folder / RESOLVED).exists():
+            return Source(name, folder, load_resolved("config", folder), run_id)
+    runs = ", ".join(sorted(file.parent.name for file in parent.glob(f"*/{RESOLVED}"))) or "none"
+    raise ConfigError(
+        f"run.fork {name} is neither a run in {parent} nor the folder of a run; runs there: {runs}"
+    )
+
+
+def _read_checkpoint(source: Source, step: int | None) -> Checkpoint | None:
+    """The checkpoint of a step, or the newest one; None if there is none."""
+    if step is not None and step not in atomic_files.steps_in(source.checkpoints):
+        return None
+    saved = checkpoint.newest(source.checkpoints, run_id=source.run_id, until=step)
+    return saved if saved is not None and step in (None, saved.step) else None
+
+
+def _read_published(source: Source, config: Config, policy: Policy) -> Checkpoint:
+    """The published weights of run.from_step, as masters like those of the weights of a new run.
+
+    Also sets the parameters of the policy to them. Raises ConfigError if there are none.
+    """
+    store = source.store
+    versions = {version.step: version for version in store.versions()}  # of a step, the newest
+    if config.run.from_step is None or config.run.from_step not in versions:
+        raise _no_step_error(source, config.run.from_step, versions)
+    version = versions[config.run.from_step]
+    _check_model(source, config, policy, version.manifest.about)
+    with load_version(store, version) as local:
+        published = FileTensors(local / WEIGHTS_FILE)
+        apply = lora.apply_published if lora.has_adapters(policy.model) else models.apply_weights
+        apply(policy.model, published)
+    tensors: dict[str, torch.Tensor] = {}
+    make_masters = build.first_masters(config)
+    for name, parameter in lora.trained_parameters(policy.model).items():
+        weights = parameter.detach()
+        tensors[f"model/{name}"] = make_masters(name, weights) if make_masters else weights
+    return Checkpoint(version.step, tensors, {})
+
+
+def _no_step_error(
+    source: Source, step: int | None, versions: Mapping[int, Version]
+) -> ConfigError:
+    wanted = "a checkpoint" if step is None else f"a checkpoint or published weights of step {step}"
+    checkpoints = ", ".join(map(str, atomic_files.steps_in(source.checkpoints))) or "none"
+    published = ", ".join(map(str, sorted(versions))) or "none"
+    return ConfigError(
+        f"run.fork {source.name} does not have {wanted}; set run.from_step to one of its "
+        f"checkpoints ({checkpoints:.200}) or published steps ({published:.200})"
+    )
+
+
+def _check_model(
+    source: Source, config: Config, policy: Policy, fields: Mapping[str, object]
+) -> None:
+    """Raise ConfigError if weights with these manifest fields are of another kind of model."""
+    own = policy.manifest_fields
+    tokenizer = fields.get("tokenizer")
+    before = None if tokenizer is None else str(tokenizer)
+    if changes := models.tokenizer_changes(before, own["tokenizer"]):
+        raise ConfigError(
+            f"run.fork {source.name} has another tokenizer than model.name {config.model.name}: "
+            f"{changes}; use its model, --model.name {source.config.model.name}"
+        )
+    if any(fields.get(name) != own.get(name) for name in BASE_FIELDS):
+        raise ConfigError(
+            f"run.fork {source.name} trains {_trained_text(fields)}, but with these settings the "
+            f"run trains {_trained_text(own)}; {_export_remedy(config)}"
+        )
+
+
+def _trained_text(fields: Mapping[str, object]) -> str:
+    if fields.get("adapts") is None:
+        return "all weights"
+    name, digest, dtype = (fields.get(key) for key in ("adapts_name", "adapts", "adapts_dtype"))
+    return f"adapters for {name} ({digest}, {dtype})"
+
+
+def _export_remedy(config: Config) -> str:
+    command = f"{program_name('replay')} export RUN STEP FOLDER"
+    return (
+        f"write the weights as a model with {command}, and train it with --model.name FOLDER "
+        f"instead of --run.fork {config.run.fork}"
+    )
+
+
+# The state of the learner.
+
+
+def _rescaled(saved: Checkpoint, factor: float) -> Checkpoint:
+    """The checkpoint, with adapters for a lora.alpha that is lower by `factor`.
+
+    Published adapters already have their scale.
+    """
+    tensors = {
+        path: tensor * factor if path.startswith("model/") and ".lora_B." in path else tensor
+        for path, tensor in saved.tensors.items()
+    }
+    return Checkpoint(saved.step, tensors, saved.progress)
+
+
+def _forked_state(
+    config: Config, fresh: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The state of a new learner, `fresh`, with the weights and optimizer of a checkpoint.
+
+    Paths as in `Learner.state`. Saved weights without remainders are the masters.
+    """
+    state = {
+        path: saved.get(path, tensor) if path.startswith("reference/") else tensor
+        for path, tensor in fresh.items()
+        if not path.startswith(("model/", "remainder/"))
+    }
+    if config.run.fork_optimizer:
+        optimizer = f"{config.train.optim}/"
+        state |= {path: each for path, each in saved.items() if path.startswith(optimizer)}
+    dtype = models.DTYPES[config.weights.dtype]
+    for path, weights in saved.items():
+        if not path.startswith("model/"):
+            continue
+        remainder = path.replace("model/", "remainder/", 1)
+        masters = join_masters(weights, saved[remainder]) if remainder in saved else weights
+        state[path] = masters
+        if remainder in fresh:
+            state[path], state[remainder] = split_masters(masters, dtype)
+    return state
