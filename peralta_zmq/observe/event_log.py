@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from peralta_zmq.observe.metrics import JsonLines, Row
 
-FREQUENT = ("join", "leave", "worker_info", "silent", "mismatch")
+FREQUENT = ("join", "leave", "worker_info", "silent", "mismatch", "store_error")
 # Event -> lines per minute, generator and, for a drop, outcome. A generator may restart every 6 s
 # without omitted lines.
 LIMITS = {

@@ -2,8 +2,9 @@
 
 metrics.jsonl   one row for each training step: metric name -> number
 events.jsonl    start, resume, a generator that joins or leaves, published weights, ...
-samples.jsonl   one group (all rollouts of one problem) of each step
+samples.jsonl   one row for each sampled group (all rollouts of one problem)
 eval.jsonl      one row for each evaluation on held-out problems
+answers.jsonl   one row for each held-out problem of an evaluation, with the answers
 
 `read_toml` reads the settings of a run and data files of this package.
 """
@@ -13,15 +14,17 @@ from __future__ import annotations
 import json
 import logging
 import math
-import mmap
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
-from typing import Any, BinaryIO, TypeAlias, cast
+from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
+
+from peralta_zmq.atomic_files import replace_file
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,10 +32,13 @@ else:
     import tomli as tomllib
 
 Row: TypeAlias = dict[str, object]
+Content = TypeVar("Content")
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
-SAMPLES, EVALUATIONS = "samples.jsonl", "eval.jsonl"
+SAMPLES, EVALUATIONS, ANSWERS = "samples.jsonl", "eval.jsonl", "answers.jsonl"
+CONFIG_HISTORY = "config_history.jsonl"  # settings that a resumed run has changed
 LOCK = "lock"  # file in the run folder that the trainer keeps locked
+BLOCK = 1 << 16  # bytes that are searched at once for the end of the last whole line
 logger = logging.getLogger(__name__)
 
 
@@ -41,6 +47,7 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._file = path.open("ab+", buffering=0)
         self._is_torn = False  # True after a short write (full disk): the last line is incomplete
         _truncate_torn_line(self._file)
@@ -63,6 +70,29 @@ class JsonLines:
         self.append(row)
         return row
 
+    def trim(self, max_bytes: int) -> None:
+        """Replace a file of more than `max_bytes` by one with fewer rows.
+
+        The rows of the first step are kept, and the newest rows, each up to a quarter of
+        `max_bytes`. A failure is logged, and the file keeps all rows.
+        """
+        try:
+            if os.fstat(self._file.fileno()).st_size <= max_bytes:
+                return
+            lines = [line + b"\n" for line in self._path.read_bytes().split(b"\n")[:-1]]
+            step = _step_of(next(iter(lines), b""))
+            first = takewhile(lambda line: _step_of(line) == step, lines)
+            head = first_within(max_bytes // 4, first, len)
+            tail = first_within(max_bytes // 4, reversed(lines[len(head) :]), len)[::-1]
+            replace_file(self._path, b"".join([*head, *tail]))
+            replaced = self._path.open("ab+", buffering=0)
+        except OSError as error:
+            logger.warning("%s not made smaller: %s", self._path, error.strerror)
+            return
+        self._file.close()
+        self._file = replaced
+        self._is_torn = False
+
     def __enter__(self) -> JsonLines:
         return self
 
@@ -82,7 +112,7 @@ def parse_rows(block: bytes) -> list[Row]:
     """
     rows: list[Row] = []
     for line in block.split(b"\n")[:-1]:  # the last part has no newline yet
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             if isinstance(row := json.loads(line), dict):
                 rows.append(cast("Row", row))
     return rows
@@ -125,15 +155,43 @@ def format_number(value: float, spec: str, unit: str = "") -> str:
     return f"{value:{spec}}{unit}" if math.isfinite(value) else "-"
 
 
+def format_rate(value: float) -> str:
+    """Format a number per second; a small one keeps two digits, so that it is not rounded to 0."""
+    return format_number(value, ",.0f" if abs(value) >= 9.5 or value == 0 else ".2g")
+
+
 def nan_to_null(content: Any) -> Any:
     """Return a deep copy with None for each NaN and infinity, which JSON lacks."""
     return json.loads(json.dumps(content), parse_constant=lambda name: None)
 
 
+def _step_of(line: bytes) -> object:
+    """Return the step of a row; None if there is none."""
+    return next((row.get("step") for row in parse_rows(line)), None)
+
+
+def first_within(
+    max_size: int, contents: Iterable[Content], size_of: Callable[[Content], int]
+) -> list[Content]:
+    """Return the first contents whose sizes are at most `max_size` together."""
+    kept: list[Content] = []
+    for content in contents:
+        max_size -= size_of(content)
+        if max_size < 0:
+            break
+        kept.append(content)
+    return kept
+
+
 def _truncate_torn_line(file: BinaryIO) -> None:
-    if size := file.seek(0, os.SEEK_END):
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            end = content.rfind(b"\n") + 1
-        # Truncating a complete file to `size` could delete a row that another process just added.
-        if end < size:
-            file.truncate(end)
+    # Not mapped: if a NAS loses the file, reading a mapping raises SIGBUS.
+    size = end = file.seek(0, os.SEEK_END)
+    while end:
+        start = file.seek(max(0, end - BLOCK))
+        if newline := file.read(end - start).rfind(b"\n") + 1:
+            end = start + newline
+            break
+        end = start
+    # Truncating a complete file to `size` could delete a row that another process just added.
+    if end < size:
+        file.truncate(end)

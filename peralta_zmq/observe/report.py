@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -183,10 +184,10 @@ def _draw_rewards(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _answer_lines(base: Evaluation, trained: Evaluation) -> list[str]:
-    """Return lines that compare the answers to the problems in both evaluations.
+    """Return lines that compare the answers to the problems in both evaluations, at full length.
 
-    They are a table, in which long problems are truncated, if all answers fit into its columns.
-    Otherwise each problem and answer has a line of its own, at full length.
+    They are a table, in which long problems are wrapped, if all answers fit into its columns.
+    Otherwise each problem and answer has a line of its own.
     """
     base_answers = {answer["problem"]: answer for answer in base.get("answers", [])}
     titles = ("problem", "base answer", "trained answer", "reward")
@@ -200,7 +201,7 @@ def _answer_lines(base: Evaluation, trained: Evaluation) -> list[str]:
             texts = (after["problem"], *marked, reward)
             rows.append([" ".join(text.split()) for text in texts])
     if all(len(answer) <= WIDTHS[1] for row in rows for answer in row[1:3]):
-        return [_columns(*titles), *(_columns(*row) for row in rows), ""]
+        return [*_columns(*titles), *(line for row in rows for line in _columns(*row)), ""]
     lines: list[str] = []
     for row in rows:
         lines += [f"{title:<19}{text}" for title, text in zip(titles, row, strict=True)]
@@ -208,15 +209,12 @@ def _answer_lines(base: Evaluation, trained: Evaluation) -> list[str]:
     return lines
 
 
-def _columns(*texts: str) -> str:
-    """Join texts to a line of the table; all but the last have the widths of WIDTHS."""
-    cells = [_fit(text, width) for text, width in zip(texts, WIDTHS, strict=False)]
-    return "  ".join([*cells, texts[-1]])
-
-
-def _fit(text: str, width: int) -> str:
-    """Return `text` padded or truncated to `width` characters."""
-    return f"{text:<{width}}" if len(text) <= width else f"{text[: width - 3]}..."
+def _columns(problem: str, base: str, trained: str, reward: str) -> list[str]:
+    """Lines of a row of the table, of which further ones have the rest of a long problem."""
+    first, *others = textwrap.wrap(problem, WIDTHS[0]) or [""]
+    cells = zip((first, base, trained), WIDTHS, strict=True)
+    padded = [f"{text:<{width}}" for text, width in cells]
+    return ["  ".join([*padded, reward]), *others]
 
 
 def _accounting_text(accounting: Mapping[str, int]) -> str:

@@ -21,6 +21,8 @@ from peralta_zmq.observe import report
 from peralta_zmq.observe.dashboard.view import write_report
 from peralta_zmq.observe.event_log import EventLog
 from peralta_zmq.observe.metrics import (
+    ANSWERS,
+    CONFIG_HISTORY,
     EVALUATIONS,
     EVENTS,
     METRICS,
@@ -34,9 +36,10 @@ from peralta_zmq.observe.run_state import SESSION_ENDS, SESSION_STARTS, WINDOW
 from peralta_zmq.observe.terminal import Progress, Terminal
 from peralta_zmq.observe.trackers import Tracker
 from peralta_zmq.observe.verdict import Verdict, verdict
-from peralta_zmq.rollout import Answer
+from peralta_zmq.rollout import Answer, Problem
 
-NUM_ANSWERS = 6  # answers of an evaluation that are written and shown in the closing report
+NUM_ANSWERS = 6  # answers of an evaluation that are in eval.jsonl and in the closing report
+MAX_TEXTS_BYTES = 64 << 20  # size of samples.jsonl, and of answers.jsonl
 STALL_CHECK_SECONDS = 30.0  # between two verdicts shown while no step is taken
 
 
@@ -74,7 +77,7 @@ class RunLog:
         with ExitStack() as stack:
             self._files = {
                 name: stack.enter_context(JsonLines(folder / name))
-                for name in (METRICS, SAMPLES, EVALUATIONS, EVENTS)
+                for name in (METRICS, SAMPLES, EVALUATIONS, ANSWERS, EVENTS)
             }
             self._events = stack.enter_context(EventLog(self._files[EVENTS], events))
             self._trackers = [stack.enter_context(tracker) for tracker in trackers]
@@ -90,6 +93,7 @@ class RunLog:
     def event(self, name: str, **fields: object) -> bool:
         """Append an event to events.jsonl; False if a limit of EventLog prevents this."""
         self._is_training = self._is_training or name in SESSION_STARTS
+        self._next_stall_check = 0.0 if name in SESSION_STARTS else self._next_stall_check
         return self._events.append(name, **fields)
 
     def end(self, name: str, *, step: int) -> None:
@@ -98,9 +102,26 @@ class RunLog:
             self._is_training = False
             self.event(name, step=step)
 
+    def record_settings(
+        self, changes: Sequence[str], *, first_step: int, previous: Mapping[str, object]
+    ) -> None:
+        """Record that settings change from training step `first_step` on.
+
+        `changes` has a text for each; `previous` has all settings before the change.
+        """
+        self.event("settings", step=first_step, changes=list(changes))
+        row = {"time": time.time(), "until_step": first_step - 1, "settings": previous}
+        with JsonLines(self._folder / CONFIG_HISTORY) as history:
+            history.append(row)
+        self.note(f"settings changed from step {first_step} on: {', '.join(changes)}")
+
     def note(self, text: str) -> None:
         """Print a line on the terminal."""
         self._terminal.note(text)
+
+    def wait(self, text: str) -> None:
+        """Show what a wait is for; see Terminal.wait."""
+        self._terminal.wait(text)
 
     def progress(self, description: str, total: int) -> Progress:
         """Return a progress display on the terminal for an operation between steps."""
@@ -109,12 +130,14 @@ class RunLog:
     def step(
         self,
         row: Mapping[str, object],
-        sample: Mapping[str, object],
+        samples: Sequence[Mapping[str, object]] = (),
         values: Mapping[str, Sequence[float]] | None = None,
+        *,
+        tracked: int = 0,
     ) -> bool:
-        """Write a step's metrics and one of its groups; False if already written.
+        """Write a step's metrics and sampled groups; False if already written.
 
-        `values` has the values of the trackers' histograms by name.
+        The trackers get the group at index `tracked`, and histograms of `values` by name.
         False means that an earlier session wrote the step, and this session replays it.
         """
         step = int(number(row, "step"))
@@ -122,13 +145,20 @@ class RunLog:
             return False
         self.last_step = step
         self._files[METRICS].append(row)
-        self._files[SAMPLES].append(sample)
+        self._write_texts(SAMPLES, samples)
+        sample = samples[tracked] if samples else None
         self._newest_rows.append(dict(row))
         for tracker in self._trackers:
             tracker.log(step, row, sample=sample, values=values)
         self._terminal.step(dict(row), self.verdict())
         self._next_stall_check = time.monotonic() + STALL_CHECK_SECONDS
         return True
+
+    def _write_texts(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
+        """Append rows to a file of texts, whose size is limited."""
+        for row in rows:
+            self._files[name].append(row)
+        self._files[name].trim(MAX_TEXTS_BYTES)
 
     def check_stall(self) -> None:
         """Show the verdict if no step was taken for STALL_CHECK_SECONDS; call this often.
@@ -146,10 +176,7 @@ class RunLog:
         return verdict(list(self._newest_rows), list(self._events.newest), now=now)
 
     def rewind(self, step: int) -> None:
-        """Record a roll-back to `step`: later steps will be trained and written again.
-
-        -1 undoes step 0 too: other weights become those of step 0.
-        """
+        """Record a roll-back to `step`: later steps will be trained and written again."""
         self.event("roll_back", step=step, rows=len(read_rows(self._folder / METRICS)))
         self.lineage += 1
         self.last_step = min(self.last_step, step)
@@ -166,23 +193,30 @@ class RunLog:
     def evaluation(
         self,
         step: int,
-        answers: Sequence[Answer],
+        results: Sequence[tuple[Problem, Sequence[Answer]]],
         *,
         accuracy: float,
+        stderr: float | None = None,
         figures: Mapping[str, float],
         policy_steps: Sequence[int],
     ) -> None:
-        """Write a held-out evaluation of `step` with the first NUM_ANSWERS answers.
+        """Write a held-out evaluation of `step`, and the answers to each of its problems.
 
-        `accuracy` is the mean reward; `figures` has avg@k and pass@k. `policy_steps` has the step
-        of the oldest and of the newest weights that sampled the answers.
+        `accuracy` is the mean reward, and `stderr` its standard error over the problems; `figures`
+        has avg@k and pass@k. `policy_steps` has the step of the oldest and of the newest weights
+        that sampled the answers.
         """
+        rows = [_answers_row(step, *result) for result in results]
+        self._write_texts(ANSWERS, rows)
+        firsts = [answers[0] for _, answers in results[:NUM_ANSWERS]]
         self._files[EVALUATIONS].append(
             {
                 "step": step,
                 "lineage": self.lineage,
                 "accuracy": accuracy,
-                "answers": [asdict(answer) for answer in answers[:NUM_ANSWERS]],
+                "stderr": stderr,
+                "num_examples": len(results),
+                "answers": [asdict(answer) for answer in firsts],
                 "figures": dict(figures),
                 "policy_steps": list(policy_steps),
             }
@@ -225,18 +259,31 @@ class RunLog:
             )
 
 
-def recorded_weights_ids(folder: Path) -> set[str]:
-    """Return the weights_id of every publication recorded in this run folder."""
-    rows = read_rows(folder / EVENTS)
-    return {str(row["weights_id"]) for row in rows if row["event"] == "publish"}
+def _answers_row(step: int, problem: Problem, answers: Sequence[Answer]) -> dict[str, object]:
+    """Row of answers.jsonl."""
+    return {
+        "step": step,
+        "task": problem.task,
+        "question": problem.question,
+        "expected": problem.answer,
+        "completions": [answer.answer for answer in answers],
+        "rewards": [answer.reward for answer in answers],
+        "cut_off": [answer.cut_off for answer in answers],
+    }
+
+
+def recorded_versions(folder: Path) -> dict[str, int]:
+    """The number of every version recorded as published in this run folder, by its weights_id."""
+    rows = [row for row in read_rows(folder / EVENTS) if row["event"] == "publish"]
+    return {str(row["weights_id"]): int(number(row, "number", 0)) for row in rows}
 
 
 def abandoned_weights(folder: Path, step: int) -> set[str]:
     """Return the weights_id of all published weights whose step a later resume undid.
 
-    A resume undoes the steps after the step that it continues from; a roll-back to step -1 undoes
-    step 0 too. `step` is that step for the current resume, which events.jsonl does not have yet. A
-    weights_id that was published again after the resume is not abandoned.
+    A resume undoes the steps after the step that it continues from. `step` is that step for the
+    current resume, which events.jsonl does not have yet. A weights_id that was published again
+    after the resume is not abandoned.
     """
     steps: dict[str, float] = {}  # weights_id -> step of the weights
     abandoned: set[str] = set()
@@ -245,7 +292,7 @@ def abandoned_weights(folder: Path, step: int) -> set[str]:
             weights_id = str(row["weights_id"])
             steps[weights_id] = number(row, "step")
             abandoned.discard(weights_id)
-        elif row["event"] in ("resume", "roll_back"):
+        elif row["event"] == "resume":
             resumed_step = number(row, "step")
             abandoned |= {key for key, published in steps.items() if published > resumed_step}
     return abandoned

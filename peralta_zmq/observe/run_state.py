@@ -1,10 +1,10 @@
 """State of a run, computed from the newest rows of metrics.jsonl and events.jsonl.
 
 The verdict and the dashboard are computed from this state. A session is one process of the trainer:
-it begins with the event "start" or "resume" and ends with "stop" or "complete". A step that a
-resumed trainer replays from its journal (its log of received groups) has step_time 0. An
-incarnation is one start of a generator: a generator that restarts keeps its name and gets a new
-incarnation. A group is all rollouts of one problem.
+it begins with the event "start" or "resume" and ends with "stop" or "complete". Before "resume", a
+trainer may replay steps from its journal (its log of received groups): the event "replay" begins
+that part, and these steps have step_time 0. An incarnation is one start of a generator: a generator
+that restarts keeps its name and gets a new incarnation. A group is all rollouts of one problem.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from peralta_zmq.observe.metrics import finite_mean, generator_numbers, number
 
 Rows: TypeAlias = Sequence[Mapping[str, object]]  # of metrics.jsonl or events.jsonl, oldest first
+Activity: TypeAlias = Literal["training", "evaluating", "replaying", "waiting"]
 
 WINDOW = 20  # number of newest rows that the state covers
 MIN_ROWS = 3  # smallest number of rows from which the verdict computes means
 # A run has stalled after STALL_SECONDS, or the duration of STALL_STEPS steps if that is longer.
 STALL_SECONDS, STALL_STEPS = 30.0, 10.0
 REPORTED = "tokens_per_s"  # metric in every report of a generator
-SESSION_STARTS, SESSION_ENDS = ("start", "resume"), ("stop", "complete")  # events
+REPLAY, COMPLETE, STORE_ERROR = "replay", "complete", "store_error"  # events
+SESSION_STARTS, SESSION_ENDS = ("start", "resume", REPLAY), ("stop", COMPLETE)  # events
 EVALUATION_EVENTS = ("evaluate", "evaluated")  # begin and end of a held-out evaluation
 
 
@@ -52,9 +54,26 @@ class SessionState:
     start: float  # unix seconds; NaN if unknown
     active_since: float  # newest begin or end of a held-out evaluation; `start` if there was none
     is_evaluating: bool  # a held-out evaluation is running; no step is expected until it ends
+    is_replaying: bool  # steps are trained again from the journal, before the session resumes
     is_over: bool
+    is_complete: bool  # it is over, and the run has all its steps
     up: Mapping[str, float]  # generators that joined and did not leave -> unix seconds
     left: Mapping[str, float]  # generators that left -> unix seconds
+    store_errors: Mapping[str, str]  # generators that are up -> why they cannot read new weights
+
+    def activity(self, newest_row: Mapping[str, object]) -> Activity:
+        """What a running trainer does; "waiting" if no generator is up.
+
+        `newest_row` is the newest row of metrics.jsonl, or {}.
+        """
+        if self.is_replaying:
+            return "replaying"
+        if self.is_evaluating:
+            return "evaluating"
+        # Events of joins may be missing: the number of lines of an event is limited.
+        has_trained = not self.left and number(newest_row, "time") > self.start
+        is_training = self.up or has_trained or math.isnan(self.start)
+        return "training" if is_training else "waiting"
 
     def why_no_generator(self, now: float) -> str:
         """Return why no generator is up; empty if one is up or may still join soon."""
@@ -72,6 +91,7 @@ class RunState:
     """The recent rows of a run, with its generators and session."""
 
     rows: Rows  # at most WINDOW; empty before the first step
+    trained: Rows  # at most 2 WINDOW, with the first steps of sessions, which `rows` leaves out
     events: Rows
     session: SessionState
     generators: Sequence[GeneratorStats]  # generators in the newest row, sorted by name
@@ -114,17 +134,19 @@ def run_state(rows: Rows, events: Rows, *, now: float | None = None) -> RunState
     Pass `now` (unix seconds) only for a trainer that should be running: without it, `idle_seconds`
     is NaN.
     """
-    session, recent = _newest_session(events), _recent(rows, events)
+    session, trained = newest_session(events), _without_replayed(rows[-2 * WINDOW :])
+    recent = _recent(trained, events)
     if not recent:
-        return RunState(recent, events, session, generators=(), gone=(), idle_seconds=math.nan)
+        return RunState((), (), events, session, generators=(), gone=(), idle_seconds=math.nan)
     gone = [] if session.is_over else _gone(recent, events)
     idle_seconds = math.nan
-    if now is not None and not session.is_over and not session.is_evaluating:
+    expects_step = not (session.is_over or session.is_evaluating or session.is_replaying)
+    if now is not None and expects_step:
         times = [number(recent[-1], "time"), session.active_since]
         idle_seconds = now - max((time for time in times if math.isfinite(time)), default=now)
     names = generator_numbers(recent[-1], REPORTED).keys() - set(gone)
     generators = [_stats(recent, name) for name in sorted(names)]
-    return RunState(recent, events, session, generators, gone, idle_seconds)
+    return RunState(recent, trained, events, session, generators, gone, idle_seconds)
 
 
 def membership(events: Rows) -> tuple[dict[str, float], dict[str, float]]:
@@ -177,29 +199,36 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
-def _newest_session(events: Rows) -> SessionState:
+def newest_session(events: Rows) -> SessionState:
+    """Return the state of the newest session; `events` may begin in the middle of it."""
     starts = [index for index, event in enumerate(events) if event.get("event") in SESSION_STARTS]
     start = number(events[starts[-1]], "time") if starts else math.nan
     session = events[starts[-1] :] if starts else events
     evaluations = [event for event in session if event.get("event") in EVALUATION_EVENTS]
     up, left = membership(session)
+    kinds = [event.get("event") for event in session]
+    is_over = any(kind in SESSION_ENDS for kind in kinds)
+    errors = [event for event in session if event.get("event") in (STORE_ERROR, "join")]
+    reasons = {str(each.get("generator")): str(each.get("reason", "")) for each in errors}
     return SessionState(
         start=start,
         active_since=number(evaluations[-1], "time") if evaluations else start,
         is_evaluating=bool(evaluations) and evaluations[-1].get("event") == EVALUATION_EVENTS[0],
-        is_over=any(event.get("event") in SESSION_ENDS for event in session),
+        is_replaying=kinds[:1] == [REPLAY] and not is_over,
+        is_over=is_over,
+        is_complete=COMPLETE in kinds,
         up=up,
         left=left,
+        store_errors={name: reason for name, reason in reasons.items() if reason and name in up},
     )
 
 
-def _recent(rows: Rows, events: Rows) -> Rows:
-    """Return the newest WINDOW rows, without replayed steps.
+def _recent(trained: Rows, events: Rows) -> Rows:
+    """Return the newest WINDOW rows.
 
     The time of a session's first step includes the start of the trainer. Such steps are excluded
     too, unless fewer than MIN_ROWS rows would remain.
     """
-    trained = _without_replayed(rows[-2 * WINDOW :])
     starts = [event for event in events if event.get("event") in SESSION_STARTS]
     first_steps = {number(event, "step") + 1 for event in starts}
     later = [row for row in trained if number(row, "step") not in first_steps]

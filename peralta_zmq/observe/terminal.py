@@ -9,14 +9,16 @@ import logging
 import math
 import os
 import re
+import shutil
+import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from operator import length_hint
 from typing import TextIO, TypeVar
 
-from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -24,6 +26,7 @@ from rich.text import Text
 
 from peralta_zmq.errors import printable
 from peralta_zmq.observe.metrics import Row, format_number, number
+from peralta_zmq.observe.notebook import CellDisplay
 from peralta_zmq.observe.run_state import WINDOW, format_duration, seconds_left
 from peralta_zmq.observe.verdict import Level, Verdict
 
@@ -36,6 +39,10 @@ REPEAT_SECONDS = 60.0  # minimum time before a verdict of the same kind is print
 PROGRESS_DELAY = 2.0  # seconds; shorter operations show no progress
 # Seconds between two updates of a progress text: redrawn in place, or printed as a new line.
 REDRAW_SECONDS, LINE_SECONDS = 0.2, 10.0
+WAIT_LOG_SECONDS = 60.0  # between two log lines of one wait
+# Columns that a narrow terminal lacks, the first one first; "" = bar of the reward.
+DROPPED = ("", "generators", "queue", "staleness", "no signal", "wait", "rollouts/s")
+BAR_WIDTH = 10
 COLORS: dict[Level, str] = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 VERSIONS = ("package", "python", "torch", "transformers")  # fields of a generator's info
 logger = logging.getLogger(__name__)
@@ -49,26 +56,46 @@ class Terminal:
     bottleneck or fault. Control characters are escaped: texts may come from other machines.
     """
 
-    def __init__(self, max_steps: int, stream: TextIO | None = None, *, run: str = "") -> None:
+    def __init__(
+        self,
+        max_steps: int,
+        stream: TextIO | None = None,
+        *,
+        run: str = "",
+        live: Live | CellDisplay | None = None,
+    ) -> None:
+        """`live` is where to draw the table; None: on `stream`, if it is a terminal."""
         self._max_steps, self._run = max_steps, run
         self._stream = stream or sys.stdout
         # The ETA needs the time of WINDOW steps, hence one more row.
         self._rows: deque[Row] = deque(maxlen=WINDOW + 1)
-        self._content: RenderableType = Text("waiting for the first step")
+        self._content: RenderableType = Text("starting")
         self._printed: dict[str, float] = {}  # kind of verdict (see `_is_new`) -> unix seconds
         self._kind = ""  # kind of the verdict that was printed last
+        self._waited_at = -math.inf  # monotonic seconds of the latest line about a wait
         console = Console(file=self._stream, highlight=False)
         is_live = self._stream.isatty() and not console.is_dumb_terminal
-        self._live = Live(self._content, console=console, auto_refresh=False) if is_live else None
+        if live is None and is_live:
+            live = Live(self._content, console=console, auto_refresh=False)
+        self._live = live
 
     def __enter__(self) -> Terminal:
-        if self._live:
+        if isinstance(self._live, Live):
             self._live.start(refresh=True)
+            self._live.console.show_cursor(True)  # for the shell, if this process is stopped
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGCONT, self._draw_below)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._live:
+        if isinstance(self._live, Live):
             self._live.stop()
+
+    def _draw_below(self, number: int, frame: object) -> None:
+        """After Ctrl-Z and `fg`, move down: the next drawing would erase lines of the shell."""
+        if isinstance(self._live, Live) and self._live.is_started:
+            height = len(self._live.console.render_lines(self._live.renderable))
+            os.write(self._stream.fileno(), b"\n" * height)
 
     def note(self, text: str) -> None:
         """Print one line; on a terminal it appears above the table."""
@@ -77,6 +104,17 @@ class Terminal:
             self._live.console.print(text, markup=False, soft_wrap=True)
             self._live.refresh()
         else:
+            self._print(text)
+
+    def wait(self, text: str) -> None:
+        """Show a wait: on a terminal below the table, else as a line, at most one a minute.
+
+        On a terminal, the next step, verdict or wait replaces it.
+        """
+        if self._live:
+            self._show_progress(printable(text))
+        elif (now := time.monotonic()) - self._waited_at >= WAIT_LOG_SECONDS:
+            self._waited_at = now
             self._print(text)
 
     def progress(self, description: str, total: int) -> Progress:
@@ -100,7 +138,7 @@ class Terminal:
 
     def close(self, text: str) -> None:
         """Print the closing report below the table, which stays visible."""
-        if self._live:
+        if isinstance(self._live, Live):
             self._live.stop()
         self._print(text)
 
@@ -124,7 +162,7 @@ class Terminal:
 
         The kind of a verdict is its sentence without the numbers.
         """
-        kind = re.sub(r"([0-9.]+[hms]?)+", "", verdict.sentence)
+        kind = _without_numbers(verdict.sentence)
         recent = {key: at for key, at in self._printed.items() if 0 <= now - at < REPEAT_SECONDS}
         if kind == self._kind or kind in recent:
             return False
@@ -151,19 +189,29 @@ class Terminal:
         }
         return " ".join(f"{name.replace(' ', '_')}={cell}" for name, cell in cells.items())
 
-    def _table(self, live: Live) -> Table:
+    def _table(self, live: Live | CellDisplay) -> Table:
         step = number(self._rows[-1], "step")
         share = f"{step / self._max_steps:.0%}"
         title = f"{self._run}  step {step:.0f} of {self._max_steps} ({share})  {self._eta()} left"
         table = Table(title=title.strip(), title_justify="left")
-        for name in ("step", "reward", "", *_cells({})):  # "" = bar of the reward, 10 columns wide
-            table.add_column(name, justify="right", no_wrap=True, width=None if name else 10)
         num_rows = max(1, min(MAX_TABLE_ROWS, live.console.height - FRAME_LINES))
+        bar = "\N{FULL BLOCK}" if live.console.encoding.startswith("utf") else "#"
+        lines: list[dict[str, str]] = []
         for row in list(self._rows)[-num_rows:]:
             reward = number(row, "reward")
-            bar = Bar(1.0, 0.0, max(0.0, min(1.0, reward)), color="green")
-            cells = f"{number(row, 'step'):.0f}", format_number(reward, ".2f")
-            table.add_row(*cells, "" if math.isnan(reward) else bar, *_cells(row).values())
+            cells = {"step": f"{number(row, 'step'):.0f}", "reward": format_number(reward, ".2f")}
+            cells[""] = bar * round(BAR_WIDTH * min(1.0, max(0.0, reward)))
+            lines.append({**cells, **_cells(row)})
+        widths = {name: max(len(name), *(len(line[name]) for line in lines)) for name in lines[0]}
+        widths[""] = BAR_WIDTH
+        for name in DROPPED:  # a column has two spaces and a border
+            if sum(widths.values()) + 3 * len(widths) >= live.console.width:
+                del widths[name]
+        for name, width in widths.items():
+            justify, style = ("right", None) if name else ("left", "green")
+            table.add_column(name, justify=justify, style=style, no_wrap=True, width=width)
+        for line in lines:
+            table.add_row(*(line[name] for name in widths))
         return table
 
     def _eta(self) -> str:
@@ -214,10 +262,61 @@ def progress_on_stderr(description: str, total: int) -> Progress:
     in_place = sys.stderr.isatty()
 
     def show(text: str) -> None:
-        sys.stderr.write(f"\r{text}\x1b[K" if in_place else f"{text}\n")
-        sys.stderr.flush()
+        if in_place:
+            _rewrite_line(text)
+        else:
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
 
     return Progress(description, total, show, in_place=in_place)
+
+
+def _rewrite_line(text: str) -> None:
+    """Replace the current line of standard error, a terminal, by what fits into it.
+
+    The cursor stays at its start, so that a log line replaces it (see programs.py).
+    """
+    width = shutil.get_terminal_size().columns - 1
+    sys.stderr.write(f"\r{printable(text[:width])}\x1b[K\r")
+    sys.stderr.flush()
+
+
+class WaitReport:
+    """Reports of waits: on a terminal one line that is rewritten, else one log line a minute.
+
+    On a terminal, a new wait (at most once a minute) and a new reason are logged at full length
+    before.
+    """
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log, self._in_place = log, sys.stderr.isatty()
+        self._logged_at, self._kind = -math.inf, ""  # monotonic seconds and kind of the log line
+        self._is_waiting = False
+
+    def show(self, text: str) -> None:
+        """Report the wait; call this every few seconds."""
+        now, kind = time.monotonic(), _without_numbers(text)
+        is_due = now - self._logged_at >= WAIT_LOG_SECONDS
+        if self._in_place:
+            is_due = kind != self._kind or (is_due and not self._is_waiting)
+        if is_due:
+            self.hide()
+            self._log(text)
+            self._logged_at, self._kind = now, kind
+        elif self._in_place:
+            _rewrite_line(text)
+        self._is_waiting = True
+
+    def hide(self) -> None:
+        """End the wait, so that something else can be printed."""
+        if self._in_place and self._is_waiting:
+            _rewrite_line("")
+        self._is_waiting = False
+
+
+def _without_numbers(text: str) -> str:
+    """Remove numbers and durations, so that repetitions of a text are equal."""
+    return re.sub(r"([0-9.]+[hms]?)+", "", text)
 
 
 def track(description: str, items: Iterator[Item]) -> Iterator[Item]:

@@ -165,8 +165,7 @@ def _table_of(step: int, sample: Mapping[str, Any]) -> list[tuple[object, ...]]:
     """One row with the values of COLUMNS for each rollout in a row of samples.jsonl."""
     prompt, rewards = sample["prompt"], sample["rewards"]
     advantages = sample["advantages"] or [0.0] * len(rewards)  # none for a group without signal
-    texts = sample["texts"]
-    marked = zip(texts, sample.get("cut_off", [False] * len(texts)), strict=True)
+    marked = zip(sample["texts"], sample["cut_off"], strict=True)
     shown = [text.removeprefix(prompt) + CUT_OFF * cut_off for text, cut_off in marked]
     return [
         (step, sample["problem"], reward, advantage, prompt, text)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal, TypeAlias
 
@@ -23,7 +23,7 @@ from rich.filesize import decimal
 
 from peralta_zmq.errors import program_name
 from peralta_zmq.observe.event_log import MINUTE
-from peralta_zmq.observe.metrics import finite_mean, number
+from peralta_zmq.observe.metrics import finite_mean, format_rate, generator_numbers, number
 from peralta_zmq.observe.run_state import (
     MIN_ROWS,
     WINDOW,
@@ -50,7 +50,16 @@ SLOW = 0.5  # fraction of the generators' median speed; a generator below it is 
 NO_SIGNAL = 0.8  # share of groups with equal rewards
 MOVED = 0.5  # share of the masters' move that is published; less is reported
 MISMATCH = 0.05  # mismatch_kl of weights that are published in coarser numbers than the trainer's
+# The policy diverges: its mismatch_kl was at most CALM in the first step of a
+# generator, with the same engine and dtype, and is above UNSTEADY in two recent steps, or above
+# DIVERGED in one; and the norm of the gradient or the entropy has grown, or the reward has fallen.
+CALM, UNSTEADY, DIVERGED = 0.025, 0.1, 0.3
+RECENT = 5  # newest steps with a mismatch_kl that count
+GROWN, FALLEN = 2.0, 0.5  # factors from the first step
+TRUNCATED, ALL_TRUNCATED = 0.5, 0.9  # shares of completions that are cut off at their limit
+UNENDED = 0.1  # share of completions with a special token that is no end token
 SOLVED, HOPELESS = 0.9, 0.1  # mean reward: at least SOLVED, at most HOPELESS
+FORK = "in a new run, which may continue (run.fork, run.from_step) from a step that is kept"
 START_GENERATOR = f"start one: {program_name('generator')} @ CONFIG"
 
 
@@ -68,6 +77,9 @@ class Verdict:
         return f"{self.sentence}; {self.advice}" if self.advice else self.sentence
 
 
+REPLAYING = Verdict("replaying the journal of the earlier session", "", "ok")
+
+
 def verdict(rows: Rows, events: Rows = (), *, now: float | None = None) -> Verdict:
     """Return the verdict on a run.
 
@@ -78,18 +90,26 @@ def verdict(rows: Rows, events: Rows = (), *, now: float | None = None) -> Verdi
     state = run_state(rows, events, now=now)
     if not state.rows:
         return _before_first_step(state, now)
-    findings = [finding for find in FINDINGS for finding in find(state)]
-    return next((finding for finding in findings if finding.level == "bad"), findings[0])
+    finders = FAULTS if state.session.is_complete else FINDINGS
+    findings = [finding for find in finders for finding in find(state)]
+    found = next((finding for finding in findings if finding.level == "bad"), findings[0])
+    if state.session.is_complete and found.level != "bad":
+        return replace(found, advice="")  # there is nothing to tune any more
+    return found
 
 
 def _before_first_step(state: RunState, now: float | None) -> Verdict:
     session = state.session
     if now is None or session.is_over:
         return Verdict("waiting for the first step", "", "ok")
+    if session.is_replaying:
+        return REPLAYING
     if session.is_evaluating:
         return Verdict("evaluating the untrained model before the first step", "", "ok")
     if reason := session.why_no_generator(now):
         return Verdict(f"no step yet: {reason}", START_GENERATOR, "bad")
+    if found := next(_unreadable_weights(state), None):
+        return found
     if not session.up:
         return Verdict("waiting for the first generator", START_GENERATOR, "ok")
     names, seconds = ", ".join(sorted(session.up)), now - min(session.up.values())
@@ -100,6 +120,13 @@ def _before_first_step(state: RunState, now: float | None) -> Verdict:
             "the trainer's and the generators' logs",
         )
     return Verdict(f"waiting for the first step; {names} joined", "", "ok")
+
+
+def _unreadable_weights(state: RunState) -> Iterator[Verdict]:
+    """Report a generator that cannot read new weights, which is not a matter of its speed."""
+    for name, reason in sorted(state.session.store_errors.items()):
+        advice = f"{program_name('doctor')} on that machine checks the folder"
+        yield Verdict(f"{name} cannot read new weights: {reason}", advice, "bad")
 
 
 def _stalled(state: RunState) -> Iterator[Verdict]:
@@ -117,6 +144,19 @@ def _stalled(state: RunState) -> Iterator[Verdict]:
         yield Verdict(sentence, advice, "bad")
 
 
+def _current_activity(state: RunState) -> Iterator[Verdict]:
+    """Report what a resumed trainer does before its first step; other findings are of the past."""
+    session = state.session
+    if session.is_replaying:
+        yield REPLAYING
+    elif session.start > number(state.rows[-1], "time") and not math.isnan(state.idle_seconds):
+        if session.up:
+            names = ", ".join(sorted(session.up))
+            yield Verdict(f"waiting for the first step since the resume; {names} joined", "", "ok")
+        else:
+            yield Verdict("waiting for a generator since the resume", START_GENERATOR, "ok")
+
+
 def _gone(state: RunState) -> Iterator[Verdict]:
     # This finding hides later FINDINGS, but only while `gone` lists a generator: WINDOW steps.
     if state.gone:
@@ -128,9 +168,138 @@ def _gone(state: RunState) -> Iterator[Verdict]:
             yield Verdict(sentence, f"restart {pronoun}", "bad")
 
 
+def _learning_rate(state: RunState) -> Iterator[Verdict]:
+    """Report a policy that diverges (see CALM)."""
+    # If updates are lost in rounding, the trainer's weights differ from the published ones anyway.
+    if len(state.trained) < MIN_ROWS or number(state.rows[-1], "weights/moved", 1.0) < MOVED:
+        return
+    session = state.session
+    mismatches = [generator_numbers(row, "mismatch_kl") for row in state.trained]
+    for name in sorted({name for mismatch in mismatches for name in mismatch}):
+        starts = (session.start, session.up.get(name, math.nan))
+        since = max((start for start in starts if math.isfinite(start)), default=-math.inf)
+        values = [  # with their rows, since the generator started
+            (mismatch[name], row)
+            for mismatch, row in zip(mismatches, state.trained, strict=True)
+            if math.isfinite(mismatch.get(name, math.nan)) and number(row, "time", since) >= since
+        ]
+        recent = [value for value, _ in values[1:]][-RECENT:]
+        is_unsteady = sum(value > UNSTEADY for value in recent) >= 2
+        if not recent or values[0][0] > CALM or not (is_unsteady or max(recent) > DIVERGED):
+            continue
+        if changes := list(_divergence(values[0][1], state.trained[-RECENT:])):
+            rise = f"mismatch_kl from {values[0][0]:.2g} to {max(recent):.2g}"
+            rate = max(number(row, "learning_rate", 0.0) for row in state.trained)
+            yield Verdict(
+                f"the learning rate is too high: {', '.join([rise, *changes])}, with the same "
+                "engine and dtype",
+                f"lower train.learning_rate (up to {rate:.1g}) to a tenth, {FORK} before these "
+                "steps",
+                "bad",
+            )
+            return
+    yield from _collapse(state)
+
+
+def _collapse(state: RunState) -> Iterator[Verdict]:
+    """Report a divergence before these rows: without any signal, rows have no mismatch_kl."""
+    start = state.session.start
+    for event in state.events:
+        initial, mismatch = number(event, "initial_kl"), number(event, "mismatch_kl")
+        is_past = number(event, "time") < start or event.get("event") != "mismatch"
+        if not is_past and initial <= CALM and _equal_groups(state)[0] == 1.0:
+            yield Verdict(
+                f"the learning rate was too high: mismatch_kl rose from {initial:.2g} to "
+                f"{mismatch:.2g} until step {number(event, 'step'):.0f}, and all groups have equal "
+                "rewards now",
+                f"lower train.learning_rate to a tenth, {FORK} before that step",
+                "bad",
+            )
+            return
+
+
+def _divergence(first: Mapping[str, object], recent: Rows) -> Iterator[str]:
+    """Yield the metrics that show a divergence, with their first and their worst value."""
+    for key in ("grad_norm", "entropy"):
+        start = number(first, key)
+        worst = max((number(row, key, -math.inf) for row in recent), default=math.nan)
+        if start > 0.0 and worst >= GROWN * start:
+            yield f"{key} from {start:.2g} to {worst:.2g}"
+    start = number(first, "reward")
+    worst = min((number(row, "reward", math.inf) for row in recent), default=math.nan)
+    if start > 0.0 and worst <= FALLEN * start:
+        yield f"reward from {start:.2f} to {worst:.2f}"
+
+
+def _truncation(state: RunState) -> Iterator[Verdict]:
+    """Report completions that are cut off at their limit, and a missing end token."""
+
+    def mean(metric: str) -> float:
+        values = (number(row, f"completions/{metric}") for row in state.rows)
+        return finite_mean(values, default=0.0)
+
+    share, equal = mean("clipped_ratio"), _equal_groups(state)
+    if len(state.rows) < MIN_ROWS or share < TRUNCATED or _is_solved(*equal):
+        return
+    longer = "raise sampling.max_completion_length"
+    if mean("mean_turns") > 1.0:
+        longer += " or task.max_turns"
+    limit = f"at their limit, after {mean('mean_length'):.0f} tokens on average"
+    if share >= ALL_TRUNCATED and (ends := mean("special_token_ratio")) >= UNENDED:
+        yield Verdict(
+            f"the end token never comes: {share:.0%} of completions are cut off {limit}, and "
+            f"{ends:.0%} go on after a special token that should have ended them",
+            "set eos_token_id in generation_config.json of the model to the token that ends its "
+            "answers",
+            "bad",
+        )
+    elif share == 1.0:
+        yield Verdict(
+            f"no completion ends: all are cut off {limit}",
+            f"{longer}; if longer ones do not end either, the end token is missing: set "
+            "eos_token_id in generation_config.json of the model",
+            "bad",
+        )
+    else:
+        is_useless = share >= ALL_TRUNCATED and equal[0] >= NO_SIGNAL
+        yield Verdict(
+            f"{share:.0%} of completions are cut off {limit}",
+            f"{longer}, or ask for shorter answers in data.system_prompt",
+            "bad" if is_useless else "warn",
+        )
+
+
+def _equal_reward(state: RunState) -> Iterator[Verdict]:
+    """Report a reward that is the same for all completions of all recent steps."""
+    rows, first, share = state.rows, state.trained[0], _equal_groups(state)[0]
+    rewards = [number(row, "reward") for row in rows]
+    # Groups with equal rewards may be trained, for a loss that needs no rewards.
+    is_trained = any(number(row, "num_loss_tokens", 0.0) > 0.0 for row in rows)
+    if share < 1.0 or is_trained or not all(math.isclose(each, rewards[0]) for each in rewards):
+        return
+    every = f"every completion of the last {len(rows)} steps got {rewards[0]:.2f}"
+    doctor = f"{program_name('doctor')} calls it on one completion"
+    if rewards[0] <= 0.0:
+        yield Verdict(
+            f"the reward is never given: {every}",
+            f"check the reward function ({doctor}) on a right answer; if it is correct, use easier "
+            "problems",
+            "bad",
+        )
+    elif (
+        rewards[0] >= SOLVED and number(first, "step") == 1.0 and number(first, "reward") >= SOLVED
+    ):
+        yield Verdict(
+            f"the reward is always given: {every}",
+            f"check the reward function ({doctor}) on a wrong answer; if it is correct, use harder "
+            "problems",
+            "bad",
+        )
+
+
 def _no_signal(state: RunState) -> Iterator[Verdict]:
     share, reward = _equal_groups(state)
-    if share < NO_SIGNAL or reward >= SOLVED:
+    if share < NO_SIGNAL or _is_solved(share, reward):
         return
     sentence = f"{share:.0%} of groups have equal rewards, mean reward {reward:.2f}"
     advice = "raise sampling.temperature or sampling.num_generations"
@@ -139,10 +308,10 @@ def _no_signal(state: RunState) -> Iterator[Verdict]:
             "check the reward function; if it is right, use easier problems or raise "
             "sampling.num_generations"
         )
-    if share == 1.0 and len(state.rows) >= WINDOW:
-        yield Verdict(f"no learning signal: {sentence}", advice, "bad")
-    else:
-        yield Verdict(f"little learning signal: {sentence}", advice)
+    is_late = len(state.rows) >= WINDOW or state.session.is_complete
+    is_bad = is_late and (share == 1.0 or reward <= HOPELESS)
+    amount = "no" if is_bad and share == 1.0 else "little"
+    yield Verdict(f"{amount} learning signal: {sentence}", advice, "bad" if is_bad else "warn")
 
 
 def _rounding(state: RunState) -> Iterator[Verdict]:
@@ -162,13 +331,18 @@ def _rounding(state: RunState) -> Iterator[Verdict]:
 
 def _solved(state: RunState) -> Iterator[Verdict]:
     share, reward = _equal_groups(state)
-    if share >= NO_SIGNAL and reward >= SOLVED:
+    if _is_solved(share, reward):
         yield Verdict(
             f"the task is solved: mean reward {reward:.2f}, {share:.0%} of groups have equal "
             f"rewards; {next(_balance(state)).sentence}",
             "stop here, or train on harder problems",
             "ok",
         )
+
+
+def _is_solved(share: float, reward: float) -> bool:
+    """True for these results of `_equal_groups`."""
+    return share >= NO_SIGNAL and reward >= SOLVED
 
 
 def _equal_groups(state: RunState) -> tuple[float, float]:
@@ -202,7 +376,8 @@ def _dropped_groups(state: RunState) -> Iterator[Verdict]:
         source = f", most of them from {senders.most_common(1)[0][0]}" if senders else ""
         yield Verdict(
             f"{share:.0%} of groups were dropped as stale{source}",
-            "raise train.max_off_policy_steps, or remove the slowest generator",
+            "raise train.max_off_policy_steps"
+            + ", or remove the slowest generator" * (len(state.generators) > 1),
         )
 
 
@@ -256,6 +431,15 @@ def _journal(state: RunState) -> Iterator[Verdict]:
         )
 
 
+def _complete(state: RunState) -> Iterator[Verdict]:
+    reward = finite_mean(number(row, "reward") for row in state.rows)
+    yield Verdict(
+        f"the run is complete: mean reward {reward:.2f} in its last {len(state.rows)} steps",
+        "",
+        "ok",
+    )
+
+
 def _balance(state: RunState) -> Iterator[Verdict]:
     """Report whether the trainer or the generators wait; yield at least one Verdict."""
     if len(state.rows) < MIN_ROWS:
@@ -287,7 +471,8 @@ def _balance(state: RunState) -> Iterator[Verdict]:
         yield Verdict(
             f"the trainer is the bottleneck: {worst.name} is blocked {worst.blocked:.0%} of "
             f"its time {_cause(worst)}",
-            "use a faster device for the trainer; fewer generators suffice",
+            "use a faster device for the trainer"
+            + "; fewer generators suffice" * (len(state.generators) > 1),
         )
     else:
         yield Verdict(
@@ -322,7 +507,10 @@ def _slow_generator(state: RunState) -> str:
     if not slowest or slowest.speed >= SLOW * median(stats.speed for stats in state.generators):
         return ""
     total = sum(generator.tokens_per_s for generator in state.generators)
-    return f"; {slowest.name} is slow: {slowest.tokens_per_s:.0f} of {total:.0f} tokens/s"
+    return (
+        f"; {slowest.name} is slow: {format_rate(slowest.tokens_per_s)} of "
+        f"{format_rate(total)} tokens/s"
+    )
 
 
 def _is_queue_full(generator: GeneratorStats) -> bool:
@@ -335,7 +523,10 @@ def _cause(generator: GeneratorStats) -> str:
     return "by a full send queue" if _is_queue_full(generator) else "until the trainer catches up"
 
 
+# Of a complete run; of the last, only a finding of level "bad" replaces that it is complete.
+FAULTS = (_rounding, _learning_rate, _truncation, _equal_reward, _complete, _no_signal)
 FINDINGS = (
-    *(_stalled, _gone, _no_signal, _rounding, _dropped_groups, _weights, _journal),
-    *(_solved, _balance),
+    *(_unreadable_weights, _stalled, _current_activity, _gone, _learning_rate, _truncation),
+    *(_equal_reward, _no_signal),
+    *(_rounding, _dropped_groups, _weights, _journal, _solved, _balance),
 )

@@ -146,7 +146,7 @@ def _run(
     os.setsid()
     os.close(guard_pipe[1])
     signal.set_wakeup_fd(-1)  # the parent's
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if output is not None:

@@ -226,15 +226,17 @@ def jobs_of(host: Host, hosts: Hosts, config: Config) -> list[Job]:
     env = {"HF_HUB_OFFLINE": "1", **host.env}
     options = settings_options(host, config)
     # The workers of the host share its cores; all generators of the run share the problems.
-    num_workers, count = str(len(host.workers)), str(len(hosts.generators))
+    count, num_workers = str(len(hosts.generators)), len(host.workers)
     jobs: list[Job] = []
     if host.role == "trainer":
-        words = (PYTHON, "bin/trainer", *options, "--train.num-workers", num_workers)
+        share = str(max(num_workers, config.train.num_workers))
+        words = (PYTHON, "bin/trainer", *options, "--train.num-workers", share)
         jobs.append(Job(f"{host.name}-trainer", words, env, str(config.run_folder)))
     for name in host.generators:
         index = str(hosts.generators.index(name))
         identity = ("--generator.name", name, "--generator.index", index)
-        sharing = ("--generator.count", count, "--generator.num-workers", num_workers)
+        share = str(max(num_workers, config.generator.num_workers))
+        sharing = ("--generator.count", count, "--generator.num-workers", share)
         words = (PYTHON, "bin/generator", *options, *identity, *sharing)
         jobs.append(Job(name, words, env))
     return jobs
@@ -255,8 +257,14 @@ def settings_options(host: Host, config: Config) -> list[str]:
 def _probe_problem(host: Host, result: Result) -> str | None:
     """Why the host cannot run workers, from the output of PROBE; None if it can."""
     facts = dict(line.split("=", 1) for line in result.stdout.splitlines() if "=" in line)
-    if result.returncode or "python" not in facts:
+    noise, python, _ = result.stdout.partition("python=")
+    if result.returncode or not python:
         return f"the probe failed: {ssh.last_line(result)}"
+    if noise:
+        return (
+            f"its shell prints {noise.strip()[:40]!r} before each command, which breaks rsync; "
+            "begin ~/.bashrc (or ~/.zshenv) with: case $- in *i*) ;; *) return ;; esac"
+        )
     version = facts["python"]  # or the error of a command that does not run
     is_version = re.fullmatch(r"\d+\.\d+\.\d+", version) is not None
     if not is_version or tuple(map(int, version.split("."))) < OLDEST_PYTHON:

@@ -34,7 +34,7 @@ from peralta_zmq.operate.slurm import SlurmLauncher
 PROGRAM = program_name("lan")
 STARTING = ("up", "sync")  # commands that need the code and the settings
 HOSTS_FILE, EXAMPLE = host_setup.HOSTS_FILE, Path("configs/hosts.example.toml")
-LOOPBACK = ("127.0.0.1", "localhost")  # not 127.0.0.2, which tests use for another machine
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # not 127.0.0.2, which tests use for another machine
 FIRST_GPU = ("auto", "cuda", "cuda:0", "mps")  # names of the same GPU, on a machine that has one
 StepsOf: TypeAlias = Callable[[Host], list[ssh.Command]]  # commands of one phase for a host
 

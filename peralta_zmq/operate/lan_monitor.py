@@ -7,6 +7,8 @@ A worker is the trainer or one generator. Its supervisor on the host writes its 
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias, TypeVar, cast
 
 from peralta_zmq.config.hosts import Host, Hosts
+from peralta_zmq.config.programs import NO_READER
 from peralta_zmq.errors import printable, program_name
 from peralta_zmq.observe.run_state import format_duration
 from peralta_zmq.operate import host_setup, ssh
@@ -25,6 +28,8 @@ FAILED_STATES = (
     *("gave up", "failed", "crashed", "unknown"),
     *("unshared", "node failed", "no memory"),
 )
+# replaying, evaluating: only of a trainer
+RUNNING_STATES = ("running", "waiting", "replaying", "evaluating")
 DEFAULT_LINES = 20  # earlier lines of each log that `bin/lan logs` prints
 RECONNECT_SECONDS = 5.0
 # Status of one worker: the JSON object of `supervisor.print_status` plus the host's name. The keys
@@ -46,7 +51,7 @@ def print_status(rows: Sequence[Row]) -> int:
 
 def running_workers(hosts: Hosts) -> list[str]:
     """Names of the running workers on the hosts that can be reached."""
-    return [str(row["name"]) for row in query_all(hosts) if row["state"] == "running"]
+    return [str(row["name"]) for row in query_all(hosts) if row["state"] in RUNNING_STATES]
 
 
 def trainer_exit_code(hosts: Hosts) -> int:
@@ -80,7 +85,8 @@ def _query(host: Host) -> list[Row]:
         unknown = {"state": "unknown", "since": None, "restarts": "", "code": None}
         rows = [{**unknown, "name": name, "tail": [problem]} for name in host.workers]
     else:
-        rows = [json.loads(line) for line in result.stdout.splitlines()]
+        # The user's shell may print text before the first row.
+        rows = [json.loads(row) for row in re.findall('{"since": .*', result.stdout)]
     return [{**row, "host": host.name} for row in rows]
 
 
@@ -176,5 +182,8 @@ class LogReader:
     def _print(self, line: str) -> None:
         """Print a line, unless Ctrl-C has stopped the output."""
         if not self._stopped.is_set():
-            sys.stdout.write(f"{printable(line)}\n")
-            sys.stdout.flush()
+            try:
+                sys.stdout.write(f"{printable(line)}\n")
+                sys.stdout.flush()
+            except BrokenPipeError:
+                os._exit(NO_READER)  # this thread cannot end the program otherwise

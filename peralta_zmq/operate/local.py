@@ -49,12 +49,7 @@ def run_local(
                 f"run folder {folder} cannot be written ({failure_text(error)}); "
                 "choose another --run.dir"
             ) from None
-    workers = local_workers(
-        folder,
-        arguments,
-        num_generators=count,
-        can_fork=forks.import_libraries(),
-    )
+    workers = local_workers(config, arguments, can_fork=forks.import_libraries())
     num_bytes = 0  # size of metrics.jsonl, which has a line for each step of earlier sessions
     with contextlib.suppress(OSError):
         num_bytes = (folder / METRICS).stat().st_size
@@ -74,25 +69,27 @@ def run_local(
 
 
 def local_workers(
-    folder: Path, arguments: Sequence[str], *, num_generators: int, can_fork: bool = False
+    config: Config, arguments: Sequence[str], *, can_fork: bool = False
 ) -> list[Worker]:
     """The trainer, which is first, and the generators; forks of this process if it `can_fork`.
 
-    Each worker gets the number of workers that share the cores of this machine.
+    Each worker gets the number of workers that share the cores of this machine, or a higher one
+    that the user has set.
     """
 
     def entry_point(program: str) -> str:
         return f"peralta_zmq.config.programs:{program}" if can_fork else ""
 
-    count, num_workers = str(num_generators), str(num_generators + 1)
-    share = ("--train.num-workers", num_workers)
+    count = config.run.num_local_generators
+    share = ("--train.num-workers", str(max(count + 1, config.train.num_workers)))
     command = (*program_command("trainer"), *arguments, *share)
     workers = [Worker("trainer", command, main=entry_point("trainer"))]
-    share = ("--generator.count", count, "--generator.num-workers", num_workers)
-    for index in range(num_generators):
+    num_workers = str(max(count + 1, config.generator.num_workers))
+    share = ("--generator.count", str(count), "--generator.num-workers", num_workers)
+    for index in range(count):
         identity = ("--generator.index", str(index), "--generator.name", f"local-{index}")
         command = (*program_command("generator"), *arguments, *share, *identity)
-        log = folder / "logs" / f"generator-{index}.log"
+        log = config.run_folder / "logs" / f"generator-{index}.log"
         workers.append(Worker(f"generator-{index}", command, log, entry_point("generator")))
     return workers
 

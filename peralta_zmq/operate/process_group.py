@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TextIO, TypeAlias
 
+from peralta_zmq import errors
 from peralta_zmq.errors import EXIT_ERROR, printable, program_name
 from peralta_zmq.observe.metrics import EVENTS, JsonLines
 from peralta_zmq.operate.forks import ForkedProcess
@@ -85,12 +86,14 @@ def supervise(
     the events restart, killed and failed. `on_tick` is called at least 5 times a second. With
     `stop_signal`, the leader gets that signal instead of the first one, and later ones are ignored.
     """
-    atexit.register(_discard_unwritten_output)
+    atexit.register(errors.discard_unwritten_output)
     with catch_signals() as wait_for_signals, ProcessGroup(workers, record, has_trained) as group:
         group.stop_signal = stop_signal
         while (code := group.poll()) is None:
             for number in wait_for_signals(POLL_SECONDS):
-                if (code := group.interrupt(number)) is not None:
+                if number == signal.SIGTSTP:
+                    group.suspend()
+                elif (code := group.interrupt(number)) is not None:
                     return code
             if on_tick:
                 on_tick(group)
@@ -152,6 +155,20 @@ class ProcessGroup:
         self.is_interrupted = True
         return None
 
+    def suspend(self) -> None:
+        """Stop all workers and this process after SIGTSTP (Ctrl-Z), until SIGCONT (`fg`).
+
+        The terminal does not stop the workers, because each has a session of its own. The guards
+        continue: they kill the workers if this process is killed.
+        """
+        for process in self._processes.values():
+            process.send_signal(signal.SIGSTOP)
+        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTSTP)  # without effect if no shell could continue it
+        signal.signal(signal.SIGTSTP, handler)
+        for process in self._processes.values():
+            process.send_signal(signal.SIGCONT)
+
     def stop_all(self, wait_for_signals: WaitForSignals) -> None:
         """Send SIGTERM to all processes and wait until they end.
 
@@ -163,7 +180,7 @@ class ProcessGroup:
             process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and any(process.is_running for process in processes):
-            if wait_for_signals(POLL_SECONDS):
+            if {*wait_for_signals(POLL_SECONDS)} - {signal.SIGTSTP}:
                 return
             for process in processes:
                 process.poll()
@@ -223,9 +240,7 @@ class ProcessGroup:
             self._print_notices()
 
     def _print_notices(self) -> None:
-        # Show the cursor, which a killed leader may have hidden.
-        show_cursor = "\033[?25h" if sys.stdout.isatty() else ""
-        write_output(sys.stdout, show_cursor + "".join(f"{text}\n" for text in self._notices))
+        write_output(sys.stdout, "".join(f"{text}\n" for text in self._notices))
         self._notices.clear()
 
 
@@ -338,23 +353,24 @@ class ManagedProcess:
 
 @contextlib.contextmanager
 def catch_signals() -> Generator[WaitForSignals, None, None]:
-    """Yield a function `wait(seconds)` that waits for SIGINT, SIGTERM or SIGCHLD.
+    """Yield a function `wait(seconds)` that waits for SIGINT, SIGTERM, SIGTSTP or SIGCHLD.
 
-    That function returns the received SIGINT and SIGTERM. SIGCHLD (a child has ended) and signals
-    with handlers of the caller only end the wait.
+    That function returns the received signals, but not SIGCHLD (a child has ended), which only ends
+    the wait, as do signals with handlers of the caller.
     """
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.set_blocking(writing, False)
     previous_wakeup = signal.set_wakeup_fd(writing)  # each signal writes its number as one byte
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+    returned = (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)
+    numbers = (*returned, signal.SIGCHLD)
     # A handler that does nothing: unlike SIG_IGN it keeps the wake-up byte.
     previous = {number: signal.signal(number, lambda number, frame: None) for number in numbers}
 
     def wait_for_signals(seconds: float) -> list[int]:
         ready, _, _ = select.select([reading], [], [], seconds)
         received = os.read(reading, 4096) if ready else b""
-        return [number for number in received if number in (signal.SIGINT, signal.SIGTERM)]
+        return [number for number in received if number in returned]
 
     try:
         yield wait_for_signals
@@ -384,18 +400,6 @@ def write_output(stream: TextIO, text: str) -> None:
     with contextlib.suppress(OSError):
         stream.write(text)
         stream.flush()
-
-
-def _discard_unwritten_output() -> None:
-    """Discard buffered output that cannot be written.
-
-    Python would try to write it at exit, and change the exit code to 120.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _open_log(worker: Worker) -> contextlib.AbstractContextManager[BinaryIO | None]:

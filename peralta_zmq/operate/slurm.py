@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import cast
 
 from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.config import Config, earlier_config
@@ -38,7 +39,13 @@ from peralta_zmq.operate.slurm_submit import (
     prepare_folder,
     sbatch,
 )
-from peralta_zmq.operate.supervisor import FOLDER, NUM_LOG_LINES, read_new_lines, tail_offset
+from peralta_zmq.operate.supervisor import (
+    FOLDER,
+    NUM_LOG_LINES,
+    activity_of,
+    read_new_lines,
+    tail_offset,
+)
 
 QUEUE_SECONDS = 10.0  # for the trainer's job to start, before `up` continues without it
 SHARED_SECONDS = 60.0  # for the state of a started job to appear in the run folder
@@ -176,7 +183,11 @@ class SlurmLauncher:
         folder = Path(self._submitted().run_folder)
         rows = self._states()
         for row in rows:
-            row["tail"] = row["tail"] or _tail(log_file(folder, str(row["name"])))
+            tail = row["tail"] or _tail(log_file(folder, str(row["name"])))
+            row["tail"] = tail
+            if row["state"] == "running":
+                run = folder if row["name"] == TRAINER else None
+                row["state"] = activity_of(run, cast("Sequence[str]", tail))
         return rows
 
     def _states(self) -> list[Row]:

@@ -29,7 +29,7 @@ from typing import Any
 
 from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.config.programs import program_command
-from peralta_zmq.errors import EXIT_ERROR, printable
+from peralta_zmq.errors import EXIT_ERROR, prepare_streams, printable
 from peralta_zmq.operate.process_group import (
     ProcessGroup,
     Worker,
@@ -275,4 +275,5 @@ class Job:
 
 
 if __name__ == "__main__":
+    prepare_streams()
     sys.exit(main(sys.argv[1:], os.environ))

@@ -7,6 +7,7 @@ without `ssh` is this machine: its commands run in a local shell.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from peralta_zmq.config.hosts import Host
 SSH = (
     *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),  # BatchMode: never prompt
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),  # a dead link ends ssh in 20 s
+    *("-o", "RemoteCommand=none"),  # one in ~/.ssh/config would refuse ours
 )
 # Exit codes: ssh could not connect; time limit (as of `timeout`); missing program (as of a shell).
 SSH_FAILED, TIMED_OUT, NOT_FOUND = 255, 124, 127
@@ -81,7 +83,10 @@ def on_host(
     machine. A failed ssh connection is reported as the problem; any other result is passed to
     `find_problem`, by default `failure` with `remedy`.
     """
-    words = (*SSH, *shlex.split(host.ssh), script) if host.ssh else ("/bin/sh", "-c", script)
+    words = ("/bin/sh", "-c", script)
+    if host.ssh:
+        options, machine = host.ssh_words
+        words = (*SSH, *options, machine, script)
     find_problem = find_problem or partial(failure, remedy=remedy)
     return Command(words, stdin, seconds, partial(_problem_on_host, host, find_problem))
 
@@ -90,7 +95,8 @@ def rsync_to(host: Host, sources: Sequence[str], target: str, *options: str) -> 
     """Return the command that copies files to a host; `target` may begin with ~/."""
     words = ["rsync", "-a", *options]
     if host.ssh:
-        *ssh_options, machine = shlex.split(host.ssh)
+        ssh_options, machine = host.ssh_words
+        machine = re.sub("[^@]*:[^@]*$", r"[\g<0>]", machine)  # IPv6
         remote = f"{machine}:{target.removeprefix('~/')}"
         words += ["-e", shlex.join([*SSH, *ssh_options]), *sources, remote]
     else:
@@ -225,6 +231,7 @@ def _problem_on_host(host: Host, find_problem: FindProblem, result: Result) -> s
         "HOST IDENTIFICATION HAS CHANGED": f"the host key has changed; run {by_hand} by hand",
         "Host key verification failed": f"accept its host key once by hand: {by_hand}",
         "Could not resolve": "the name cannot be resolved; correct ssh = in the hosts file",
+        "onfiguration option": "correct that line of the ssh config",
         "Connection refused": "no sshd listens there; start it (macOS: Sharing, Remote Login)",
     }
     default = f"cannot be reached; is it on, and does {by_hand} work?"

@@ -29,7 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from peralta_zmq.atomic_files import is_held, replace_file
-from peralta_zmq.errors import EXIT_ERROR, ConfigError, PeraltaError
+from peralta_zmq.errors import EXIT_ERROR, ConfigError, PeraltaError, prepare_streams
+from peralta_zmq.observe.metrics import EVENTS, read_rows
+from peralta_zmq.observe.run_state import newest_session
 from peralta_zmq.operate import service_units
 from peralta_zmq.operate.process_group import (
     NUM_LOG_LINES,
@@ -51,6 +53,8 @@ RESTART_SECONDS = 10.0  # for `restart` or systemd to start an ended supervisor 
 POLL_SECONDS = 0.02  # between two tests of a condition
 FOLLOW_SECONDS = 0.2  # between two reads of a log
 MAX_LOG_BYTES = 8 << 20  # longer logs are rotated
+# In the last log line of a generator that waits for the trainer.
+WAITING_TEXTS = ("waiting for trainer", "waiting for a trainer", "no announcement from the trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +192,12 @@ def print_status(names: Sequence[str]) -> None:
     """Print one JSON object per worker: fields of State, name, state and log tail."""
     for name in names:
         state = _read_state(name)
-        state_name = "running" if supervisor_pid(name) else _state_name(state)
-        row = {**asdict(state), "name": name, "state": state_name, "tail": _tail(name)}
+        tail = _tail(name)
+        state_name = _state_name(state)
+        if supervisor_pid(name):
+            run = read_job(name).run
+            state_name = activity_of(Path(run) if run else None, tail)
+        row = {**asdict(state), "name": name, "state": state_name, "tail": tail}
         sys.stdout.write(f"{json.dumps(row)}\n")
 
 
@@ -306,6 +314,23 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
+def activity_of(run: Path | None, tail: Sequence[str]) -> str:
+    """What a running worker does: waiting, evaluating or replaying, else running.
+
+    A trainer is described by the events in its folder `run`, a generator (None) by the end of its
+    log.
+    """
+    if run is None:
+        is_waiting = bool(tail) and any(text in tail[-1] for text in WAITING_TEXTS)
+        return "waiting" if is_waiting else "running"
+    try:
+        session = newest_session(read_rows(run / EVENTS))
+    except OSError:  # its disk is missing
+        return "running"
+    activity = session.activity({})
+    return "running" if session.is_over or activity == "training" else activity
+
+
 def _state_name(state: State) -> str:
     """State, as in `bin/lan status`, of a worker whose supervisor does not run."""
     if state.since is None:
@@ -401,6 +426,7 @@ def _file(name: str, kind: str) -> Path:
 
 
 if __name__ == "__main__":
+    prepare_streams()
     try:
         sys.exit(main(sys.argv[1:]))
     except PeraltaError as error:

@@ -47,7 +47,7 @@ def test_numbers_equal_those_of_the_files(tmp_path: Path, serve: Callable, tab: 
     assert seen.text("weights-weights/seconds") == "0.03"
     assert seen.text("verdict").startswith("the trainer waits 50% of its time for rollouts")
     assert seen.chart("reward", "data-points") == "31"  # 30 steps and the evaluation at 0
-    assert seen.page.locator("article.chart[data-drawn]").count() == 10
+    assert seen.page.locator("article.chart[data-drawn]").count() == 11
 
 
 def test_new_row_appears_within_two_seconds(tmp_path: Path, serve: Callable, tab: Callable) -> None:
@@ -106,7 +106,7 @@ def test_empty_run_explains_what_it_waits_for(
 ) -> None:
     folder = make_run(tmp_path / "hand", num_steps=0)
     seen = tab(serve(folder).url)
-    seen.wait_for("status", "waiting for the first step")
+    seen.wait_for("status", "waiting for a generator")
     assert seen.text("verdict") == "waiting for the first generator"
     assert seen.text("advice") == "start one: bin/generator @ CONFIG"
     assert seen.text("card-reward") == "-"
@@ -169,7 +169,7 @@ def milliseconds_to_draw(folder: Path, step: str, serve: Callable, tab: Callable
     seen.page.goto(server.url, wait_until="commit")
     duration = seen.page.evaluate(
         """async (step) => {
-        const done = () => document.querySelectorAll("article.chart[data-drawn]").length === 10
+        const done = () => document.querySelectorAll("article.chart[data-drawn]").length === 11
             && document.querySelector('[data-testid="step"]').textContent === step;
         while (!done()) await new Promise(requestAnimationFrame);
         return performance.now();
@@ -240,8 +240,17 @@ def test_phone_layout_has_no_horizontal_scrolling(
     tmp_path: Path, serve: Callable, tab: Callable
 ) -> None:
     folder = make_run(tmp_path / "hand", num_steps=30)
-    seen = tab(serve(folder).url, viewport={"width": 390, "height": 844})
-    seen.wait_for("step", "30")
+    make_run(tmp_path / ("a-long-name" * 5), num_steps=3)
+    example = {"step": 0, "question": "x" * 200, "expected": "y" * 200, "completions": ["z" * 200],
+               "rewards": [1.0], "cut_off": [True]}  # fmt: skip
+    append(folder / "answers.jsonl", example)
+    append(folder / "eval.jsonl", {"step": 0, "accuracy": 1.0})
+    url = serve(tmp_path).url
+    seen = tab(url, viewport={"width": 390, "height": 844})
+    seen.page.get_by_test_id("run-hand").wait_for()
+    assert seen.page.evaluate("document.documentElement.scrollWidth") == 390
+    seen.page.get_by_role("link", name="hand").click()
+    seen.wait_for("num-answers", "1 of 1 problems")
     assert seen.page.evaluate("document.documentElement.scrollWidth") == 390
     charts = seen.page.locator("article.chart").all()
     assert {round(chart.bounding_box()["width"]) for chart in charts} == {362}  # one column
@@ -305,8 +314,13 @@ def test_two_runs_share_the_charts(tmp_path: Path, serve: Callable, tab: Callabl
                (("first", 30), ("second", 20))]  # fmt: skip
     for folder in folders:
         append(folder / "eval.jsonl", {"step": 0, "accuracy": 0.424})
-    seen = tab(serve(*folders).url)
+    url = serve(*folders).url
+    seen = tab(url)
+    for name in ("first", "second"):
+        seen.page.get_by_label(f"compare {name}").check()
+    seen.page.get_by_test_id("compare").click()
     seen.wait_for("run", "first")
+    assert seen.page.url == f"{url}?run=first&run=second"
     legend = seen.page.get_by_test_id("chart-queue").locator(".legend")
     legend.get_by_text("second queue").wait_for()
     assert legend.inner_text().split() == ["first", "queue", "14", "second", "queue", "14"]
@@ -314,3 +328,111 @@ def test_two_runs_share_the_charts(tmp_path: Path, serve: Callable, tab: Callabl
     assert [key.get_attribute("class").split() for key in held_out.all()] == 2 * [["key", "dots"]]
     seen.page.get_by_role("button", name="second").click()
     seen.wait_for("step", "20")
+    legend.get_by_text("second queue").wait_for()
+    rows = seen.page.get_by_test_id("settings").locator("tr")
+    rows.first.wait_for()
+    assert rows.all_inner_texts() == ["setting\tfirst\tsecond", "train.max_steps\t60\t40"]
+    assert seen.text("settings-title") == "Settings that differ"
+    seen.page.get_by_role("link", name="all runs").click()
+    seen.page.get_by_test_id("list").get_by_role("link", name="second").wait_for()
+
+
+def test_list_links_to_the_page_of_each_run(tmp_path: Path, serve: Callable, tab: Callable) -> None:
+    for name, steps in (("first", 3), ("a & b", 7)):
+        make_run(tmp_path / name, num_steps=steps)
+    seen = tab(serve(tmp_path).url)
+    seen.page.get_by_test_id("run-first").wait_for()
+    shown = seen.page.get_by_test_id("run-a & b").inner_text().split("\t")
+    assert [text.strip() for text in shown[1:8]] == [
+        "a & b", "training", "7 of 14", "0.556", "-", "embedded", "calculator"]  # fmt: skip
+    assert not seen.page.get_by_test_id("verdict").is_visible()
+    make_run(tmp_path / "third", num_steps=1)
+    seen.page.get_by_test_id("run-third").wait_for()
+    seen.page.get_by_role("link", name="a & b").click()
+    seen.wait_for("step", "7")
+    assert seen.text("run") == "a & b"
+    assert not seen.page.get_by_test_id("list").is_visible()
+
+
+def test_every_group_can_be_reached_also_without_signal(
+    tmp_path: Path, serve: Callable, tab: Callable
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    for step in range(4, 34):
+        equal = {"rewards": [0.0, 0.0], "advantages": [], "outcome": "no_signal"}
+        cut = {"cut_off": [False, True]}
+        append(folder / "samples.jsonl", group(step, f"first of {step}", "b") | equal | cut)
+    seen = tab(serve(folder).url)
+    sample = seen.page.get_by_test_id("sample")
+    sample.get_by_text("first of 33").wait_for()
+    assert "outcome no signal" in seen.text("sample")
+    assert sample.get_by_test_id("cut-off").all_inner_texts() == ["cut off at the length limit"]
+    seen.page.get_by_label("from step").fill("5")
+    seen.page.keyboard.press("Enter")
+    sample.get_by_text("first of 5").wait_for()
+    seen.page.get_by_label("rewards").select_option("mixed")
+    seen.page.get_by_label("Older group").click()
+    sample.get_by_text("3 4 +").wait_for()  # the group of step 3
+    seen.page.get_by_label("rewards").select_option("equal")
+    sample.get_by_text("first of 4").wait_for()
+    seen.page.get_by_label("Newer group").click()
+    sample.get_by_text("first of 5").wait_for()
+    seen.page.get_by_test_id("pause").click()  # follow again
+    sample.get_by_text("first of 33").wait_for()
+
+
+def test_held_out_answers_can_be_read_by_evaluation(
+    tmp_path: Path, serve: Callable, tab: Callable
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=30)
+    for step, right in ((0, 1), (20, 2)):
+        for number in range(3):
+            is_right = number < right
+            append(folder / "answers.jsonl", {
+                "step": step, "question": f"question {number}", "expected": "42",
+                "completions": ["42" if is_right else HOSTILE], "rewards": [float(is_right)],
+                "cut_off": [not is_right],
+            })  # fmt: skip
+        evaluation = {"step": step, "accuracy": right / 3, "stderr": 0.333, "num_examples": 3}
+        append(folder / "eval.jsonl", evaluation)
+    file = write_report([folder], tmp_path / "report.html")
+    for url in (serve(folder).url, file.as_uri()):
+        seen = tab(url)
+        seen.wait_for("num-answers", "3 of 3 problems")
+        assert seen.text("note-eval") == "± 0.333, n = 3; step 20; 0.333 at 0"
+        examples = seen.page.get_by_test_id("example")
+        assert examples.nth(1).inner_text().split() == [
+            "question", "question", "1", "expected", "42", "reward", "1.00", "42"]  # fmt: skip
+        seen.page.get_by_test_id("by-score").select_option("wrong")
+        seen.wait_for("num-answers", "1 of 3 problems")
+        assert examples.get_by_test_id("cut-off").count() == 1
+        seen.page.get_by_test_id("evaluation").select_option("0")
+        seen.wait_for("num-answers", "2 of 3 problems")
+        assert seen.page.evaluate("window.hacked") is None
+
+
+def test_x_axis_can_be_time_or_tokens(tmp_path: Path, serve: Callable, tab: Callable) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=30)
+    append(folder / "eval.jsonl", {"step": 0, "accuracy": 0.424})
+    seen = tab(serve(folder).url)
+    seen.wait_for("step", "30")
+    for axis, last, place in (("time", "12", "0.4s"), ("tokens", "122880", "4,096 tokens")):
+        seen.page.get_by_test_id(f"axis-{axis}").click()
+        assert float(seen.chart("loss", "data-last-step")) == pytest.approx(float(last))
+        seen.page.get_by_test_id("chart-loss").focus()
+        seen.page.keyboard.press("Home")
+        at = seen.page.get_by_test_id("chart-loss").locator(".at").inner_text()
+        assert at.startswith(place)
+        assert seen.chart("reward", "data-points") == "31"
+    seen.page.reload()
+    seen.wait_for("step", "30")
+    assert seen.page.get_by_test_id("axis-tokens").get_attribute("aria-pressed") == "true"
+
+
+def test_settings_of_a_run_can_be_found(tmp_path: Path, serve: Callable, tab: Callable) -> None:
+    seen = tab(serve(make_run(tmp_path / "hand", num_steps=3)).url)
+    seen.page.get_by_text("train.max_steps").wait_for()
+    rows = seen.page.get_by_test_id("settings").locator("tr")
+    assert rows.count() == 4
+    seen.page.get_by_test_id("find-setting").fill("embedd")
+    assert rows.all_inner_texts() == ["model.name\tembedded"]

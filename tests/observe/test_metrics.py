@@ -1,5 +1,6 @@
 """JSON-lines files: complete lines only, also after a crash or on a full disk."""
 
+import json
 import math
 import resource
 import time
@@ -35,7 +36,7 @@ def test_read_rows_skips_torn_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(
         b'{"step": 1}\n{"step": 2, "te\xc3{"step": 3}\n17\n[3]\n\n{"a": "\\\n'
-        b'{"a": [1\n2]}\n{"step": 7}, {"step": 8}\n{"step": 4}\n{"step": 5}'
+        b'{"a": [1\n2]}\n{"step": 7}, {"step": 8}\n{"step": 4}\n%s\n{"step": 5}' % (b"[" * 9_000)
     )
     assert read_rows(path) == [{"step": 1}, {"step": 4}]
 
@@ -79,3 +80,43 @@ def test_full_disk_loses_only_the_row(tmp_path: Path, caplog: pytest.LogCaptureF
         lines.append({"step": 4})
     assert [row["step"] for row in read_rows(tmp_path / "rows.jsonl")] == [1, 4]
     assert "row not written" in caplog.text
+
+
+def test_trim_keeps_the_first_step_and_the_newest_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    with JsonLines(path) as lines:
+        for step in range(100):
+            for group in "ab":
+                lines.append({"step": step, "group": group, "text": "x" * 50})
+        size = path.stat().st_size
+        lines.trim(size)
+        assert path.stat().st_size == size
+        lines.trim(size - 1)
+        lines.append({"step": 100})
+    rows = read_rows(path)
+    steps = [row["step"] for row in rows]
+    assert steps[:3] == [0, 0, steps[2]] and steps[-3:] == [99, 99, 100]
+    assert steps[2:] == sorted(steps[2:])
+    assert size / 5 < path.stat().st_size < size / 3
+
+
+def test_trim_drops_rows_of_a_large_first_step(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    with JsonLines(path) as lines:
+        for number_of_row in range(100):
+            lines.append({"step": 1, "row": number_of_row})
+        lines.trim(1000)
+    kept = [row["row"] for row in read_rows(path)]
+    assert kept[0] == 0 and kept[-1] == 99
+    assert sum(len(json.dumps(row)) + 1 for row in read_rows(path)) <= 500
+
+
+def test_trim_that_fails_keeps_all_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "rows.jsonl"
+    with JsonLines(path) as lines:
+        lines.append({"step": 1})
+        path.rename(tmp_path / "moved")
+        lines.trim(1)
+        lines.append({"step": 2})
+    assert [row["step"] for row in read_rows(tmp_path / "moved")] == [1, 2]
+    assert "rows.jsonl not made smaller: No such file or directory" in caplog.text

@@ -118,7 +118,8 @@ def test_closing_text_shows_answers_and_results(evaluated: Path) -> None:
     assert lines[0].split() == ["problem", "base", "answer", "trained", "answer", "reward"]
     assert lines[1].split("  ")[0] == "add 3 to 5"
     assert lines[1].index("3 5 +") < lines[1].index("3 + 5") < lines[1].index("0 -> 1")
-    assert lines[2].startswith("x" * 41 + "...  the result is 8.")
+    assert lines[2].startswith("x" * 44 + "  the result is 8.")
+    assert lines[3] == "x" * 16  # the rest of the problem
     assert "held-out accuracy  0.500 -> 0.970" in lines
     assert "verdict            balanced" in lines
     outcomes = "6 trained + 2 without signal + 1 in flight; 3 received twice and counted once"

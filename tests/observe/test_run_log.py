@@ -11,9 +11,10 @@ import pytest
 
 from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.run_files import RunFiles
-from peralta_zmq.observe.metrics import EVENTS, JsonLines, Row, read_rows
+from peralta_zmq.observe.metrics import ANSWERS, EVALUATIONS, EVENTS, JsonLines, Row, read_rows
 from peralta_zmq.observe.run_log import RunLog, abandoned_weights
 from peralta_zmq.observe.verdict import verdict
+from peralta_zmq.rollout import Answer, Message, Problem
 
 
 def published(step: int, weights_id: str) -> tuple[str, dict[str, object]]:
@@ -30,7 +31,6 @@ def resumed(step: int) -> tuple[str, dict[str, object]]:
     ([published(1, "a"), published(2, "b"), resumed(1), published(2, "c")], 2, {"b"}),
     ([published(1, "a"), published(2, "b"), resumed(1), published(2, "b")], 2, set()),
     ([published(1, "a"), resumed(1), published(2, "c"), resumed(0)], 0, {"a", "c"}),
-    ([published(0, "a"), ("roll_back", {"step": -1}), published(0, "b"), resumed(0)], 0, {"a"}),
     ([published(10**400, "a"), published(1, "b")], 0, {"b"}),  # a forged step
 ])  # fmt: skip
 def test_roll_back_abandons_weights_of_later_steps(
@@ -63,11 +63,11 @@ def test_roll_back_undoes_evaluations_of_later_steps(tmp_path: Path) -> None:
 def test_last_step_after_a_roll_back_ignores_the_clock(tmp_path: Path) -> None:
     with RunLog(tmp_path, run="run", max_steps=8) as run_log:
         for step in range(1, 7):
-            run_log.step({"step": step, "time": 1e9 + step, "reward": 0.5}, {})
+            run_log.step({"step": step, "time": 1e9 + step, "reward": 0.5}, [])
         run_log.rewind(4)
     with RunLog(tmp_path, run="run", max_steps=8) as run_log:
         assert run_log.last_step == 4
-        assert run_log.step({"step": 5, "time": 5.0, "reward": 0.5}, {})  # the clock was set back
+        assert run_log.step({"step": 5, "time": 5.0, "reward": 0.5}, [])  # the clock was set back
     with RunLog(tmp_path, run="run", max_steps=8) as run_log:
         assert run_log.last_step == 5
 
@@ -87,14 +87,14 @@ def test_terminal_summary_and_report_show_the_same_verdict(
     with RunLog(tmp_path, run="run", max_steps=4) as run_log:
         run_log.event("start", step=0)
         for row in rows:
-            run_log.step(row, {})
+            run_log.step(row, [])
         run_log.evaluation(4, [], accuracy=1.0, figures={}, policy_steps=[4, 4])
         run_log.end("complete", step=4)
         run_log.close_run(tmp_path, {"made": 1, "trained": 1, "duplicates": 0}, {})
-    expected = verdict(rows)
-    assert expected.sentence == "the trainer waits 60% of its time for rollouts"
     printed = capsys.readouterr().out
-    assert f"verdict: {expected.text}\n" in printed
+    assert "verdict: the trainer waits 60% of its time for rollouts; add a generator " in printed
+    expected = verdict(rows, [{"event": "start", "step": 0}, {"event": "complete"}])
+    assert f"verdict            {expected.sentence}\n" in printed
     assert f"report             {tmp_path / 'report.html'}\n" in printed
     summary = json.loads((tmp_path / "summary.json").read_text())
     html = (tmp_path / "report.html").read_text("utf-8")
@@ -111,7 +111,7 @@ def test_write_report_failure_is_one_line(
         run_log.write_report()  # writes nothing before the first step
         assert not list(tmp_path.glob("re*"))
         (tmp_path / "report.html").mkdir()
-        run_log.step(waiting_rows(1)[0], {})
+        run_log.step(waiting_rows(1)[0], [])
         capsys.readouterr()
         run_log.write_report()
         (line,) = capsys.readouterr().out.splitlines()
@@ -123,9 +123,9 @@ def test_verdict_of_a_new_session_uses_earlier_rows(tmp_path: Path) -> None:
     *earlier, newest = waiting_rows(4)
     with RunLog(tmp_path, run="run", max_steps=9) as run_log:
         for row in earlier:
-            run_log.step(row, {})
+            run_log.step(row, [])
     with RunLog(tmp_path, run="run", max_steps=9) as run_log:
-        run_log.step(newest, {})
+        run_log.step(newest, [])
         assert run_log.verdict() == verdict([*earlier, newest])
 
 
@@ -135,7 +135,7 @@ def test_stall_is_the_same_in_terminal_and_dashboard(
     with RunLog(tmp_path, run="run", max_steps=9) as run_log:
         run_log.event("start", step=0)
         run_log.event("join", generator="ann", incarnation="1", step=1)
-        run_log.step({"step": 1, "time": time.time(), "step_time": 1.0}, {})
+        run_log.step({"step": 1, "time": time.time(), "step_time": 1.0}, [])
         run_log.event("leave", generator="ann", incarnation="1")
         run_log.check_stall()
         _, *verdicts = capsys.readouterr().out.splitlines()
@@ -161,3 +161,26 @@ def test_session_end_is_recorded_once_if_it_trained(tmp_path: Path) -> None:
             run_log.end("complete", step=9)
             run_log.end("complete", step=9)
     assert [row["event"] for row in read_rows(tmp_path / EVENTS)] == ["start", "complete"]
+
+
+def test_evaluation_writes_all_answers_and_its_precision(tmp_path: Path) -> None:
+    problems = [
+        Problem(str(n), "sums", (Message("user", f"{n} + 1?"),), str(n + 1)) for n in range(9)
+    ]
+    results = [
+        (
+            problem,
+            [Answer(problem.question, problem.answer, 1.0), Answer("", "so", 0.0, cut_off=True)],
+        )
+        for problem in problems
+    ]
+    with RunLog(tmp_path, run="run", max_steps=9) as run_log:
+        run_log.evaluation(3, results, accuracy=0.5, stderr=0.125, figures={}, policy_steps=[3, 4])
+    (row,) = read_rows(tmp_path / EVALUATIONS)
+    assert (row["stderr"], row["num_examples"], len(row["answers"])) == (0.125, 9, 6)
+    rows = read_rows(tmp_path / ANSWERS)
+    assert len(rows) == 9
+    assert rows[8] == {
+        "step": 3, "task": "sums", "question": "8 + 1?", "expected": "9",
+        "completions": ["9", "so"], "rewards": [1.0, 0.0], "cut_off": [False, True],
+    }  # fmt: skip

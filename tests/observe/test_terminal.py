@@ -4,13 +4,21 @@ import io
 import os
 import pty
 import re
+import signal
 import threading
 from collections.abc import Callable
+from typing import TextIO
 
 import pytest
 
 from peralta_zmq.observe.metrics import Row
-from peralta_zmq.observe.terminal import Progress, Terminal, progress_on_stderr, worker_info_text
+from peralta_zmq.observe.terminal import (
+    Progress,
+    Terminal,
+    WaitReport,
+    progress_on_stderr,
+    worker_info_text,
+)
 from peralta_zmq.observe.verdict import Verdict
 
 ROW: Row = {
@@ -20,8 +28,14 @@ ROW: Row = {
 }  # fmt: skip
 
 
-def on_a_terminal(show: Callable[[Terminal], None]) -> str:
+def on_a_terminal(show: Callable[[Terminal], None], *, encoding: str = "utf-8") -> str:
     """Output of `show` on a pseudo-terminal, without control sequences."""
+    written = written_on_a_terminal(lambda terminal, _: show(terminal), encoding=encoding)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
+
+
+def written_on_a_terminal(show: Callable[[Terminal, TextIO], None], *, encoding: str) -> str:
+    """Output of `show` on a pseudo-terminal."""
     master, slave = pty.openpty()
     output: list[bytes] = []
 
@@ -37,11 +51,12 @@ def on_a_terminal(show: Callable[[Terminal], None]) -> str:
 
     reader = threading.Thread(target=read)
     reader.start()
-    with os.fdopen(slave, "w") as stream, Terminal(60, stream, run="demo") as terminal:
-        show(terminal)
+    stream = os.fdopen(slave, "w", encoding=encoding)
+    with stream, Terminal(60, stream, run="demo") as terminal:
+        show(terminal, stream)
     reader.join()
     os.close(master)
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(output).decode())
+    return b"".join(output).decode()
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +103,49 @@ def test_live_table_is_between_notes_and_verdict() -> None:
     places = [seen.index(text) for text in texts]
     assert places == sorted(places)
     assert seen.rstrip().endswith("closing report")
+
+
+HEADINGS = ("step", "reward", "no signal", "staleness", "queue", "wait", "rollouts/s", "generators")
+
+
+@pytest.mark.parametrize(("columns", "lacking"), [
+    (120, ""), (89, ""), (80, "generators"), (60, "generators queue staleness"),
+    (40, "generators queue staleness no_signal wait"), (20, "all"),
+])  # fmt: skip
+def test_narrow_terminal_lacks_whole_columns_and_cuts_none(
+    monkeypatch: pytest.MonkeyPatch, columns: int, lacking: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    row = {**ROW, "step": 1234567}
+    seen = on_a_terminal(lambda terminal: terminal.step(row, WAITS))
+    dropped = HEADINGS[2:] if lacking == "all" else [n.replace("_", " ") for n in lacking.split()]
+    table = seen[seen.rindex("\u250f") : seen.rindex("\u2518")]
+    assert "\u2026" not in seen and max(map(len, table.splitlines())) <= columns
+    assert [name for name in HEADINGS if name in table] == [
+        name for name in HEADINGS if name not in dropped]  # fmt: skip
+    assert "1234567" in table and "0.71" in table
+
+
+def test_terminal_without_utf_8_gets_a_table_in_ascii() -> None:
+    seen = on_a_terminal(lambda terminal: terminal.step(ROW, WAITS), encoding="ascii")
+    assert "generators" in seen and seen.isascii() and "\\u" not in seen
+
+
+def test_table_is_drawn_below_what_the_shell_printed_after_ctrl_z() -> None:
+    def show(terminal: Terminal, stream: TextIO) -> None:
+        terminal.step(ROW, WAITS)
+        stream.write("$ fg\n")  # by the shell
+        os.kill(os.getpid(), signal.SIGCONT)
+        terminal.step({**ROW, "step": 13}, WAITS)
+        terminal.step({**ROW, "step": 14}, WAITS)
+
+    drawn = written_on_a_terminal(show, encoding="utf-8")
+    places = [drawn.index(text) for text in ("step 12 of", "$ fg", "step 13 of", "step 14 of")]
+    shell, first, second = places[1:]
+    assert places == sorted(places)
+    moves = drawn[shell:first].count("\x1b[1A"), drawn[first:second].count("\x1b[1A")
+    assert moves[1] > moves[0] > 0 and moves[0] < drawn[shell:first].count("\n")  # only blank lines
+    assert drawn.rfind("\x1b[?25l", 0, shell) < drawn.rfind("\x1b[?25h", 0, shell)  # has a cursor
 
 
 WAITS = Verdict("the trainer waits 60% of its time for rollouts", "add a generator", "warn")
@@ -226,7 +284,74 @@ def test_progress_on_a_terminal_is_erased_by_hide(monkeypatch: pytest.MonkeyPatc
     progress._next_update = 0.0
     progress.update(0)
     progress.hide()
-    assert screen.getvalue() == "\rdrawing: 0 of 10 (0%)\x1b[K\r\x1b[K"
+    assert screen.getvalue() == "\rdrawing: 0 of 10 (0%)\x1b[K\r\r\x1b[K\r"
+
+
+class Screen(io.StringIO):
+    def __init__(self, *, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+def waited(monkeypatch: pytest.MonkeyPatch, screen: Screen, *moments: tuple[float, str]) -> None:
+    """Report waits at these seconds on a screen, which also has the log lines."""
+    now = 0.0
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr("peralta_zmq.observe.terminal.time.monotonic", lambda: now)
+    report = WaitReport(lambda text: screen.write(f"{text}\n"))
+    for now, text in moments:  # noqa: B007 - the clock reads it
+        if text:
+            report.show(text)
+        else:
+            report.hide()
+
+
+SILENT = [(5.0 * count, f"no answer for {5 * count} s; start it") for count in range(1, 26)]
+
+
+def test_wait_is_one_line_on_a_terminal_that_is_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(is_terminal=True)
+    waited(monkeypatch, screen, *SILENT, (130.0, "no weights"), (131.0, ""), (132.0, ""))
+    logged, rewritten = screen.getvalue().split("\n", 1)
+    assert logged == "no answer for 5 s; start it"
+    parts = rewritten.split("\r")  # before and after each rewritten line
+    assert parts[1] == "no answer for 10 s;\x1b[K"  # what fits into the line
+    assert len(parts) == 2 * 26 + 1
+    assert parts[49:] == ["\x1b[K", "no weights\n", "\x1b[K", ""]  # a new reason, and the end
+
+
+def test_wait_is_a_log_line_per_minute_off_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(is_terminal=False)
+    waited(monkeypatch, screen, *SILENT, (126.0, ""), (127.0, "no weights"))
+    assert screen.getvalue().splitlines() == [
+        "no answer for 5 s; start it", "no answer for 65 s; start it",
+        "no answer for 125 s; start it",
+    ]  # fmt: skip
+
+
+def test_wait_of_the_trainer_is_shown_in_place_or_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("peralta_zmq.observe.terminal.time.monotonic", lambda: now)
+    stream = io.StringIO()
+    with Terminal(60, stream) as terminal:
+        for now in (20.0, 40.0, 60.0, 80.0):
+            terminal.wait(f"no rollouts for {now:.0f} s")
+    assert stream.getvalue() == "no rollouts for 20 s\nno rollouts for 80 s\n"
+
+    def show(terminal: Terminal) -> None:
+        terminal.step(ROW, BALANCED)
+        terminal.wait("no rollouts for 20 s")
+        terminal.wait("no rollouts for 40 s")
+        terminal.step(ROW, BALANCED)
+
+    end = on_a_terminal(show).rpartition("no rollouts for 40 s")[2]
+    assert "balanced" in end and "no rollouts" not in end
 
 
 TRAINER = {"package": "0.1.0", "python": "3.11.7", "torch": "2.13.0", "transformers": "5.1.0",

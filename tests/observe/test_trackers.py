@@ -73,7 +73,7 @@ def test_tracker_logs_finite_numbers_without_axes() -> None:
 
 SAMPLE = {
     "problem": "p", "prompt": "1 + 1 =", "texts": ["1 + 1 = 2", "1 + 1 =\n| 3"],
-    "rewards": [1.0, 0.0], "advantages": [0.5, -0.5],
+    "rewards": [1.0, 0.0], "advantages": [0.5, -0.5], "cut_off": [False, False],
 }  # fmt: skip
 SAMPLE_ROWS = [  # at step 2
     {"step": 2, "problem": "p", "reward": 1.0, "advantage": 0.5, "prompt": "1 + 1 =",
@@ -174,7 +174,7 @@ def log_two_sessions(name: str, folder: Path) -> None:
         with RunLog(folder, run="demo", max_steps=3, trackers=opened) as run_log:
             for step in steps:
                 row = {"step": step, "time": 1e9 + step, "reward": step / 4 + len(steps)}
-                run_log.step({**row, "rewards/right/mean": None}, SAMPLE, VALUES)
+                run_log.step({**row, "rewards/right/mean": None}, [SAMPLE], VALUES)
             run_log.evaluation(1, [], accuracy=0.25, figures={"avg@1": 0.5}, policy_steps=[1, 1])
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from peralta_zmq.observe.metrics import Row
 from peralta_zmq.observe.run_state import format_duration, seconds_left
-from peralta_zmq.observe.verdict import verdict
+from peralta_zmq.observe.verdict import Verdict, verdict
 
 NOW = 5000.0  # unix seconds; step n ends at 1000 + 2 n
 
@@ -60,6 +60,10 @@ def left(name: str, moment: float, *, incarnation: str = "1") -> Row:
     return {"event": "leave", "generator": name, "incarnation": incarnation, "time": moment}
 
 
+def unreadable(name: str, reason: str) -> Row:
+    return {"event": "store_error", "generator": name, "reason": reason, "time": 1001.0}
+
+
 START: Row = {"event": "start", "time": 1000.0, "step": 0}
 STALE_DROPS: list[Row] = [  # those of "a" are more than a minute older than the rows that count
     {"event": "drop", "outcome": "stale", "sender": f"{name}/00ff", "time": moment, "count": count}
@@ -97,7 +101,7 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, str, str]] = {
         "up; use a faster device for the trainer; fewer generators suffice"),
     "full queue": (run(10, gen("a", blocked_frac=0.6, queue_frac=0.5)), [], None, "warn",
         "the trainer is the bottleneck: a is blocked 60% of its time by a full send queue; use a "
-        "faster device for the trainer; fewer generators suffice"),
+        "faster device for the trainer"),
     "both wait": (run(10, gen("a", blocked_frac=0.4), time__wait_for_batch=0.6), [], None, "warn",
         "trainer and generators alternate: the trainer waits 30% of its time for rollouts, "
         "generators 40% for the trainer; raise train.max_async_level"),
@@ -131,9 +135,22 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, str, str]] = {
     "old weights": (run(10, gen("a"), gen("nas", step=4)), [], None, "warn",
         "nas still samples from the weights of step 4, which are 6 steps or 12 s old; check its "
         "link to weights.dir with bin/doctor on that machine"),
+    "unreadable weights": (run(10, gen("a"), gen("nas", step=4)),
+        [START, joined("a", 1000.0), joined("nas", 1000.0), unreadable("nas", "/nas is denied"),
+        *STALE_DROPS], None, "bad", "nas cannot read new weights: /nas is denied; bin/doctor on "
+        "that machine checks the folder"),
+    "readable weights again": (run(), [START, joined("a", 1000.0), unreadable("a", "denied"),
+        unreadable("a", "")], None, "ok",
+        "balanced: the trainer waits 8% of its time for rollouts, generators 5% for the trainer"),
+    "unreadable weights before the first step": ([], [START, joined("nas", 1000.0),
+        unreadable("nas", "/nas is denied")], 1010.0, "bad", "nas cannot read new weights: /nas is "
+        "denied; bin/doctor on that machine checks the folder"),
     "old version": (run(10, gen("a"), gen("nas", step=4), weights__step=6), [], None, "ok",
         "balanced: the trainer waits 8% of its time for rollouts, generators 5% for the trainer"),
     # 9 rows after the first: 9 groups dropped, 72 trained
+    "stale groups of one generator": (growing(run(10, gen("a")), dropped__stale=1), [], None,
+        "warn",
+        "11% of groups were dropped as stale; raise train.max_off_policy_steps"),
     "stale groups": (growing(run(), dropped__stale=1), STALE_DROPS, None, "warn",
         "11% of groups were dropped as stale, most of them from b; raise "
         "train.max_off_policy_steps, or remove the slowest generator"),
@@ -141,23 +158,23 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, str, str]] = {
         "33% of groups got no reward, most of them on b; check its log: the reward function fails "
         "or exceeds task.reward_timeout"),
     # the signal
-    "no signal at reward 0 in twenty steps after the first": (run(21, frac_reward_zero_std=1.0,
-        reward=0.0), [START], None, "bad",
-        "no learning signal: 100% of groups have equal rewards, mean reward 0.00; check the "
+    "no signal at a low reward in twenty steps after the first": (run(21, frac_reward_zero_std=1.0,
+        reward=0.05), [START], None, "bad",
+        "no learning signal: 100% of groups have equal rewards, mean reward 0.05; check the "
         "reward function; if it is right, use easier problems or raise sampling.num_generations"),
-    "no signal in the first steps": (run(20, frac_reward_zero_std=1.0, reward=0.0), [START], None,
+    "no signal in the first steps": (run(20, frac_reward_zero_std=1.0, reward=0.05), [START], None,
         "warn",
-        "little learning signal: 100% of groups have equal rewards, mean reward 0.00; check the "
+        "little learning signal: 100% of groups have equal rewards, mean reward 0.05; check the "
         "reward function; if it is right, use easier problems or raise sampling.num_generations"),
     "little signal": (run(frac_reward_zero_std=0.85), [], None, "warn",
         "little learning signal: 85% of groups have equal rewards, mean reward 0.50; raise "
         "sampling.temperature or sampling.num_generations"),
-    "solved": (run(frac_reward_zero_std=1.0, reward=0.98), [], None, "ok",
-        "the task is solved: mean reward 0.98, 100% of groups have equal rewards; balanced: the "
+    "solved": (run(frac_reward_zero_std=0.95, reward=0.98), [], None, "ok",
+        "the task is solved: mean reward 0.98, 95% of groups have equal rewards; balanced: the "
         "trainer waits 8% of its time for rollouts, generators 5% for the trainer; stop here, or "
         "train on harder problems"),
-    "solved, and publishing blocks": (run(frac_reward_zero_std=1.0, reward=0.98, time__publish=0.5),
-        [], None, "warn",
+    "solved, and publishing blocks": (run(frac_reward_zero_std=0.95, reward=0.98,
+        time__publish=0.5), [], None, "warn",
         "publishing blocks the trainer 25% of its time; put weights.dir on a faster disk, or "
         "raise train.batch_size for fewer versions"),
     "rounding": (run(weights__moved=0.06, mismatch_kl=0.004), [], None, "warn",
@@ -180,9 +197,9 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, str, str]] = {
         "a is gone, 0 still up; restart it"),
     "one is gone and there is little signal": (without(run(frac_reward_zero_std=0.85), "b", last=2),
         [], None, "warn", "b is gone, 1 still up; restart it; the others continue"),
-    "one is gone and there is no signal": (without(run(20, frac_reward_zero_std=1.0, reward=0.0),
+    "one is gone and there is no signal": (without(run(20, frac_reward_zero_std=1.0, reward=0.05),
         "b", last=2), [], None, "bad",
-        "no learning signal: 100% of groups have equal rewards, mean reward 0.00; check the "
+        "no learning signal: 100% of groups have equal rewards, mean reward 0.05; check the "
         "reward function; if it is right, use easier problems or raise sampling.num_generations"),
     "no step and no generator up": (without(run(10, gen("a")), "a", last=1), [], 1110.0, "bad",
         "no step for 1m30s: no generator is up, a left; start one: bin/generator @ CONFIG"),
@@ -214,6 +231,16 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, str, str]] = {
         "no step since the resume: a left; start one: bin/generator @ CONFIG"),
     "the untrained model is evaluated": ([], [START, {"event": "evaluate", "time": 1001.0, "step":
         0}], 4000.0, "ok", "evaluating the untrained model before the first step"),
+    "the journal is replayed": ([], [START, {"event": "replay", "time": 2000.0}], 4000.0, "ok",
+        "replaying the journal of the earlier session"),
+    "the journal of recorded steps is replayed": (run(), [START, joined("a", 1001.0), {"event":
+        "replay", "time": 2000.0}], 4000.0, "ok", "replaying the journal of the earlier session"),
+    "no generator yet since the resume": (run(), [START, joined("a", 1001.0), START | {"event":
+        "resume", "time": 2000.0}], 2010.0, "ok",
+        "waiting for a generator since the resume; start one: bin/generator @ CONFIG"),
+    "no step yet since the resume": (run(), [START, START | {"event": "resume", "time": 2000.0},
+        joined("a", 2001.0)], 2010.0, "ok",
+        "waiting for the first step since the resume; a joined"),
     "run stopped during the evaluation": ([], [START, {"event": "evaluate", "time": 1001.0},
         {"event": "stop", "time": 1002.0}], 4000.0, "ok", "waiting for the first step"),
     "no join after the evaluation": ([], [START, {"event": "evaluate", "time": 1001.0}, {"event":
@@ -258,12 +285,46 @@ def test_generator_that_left_before_the_window_is_ignored() -> None:
     assert verdict(run(), [left("c", 900.0)]) == BALANCED
 
 
-@pytest.mark.parametrize("end", ["stop", "complete"])
-def test_ended_run_is_not_stalled_and_has_no_gone_generators(end: str) -> None:
+COMPLETE = Verdict("the run is complete: mean reward 0.50 in its last 9 steps", "", "ok")
+
+
+@pytest.mark.parametrize(("end", "expected"), [("stop", BALANCED), ("complete", COMPLETE)])
+def test_ended_run_is_not_stalled_and_has_no_gone_generators(end: str, expected: Verdict) -> None:
     ended: Row = {"event": end, "time": 1021.0}
-    assert verdict(without(run(), "b", last=2), [START, ended]) == BALANCED
-    assert verdict(run(), [START, ended], now=NOW) == BALANCED
+    assert verdict(without(run(), "b", last=2), [START, ended]) == expected
+    assert verdict(run(), [START, ended], now=NOW) == expected
     assert verdict(run(), [START, ended, START | {"event": "resume"}], now=NOW).level == "bad"
+
+
+@pytest.mark.parametrize("tuned", [
+    {"time__wait_for_batch": 1.24}, {"time__publish": 0.5}, {"frac_reward_zero_std": 0.85},
+    {"frac_reward_zero_std": 0.95, "reward": 0.98},
+])  # fmt: skip
+def test_complete_run_gets_no_advice_on_tuning(tuned: dict[str, float]) -> None:
+    rows = run(**tuned)
+    assert verdict(rows).advice
+    found = verdict(rows, [START, {"event": "complete", "time": 1021.0}])
+    assert (found.advice, found.level) == ("", "ok") and found.sentence.startswith("the run is com")
+
+
+def test_complete_run_that_hardly_ever_got_a_reward_names_the_fault() -> None:
+    """As after thirty steps on rows that are too hard: 92 of 96 groups had equal rewards."""
+    found = verdict(
+        run(frac_reward_zero_std=0.96, reward=0.02),
+        [START, {"event": "complete", "time": 1021.0}],
+    )
+    assert found == Verdict(
+        "little learning signal: 96% of groups have equal rewards, mean reward 0.02",
+        "check the reward function; if it is right, use easier problems or raise "
+        "sampling.num_generations",
+        "bad",
+    )
+
+
+def test_complete_run_without_signal_names_the_fault() -> None:
+    rows = run(frac_reward_zero_std=1.0, reward=0.0)
+    found = verdict(rows, [START, {"event": "complete", "time": 1021.0}])
+    assert found == verdict(rows, [START]) and found.level == "bad"
 
 
 def test_run_is_not_stalled_during_an_evaluation() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import time
 from pathlib import Path
 
 import psutil
 import pytest
-from hosts import HOSTS, MAC, PC, config, needs_rsync
+from hosts import HOSTS, MAC, PC, REPO, config, needs_rsync
 
 from peralta_zmq.config import Config
 from peralta_zmq.config.hosts import Host
@@ -42,6 +45,21 @@ def test_workers_get_the_options_of_their_host() -> None:
         "--generator.num-workers", "2")  # fmt: skip
     assert second.env == {"HF_HUB_OFFLINE": "1", "A": "b c"}
     assert trainer.run == "runs/demo" and first.run is None
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="no make on this machine")
+def test_source_dated_in_the_future_does_not_install_at_each_make(tmp_path: Path) -> None:
+    sources = ("Makefile", "pyproject.toml", ".ci/constraints.txt")
+    for number, name in enumerate((*sources, ".venv/bin/python")):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text((REPO / name).read_text() if name in sources else "#!/bin/sh\n")
+        file.chmod(0o755)
+        tomorrow = time.time_ns() + (24 + number) * 3600 * 10**9
+        os.utime(file, ns=(tomorrow, tomorrow))
+    outputs = [subprocess.run(["make", "setup"], cwd=tmp_path, capture_output=True, text=True)
+               for _ in range(2)]  # fmt: skip
+    assert ["setting up .venv" in output.stdout for output in outputs] == [True, False], outputs
 
 
 def test_changed_settings_change_the_job_and_use_another_file() -> None:

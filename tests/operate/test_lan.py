@@ -30,7 +30,7 @@ def test_dry_run_prints_every_command_and_runs_none(
         ("check", "mac pc"), ("doctor", "mac"), ("doctor", "pc"), ("start", "mac pc"),
     ] for host in hosts.split()]  # fmt: skip
     prefix = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 " \
-          "-o ServerAliveCountMax=3 -p 2222"  # fmt: skip
+          "-o ServerAliveCountMax=3 -o RemoteCommand=none -p 2222 -T"  # fmt: skip
     assert f"{prefix} me@pc 'cd ~/peralta_zmq && make --no-print-directory setup" in out
     assert "--delete --exclude=/.git --exclude=/.venv" in out
     copy = next(line for line in out.splitlines() if line.endswith(" me@pc:peralta_zmq/"))

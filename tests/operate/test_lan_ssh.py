@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import re
@@ -17,14 +18,57 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hosts import REPO, SMALL, Sshd, hosts_file, lan, make_machine, needs_sshd, processes_in, sshd
+from hosts import (
+    MAC,
+    REPO,
+    SMALL,
+    Sshd,
+    hosts_file,
+    lan,
+    make_machine,
+    needs_sshd,
+    processes_in,
+    sshd,
+)
 from real_programs import until
 
+from peralta_zmq.config.hosts import Host, Hosts
 from peralta_zmq.observe.metrics import read_rows
+from peralta_zmq.operate import host_setup, lan_monitor, ssh
 from tools.link_proxy import free_ports
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(400), needs_sshd]
 TRAINER_ADDRESS = "127.0.0.2"  # not 127.0.0.1, which bin/lan refuses
+
+
+@pytest.mark.parametrize("target", ["alpha", "-t alpha", "ssh://alpha:{port}/", "{user}@[::1]"])
+def test_command_and_copy_ignore_terminal_and_command_of_the_ssh_config(
+    tmp_path: Path, target: str
+) -> None:
+    (tmp_path / "file").touch()
+    with sshd(tmp_path / "ssh") as server:
+        with server.config.open("a") as config:
+            config.write("RemoteCommand echo mine\nRequestTTY force\n")
+        words = target.format(port=server.port, user=getpass.getuser())
+        host = Host(name="alpha", ssh=f"-F {server.config} {words}", dir=str(tmp_path / "copy"))
+        result = ssh.run(ssh.on_host(host, "sh -s", "echo out; echo error >&2\n"))
+        assert (result.stdout, result.stderr) == ("out\n", "error\n")
+        copied = ssh.run(ssh.rsync_to(host, [str(tmp_path / "file")], f"{tmp_path}/copy/"))
+    assert copied.returncode == 0, copied.stderr
+    assert (tmp_path / "copy" / "file").exists()
+
+
+def test_shell_that_prints_is_named_and_does_not_disturb_the_status(tmp_path: Path) -> None:
+    machine = make_machine(tmp_path / "alpha")
+    (machine / "peralta_zmq").symlink_to(REPO / "peralta_zmq")
+    talkative = 'ForceCommand printf hello; eval "$SSH_ORIGINAL_COMMAND"'
+    with sshd(tmp_path / "ssh", talkative) as server:
+        host = Host(name="alpha", ssh=f"-F {server.config} alpha", dir=str(machine), count=1)
+        (probe,) = host_setup.probe(host)
+        problem = probe.find_problem(ssh.run(probe)) or ""
+        rows = lan_monitor.query_all(Hosts(host=(host, MAC.model_copy(update={"ssh": None}))))
+    assert problem.startswith("its shell prints 'hello' before")
+    assert (rows[0]["name"], rows[0]["state"]) == ("alpha-0", "not started")
 
 
 @dataclass

@@ -6,6 +6,7 @@ Every child keeps the pipe `alive` open: its end of file means that all children
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -15,7 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from real_programs import until
 
 from peralta_zmq.operate import process_group
 from peralta_zmq.operate.process_group import Worker, supervise
@@ -479,6 +482,34 @@ def test_generator_killed_while_the_trainer_stops_is_not_restarted(
     assert children.until_all_have_ended() == ["generator up"]
 
 
+def test_ctrl_z_stops_the_workers_until_the_group_is_continued(children: Children) -> None:
+    ends = "send(f'trainer {os.getpid()} up'); wait('go')"
+    stays = "send(f'generator {os.getpid()} up'); stay()"
+    # A job of a shell: a process group of its own, in the session of its parent.
+    with supervisor(ends, stays, preexec_fn=os.setpgrp) as process:
+        children.until("trainer", "generator")
+        numbers = map(int, re.findall(r"\d+", children.messages))
+        processes = [psutil.Process(pid) for pid in (process.pid, *numbers)]
+        for _ in range(2):
+            process.send_signal(signal.SIGTSTP)
+            until(lambda: all(each.status() == "stopped" for each in processes), seconds=20)
+            process.send_signal(signal.SIGCONT)
+            until(lambda: all(each.status() != "stopped" for each in processes), seconds=20)
+        open("go", "w").close()
+        assert process.wait() == 0
+    children.until_all_have_ended()
+
+
+def test_ctrl_z_has_no_effect_if_nothing_could_continue_the_group(children: Children) -> None:
+    ends = "send('trainer up'); wait('go')"
+    with supervisor(ends, STAYS, start_new_session=True) as process:
+        children.until("trainer up", "generator up")
+        process.send_signal(signal.SIGTSTP)
+        open("go", "w").close()
+        assert process.wait() == 0
+    children.until_all_have_ended()
+
+
 def test_restart_notice_waits_for_the_trainers_table(children: Children) -> None:
     draws = "print('table begins'); wait('go'); print('table ends')"
     crashes_once = "if not os.path.exists('mark'): open('mark', 'w'); sys.exit(1)\nnotify('go')"
@@ -486,7 +517,7 @@ def test_restart_notice_waits_for_the_trainers_table(children: Children) -> None
     with supervisor(draws, crashes_once, stdout=stdout) as process:
         assert process.wait() == 0
     children.until_all_have_ended()
-    lines = os.read(terminal, 65536).decode().replace("\033[?25h", "").splitlines()
+    lines = os.read(terminal, 65536).decode().splitlines()
     os.close(terminal)
     os.close(stdout)
     notice = "restarted generator-0 (exit code 1) after 0.5 s"

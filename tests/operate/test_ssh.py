@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from peralta_zmq.operate.ssh import Result
      "the host does not accept your ssh key; run ssh-copy-id -p 2222"),
     ("HOST IDENTIFICATION HAS CHANGED! Host key verification failed.", "the host key has changed"),
     ("Host key verification failed.", "accept its host key once by hand: ssh -p 2222 me@pc"),
+    ("/home/me/.ssh/config: terminating, 1 bad configuration options",
+     "correct that line of the ssh config"),
     ("ssh: Could not resolve hostname pc", "the name cannot be resolved; correct ssh = in the ho"),
     ("ssh: connect to host pc port 22: Connection timed out",
      "cannot be reached; is it on, and does ssh -p 2222 me@pc work?"),
@@ -28,6 +31,30 @@ def test_failed_ssh_connection_is_explained(err: str, expected: str) -> None:
     problem = find_problem(Result((), 255, "", err)) or ""
     assert err.rstrip(".") in problem and expected in problem
     assert find_problem(Result((), 1, "", err)) == err  # of the command, not of ssh
+
+
+@pytest.mark.parametrize(("target", "options", "machine", "remote"), [
+    ("box", (), "box", "box:w"),
+    ("-p 22 me@box", ("-p", "22"), "me@box", "me@box:w"),
+    ("ssh://me@box:2222/", ("-p", "2222"), "me@box", "me@box:w"),
+    ("me@box:2222", ("-p", "2222"), "me@box", "me@box:w"),
+    ("me@[fd00::2]", (), "me@fd00::2", "me@[fd00::2]:w"),
+    ("fd00::2", (), "fd00::2", "[fd00::2]:w"),
+    ("-v ssh://[fd00::2]:22", ("-v", "-p", "22"), "fd00::2", "[fd00::2]:w"),
+])  # fmt: skip
+def test_target_of_ssh_may_be_ipv6_or_a_url(
+    target: str, options: tuple[str, ...], machine: str, remote: str
+) -> None:
+    host = Host(name="box", ssh=target)
+    command, copy = ssh.on_host(host, "true").words, ssh.rsync_to(host, ["a"], "~/w").words
+    assert command == (*ssh.SSH, *options, "-T", machine, "true")
+    assert copy == ("rsync", "-a", "-e", shlex.join([*ssh.SSH, *options, "-T"]), "a", remote)
+
+
+def test_shell_that_prints_before_each_command_is_named() -> None:
+    (probe,) = host_setup.probe(PC)
+    problem = probe.find_problem(Result((), 0, "hello\npython=3.11.7\nrsync=\n", "")) or ""
+    assert problem.startswith("its shell prints 'hello' before each command")
 
 
 def test_interrupted_copy_names_code_and_remedy() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from real_programs import has_ended, until
 
+from peralta_zmq.observe.metrics import EVENTS, JsonLines
 from peralta_zmq.operate import lan_monitor, supervisor
 from peralta_zmq.operate.supervisor import Job
 
@@ -158,6 +159,33 @@ def test_status_distinguishes_a_killed_from_a_stopped_supervisor(
     assert start("restart") != pid
     assert status(capsys)["state"] == "running"
     assert supervisor.stop(NAME) == 0 and status(capsys)["state"] == "stopped"
+
+
+@pytest.mark.parametrize(("lines", "state"), [
+    ([], "running"),
+    (["12:00:00 bin/generator waiting for trainer tcp://mac:5555 (5 s): no TCP"], "waiting"),
+    (["12:00:00 bin/generator no announcement from the trainer for 31 s; keeping"], "waiting"),
+    (["waiting for trainer", "12:00:09 bin/generator loaded version=3"], "running"),
+])  # fmt: skip
+def test_state_of_a_generator_is_waiting_while_its_log_ends_so(
+    lines: list[str], state: str
+) -> None:
+    assert supervisor.activity_of(None, lines) == state
+
+
+@pytest.mark.parametrize(("newest", "state"), [
+    ("start", "waiting"), ("join", "running"), ("evaluate", "evaluating"), ("evaluated", "running"),
+    ("replay", "replaying"), ("resume", "waiting"), ("stop", "running"),
+])  # fmt: skip
+def test_state_of_a_trainer_follows_the_events_of_its_run(
+    tmp_path: Path, newest: str, state: str
+) -> None:
+    kinds = ["start", "join", "evaluate", "evaluated", "replay", "resume", "stop"]
+    assert supervisor.activity_of(tmp_path, []) == "running"
+    with JsonLines(tmp_path / EVENTS) as events:
+        for kind in kinds[: kinds.index(newest) + 1]:
+            events.append_event(kind, generator="ann", incarnation="1")
+    assert supervisor.activity_of(tmp_path, []) == state
 
 
 def test_follow_continues_across_a_restart() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from peralta_zmq.errors import ConfigError, program_name
 from peralta_zmq.http_server import read_private_token
-from peralta_zmq.observe.dashboard.run_files import CONFIG
+from peralta_zmq.observe.dashboard.run_files import runs_in
 from peralta_zmq.observe.dashboard.view import write_report
-from peralta_zmq.observe.metrics import EVENTS, METRICS
+from peralta_zmq.observe.metrics import METRICS
 
 OPTIONS = ("--export", "--host", "--port", "--token-file")
 
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     """Serve until Ctrl-C, or with --export write one file. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog=program_name("dashboard"), allow_abbrev=False)
     add = parser.add_argument
-    add("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
+    add("runs", type=Path, nargs="+", metavar="RUN", help="run folder, or a folder of run folders")
     add("--export", type=Path, metavar="FILE", help="write one HTML file instead of serving")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8470, help="first port to try (default: %(default)s)")
@@ -33,11 +33,14 @@ def main(arguments: Sequence[str]) -> int:
         hint = f"did you mean {matches[0]}?" if matches else f"choose from {', '.join(OPTIONS)}"
         raise ConfigError(f"unknown option {unknown[0]}; {hint}")
     for folder in options.runs:
-        if not any((folder / name).exists() for name in (METRICS, EVENTS, CONFIG)):
-            raise ConfigError(f"{folder} is not a run folder; choose one with {METRICS}")
+        if not runs_in(folder):
+            raise ConfigError(
+                f"{folder} is not a run folder and has none; choose one with {METRICS}"
+            )
     if file := options.export:
         try:
-            sys.stdout.write(f"{write_report(options.runs, file)}\n")
+            runs = [run for folder in options.runs for run in runs_in(folder)]
+            sys.stdout.write(f"{write_report(runs, file)}\n")
         except OSError as error:
             raise ConfigError(f"--export {file} cannot be written ({error.strerror})") from None
         return 0

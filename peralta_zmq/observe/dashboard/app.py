@@ -1,9 +1,12 @@
 """HTTP server of the dashboard: routes, access control and the server thread.
 
-    /                        the web page; /dashboard.js and other static files belong to it
-    /api/runs                names of the runs
+    /                        the web page; /dashboard.js and other static files belong to it. Of
+                             several runs it lists all, and with ?run=NAME it shows one, or more
+    /api/runs                names and newest values of the runs
     /api/runs/N?cursor=...   changes in run N since the update that returned this cursor
-    /api/runs/N/samples      sampled groups; with ?after=NUMBER only groups with a larger number
+    /api/runs/N/samples      sampled groups: the newest, or from ?first=NUMBER or ?step=STEP on
+    /api/runs/N/answers      answers to the held-out problems in the evaluation of ?step=STEP
+    /api/runs/N/settings     settings of the run
     /metrics                 newest metrics of all runs, for Prometheus
     /healthz                 newest step of each run, for health checks
 
@@ -12,8 +15,7 @@ Static files are read into memory at the start: no request can choose a path on 
 
 from __future__ import annotations
 
-import errno
-import hmac
+import hashlib
 import json
 import logging
 import mimetypes
@@ -21,15 +23,16 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.http_server import is_loopback
+from peralta_zmq.http_server import FOREIGN_HOST, is_loopback, listen, may_answer
 from peralta_zmq.observe import prometheus
 from peralta_zmq.observe.dashboard import view
-from peralta_zmq.observe.dashboard.run_files import RunFiles, open_runs
+from peralta_zmq.observe.dashboard.run_files import RunFiles, RunList
 from peralta_zmq.observe.metrics import nan_to_null
 
 try:
@@ -41,7 +44,7 @@ try:
     from starlette.routing import Route
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from peralta_zmq.observe.asgi_server import make_server, names_this_machine
+    from peralta_zmq.observe.asgi_server import make_server
 except ImportError as error:
     raise ConfigError(
         f"the dashboard needs starlette and uvicorn ({error}); pip install 'peralta_zmq[dashboard]'"
@@ -56,14 +59,13 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-COOKIE = "peralta_token"
 NUM_TRIED_PORTS = 20  # ports that are tried, starting with the requested one
 LAST_PORT = 65_535
 logger = logging.getLogger(__name__)
 
 
 class Dashboard:
-    """HTTP server of the runs in `folders`. Use with `closing`.
+    """HTTP server of the runs in `folders` (see RunList). Use with `closing`.
 
     The constructor opens the port. `port` is the first port to try; 0 means any free port. `token`
     is a password, required if other machines can reach `host`. `live` is True if this process is
@@ -88,7 +90,7 @@ class Dashboard:
         self._socket = _listen(host, port)
         self.port = int(self._socket.getsockname()[1])
         self.banner = _banner(host, port, self.port)
-        app = make_app(open_runs(folders, live=live), host=host, token=token)
+        app = make_app(RunList(folders, live=live), token=token)
         self._server = make_server(app)
         self._thread = threading.Thread(target=self._serve, name="dashboard", daemon=True)
 
@@ -115,31 +117,34 @@ class Dashboard:
             logger.warning("dashboard stopped (%.300r); training continues", error)
 
 
-def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIApp:
-    """Return the ASGI application, with access control for a server on `host`."""
+def make_app(runs: RunList, *, token: str | None) -> ASGIApp:
+    """Return the ASGI application, with access control."""
     api = Api(runs)
     routes = [
-        Route("/api/runs", api.names),
+        Route("/api/runs", api.overview),
         Route("/api/runs/{number:int}", api.update),
         Route("/api/runs/{number:int}/samples", api.samples),
+        Route("/api/runs/{number:int}/answers", api.answers),
+        Route("/api/runs/{number:int}/settings", api.settings),
         Route("/metrics", api.metrics),
         Route("/healthz", api.health),
         *(Route(path, response) for path, response in _static_files().items()),
     ]
     app = Starlette(routes=routes, exception_handlers={Exception: api.failure})
-    return AccessControl(app, host=host, token=token)
+    return AccessControl(app, token=token)
 
 
 class Api:
     """Responses computed from the files of the runs."""
 
-    def __init__(self, runs: Sequence[RunFiles]) -> None:
-        self._runs = runs
+    def __init__(self, runs: RunList) -> None:
+        self._list = runs
         self._logged: set[str] = set()  # types of exceptions
 
-    async def names(self, request: Request) -> Response:
-        """Return the names of the runs."""
-        return _json({"runs": [run.name for run in self._runs]})
+    async def overview(self, request: Request) -> Response:
+        """Return name, status and newest values of each run."""
+        now = time.time()
+        return _json({"runs": [view.overview(run, now=now) for run in self._refreshed()]})
 
     async def update(self, request: Request) -> Response:
         """Return the changes in one run since the update that returned the cursor."""
@@ -148,10 +153,16 @@ class Api:
 
     async def samples(self, request: Request) -> Response:
         """Return sampled groups of one run."""
-        after = request.query_params.get("after", "0")
-        if not after.isdecimal() or len(after) > 12:
-            raise HTTPException(400, "after is not a number")
-        return _json({"samples": view.samples(self._run_of(request), after=int(after))})
+        first, step = _number_in(request, "first"), _number_in(request, "step")
+        return _json({"samples": view.samples(self._run_of(request), first=first, step=step)})
+
+    async def answers(self, request: Request) -> Response:
+        """Return the held-out problems of one evaluation of a run, with the answers."""
+        return _json(view.answers(self._run_of(request), step=_number_in(request, "step") or 0))
+
+    async def settings(self, request: Request) -> Response:
+        """Return the settings of one run."""
+        return _json({"settings": view.settings(self._run_of(request))})
 
     async def metrics(self, request: Request) -> Response:
         """Return the newest metrics of all runs, for Prometheus."""
@@ -171,29 +182,28 @@ class Api:
         """Log each type of exception once only: the page repeats its request every second."""
         if (kind := type(error).__name__) not in self._logged:
             self._logged.add(kind)
-            logger.warning("dashboard request failed at %s (%.300r)", request.url.path, error)
+            logger.warning("dashboard request failed at %s (%.300r)", request.scope["path"], error)
         return PlainTextResponse("internal error; see the log of the dashboard's process", 500)
 
     def _run_of(self, request: Request) -> RunFiles:
         """Return the run whose number is in the URL, after a refresh."""
         number = int(request.path_params["number"])
-        if number >= len(self._runs):
+        if number >= len(self._list.runs):
             raise HTTPException(404, "no such run")
-        self._runs[number].refresh()
-        return self._runs[number]
+        self._list.runs[number].refresh()
+        return self._list.runs[number]
 
     def _refreshed(self) -> Sequence[RunFiles]:
-        for run in self._runs:
-            run.refresh()
-        return self._runs
+        self._list.find()
+        self._list.refresh()
+        return self._list.runs
 
 
 @dataclass(frozen=True, slots=True)
 class AccessControl:
-    """ASGI middleware: refuses writes, foreign Host headers, requests without token."""
+    """ASGI middleware: refuses writes, requests without token, foreign Host headers without one."""
 
     app: ASGIApp
-    host: str  # address that the server listens on
     token: str | None  # not empty; None = no token is needed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -210,27 +220,27 @@ class AccessControl:
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("the dashboard is read-only", 405, {"Allow": "GET, HEAD"})
         # Dashboard requires a token unless its host is loopback; make_app alone does not.
-        header, has_token = request.headers.get("host", ""), bool(self.token)
-        if not names_this_machine(header, bound=self.host, has_token=has_token):
-            return PlainTextResponse("the Host header is not a name of this machine", 400)
-        return self._check_token(request) if self.token else None
-
-    def _check_token(self, request: Request) -> Response | None:
-        """Return None if a cookie or header has the token, else a redirect or an error.
-
-        A token in the URL is moved into a cookie by a redirect, and so leaves the address bar.
-        """
-        if self._is_token(token := request.query_params.get("token", "")):
-            response = RedirectResponse(request.url.path, 303)
-            response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+        if self.token is None:
+            is_allowed = may_answer(request.headers, token=None)
+            return None if is_allowed else PlainTextResponse(FOREIGN_HOST, 400)
+        # Browsers send a cookie to all ports of a host, and each may have another dashboard.
+        cookie = f"peralta_token_{hashlib.sha256(self.token.encode()).hexdigest()[:8]}"
+        if may_answer({}, request.query_params.get("token", ""), token=self.token):
+            # The token leaves the address bar. "lax" sends it also from links on other sites.
+            response = RedirectResponse(request.scope["path"], 303)
+            response.set_cookie(cookie, self.token, httponly=True, samesite="lax")
             return response
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._is_token(bearer) or self._is_token(request.cookies.get(COOKIE, "")):
+        if may_answer(request.headers, request.cookies.get(cookie, ""), token=self.token):
             return None
         return PlainTextResponse("open /?token=... with the password in dashboard.token_file", 401)
 
-    def _is_token(self, text: str) -> bool:
-        return hmac.compare_digest(text.encode(), (self.token or "").encode())
+
+def _number_in(request: Request, name: str) -> int | None:
+    """Return a whole number in the query; None if it is not there."""
+    text = request.query_params.get(name)
+    if text is not None and not (text.isdecimal() and len(text) <= 12):
+        raise HTTPException(400, f"{name} is not a number")
+    return None if text is None else int(text)
 
 
 def _banner(host: str, requested_port: int, port: int) -> list[str]:
@@ -253,18 +263,9 @@ def _listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= LAST_PORT:
         raise ConfigError(f"dashboard.port {port} is invalid; choose one from 1 to {LAST_PORT}")
     last = min(port + NUM_TRIED_PORTS - 1, LAST_PORT)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    dualstack = ":" in host and socket.has_dualstack_ipv6()
     for candidate in range(port, last + 1) if port else [0]:
-        try:
-            address = (host, candidate)
-            return socket.create_server(address, family=family, dualstack_ipv6=dualstack)
-        except (OSError, UnicodeError) as error:
-            if getattr(error, "errno", None) != errno.EADDRINUSE:
-                raise ConfigError(
-                    f"dashboard.host {host}, port {candidate} cannot be used ({error}); "
-                    "choose another"
-                ) from None
+        with suppress(OSError):  # in use
+            return listen(host, candidate, host_setting="dashboard.host")
     raise ConfigError(f"dashboard.port {port} to {last} are all taken; choose another")
 
 

@@ -1,30 +1,36 @@
 """Charts of the dashboard: column store of the metrics, points for the browser.
 
-charts.toml lists the charts and their lines. A number that is missing, NaN or infinite is NaN in
-the columns here; the server sends NaN as null. After a roll-back to a checkpoint the trainer trains
-the later steps again, and Table replaces their rows.
+charts.toml lists the charts and their lines; each metric that only a custom loss or filter reports
+gets a chart of its own. A number that is missing, NaN or infinite is NaN in the columns here; the
+server sends NaN as null. After a roll-back to a checkpoint the trainer trains the later steps
+again, and Table replaces their rows.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from peralta_zmq.errors import printable
 from peralta_zmq.observe.metrics import Row, generator_numbers, read_toml
+from peralta_zmq.observe.prometheus import documented_name
 
 Column: TypeAlias = NDArray[np.float64]
 Json: TypeAlias = dict[str, Any]
-EVAL = "eval"  # key of the line of held-out accuracy, which is not a column of Table
+# Keys of lines that are not columns of Table: held-out accuracy, minus and plus its standard error.
+EVAL_KEYS = ("eval", "eval/low", "eval/high")
+# Sums since the begin of the run, for the x axis: seconds of all steps, tokens of all batches.
+TOTALS = {"total/seconds": "step_time", "total/tokens": "num_tokens"}
 MAX_COLUMNS = 2000  # limits the memory if many generators with different names join
 MAX_CHART_LINES = 12  # lines in one chart
+MAX_OWN_CHARTS = 24  # charts of metrics that only custom code reports
 NUM_BUCKETS = 120  # buckets of the x axis for downsampling
 
 # Title, unit and lines of each chart; the comment in charts.toml explains the fields.
@@ -33,16 +39,26 @@ CHARTS: list[Json] = read_toml(Path(__file__).with_name("charts.toml"))["charts"
 ACTIVITIES = ("time/forward_backward", "time/wait_for_batch", "time/journal", "time/publish")
 
 
+class Evaluation(NamedTuple):
+    """Result of a held-out evaluation; NaN for a number that eval.jsonl lacks."""
+
+    accuracy: float  # mean reward
+    stderr: float = math.nan  # standard error of the accuracy
+    num_examples: float = math.nan
+
+
 class Table:
     """Metrics of all steps as columns, ascending by step.
 
     A step that is not larger than the previous one was trained again after a roll-back: its row
-    replaces the old row of this step and all later rows. `rewinds` counts these replacements.
+    replaces the old row of this step and all later rows. `rewinds` counts these replacements. `own`
+    has the columns that are no documented metrics: those of custom losses and filters.
     """
 
     def __init__(self) -> None:
         self.steps = array("d")
         self.columns: dict[str, array[float]] = {}
+        self.own: list[str] = []
         self.rewinds = 0
 
     def append(self, row: Row) -> None:
@@ -61,12 +77,17 @@ class Table:
         # `derived` is first, to get its columns before MAX_COLUMNS is reached, and last, so that it
         # overrides metrics of the same name.
         derived = derived_numbers(numbers)
+        for total, key in TOTALS.items():
+            earlier = self.columns[total][-1] if num_earlier else 0.0
+            derived[total] = earlier + max(0.0, numbers.get(key, 0.0))
         for key, value in {**derived, **numbers, **derived}.items():
             column = self.columns.get(key)
             if math.isnan(value) or (column is None and len(self.columns) >= MAX_COLUMNS):
                 continue
             if column is None:
                 column = self.columns[key] = array("d")
+                if key not in derived and documented_name(key) is None:
+                    self.own.append(key)
             if len(column) < num_earlier:
                 column.extend([math.nan] * (num_earlier - len(column)))
             column.append(value)
@@ -86,6 +107,11 @@ class Table:
         """Return the row number of a step; None if there is none."""
         index = bisect_left(self.steps, step)
         return index if index < len(self.steps) and self.steps[index] == step else None
+
+    def total(self, key: str, step: float) -> float:
+        """Return a sum of TOTALS at the end of a step; 0 before the first row."""
+        index = bisect_right(self.steps, step) - 1
+        return self.columns[key][index] if index >= 0 else 0.0
 
     def _rewind(self, step: float) -> None:
         keep = bisect_left(self.steps, step)
@@ -123,34 +149,49 @@ def derived_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def points(chart: Json, table: Table, evaluations: Mapping[float, float], *, after: int) -> Json:
-    """Return a chart of CHARTS with its points from row `after` of the table on.
+def charts_of(table: Table) -> list[Json]:
+    """Return CHARTS without optional ones that have no data, and a chart for each own metric."""
+    own = [
+        {"id": f"own-{key}", "title": printable(key), "lines": [{"key": key, "label": "value"}]}
+        for key in table.own[:MAX_OWN_CHARTS]
+    ]
+    shown = [chart for chart in CHARTS if not chart.get("optional") or _lines(chart, table)]
+    return shown + own
+
+
+def points(
+    chart: Json, table: Table, evaluations: Mapping[float, Evaluation], *, after: int
+) -> Json:
+    """Return a chart of `charts_of` with its points from row `after` of the table on.
 
     The result also has `x`, the steps, and `columns`, the values of each line that the run has, NaN
-    if missing. Long columns are downsampled. `evaluations` maps steps to held-out accuracy. A chart
-    with the line EVAL has all evaluations, also those before `after`; downsampling keeps the rows
-    of their steps.
+    if missing; the last lines are TOTALS. Long columns are downsampled. `evaluations` are those on
+    held-out problems by step. A chart with the lines EVAL_KEYS has all of them, also those before
+    `after`; downsampling keeps the rows of their steps.
     """
-
-    def has_data(key: str) -> bool:
-        return bool(evaluations) if key == EVAL else key in table.columns
-
-    all_lines = chart.get("lines") or _generator_lines(chart["generator_metric"], table)
-    lines = [line for line in all_lines if has_data(line["key"])]
+    all_lines = _lines(chart, table)
+    lines = [line for line in all_lines if evaluations or line["key"] not in EVAL_KEYS]
     keys = [line["key"] for line in lines]
-    values = [table.values(key, after=after) for key in keys if key != EVAL]
+    values = [table.values(key, after=after) for key in keys if key not in EVAL_KEYS]
     indices = {after + int(index) for index in downsample(values, num_buckets=NUM_BUCKETS)}
-    held_out = evaluations if EVAL in keys else {}  # may have steps before `after`
+    held_out = evaluations if EVAL_KEYS[0] in keys else {}  # may have steps before `after`
     indices |= {index for step in held_out if (index := table.index(step)) is not None}
     index_of = {table.steps[index]: index for index in sorted(indices)}
     x = sorted(index_of.keys() | held_out.keys())
+    accuracies = {
+        step: dict(zip(EVAL_KEYS, (mean, mean - stderr, mean + stderr), strict=True))
+        for step, (mean, stderr, _) in held_out.items()
+    }
 
     def value(key: str, step: float) -> float:
-        if key == EVAL:
-            return held_out.get(step, math.nan)
+        if key in EVAL_KEYS:
+            return accuracies.get(step, {}).get(key, math.nan)
+        if key in TOTALS:
+            return table.total(key, step)
         return float(f"{table.value(key, index_of.get(step)):.7g}")  # makes the JSON shorter
 
-    columns = [[value(key, step) for step in x] for key in keys]
+    lines += [{"key": key, "label": "", "kind": "axis"} for key in TOTALS]
+    columns = [[value(line["key"], step) for step in x] for line in lines]
     return {**chart, "lines": lines, "x": x, "columns": columns}
 
 
@@ -182,7 +223,15 @@ def downsample(columns: Sequence[Column], *, num_buckets: int) -> NDArray[np.int
     return np.unique(np.minimum(np.concatenate(indices), size - 1))
 
 
-def _generator_lines(metric: str, table: Table) -> list[Json]:
-    """Return a line per generator that ever reported `metric`, MAX_CHART_LINES at most."""
-    names = sorted(generator_numbers(dict.fromkeys(table.columns), metric))[:MAX_CHART_LINES]
-    return [{"key": f"gen/{name}/{metric}", "label": printable(name)} for name in names]
+def _lines(chart: Json, table: Table) -> list[Json]:
+    """Return the lines of a chart that the run has, except that it may have no evaluation.
+
+    `named` stands for a line per name in its metric, MAX_CHART_LINES at most.
+    """
+    if named := chart.get("named"):
+        prefix, suffix = named.split("NAME")
+        keys = [key for key in table.columns if key.startswith(prefix) and key.endswith(suffix)]
+        names = sorted(key[len(prefix) : -len(suffix)] for key in keys)[:MAX_CHART_LINES]
+        return [{"key": prefix + name + suffix, "label": printable(name)} for name in names]
+    lines: list[Json] = chart["lines"]
+    return [line for line in lines if line["key"] in table.columns or line["key"] in EVAL_KEYS]

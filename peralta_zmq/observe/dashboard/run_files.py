@@ -11,6 +11,7 @@ import json
 import math
 import os
 import time
+from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -19,25 +20,56 @@ from typing import Any
 
 from peralta_zmq.atomic_files import is_held
 from peralta_zmq.observe import metrics
-from peralta_zmq.observe.dashboard.charts import Table
-from peralta_zmq.observe.metrics import EVALUATIONS, EVENTS, LOCK, METRICS, SAMPLES, Row, number
-from peralta_zmq.observe.run_state import SESSION_ENDS, SESSION_STARTS, stall_limit
+from peralta_zmq.observe.dashboard.charts import Evaluation, Table
+from peralta_zmq.observe.metrics import (
+    ANSWERS,
+    EVALUATIONS,
+    EVENTS,
+    LOCK,
+    METRICS,
+    SAMPLES,
+    Row,
+    number,
+)
+from peralta_zmq.observe.run_state import newest_session, stall_limit
 
 CONFIG = "config.toml"
 NUM_ROWS = 64  # newest rows kept for the verdict and the cards
-NUM_EVENTS, NUM_SAMPLES = 400, 200  # newest events and samples kept
+NUM_EVENTS = 400  # newest events kept
 FREQUENT_EVENTS = ("publish", "drop")  # kept separately, so that they do not displace other events
 BLOCK = 4 << 20  # bytes of one read; a longer line is skipped
 # Bytes that are read from the end of a file; earlier rows of a longer file are ignored.
-MAX_BYTES = {METRICS: 512 << 20, EVALUATIONS: 512 << 20, EVENTS: 16 << 20, SAMPLES: 16 << 20}
+MAX_BYTES = {
+    **{METRICS: 512 << 20, EVALUATIONS: 512 << 20, EVENTS: 16 << 20},
+    **{SAMPLES: 128 << 20, ANSWERS: 128 << 20},
+}
 # Statuses of a run whose trainer ended regularly, and of a run without a known running trainer.
 ENDED = {"finished", "stopped"}
 NOT_RUNNING = {*ENDED, "crashed", "silent"}
 REFRESH_SECONDS = 0.8  # time limit of one refresh(); the next call continues
 
 
+def runs_in(folder: Path) -> list[Path]:
+    """Return the folder if it is that of a run, otherwise the run folders in it, by name."""
+    if _is_run(folder):
+        return [folder]
+    try:
+        return sorted(filter(_is_run, folder.iterdir()))
+    except OSError:
+        return []
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (METRICS, EVENTS, CONFIG))
+
+
 def open_runs(folders: Sequence[Path], *, live: bool = False) -> list[RunFiles]:
-    """Return the runs in `folders`, named after their folders.
+    """Return the runs in `folders`, with the names of `_names`."""
+    return [RunFiles(*run, live=live) for run in zip(folders, _names(folders), strict=True)]
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return the names of run folders.
 
     If two folders have the same name, the names are paths relative to a common parent folder.
     """
@@ -46,14 +78,42 @@ def open_runs(folders: Sequence[Path], *, live: bool = False) -> list[RunFiles]:
     if len(set(names)) < len(set(paths)):
         common = os.path.commonpath(paths)
         names = [str(path.relative_to(common)) for path in paths]
-    return [RunFiles(*run, live=live) for run in zip(folders, names, strict=True)]
+    return names
+
+
+class RunList:
+    """The runs in `folders`: run folders, or folders of run folders, to which runs may be added.
+
+    `runs` only grows, so that the number of a run stays the same.
+    """
+
+    def __init__(self, folders: Sequence[Path], *, live: bool = False) -> None:
+        self.runs: list[RunFiles] = open_runs(folders, live=True) if live else []
+        self._folders = () if live else folders
+        self.find()
+
+    def find(self) -> None:
+        """Add the run folders that are new."""
+        known = {run.folder for run in self.runs}
+        found = (folder for parent in self._folders for folder in runs_in(parent))
+        if added := [RunFiles(folder) for folder in dict.fromkeys(found) if folder not in known]:
+            self.runs += added
+            for run, name in zip(self.runs, _names([run.folder for run in self.runs]), strict=True):
+                run.name = name
+
+    def refresh(self) -> None:
+        """Read added lines of all runs for about REFRESH_SECONDS; the next call continues."""
+        deadline = time.monotonic() + REFRESH_SECONDS
+        for run in self.runs:
+            if (seconds := deadline - time.monotonic()) > 0.0:
+                run.refresh(seconds=seconds)
 
 
 class RunFiles:
     """Contents of a run folder.
 
-    `live` is True if this process is the trainer of the run. A sample is one group (all rollouts of
-    one problem) of a step; `samples` are numbered from 1.
+    `live` is True if this process is the trainer of the run. `samples` are the sampled groups (all
+    rollouts of one problem), `answers` those to the held-out problems of all evaluations.
     """
 
     def __init__(self, folder: Path, name: str = "", *, live: bool = False) -> None:
@@ -67,10 +127,11 @@ class RunFiles:
         self._tails = {name: Tail(self.folder / name, size) for name, size in MAX_BYTES.items()}
         self.table = Table()
         self.rows: deque[Row] = deque(maxlen=NUM_ROWS)
-        self.accuracies: dict[float, float] = {}  # of held-out evaluations, by step
+        self.evaluations: dict[float, Evaluation] = {}  # on held-out problems, by step
         self.events: deque[Row] = deque(maxlen=NUM_EVENTS)
         self.frequent_events: deque[Row] = deque(maxlen=NUM_EVENTS)
-        self.samples: deque[tuple[int, Row]] = deque(maxlen=NUM_SAMPLES)  # (number, sample)
+        self.samples = RowIndex(self.folder / SAMPLES, self._tails[SAMPLES])
+        self.answers = RowIndex(self.folder / ANSWERS, self._tails[ANSWERS])
 
     @property
     def generation(self) -> str:
@@ -83,7 +144,7 @@ class RunFiles:
 
     @property
     def loading(self) -> bool:
-        """True if metrics.jsonl has rows that were not read yet."""
+        """True if metrics.jsonl may have rows that were not read yet."""
         return self._tails[METRICS].pending > 0
 
     @property
@@ -114,15 +175,24 @@ class RunFiles:
                     self.rows.pop()  # undone by a roll-back
                 self.rows.append(row)
             for row in self._tails[EVALUATIONS].read():
-                self.accuracies[number(row, "step")] = number(row, "accuracy")
+                self.evaluations[number(row, "step")] = Evaluation(
+                    number(row, "accuracy"), number(row, "stderr"), number(row, "num_examples")
+                )
             for row in self._tails[EVENTS].read():
                 is_frequent = row.get("event") in FREQUENT_EVENTS
                 (self.frequent_events if is_frequent else self.events).append(row)
-            first_number = self.samples[-1][0] + 1 if self.samples else 1
-            self.samples.extend(enumerate(self._tails[SAMPLES].read(), first_number))
+            self.samples.refresh()
+            self.answers.refresh()
             is_complete = not any(tail.pending for tail in self._tails.values())
             if is_complete or time.monotonic() > deadline:
                 break
+
+    def modified(self, name: str) -> float:
+        """Return the unix seconds of the last change of a file; 0 if it cannot be read."""
+        try:
+            return (self.folder / name).stat().st_mtime
+        except OSError:
+            return 0.0
 
     def content(self, name: str) -> Mapping[str, Any]:
         """Return the content of config.toml or summary.json; {} if it cannot be read."""
@@ -142,26 +212,28 @@ def _parse(path: Path, mtime_ns: int) -> Mapping[str, Any]:
 def status_of(run: RunFiles, *, now: float) -> str:
     """Return the status of a run.
 
-    "loading" (files not read yet), "empty" (no step yet), "training", "stalled" (the trainer runs
-    but takes no step), "silent" (no new data, and no way to check if the trainer runs), "crashed",
-    "stopped" (by the user) or "finished".
+    "loading" (files not read yet), "empty" (no step yet), an Activity of the trainer ("training",
+    "evaluating", "replaying", "waiting"), "stalled" (the trainer runs but takes no step), "silent"
+    (no new data, and no way to check if the trainer runs), "crashed", "stopped" (by the user) or
+    "finished".
     """
     if run.loading:
         return "loading"
-    kinds = [row.get("event") for row in run.events]
-    newest = [kind for kind in kinds if kind in (*SESSION_STARTS, *SESSION_ENDS)][-1:]
-    if newest == ["complete"]:
+    session = newest_session(list(run.events))
+    if session.is_complete:
         return "finished"
-    if newest == ["stop"]:
+    if session.is_over:
         return "stopped"
     seconds = now - run.newest_time
-    if not seconds > stall_limit(number(run.last, "step_time", 0.0)):
-        return "training" if run.rows else "empty"
+    is_stalled = seconds > stall_limit(number(run.last, "step_time", 0.0))
     # The trainer holds the lock while it runs; None if the lock cannot be read.
-    is_running = run.live or is_held(run.folder / LOCK)
-    if is_running:
-        return "stalled" if run.rows else "empty"  # an evaluation before step 1 may take minutes
-    return "silent" if is_running is None else "crashed"
+    is_running = not is_stalled or run.live or is_held(run.folder / LOCK)
+    if not is_running:
+        return "silent" if is_running is None else "crashed"
+    activity = session.activity(run.last)
+    if activity != "training":
+        return activity
+    return "empty" if not run.rows else "stalled" if is_stalled else "training"
 
 
 class Tail:
@@ -170,7 +242,7 @@ class Tail:
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path, self._max_bytes = path, max_bytes
         self._inode, self._offset = -1, 0
-        self.pending = 0  # bytes left for the next read(); 0 once the end was reached
+        self.pending = 1  # bytes left for the next read(); 0 once the end was reached
 
     def is_replaced(self) -> bool:
         """True if the path now names another file than before, or the file was truncated."""
@@ -183,6 +255,10 @@ class Tail:
 
     def read(self) -> list[Row]:
         """Return the next rows, from at most BLOCK bytes."""
+        return metrics.parse_rows(self.read_lines()[1])
+
+    def read_lines(self) -> tuple[int, bytes]:
+        """Return the next complete lines, of at most BLOCK bytes, and their position."""
         try:
             with self._path.open("rb") as file:
                 stat = os.fstat(file.fileno())
@@ -193,10 +269,42 @@ class Tail:
                 block = file.read(BLOCK)
         except OSError:  # does not exist yet, or a network share is unavailable
             self.pending = 0
-            return []
+            return 0, b""
         is_full = len(block) == BLOCK
+        start = self._offset
         complete = block.rfind(b"\n") + 1  # size of the complete lines
         # A full block without a newline is part of a line longer than BLOCK, which is skipped.
         self._offset += BLOCK if is_full and not complete else complete
         self.pending = max(0, stat.st_size - self._offset) if is_full else 0
-        return metrics.parse_rows(block[:complete])
+        return start, block[:complete]
+
+
+class RowIndex:
+    """Positions of the rows of a growing JSON-lines file; the rows are read on request.
+
+    `steps` has the step of each row; NaN if it has none.
+    """
+
+    def __init__(self, path: Path, tail: Tail) -> None:
+        self.steps = array("d")
+        self._path = path
+        self._tail = tail
+        self._positions = array("q")
+
+    def refresh(self) -> None:
+        """Add the next rows, of at most BLOCK bytes."""
+        position, lines = self._tail.read_lines()
+        for line in lines.splitlines(keepends=True):
+            for row in metrics.parse_rows(line):
+                self.steps.append(number(row, "step"))
+                self._positions.append(position)
+            position += len(line)
+
+    def read(self, index: int) -> Row:
+        """Return a row; {} if the file was replaced since the last refresh."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._positions[index])
+                return next(iter(metrics.parse_rows(file.readline())), {})
+        except OSError:
+            return {}

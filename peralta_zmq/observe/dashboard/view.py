@@ -1,9 +1,9 @@
-"""Content of the dashboard: verdict, cards, charts, generators, events, samples.
+"""Content of the dashboard: verdict, cards, charts, generators, events, samples, settings.
 
 `update` returns the content as JSON for the page that app.py serves; `write_report` writes the page
 with its data into one HTML file. Numbers shown as text are formatted here, so that the page and the
-file show the same. A NaN becomes null when the JSON is written. A sample is a group (all rollouts
-of one problem) of a step. A session is one process of the trainer. Control characters in texts from
+file show the same. A NaN becomes null when the JSON is written. A sample is a sampled group (all
+rollouts of one problem). A session is one process of the trainer. Control characters in texts from
 other machines and from models are escaped.
 """
 
@@ -15,7 +15,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from heapq import merge
 from importlib.resources import files
@@ -26,7 +26,7 @@ import numpy as np
 
 from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.errors import printable, program_name
-from peralta_zmq.observe.dashboard.charts import CHARTS, Json, points
+from peralta_zmq.observe.dashboard.charts import Json, charts_of, points
 from peralta_zmq.observe.dashboard.run_files import (
     CONFIG,
     ENDED,
@@ -35,25 +35,36 @@ from peralta_zmq.observe.dashboard.run_files import (
     open_runs,
     status_of,
 )
-from peralta_zmq.observe.metrics import Row, finite_mean, format_number, nan_to_null, number
+from peralta_zmq.observe.metrics import (
+    Row,
+    finite_mean,
+    first_within,
+    format_number,
+    format_rate,
+    nan_to_null,
+    number,
+)
 from peralta_zmq.observe.report import SUMMARY, change_text
 from peralta_zmq.observe.run_state import (
     EVALUATION_EVENTS,
+    REPLAY,
     RunState,
     SessionState,
     format_duration,
     membership,
+    newest_session,
     run_state,
     seconds_left,
 )
 from peralta_zmq.observe.verdict import verdict
-from peralta_zmq.rollout import CUT_OFF
 
 NUM_CHANGE = 20  # the mean reward of the newest 20 steps is compared with that of the 20 before
 MAX_EVENTS, MAX_MARKERS = 60, 80  # newest events and markers in one update
 MAX_LISTED = 200  # first generators by name in one update
-MAX_SAMPLES = 12  # newest groups in one response
+MAX_SAMPLES = 12  # groups in one response
 MAX_ROLLOUTS, MAX_TEXT = 64, 6000  # rollouts of one group; characters of one text
+MAX_ANSWERS_CHARACTERS = 1_000_000  # texts of an evaluation in one response
+MAX_REPORT_CHARACTERS = 1_000_000  # texts of the newest samples of a run in the HTML file
 MAX_EVENT_TEXT = 300  # characters
 KEPT = "\n\t\u00a0\u3000"  # white space that is not escaped in samples
 REPORT_SECONDS = 60.0  # time limit for reading the files of one run for the HTML file
@@ -74,16 +85,16 @@ def update(run: RunFiles, *, cursor: str = "", now: float) -> Json:
     outdated, all points are sent and `reset` is True.
     """
     generation, num_steps, num_evaluations = _parse_cursor(cursor)
-    available = (len(run.table.steps), len(run.accuracies))
+    available = (len(run.table.steps), len(run.evaluations))
     reset = generation != run.generation or num_steps > available[0]
     is_new = reset or available != (num_steps, num_evaluations)
     after = 0 if reset else num_steps
-    charts = CHARTS if is_new else []
+    charts = charts_of(run.table) if is_new else []
     return {
         "cursor": f"{run.generation}:{available[0]}:{available[1]}",
         "reset": reset,
         "loading": run.loading,
-        "charts": [points(chart, run.table, run.accuracies, after=after) for chart in charts],
+        "charts": [points(chart, run.table, run.evaluations, after=after) for chart in charts],
         "state": state(run, now=now),
     }
 
@@ -118,8 +129,9 @@ def state(run: RunFiles, *, now: float) -> Json:
     status, rows = status_of(run, now=now), list(run.rows)
     events = list(merge(run.events, run.frequent_events, key=lambda row: number(row, "time", 0.0)))
     is_over = status in ENDED
-    if status in NOT_RUNNING:  # an evaluation that has no end event is not running anymore
-        events = [row for row in events if row.get("event") not in EVALUATION_EVENTS]
+    if status in NOT_RUNNING:  # an evaluation or replay without an end has been killed
+        activities = {*EVALUATION_EVENTS, REPLAY}
+        events = [row for row in events if row.get("event") not in activities]
         is_over = is_over or not rows
     recent, generators = run_state(rows, events), generators_of(run, status)
     return {
@@ -132,7 +144,9 @@ def state(run: RunFiles, *, now: float) -> Json:
         "generators": generators[:MAX_LISTED],
         "events": [_event(row) for row in list(run.events)[: -MAX_EVENTS - 1 : -1]],
         "markers": _markers(run),
-        "num_samples": run.samples[-1][0] if run.samples else 0,
+        "num_samples": len(run.samples.steps),
+        "evaluations": _evaluations(run),
+        "settings_time": run.modified(CONFIG),
     }
 
 
@@ -165,7 +179,7 @@ def generators_of(run: RunFiles, status: str) -> list[Json]:
                 "state": generator_state,
                 "step": format_number(step, ",.0f"),
                 "behind": format_number(number(run.last, "step") - step, ",.0f"),
-                "tokens_per_s": format_number(speed, ",.0f"),
+                "tokens_per_s": format_rate(speed or math.nan),  # 0 before its first group
                 "blocked": format_number(blocked, ".0%"),
                 "reload_s": format_number(reload_seconds, ".3f", " s"),
                 "groups": format_number(groups, ",.0f"),
@@ -174,38 +188,112 @@ def generators_of(run: RunFiles, status: str) -> list[Json]:
     return generators
 
 
-def samples(run: RunFiles, *, after: int = 0) -> list[Json]:
-    """Return the newest samples with a number above `after`, oldest first."""
-    newest = [entry for entry in run.samples if entry[0] > after][-MAX_SAMPLES:]
-    return [_sample(index, row) for index, row in newest]
+def overview(run: RunFiles, *, now: float) -> Json:
+    """Return what the list of runs shows of a run."""
+    status = status_of(run, now=now)
+    header = _header(run, status, newest_session(list(run.events)), now)
+    keys = ("run", "model", "task", "status", "status_text", "step", "max_steps", "age")
+    reward = format_number(number(run.last, "reward"), ".3f")
+    return {key: header[key] for key in keys} | {"reward": reward, "eval": _evaluation(run)[0]}
 
 
-def _sample(index: int, row: Row) -> Json:
-    texts, rewards, advantages = (
-        cast("list[Any]", row.get(key, [])) for key in ("texts", "rewards", "advantages")
-    )
-    prompt = str(row.get("prompt", ""))
-    num_turns = cast("list[Any]", row.get("num_turns", [1] * len(texts)))
-    cut_off = cast("list[Any]", row.get("cut_off", [False] * len(texts)))
-    rollouts = zip(texts[:MAX_ROLLOUTS], rewards, advantages, num_turns, cut_off, strict=False)
+def settings(run: RunFiles) -> dict[str, str]:
+    """Return the settings in the run's config.toml as text, by full name."""
+    return dict(_flattened("", run.content(CONFIG)))
+
+
+def _flattened(name: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield the settings in a value of config.toml; a table in a list has its index as name."""
+    if isinstance(value, list) and any(isinstance(item, dict) for item in cast("Any", value)):
+        value = dict(enumerate(cast("list[object]", value)))
+    if isinstance(value, dict):
+        for key, item in cast("dict[object, object]", value).items():
+            yield from _flattened(f"{name}.{key}" if name else str(key), item)
+    else:
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        yield printable(name), printable(text)[:MAX_EVENT_TEXT]
+
+
+def samples(run: RunFiles, *, first: int | None = None, step: int | None = None) -> list[Json]:
+    """Return up to MAX_SAMPLES samples in the order of samples.jsonl; their numbers begin with 1.
+
+    They begin with the one of number `first`, or with the first one of `step` or a later step;
+    without both, they are the newest.
+    """
+    steps = run.samples.steps
+    if step is not None:
+        first = next((index + 1 for index, at in enumerate(steps) if at >= step), None)
+    if first is None:
+        first = len(steps) - MAX_SAMPLES + 1
+    start = max(0, first - 1)
+    return [_sample(run, index) for index in range(start, min(start + MAX_SAMPLES, len(steps)))]
+
+
+def _sample(run: RunFiles, index: int) -> Json:
+    row = run.samples.read(index)
+    advantages = cast("list[Any]", row.get("advantages", []))
+    turns = cast("list[Any]", row.get("num_turns", []))
+    rollouts = _rollouts(row)
+    for place, rollout in enumerate(rollouts):  # a group without signal has no advantages
+        rollout["advantage"] = advantages[place] if place < len(advantages) else None
+        rollout["num_turns"] = turns[place] if place < len(turns) else 1
     return {
-        "number": index,
+        "number": index + 1,
         "step": number(row, "step", 0.0),
         "task": printable(str(row.get("task", ""))),
         "generator": printable(str(row.get("generator", ""))),
         "policy_step": number(row, "policy_step", 0.0),
-        "mean": finite_mean(reward for reward in rewards if reward is not None),
-        "prompt": _truncate(prompt),
-        "rollouts": [
-            {
-                "text": _truncate(text.removeprefix(prompt)) + CUT_OFF * bool(is_cut_off),
-                "reward": reward,
-                "advantage": advantage,
-                "num_turns": count,
-            }
-            for text, reward, advantage, count, is_cut_off in rollouts
-        ],
+        "outcome": printable(str(row.get("outcome", ""))).replace("_", " "),
+        "mean": finite_mean(
+            rollout["reward"] for rollout in rollouts if rollout["reward"] is not None
+        ),
+        "prompt": _truncate(str(row.get("prompt", ""))),
+        "rollouts": rollouts,
     }
+
+
+def _rollouts(row: Row) -> list[Json]:
+    """Return texts, rewards and cut-off marks of a row of samples.jsonl or answers.jsonl.
+
+    The texts of samples.jsonl begin with the prompt, which is left out.
+    """
+    keys = ("texts" if "texts" in row else "completions", "rewards", "cut_off")
+    columns = (cast("list[Any]", row.get(key, [])) for key in keys)
+    prompt = str(row.get("prompt", ""))
+    return [
+        {
+            "text": _truncate(str(text).removeprefix(prompt)),
+            "reward": reward,
+            "cut_off": bool(is_cut_off),
+        }
+        for text, reward, is_cut_off in zip(*columns, strict=False)
+    ][:MAX_ROLLOUTS]
+
+
+def answers(run: RunFiles, *, step: int) -> Json:
+    """Return the held-out problems of the newest evaluation of `step` with the model's answers.
+
+    `num_examples` is their number, also if they have too many characters to return all.
+    """
+    evaluation = run.evaluations.get(step)
+    indices = [index for index, at in enumerate(run.answers.steps) if at == step]
+    if evaluation is not None and math.isfinite(evaluation.num_examples):
+        # Earlier ones are those of an evaluation that was undone or not completed.
+        indices = indices[-int(evaluation.num_examples) :]
+    examples = (
+        {
+            "question": _truncate(str(row.get("question", ""))),
+            "expected": _truncate(str(row.get("expected", ""))),
+            "answers": _rollouts(row),
+        }
+        for row in map(run.answers.read, indices)
+    )
+    shown = first_within(MAX_ANSWERS_CHARACTERS, examples, _num_characters)
+    return {"step": step, "num_examples": len(indices), "examples": shown}
+
+
+def _num_characters(content: Json) -> int:
+    return len(str(content))
 
 
 def _data(runs: Sequence[RunFiles]) -> str:
@@ -216,11 +304,22 @@ def _data(runs: Sequence[RunFiles]) -> str:
     now = time.time()
     for run in runs:
         run.refresh(seconds=REPORT_SECONDS)
-    exported = [
-        {"name": run.name, "update": update(run, now=now), "samples": samples(run)} for run in runs
-    ]
+    exported = [_exported(run, now) for run in runs]
     data = json.dumps(nan_to_null({"written": now, "runs": exported}))
     return data.replace("<", "\\u003c")
+
+
+def _exported(run: RunFiles, now: float) -> Json:
+    """Return the data of one run: all but older samples and evaluations between first and last."""
+    newest = (_sample(run, index) for index in reversed(range(len(run.samples.steps))))
+    evaluated = {min(run.evaluations), max(run.evaluations)} if run.evaluations else ()
+    return {
+        "name": run.name,
+        "update": update(run, now=now),
+        "settings": settings(run),
+        "samples": first_within(MAX_REPORT_CHARACTERS, newest, _num_characters)[::-1],
+        "answers": [answers(run, step=int(step)) for step in sorted(evaluated)],
+    }
 
 
 def _hash(content: str) -> str:
@@ -232,6 +331,7 @@ def _header(run: RunFiles, status: str, session: SessionState, now: float) -> Js
     config = run.content(CONFIG)
     train, model = config.get("train", {}), config.get("model", {})
     tasks = [str(env.get("task")) for env in config.get("env", [])]
+    task = str(config.get("task", {}).get("name", ""))  # "None": that of the data's columns
     max_steps, step = number(train, "max_steps"), number(run.last, "step", 0.0)
     status_text, explanation = _status_texts(run, now)[status]
     return {
@@ -239,7 +339,7 @@ def _header(run: RunFiles, status: str, session: SessionState, now: float) -> Js
         "folder": str(run.folder),
         "dashboard": f"{program_name('dashboard')} {run.folder}",
         "model": str(model.get("name", "")),
-        "task": ", ".join(tasks) or str(config.get("task", {}).get("name", "")),
+        "task": ", ".join(tasks) or ("" if task == "None" else task),
         "status": status,
         "status_text": status_text,
         "explanation": explanation,
@@ -262,6 +362,9 @@ def _status_texts(run: RunFiles, now: float) -> dict[str, tuple[str, str]]:
         "loading": ("reading the run's files", ""),
         "empty": ("waiting for the first step", ""),
         "training": ("training", ""),
+        "evaluating": ("evaluating", "Generators and trainer answer the held-out problems."),
+        "replaying": ("replaying", "The trainer repeats steps of its journal after a restart."),
+        "waiting": ("waiting for a generator", f"Start one: {program_name('generator')} @ CONFIG"),
         "stalled": ("no recent step", f"The trainer is running and has taken no step for {age}."),
         "silent": (
             "no recent data",
@@ -292,9 +395,9 @@ def _cards(run: RunFiles, recent: RunState, generators: Sequence[Json]) -> list[
         """Format a metric of the newest step."""
         return format_number(number(run.last, key), spec)
 
-    def derived(key: str) -> str:
-        """Format a number of the newest step that `derived_numbers` added to the table."""
-        return format_number(run.table.value(key, len(run.table.steps) - 1), ",.0f")
+    def derived(key: str) -> float:
+        """Return a number of the newest step that `derived_numbers` added to the table."""
+        return run.table.value(key, len(run.table.steps) - 1)
 
     def card(id: str, label: str, value: str, note: str) -> Json:
         return {"id": id, "label": label, "value": value, "note": note}
@@ -305,18 +408,18 @@ def _cards(run: RunFiles, recent: RunState, generators: Sequence[Json]) -> list[
         up, seen = "-", f"unknown, {len(states)} seen"
     rate = span = oldest = "no step yet"
     if recent.rows:
-        rate = f"{derived('tokens_per_s')} generated tokens/s"
+        rate = f"{format_rate(derived('tokens_per_s'))} generated tokens/s"
         span = f"of the last {len(recent.rows)} steps"
         oldest = f"steps, at most {newest('staleness/max')}"
     waiting = format_number(recent.waiting, ".0%")
     return [
         card("reward", "Reward", newest("reward", ".3f"), _reward_change(run)),
         card("eval", "Held-out accuracy", *_evaluation(run)),
-        card("rollouts", "Rollouts/s", derived("rollouts_per_s"), rate),
+        card("rollouts", "Rollouts/s", format_rate(derived("rollouts_per_s")), rate),
         card("wait", "Trainer waits", waiting, span),
         card("queue", "Queue", newest("queue/depth"), "groups waiting"),
         card("staleness", "Staleness", newest("staleness/mean", ",.1f"), oldest),
-        card("dropped", "Dropped", derived("dropped"), "groups in total"),
+        card("dropped", "Dropped", format_number(derived("dropped"), ",.0f"), "groups in total"),
         card("generators", "Generators up", up, seen),
     ]
 
@@ -333,15 +436,27 @@ def _reward_change(run: RunFiles) -> str:
 
 
 def _evaluation(run: RunFiles) -> tuple[str, str]:
-    """Return the newest held-out accuracy, and a note: its step, the first accuracy."""
-    accuracies = run.accuracies
-    if not accuracies:
+    """Return the newest held-out accuracy, and a note: its precision and step, the first one."""
+    evaluations = _evaluations(run)
+    if not evaluations:
         return "-", "none yet"
-    first, last = min(accuracies), max(accuracies)
-    note = f"step {last:.0f}"
-    if first < last:
-        note += f"; {accuracies[first]:.3f} at {first:.0f}"
-    return format_number(accuracies[last], ".3f"), note
+    first, last = evaluations[0], evaluations[-1]
+    note = f"step {last['step']:.0f}"
+    if first["step"] < last["step"]:
+        note += f"; {first['accuracy']} at {first['step']:.0f}"
+    return last["accuracy"], f"{last['precision']}; {note}" if last["precision"] else note
+
+
+def _evaluations(run: RunFiles) -> list[Json]:
+    """Return step, accuracy and its precision, such as "± 0.041, n = 64", of each evaluation."""
+    return [
+        {
+            "step": step,
+            "accuracy": format_number(accuracy, ".3f"),
+            "precision": f"± {stderr:.3f}, n = {count:.0f}" if math.isfinite(stderr) else "",
+        }
+        for step, (accuracy, stderr, count) in sorted(run.evaluations.items())
+    ]
 
 
 def _event(row: Row) -> Json:

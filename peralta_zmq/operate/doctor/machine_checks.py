@@ -179,7 +179,8 @@ def check_local_network(system: str, host: str) -> Check | None:
 def send_packet(host: str) -> int:
     """Send an empty packet to the discard port of a host; returns errno or 0."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as opened:
             opened.sendto(b"", (host, 9))
     except OSError as error:
         return error.errno or 0

@@ -19,8 +19,8 @@ from pathlib import Path
 from peralta_zmq import wire
 from peralta_zmq.atomic_files import is_held
 from peralta_zmq.config import Config
-from peralta_zmq.errors import WireError, program_name
-from peralta_zmq.http_server import is_loopback
+from peralta_zmq.errors import ConfigError, WireError, program_name
+from peralta_zmq.http_server import is_loopback, listen, with_port
 from peralta_zmq.observe.metrics import LOCK
 from peralta_zmq.operate.doctor.checks import Check, failed_check
 from peralta_zmq.operate.doctor.machine_checks import LOCAL_NETWORK
@@ -44,7 +44,7 @@ def is_this_machine(host: str) -> bool:
     for family, kind, protocol, _, address in addresses:
         # A socket can only be bound to an address of this machine.
         with suppress(OSError), socket.socket(family, kind, protocol) as opened:
-            opened.bind((address[0], 0))
+            opened.bind((address[0], 0, *address[2:]))
             return True
     return False
 
@@ -56,18 +56,16 @@ def check_ports(config: Config, stack: ExitStack) -> Check:
     uses it. Ports in use by a running trainer of this run are no failure.
     """
     bind, port = config.wire.bind, config.wire.port
-    ports = range(port, port + NUM_PORTS)
-    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    address, ports = wire.interface_address(bind), range(port, port + NUM_PORTS)
     try:
         for port in ports:
-            server = socket.create_server((bind.strip("[]"), port), family=family)
-            stack.enter_context(server)
+            server = stack.enter_context(listen(address, port, host_setting="wire.bind"))
             if port == ports[-1]:
                 server.close()
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            remedy = "set wire.bind to an address of this machine, or 0.0.0.0 for all"
-            return Check(False, f"cannot listen on {bind} ({error.strerror})", remedy)
+    except ConfigError as error:
+        remedy = "set wire.bind to an address of this machine, or 0.0.0.0 for all"
+        return Check(False, str(error).partition("; ")[0], remedy)
+    except OSError:
         if is_trainer_running(config.run_folder):
             return Check(True, f"the running trainer of run {config.run.name} uses the ports")
         return failed_check(WireError(wire.port_in_use_message(port)))
@@ -97,7 +95,7 @@ def _connect_all(host: str, first: int) -> Check:
             socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
         except OSError as error:
             remedy = _connect_remedy(error, host, port, is_first=port == first)
-            return Check(False, f"{host}:{port}: {error.strerror or error}", remedy)
+            return Check(False, f"{with_port(host, port)}: {error.strerror or error}", remedy)
     milliseconds = 1e3 * (time.monotonic() - started) / NUM_PORTS
     ports = f"{first} to {first + NUM_PORTS - 1}"
     return Check(True, f"{host} accepts connections on ports {ports}, {milliseconds:.1f} ms each")
@@ -110,7 +108,8 @@ def _connect_remedy(error: OSError, host: str, port: int, *, is_first: bool) -> 
     if error.errno == errno.EHOSTUNREACH and sys.platform == "darwin":
         return LOCAL_NETWORK
     if error.errno == errno.ECONNREFUSED and is_first:
-        return f"start the trainer ({program_name('trainer')} @ CONFIG), with wire.bind = 0.0.0.0"
+        bind = "::" if ":" in host else "0.0.0.0"
+        return f"start the trainer ({program_name('trainer')} @ CONFIG), with wire.bind = {bind}"
     if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
         return f"is {host} on, and in the same network or VPN? Try ping {host}"
     return f"open port {port} in the firewall of {host}"
@@ -132,7 +131,7 @@ def open_probe_client(config: Config, name: str) -> wire.ProbeClient:
     """
     folder = config.keys_folder
     keys = wire.generator_keys(folder, name) if folder else None
-    address = f"tcp://{config.wire.host}:{config.wire.port}"
+    address = f"tcp://{with_port(config.wire.host, config.wire.port)}"
     return wire.ProbeClient(wire.next_port(address, NUM_PORTS - 1), keys=keys)
 
 
@@ -217,7 +216,7 @@ def serve_probes(
         folder.mkdir(parents=True, exist_ok=True)
         create_file = stack.enter_context(closing(ProbeFile(folder))).create
     reply = wire.ProbeReply(config.run.name, role="doctor", worker_info=worker_info)
-    address = wire.next_port(f"tcp://{config.wire.bind}:{config.wire.port}", NUM_PORTS - 1)
+    address = f"tcp://{with_port(config.wire.bind, config.wire.port + NUM_PORTS - 1)}"
     server = wire.ProbeServer(address, reply, create_file=create_file, authenticator=authenticator)
     stack.enter_context(closing(server))
     return Check(True, f"probes are answered on {server.address}")

@@ -56,13 +56,17 @@ def main(options: argparse.Namespace, settings: Sequence[str]) -> int:
         except ConfigError as error:
             raise ConfigError(f"{error}, or plan for one of the two with --role") from None
     from peralta_zmq import build, models  # import torch, too slow for --help
-    from peralta_zmq.operate.doctor.role_checks import add_findings
+    from peralta_zmq.operate.doctor.role_checks import add_findings, fitted
 
     folder = models.model_folder(config.model.name)
-    planner = build.MemoryPlanner.of(config, folder, memory_gib=options.memory)
     report = Report()
-    if any(folder.glob("tokenizer*")):  # the verifiers of a run need not run yet
-        is_here = not any(env.address for env in (*config.environments, *config.eval_environments))
+    has_tokenizer = any(folder.glob("tokenizer*"))
+    # The verifiers of a run need not run yet.
+    is_here = not any(env.address for env in (*config.environments, *config.eval_environments))
+    if has_tokenizer and is_here:
+        config = fitted(config, report, options.memory)
+    planner = build.MemoryPlanner.of(config, folder, memory_gib=options.memory)
+    if has_tokenizer:
         # For another machine (--memory), an engine that this machine lacks is only a note.
         role = roles[0] if options.memory is None else "trainer"
         report.run("prompts", add_findings, config, report, role, weights=False, prompts=is_here)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import platform
 from contextlib import ExitStack, closing, suppress
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
 from peralta_zmq import wire
-from peralta_zmq.config import Config, earlier_config
-from peralta_zmq.errors import ConfigError, WireError, failure_text, program_name
+from peralta_zmq.config import Config, earlier_config, with_fitted_of_run
+from peralta_zmq.errors import ConfigError, PeraltaError, WireError, failure_text, program_name
 from peralta_zmq.operate.doctor import machine_checks, network_checks, weights_checks
 from peralta_zmq.operate.doctor.checks import Check, Report, failed_check
 
@@ -37,6 +38,7 @@ def check_trainer(config: Config, report: Report, stack: ExitStack, *, serve: bo
     if the thread was requested and is possible: the ports are free, and no trainer of this run is
     running. A running trainer answers the doctors itself.
     """
+    config = fitted(config, report)
     folder, run = _weights_folder(config), config.run_folder
     model_bytes = weights_checks.model_bytes_of(config)
     report.run("keys", network_checks.check_keys, config, "trainer", "trainer")
@@ -70,6 +72,7 @@ def check_generator(
 
     Retries for `wait_seconds` to connect to the trainer's machine.
     """
+    config = fitted(config, report)
     name = config.generator.full_name
     _check_machine(config, report)
     report.run("memory", machine_checks.check_memory, config, "generator")
@@ -97,6 +100,23 @@ def check_generator(
     check("space", weights_checks.check_space, replicas, model_bytes, weights_checks.NUM_REPLICAS)
 
 
+def fitted(config: Config, report: Report, memory_gib: float | None = None) -> Config:
+    """The settings with the defaults that follow the model, which the report then has.
+
+    Settings that cannot be chosen stay as they are: another check reports the reason.
+    """
+    from peralta_zmq.build import fitted_settings
+
+    try:
+        known = with_fitted_of_run(config)
+        config, reasons = fitted_settings.fit_settings(known, memory_gib=memory_gib)
+    except (PeraltaError, OSError):
+        return config
+    for name, reason in reasons.items():
+        report.add("default", Check(True, f"{name} {attrgetter(name)(config)} ({reason})"))
+    return config
+
+
 def _check_machine(config: Config, report: Report) -> None:
     has_battery = psutil.sensors_battery() is not None
     report.run("versions", machine_checks.check_versions, *machine_checks.this_python())
@@ -111,8 +131,8 @@ def add_findings(
     from peralta_zmq.build import dry_run
 
     findings = dry_run.check_run(config, role, with_weights=weights, with_prompts=prompts)
-    for name, detail, remedy, is_fatal in findings:
-        report.add(name, Check(not is_fatal, detail, remedy))
+    for finding in findings:
+        report.add(finding.name, Check(not finding.is_fatal, finding.detail, finding.remedy))
 
 
 def _check_run(config: Config) -> Check | None:

@@ -213,12 +213,12 @@ def model_bytes_of(config: Config) -> int | None:
     None if the model is not on this machine.
     """
     from peralta_zmq import models
-    from peralta_zmq.weights.tensor_set import MappedTensors
+    from peralta_zmq.weights.tensor_set import FileTensors
 
     num_parameters = 0
     try:
         for path in models.model_folder(config.model.name).glob("*.safetensors"):
-            specs = MappedTensors(path).specs.values()
+            specs = FileTensors(path).specs.values()
             num_parameters += sum(math.prod(spec.shape) for spec in specs)
     except (ConfigError, OSError, ValueError):
         return None

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from synthetic_runs import row
 
-from peralta_zmq.observe.dashboard.charts import MAX_COLUMNS, Table, downsample
+from peralta_zmq.observe.dashboard.charts import (
+    MAX_COLUMNS,
+    Evaluation,
+    Table,
+    charts_of,
+    downsample,
+    points,
+)
 from peralta_zmq.observe.metrics import Row
 
 
@@ -67,3 +75,45 @@ def test_downsample_keeps_extremes_and_gaps() -> None:
     indices = downsample([values], num_buckets=100)
     assert {0, 1234, 5678, 7777, 9999} <= set(indices.tolist())
     assert len(indices) <= 302
+
+
+def lines_of(chart: dict[str, Any]) -> dict[str, list[float]]:
+    return {
+        line["key"]: column for line, column in zip(chart["lines"], chart["columns"], strict=True)
+    }
+
+
+def chart(id: str, table: Table, evaluations: dict[float, Evaluation] | None = None) -> Any:
+    (found,) = [each for each in charts_of(table) if each["id"] == id]
+    return points(found, table, evaluations or {}, after=0)
+
+
+def test_held_out_points_have_error_bars_if_the_error_is_known() -> None:
+    evaluations = {0.0: Evaluation(0.25), 2.0: Evaluation(0.5, 0.125, 16)}
+    lines = lines_of(chart("reward", table_of(row(1), row(2)), evaluations))
+    assert str([lines[key] for key in ("eval", "eval/low", "eval/high")]) == str(
+        [[0.25, math.nan, 0.5], [math.nan, math.nan, 0.375], [math.nan, math.nan, 0.625]]
+    )
+    assert "eval" not in lines_of(chart("reward", table_of(row(1))))
+
+
+def test_charts_have_time_and_tokens_of_all_steps_so_far() -> None:
+    table = table_of(row(1), row(2), row(3, step_time=None), row(4))
+    drawn = chart("reward", table, {0.0: Evaluation(0.25), 9.0: Evaluation(0.5)})
+    lines = lines_of(drawn)
+    assert drawn["x"] == [0, 1, 2, 3, 4, 9]
+    assert lines["total/seconds"] == pytest.approx([0, 0.4, 0.8, 0.8, 1.2, 1.2])
+    assert lines["total/tokens"] == [0, 4096, 8192, 12288, 16384, 16384]
+    table.append(row(2, step_time=1.0))  # after a roll-back
+    assert lines_of(chart("reward", table))["total/seconds"] == pytest.approx([0.4, 1.4])
+
+
+def test_named_rewards_and_metrics_of_custom_losses_have_charts() -> None:
+    ids = [each["id"] for each in charts_of(table_of(row(1)))]
+    assert "terms" not in ids and not [each for each in ids if each.startswith("own-")]
+    own = {"rewards/format/mean": 0.5, "rewards/length/mean": 0.25, "my/metric": 7.0}
+    table = table_of(row(1), row(2, **own))
+    assert lines_of(chart("terms", table)).keys() >= {"rewards/format/mean", "rewards/length/mean"}
+    assert lines_of(chart("own-my/metric", table))["my/metric"][-1] == 7.0
+    assert [each["id"] for each in charts_of(table)][-1] == "own-my/metric"
+    assert "learning_rate" in lines_of(chart("rate", table))

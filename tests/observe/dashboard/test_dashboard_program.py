@@ -39,7 +39,7 @@ def test_program_exports_a_file_and_refuses_invalid_arguments(
     assert main([str(folder), "--export", str(tmp_path / "report.html")]) == 0
     assert (tmp_path / "report.html").stat().st_size > 50_000
     assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
-    with pytest.raises(ConfigError, match="is not a run folder"):
+    with pytest.raises(ConfigError, match="is not a run folder and has none"):
         main([str(tmp_path / "nothing")])
     with pytest.raises(ConfigError, match="unknown option --exprot; did you mean --export"):
         main([str(folder), "--exprot", "x.html"])
@@ -52,7 +52,9 @@ def test_uplot_is_the_published_version() -> None:
     assert found == VENDORED
 
 
-@pytest.mark.parametrize("name", ["dashboard.js", "charts.js", "samples.js"])
+@pytest.mark.parametrize(
+    "name", ["dashboard.js", "charts.js", "samples.js", "answers.js", "settings.js"]
+)
 def test_scripts_never_create_markup(name: str) -> None:
     script = (STATIC / name).read_text("utf-8")
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(",

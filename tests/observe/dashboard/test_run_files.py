@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from synthetic_runs import append, make_run, read_run
+from synthetic_runs import append, group, make_run, read_run
 
 from peralta_zmq.observe.dashboard import view
-from peralta_zmq.observe.dashboard.run_files import RunFiles, Tail, open_runs
+from peralta_zmq.observe.dashboard.run_files import RunFiles, RunList, Tail, open_runs
 from peralta_zmq.observe.metrics import Row
 
 
@@ -26,13 +26,14 @@ def test_tail_reads_each_complete_row_once(tmp_path: Path) -> None:
     assert not tail.is_replaced()
 
 
-NEWER: Row = {"time": 2e9, "step": 7, "event": "start", "accuracy": 0.5, "texts": []}
+NEWER: Row = {"time": 2e9, "step": 7, "event": "start", "accuracy": 0.5}
 
 
 def shown(run: RunFiles) -> dict[str, object]:
     """Content of each file except the metrics."""
-    return {"eval.jsonl": run.accuracies, "events.jsonl": list(run.events),
-            "samples.jsonl": [sample for _, sample in run.samples]}  # fmt: skip
+    accuracies = {step: evaluation.accuracy for step, evaluation in run.evaluations.items()}
+    samples = [run.samples.read(index) for index in range(len(run.samples.steps))]
+    return {"eval.jsonl": accuracies, "events.jsonl": list(run.events), "samples.jsonl": samples}
 
 
 def test_run_started_again_shows_nothing_of_the_earlier_one(tmp_path: Path) -> None:
@@ -46,8 +47,8 @@ def test_run_started_again_shows_nothing_of_the_earlier_one(tmp_path: Path) -> N
     update = view.update(run, cursor=cursor, now=0.0)
     assert (update["reset"], update["charts"][0]["x"]) == (True, [1, 2])
     assert shown(run) == shown(read_run(folder))
-    assert [sample["step"] for _, sample in run.samples] == [2]
-    assert run.accuracies == {}
+    assert list(run.samples.steps) == [2]
+    assert run.evaluations == {}
 
 
 @pytest.mark.parametrize("name", ["eval.jsonl", "events.jsonl", "samples.jsonl"])
@@ -71,3 +72,28 @@ def test_open_runs_makes_equal_names_unique(tmp_path: Path) -> None:
     assert [run.name for run in open_runs([folders[0], deeper])] == ["a/demo", "c/a/demo"]
     assert [run.name for run in open_runs([folders[0], tmp_path / "b"])] == ["demo", "b"]
     assert [run.name for run in open_runs([folders[0], folders[0]])] == ["demo", "demo"]
+
+
+def test_folder_of_runs_has_those_that_are_started_later(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        make_run(tmp_path / name, num_steps=1)
+    (tmp_path / "notes").mkdir()
+    runs = RunList([tmp_path, tmp_path / "b"])
+    assert [run.name for run in runs.runs] == ["a", "b"]
+    make_run(tmp_path / "0", num_steps=1)
+    runs.find()
+    assert [run.name for run in runs.runs] == ["a", "b", "0"]  # the numbers stay the same
+    assert [run.name for run in RunList([tmp_path / "notes"], live=True).runs] == ["notes"]
+
+
+def test_sample_is_read_by_its_position(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=0)
+    path = folder / "samples.jsonl"
+    append(path, group(1, "\u00e9" * 3), {"no": "step"}, group(2, "two"))
+    run = read_run(folder)
+    append(path, group(3, "three"))
+    run.refresh()
+    texts = [run.samples.read(index).get("texts") for index in range(4)]
+    assert texts == [["\u00e9" * 3], None, ["two"], ["three"]]
+    path.unlink()
+    assert run.samples.read(0) == {}

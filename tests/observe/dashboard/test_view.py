@@ -50,6 +50,9 @@ LOST = "The same command resumes it without loss."
 TEXTS = {  # status -> text and explanation
     "empty": ("waiting for the first step", ""),
     "training": ("training", ""),
+    "evaluating": ("evaluating", "Generators and trainer answer the held-out problems."),
+    "replaying": ("replaying", "The trainer repeats steps of its journal after a restart."),
+    "waiting": ("waiting for a generator", "Start one: bin/generator @ CONFIG"),
     "stalled": ("no recent step", "The trainer is running and has taken no step for 40s."),
     "crashed": ("crashed",
                 "No new data for 40s, and no trainer on this machine uses the run folder: it was "
@@ -67,7 +70,8 @@ def header_of(run: RunFiles, *, later: float = 1.0) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("lock", "num_steps", "later", "event", "status"), [
-    ("none", 0, 1.0, None, "empty"),
+    ("none", 0, 1.0, None, "waiting"),
+    ("none", 0, 1.0, "join", "empty"),
     ("none", 3, 1.0, None, "training"),
     ("none", 3, 40.0, None, "silent"),
     ("none", 0, 40.0, None, "silent"),
@@ -75,11 +79,19 @@ def header_of(run: RunFiles, *, later: float = 1.0) -> dict[str, object]:
     ("free", 3, 40.0, None, "crashed"),
     ("free", 0, 40.0, None, "crashed"),
     ("held", 3, 40.0, None, "stalled"),
-    ("held", 0, 3600.0, None, "empty"),
+    ("held", 0, 3600.0, None, "waiting"),
+    ("held", 0, 3600.0, "join", "empty"),
     ("live", 3, 40.0, None, "stalled"),
-    ("live", 0, 3600.0, None, "empty"),
+    ("live", 0, 3600.0, None, "waiting"),
     ("free", 3, 40.0, "stop", "stopped"),
     ("free", 3, 40.0, "complete", "finished"),
+    ("held", 3, 1.0, "evaluate", "evaluating"),
+    ("held", 3, 3600.0, "evaluate", "evaluating"),
+    ("free", 3, 40.0, "evaluate", "crashed"),
+    ("held", 3, 1.0, "replay", "replaying"),
+    ("held", 3, 3600.0, "replay", "replaying"),
+    ("free", 3, 40.0, "replay", "crashed"),
+    ("held", 3, 1.0, "resume", "waiting"),
 ])  # fmt: skip
 def test_header_explains_the_status_of_the_run(
     tmp_path: Path, stack: ExitStack, *,
@@ -194,19 +206,116 @@ def test_sample_shows_turns_and_null_for_a_missing_reward(tmp_path: Path) -> Non
         "step": 1,
         "prompt": "<user>\nadd\n",
         "texts": ["<user>\nadd\n3 + 4", "other"],
+        "cut_off": [False, True],
         "rewards": [1.0, None],
         "advantages": [0.5, -0.5],
         "num_turns": [1, 2],
+        "outcome": "trained",
     }
     append(folder / "samples.jsonl", sample)
-    append(folder / "samples.jsonl", {**sample, "cut_off": [False, True]})
-    group, newer = view.samples(read_run(folder))
-    assert [each["text"] for each in newer["rollouts"]] == ["3 + 4", "other [cut off]"]
-    assert (group["prompt"], group["mean"]) == ("<user>\nadd\n", 1.0)
-    assert group["rollouts"] == [
-        {"text": "3 + 4", "reward": 1.0, "advantage": 0.5, "num_turns": 1},
-        {"text": "other", "reward": None, "advantage": -0.5, "num_turns": 2},
+    (shown,) = view.samples(read_run(folder))
+    assert (shown["prompt"], shown["mean"], shown["outcome"]) == ("<user>\nadd\n", 1.0, "trained")
+    assert shown["rollouts"] == [
+        {"text": "3 + 4", "reward": 1.0, "cut_off": False, "advantage": 0.5, "num_turns": 1},
+        {"text": "other", "reward": None, "cut_off": True, "advantage": -0.5, "num_turns": 2},
     ]
+
+
+def test_group_without_signal_shows_its_completions(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=0)
+    equal = {"rewards": [0.0, 0.0], "advantages": [], "outcome": "no_signal"}
+    append(folder / "samples.jsonl", {**group(1, "a", "b"), **equal})
+    (shown,) = view.samples(read_run(folder))
+    assert [(each["text"], each["advantage"]) for each in shown["rollouts"]] == [
+        ("a", None), ("b", None),
+    ]  # fmt: skip
+    assert shown["outcome"] == "no signal"
+
+
+def test_samples_of_all_steps_can_be_read(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=0)
+    append(folder / "samples.jsonl", *(group(step // 2) for step in range(2, 62)))
+    run = read_run(folder)
+
+    def numbers(**where: int) -> list[int]:
+        return [sample["number"] for sample in view.samples(run, **where)]
+
+    assert numbers() == list(range(49, 61))
+    assert numbers(first=1) == list(range(1, 13))
+    assert (numbers(first=58), numbers(first=61)) == ([58, 59, 60], [])
+    assert numbers(step=7) == list(range(13, 25))
+    assert [sample["step"] for sample in view.samples(run, step=7)[:3]] == [7, 7, 8]
+
+
+def held_out(step: int, *answers: str, expected: str = "7") -> Row:
+    return {
+        "step": step, "question": "add 3 to 4", "expected": expected,
+        "completions": list(answers), "rewards": [float(each == expected) for each in answers],
+        "cut_off": [False] * len(answers),
+    }  # fmt: skip
+
+
+def test_answers_are_those_of_the_newest_evaluation_of_the_step(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=0)
+    rows = [(0, "8"), (5, "of an interrupted evaluation"), (5, "x"), (5, "y"), (5, "7"),
+            (5, "9", "7")]  # fmt: skip
+    append(folder / "answers.jsonl", *(held_out(*row) for row in rows))
+    evaluation: Row = {"step": 5, "accuracy": 0.75, "stderr": 0.25, "num_examples": 2}
+    append(folder / "eval.jsonl", {"step": 0, "accuracy": 0.5}, evaluation)
+    run = read_run(folder)
+    shown = view.answers(run, step=5)
+    assert (shown["num_examples"], [each["expected"] for each in shown["examples"]]) == (
+        2,
+        ["7", "7"],
+    )
+    assert shown["examples"][1]["answers"] == [
+        {"text": "9", "reward": 0.0, "cut_off": False},
+        {"text": "7", "reward": 1.0, "cut_off": False},
+    ]
+    state = view.state(run, now=time.time())
+    assert state["evaluations"] == [
+        {"step": 0, "accuracy": "0.500", "precision": ""},
+        {"step": 5, "accuracy": "0.750", "precision": "\u00b1 0.250, n = 2"},
+    ]
+    card = next(card for card in state["cards"] if card["id"] == "eval")
+    assert card["note"] == "\u00b1 0.250, n = 2; step 5; 0.500 at 0"
+
+
+def test_answers_in_one_response_have_a_limit(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=0)
+    append(folder / "answers.jsonl", *(held_out(0, *["x" * 9000] * 8) for _ in range(40)))
+    shown = view.answers(read_run(folder), step=0)
+    assert shown["num_examples"] == 40 and 15 < len(shown["examples"]) < 25
+
+
+def test_settings_have_the_full_names_of_config_toml(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=0)
+    with (folder / "config.toml").open("a") as file:
+        file.write('lr = 1e-5\nstop = ["a", "b"]\n[[env]]\ntask = "calculator"\n')
+    settings = view.settings(read_run(folder))
+    assert settings["model.name"] == "embedded"
+    assert (settings["train.lr"], settings["train.stop"]) == ("1e-05", '["a", "b"]')
+    assert settings["env.0.task"] == "calculator"
+    (folder / "config.toml").unlink()
+    assert view.settings(read_run(folder)) == {}
+
+
+def test_task_that_the_data_decide_is_not_shown_as_none(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=1)
+    text = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(text.replace('"calculator"', '"None"'))
+    assert header_of(read_run(folder))["task"] == ""
+
+
+def test_speed_of_a_slow_generator_is_not_rounded_to_zero(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=0)
+    speeds = {"gen/ann/tokens_per_s": 0.04, "gen/bob/tokens_per_s": 0.0}
+    append(folder / "metrics.jsonl", row(1, num_rollouts=1, step_time=60.0, **speeds))
+    state = view.state(read_run(folder), now=time.time())
+    shown = {each["name"]: each["tokens_per_s"] for each in state["generators"]}
+    assert shown == {"ann": "0.04", "bob": "-"}  # bob has not finished a group
+    card = next(card for card in state["cards"] if card["id"] == "rollouts")
+    assert (card["value"], card["note"]) == ("0.017", "0.16 generated tokens/s")
 
 
 def test_silent_connection_is_listed_and_marked(tmp_path: Path) -> None:

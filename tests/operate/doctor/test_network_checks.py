@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+import psutil
 import pytest
 
 from peralta_zmq import wire
@@ -29,8 +30,18 @@ def port() -> int:
 
 
 @pytest.fixture
-def settings(tmp_path: Path, port: int) -> list[str]:
-    return ["--run.dir", str(tmp_path), "--wire.port", str(port)]
+def settings(tmp_path: Path, port: int, request: pytest.FixtureRequest) -> list[str]:
+    """Options of a run; with a parameter (bind, host), at these addresses."""
+    bind, host = getattr(request, "param", ("127.0.0.1", "127.0.0.1"))
+    return ["--run.dir", str(tmp_path), "--wire.port", str(port), "--wire.bind", bind,
+            "--wire.host", host, "--security.insecure"]  # fmt: skip
+
+
+LOOPBACK = next(name for name, rows in psutil.net_if_addrs().items() if rows[0][1] == "127.0.0.1")
+ADDRESSES = pytest.mark.parametrize("settings", [
+    ("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("[::1]", "[::1]"), ("::", "::1"),
+    ("::", "localhost"), (LOOPBACK, "127.0.0.1"), ("*", "localhost"), ("localhost", "localhost"),
+], indirect=True)  # fmt: skip
 
 
 @pytest.fixture
@@ -86,8 +97,10 @@ def test_is_this_machine() -> None:
     assert not network_checks.is_this_machine("no-such-host.invalid")
 
 
+@ADDRESSES
 @pytest.mark.usefixtures("serving")
 def test_trainer_accepts_connections_and_answers_probes(config: Config, stack: ExitStack) -> None:
+    assert network_checks.is_this_machine(config.wire.host)
     assert network_checks.check_reach(config).ok
     client = stack.enter_context(closing(network_checks.open_probe_client(config, "ann")))
     result = network_checks.send_probes(client)

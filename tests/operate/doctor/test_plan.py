@@ -28,7 +28,8 @@ def model(tmp_path: Path) -> str:
 def test_plan_that_fits_lists_parts_of_both_roles(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan(model, "--memory=64") == 0
+    lengths = ("--sampling.max-completion-length=48", "--engine.max-model-len=512")
+    assert plan(model, "--memory=64", *lengths) == 0
     out = capsys.readouterr().out
     assert "qwen3, 28 layers of hidden size 1024, 596.0 M parameters" in out
     assert "device cpu with 64.00 GiB" in out

@@ -46,9 +46,9 @@ def failed(checks: dict[str, dict[str, Any]]) -> list[str]:
 def test_checks_of_a_trainer_pass(settings: list[str], run_doctor: Run) -> None:
     code, checks = run_doctor("--role", "trainer", *settings)
     assert failed(checks) == [] and code == 0
-    assert list(checks) == ["config", "keys", "ports", "versions", "device", "sleep", "memory",
-                           "reward", "engine", "model", "training", "end token", "prompts",
-                           "weights", "writing", "space", "speed"]  # fmt: skip
+    assert list(checks) == ["config", "default", "keys", "ports", "versions", "device", "sleep",
+                           "memory", "reward", "engine", "model", "training", "end token",
+                           "prompts", "weights", "writing", "space", "speed"]  # fmt: skip
     assert "1.7 M parameters" in checks["model"]["detail"]
     assert "earns 1 in" in checks["reward"]["detail"]
     prompts = "held-out environment 'calculator': 250 prompts of at most 26 tokens"
@@ -62,9 +62,9 @@ def test_checks_of_a_generator_pass_with_a_trainers_doctor(
     assert role_checks.check_trainer(load_config("doctor", settings), Report(), stack, serve=True)
     code, checks = run_doctor(*settings, "--role", "generator")
     assert failed(checks) == [] and code == 0
-    assert list(checks) == ["config", "versions", "device", "sleep", "memory", "reward", "engine",
-                           "end token", "prompts", "keys", "reach", "probe", "clock", "burst",
-                           "weights", "visible", "speed", "space"]  # fmt: skip
+    assert list(checks) == ["config", "default", "versions", "device", "sleep", "memory", "reward",
+                           "engine", "end token", "prompts", "keys", "reach", "probe", "clock",
+                           "burst", "weights", "visible", "speed", "space"]  # fmt: skip
 
 
 def test_folder_and_weights_of_another_run_fail(
@@ -73,7 +73,7 @@ def test_folder_and_weights_of_another_run_fail(
     run, nas = tmp_path / "demo", tmp_path / "nas"
     nas.mkdir()
     write_resolved(load_config("trainer", settings), run)
-    (run / "RUN.json").write_text('{"run_id": "demo-1", "weights": null}')
+    (run / "RUN.json").write_text('{"run_id": "demo-1", "weights": null, "tokenizer": null}')
     (nas / "RUN.json").write_text('{"run_id": "other-1"}')
     code, checks = run_doctor("--role", "trainer", *settings)
     assert code == 0 and checks["run"]["detail"] == f"resumes in {run}"
@@ -81,12 +81,13 @@ def test_folder_and_weights_of_another_run_fail(
     (run / "RUN.json").write_text(json.dumps(other))
     code, checks = run_doctor("--role", "trainer", *settings)
     assert code == 1 and "was made: vocab_size=7 -> vocab_size=468" in checks["run"]["detail"]
-    (run / "RUN.json").write_text('{"run_id": "demo-1", "weights": null}')
+    (run / "RUN.json").write_text('{"run_id": "demo-1", "weights": null, "tokenizer": null}')
     (run / "config.toml").rename(run / "away")
     (run / "config.toml").mkdir()
     code, checks = run_doctor("--role", "trainer", *settings)
     assert code == 1 and failed(checks) == ["run"]
-    assert "config.toml cannot be read (Is a directory)" in checks["run"]["detail"]
+    reason = "config.toml cannot be read (Is a directory; something else has that name"
+    assert reason in checks["run"]["detail"]
     (run / "config.toml").rmdir()
     (run / "away").rename(run / "config.toml")
     code, checks = run_doctor(
@@ -94,7 +95,7 @@ def test_folder_and_weights_of_another_run_fail(
     )
     assert code == 1 and failed(checks) == ["run", "owner"]
     assert "was made with other settings: loss.name" in checks["run"]["detail"]
-    assert checks["run"]["remedy"].startswith("choose another --run.name")
+    assert checks["run"]["remedy"].startswith("to continue from its weights")
     assert checks["owner"]["detail"] == f"{nas} belongs to run other-1, not to demo-1"
 
 
@@ -143,7 +144,7 @@ def test_help_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         doctor.main(["--help"])
     printed = capsys.readouterr().out
-    assert "--wait SECONDS" in printed and "--wire.port" in printed
+    assert "--wait SECONDS" in printed and "  wire " in printed
 
 
 def test_default_role_follows_wire_host() -> None:

@@ -155,11 +155,11 @@ def test_weights_of_another_run_fail(tmp_path: Path) -> None:
     check = weights_checks.check_owner(folder, run, is_running=False)
     assert not check.ok and check.detail == f"{folder} belongs to run demo-1, not to {run}"
     assert check.remedy == "choose another folder with weights.dir, or delete this one"
-    (run / "RUN.json").write_text('{"run_id": "demo-2", "weights": null}')
+    (run / "RUN.json").write_text('{"run_id": "demo-2", "weights": null, "tokenizer": null}')
     assert weights_checks.check_owner(folder, run, is_running=False).detail.endswith(
         "not to demo-2"
     )
-    (run / "RUN.json").write_text('{"run_id": "demo-1", "weights": null}')
+    (run / "RUN.json").write_text('{"run_id": "demo-1", "weights": null, "tokenizer": null}')
     check = weights_checks.check_owner(folder, run, is_running=False)
     assert check.ok and check.detail == "belongs to run demo-1"
     assert os.listdir(folder) == ["RUN.json"]

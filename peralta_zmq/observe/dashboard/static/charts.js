@@ -1,6 +1,6 @@
 // Charts with a shared cursor, drawn by uPlot. A chart is {id, title, unit, lines, x, columns}, as
 // charts.py computes it from charts.toml; x are training steps, and columns has the values of one
-// line each.
+// line each. Lines of kind "axis" are other choices for the x axis.
 "use strict";
 
 const Charts = (() => {
@@ -9,10 +9,11 @@ const Charts = (() => {
   const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3], [1, 6]];
   const STROKES = ["", "dashed", "dotted", "dashed", "dotted"]; // legend style of each of DASHES
   const HEIGHT = 190;
+  const AXES = { step: null, time: "total/seconds", tokens: "total/tokens" }; // name -> key of its line
   const BAD = new Set(["leave", "killed", "skip", "roll_back", "publish_failed",
     "checkpoint_failed", "journal_failed"]);
   const panels = new Map(); // by chart id
-  let grid, markers = [];
+  let grid, markers = [], axis = "step";
 
   // Format a number for legends and axes.
   function format(value, percent) {
@@ -23,6 +24,22 @@ const Charts = (() => {
     if (size >= 100) return value.toFixed(0);
     if (size !== 0 && size < 0.001) return value.toExponential(1);
     return String(Number(value.toPrecision(3)));
+  }
+
+  function formatX(value) {
+    if (axis === "step") return Number.isInteger(value) ? value.toLocaleString("en-US") : "";
+    if (axis === "tokens") return value < 1e6 ? format(value) : `${Number((value / 1e6).toPrecision(4))}M`;
+    if (value < 90) return `${Number(value.toPrecision(3))}s`;
+    return value < 5400 ? `${Number((value / 60).toPrecision(3))}m` : `${Number((value / 3600).toPrecision(3))}h`;
+  }
+
+  // Replace the steps of a chart by the values of the chosen x axis, and remove the axis lines.
+  function onAxis(chart) {
+    const chosen = chart.lines.findIndex(line => line.key === AXES[axis]);
+    const kept = chart.lines.map((line, index) => [line, chart.columns[index]])
+      .filter(([line]) => line.kind !== "axis");
+    return { ...chart, steps: chart.x, x: chosen < 0 ? chart.x : chart.columns[chosen],
+      lines: kept.map(([line]) => line), columns: kept.map(([, column]) => column) };
   }
 
   function color(name) {
@@ -64,17 +81,19 @@ const Charts = (() => {
 
   // Return lines and data of a chart: for one run, or for several runs with one color per run.
   function layout(versions, names) {
-    const first = versions[0];
-    const left = first.lines.some(line => !line.right); // if all lines are on the right axis, use the left one
+    // If all lines are on the right axis, use the left one.
+    const left = versions.some(version => version.lines.some(line => !line.right));
     versions = versions.map(version => ({ ...version,
       lines: version.lines.map(line => ({ ...line, right: line.right && left })) }));
     if (versions.length === 1) {
       let numStacked = 0, numPlain = 0;
       const lines = versions[0].lines.map(line => ({
         ...line, dash: [], color: line.kind === "stack" ? STACKED[numStacked++ % STACKED.length]
-          : line.kind === "band" ? "band" : COLORS[numPlain++ % COLORS.length],
+          : line.kind === "band" ? "band"
+          : line.kind === "error" ? COLORS[(numPlain + COLORS.length - 1) % COLORS.length] // that of its dots
+          : COLORS[numPlain++ % COLORS.length],
       }));
-      return { lines, data: [first.x, ...first.columns] };
+      return { lines, data: [versions[0].x, ...versions[0].columns] };
     }
     const lines = [], tables = [];
     versions.forEach((version, run) => {
@@ -82,7 +101,7 @@ const Charts = (() => {
         .filter(([line]) => line.kind !== "band");
       tables.push([version.x, ...kept.map(([, column]) => column)]);
       kept.forEach(([line], index) => lines.push({
-        ...line, key: `${run}/${line.key}`, kind: line.kind === "dots" ? "dots" : "line",
+        ...line, key: `${run}/${line.key}`, kind: ["dots", "error"].includes(line.kind) ? line.kind : "line",
         label: `${names[run]} ${line.label}`, color: COLORS[run % COLORS.length],
         dash: DASHES[line.kind === "dots" ? 0 : index % DASHES.length],
       }));
@@ -125,8 +144,10 @@ const Charts = (() => {
       grid.append(this.box);
     }
 
-    draw(versions, names) {
+    draw(charts, names) {
+      const versions = charts.map(onAxis);
       const { lines, data } = layout(versions, names);
+      this.markers = markers.map(marker => ({ ...marker, x: positionOf(marker.step, versions[0]) }));
       this.values = data;
       this.title = versions[0].title;
       const signature = JSON.stringify(lines);
@@ -174,8 +195,7 @@ const Charts = (() => {
       const axis = { stroke: ink, font, grid: { stroke: gridline, width: 1 },
         ticks: { show: false }, gap: 6 };
       const labels = (u, splits) => splits.map(value => format(value, percent));
-      const steps = (u, splits) => splits.map(value =>
-        Number.isInteger(value) ? value.toLocaleString("en-US") : "");
+      const steps = (u, splits) => splits.map(formatX);
       return {
         width: Math.max(200, this.plot.clientWidth), height: HEIGHT,
         padding: [8, right ? 0 : 10, 0, 0],
@@ -192,7 +212,7 @@ const Charts = (() => {
         series: [{}, ...this.lines.map(seriesOf)],
         bands: bandsOf(this.lines),
         hooks: {
-          draw: [drawMarkers],
+          draw: [u => drawMarkers(u, this.markers), u => drawErrors(u, this.lines)],
           setCursor: [u => this.showValues(u.cursor.idx)],
           ready: [() => { this.box.dataset.drawn = "1"; }],
         },
@@ -201,7 +221,7 @@ const Charts = (() => {
 
     makeLegend() {
       this.legendValues = [];
-      const keys = this.lines.filter(line => line.kind !== "band").map(line => {
+      const keys = this.lines.filter(line => !["band", "error"].includes(line.kind)).map(line => {
         const key = document.createElement("span");
         key.className = `key ${line.kind ?? "line"} ${STROKES[DASHES.indexOf(line.dash)] ?? ""}`;
         key.style.setProperty("--mark", `var(--${line.color})`);
@@ -218,7 +238,7 @@ const Charts = (() => {
     showValues(index) {
       const x = this.values[0];
       const hasCursor = index !== null && index !== undefined && index < x.length;
-      this.at.textContent = hasCursor ? positionText(x, index) : "";
+      this.at.textContent = hasCursor ? positionText(x, index, this.markers) : "";
       for (const [value, column, percent] of this.legendValues) {
         const numbers = this.values[column];
         let from = hasCursor ? index : x.length - 1;
@@ -250,11 +270,19 @@ const Charts = (() => {
     }
   }
 
-  function positionText(x, index) {
-    const near = Math.max(0.5, (x[x.length - 1] - x[0]) / 150);
-    const nearby = markers.filter(marker => Math.abs(marker.step - x[index]) <= near);
+  function positionOf(step, { steps, x }) {
+    if (axis === "step" || !steps.length) return step;
+    const index = steps.findIndex(at => at >= step);
+    return x[index < 0 ? x.length - 1 : index];
+  }
+
+  function positionText(x, index, placed) {
+    const near = Math.max(axis === "step" ? 0.5 : 0, (x[x.length - 1] - x[0]) / 150);
+    const nearby = placed.filter(marker => Math.abs(marker.x - x[index]) <= near);
     const names = nearby.slice(0, 2).map(marker => `${marker.event} ${marker.text}`);
-    return [`step ${x[index].toLocaleString("en-US")}`, ...names].join("  \u00b7  ");
+    const place = { step: `step ${x[index].toLocaleString("en-US")}`, time: formatX(x[index]),
+      tokens: `${formatX(x[index])} tokens` }[axis];
+    return [place, ...names].join("  \u00b7  ");
   }
 
   // The y range includes zero unless that would flatten the curve.
@@ -271,6 +299,7 @@ const Charts = (() => {
     const base = { label: line.label, scale: line.right ? "right" : "y", dash: line.dash,
       stroke, width: 1.75, points: { show: isSinglePoint, size: 5, fill: stroke } };
     if (line.kind === "band") return { ...base, width: 0, points: { show: false } };
+    if (line.kind === "error") return { ...base, paths: () => null, points: { show: false } };
     if (line.kind === "dots") {
       return { ...base, paths: () => null, points: { show: true, size: 8, fill: stroke } };
     }
@@ -294,12 +323,38 @@ const Charts = (() => {
     return bands;
   }
 
-  function drawMarkers(u) {
+  // Draw a bar between the values of each pair of error lines.
+  function drawErrors(u, lines) {
+    const { ctx } = u, cap = 3 * (devicePixelRatio || 1);
+    ctx.save();
+    ctx.lineWidth = 1.25 * (devicePixelRatio || 1);
+    lines.forEach((line, index) => {
+      if (line.kind !== "error" || lines[index + 1]?.kind !== "error" || lines[index - 1]?.kind === "error") return;
+      ctx.strokeStyle = color(line.color);
+      u.data[0].forEach((at, place) => {
+        const [low, high] = [u.data[index + 1][place], u.data[index + 2][place]];
+        if (low == null || high == null || at < u.scales.x.min || at > u.scales.x.max) return;
+        const x = u.valToPos(at, "x", true);
+        const [bottom, top] = [low, high].map(value => u.valToPos(value, "y", true));
+        ctx.beginPath();
+        ctx.moveTo(x, bottom);
+        ctx.lineTo(x, top);
+        for (const y of [bottom, top]) {
+          ctx.moveTo(x - cap, y);
+          ctx.lineTo(x + cap, y);
+        }
+        ctx.stroke();
+      });
+    });
+    ctx.restore();
+  }
+
+  function drawMarkers(u, placed) {
     const { ctx, bbox } = u, ratio = devicePixelRatio || 1;
     ctx.save();
-    for (const marker of markers) {
-      if (marker.step < u.scales.x.min || marker.step > u.scales.x.max) continue;
-      const x = Math.round(u.valToPos(marker.step, "x", true)) + 0.5;
+    for (const marker of placed) {
+      if (marker.x < u.scales.x.min || marker.x > u.scales.x.max) continue;
+      const x = Math.round(u.valToPos(marker.x, "x", true)) + 0.5;
       ctx.strokeStyle = ctx.fillStyle = color(BAD.has(marker.event) ? "bad" : "slate");
       ctx.globalAlpha = 0.55;
       ctx.lineWidth = ratio;
@@ -324,13 +379,18 @@ const Charts = (() => {
       grid = element;
       new ResizeObserver(() => panels.forEach(panel => panel.fit())).observe(grid);
     },
-    // `runs` is a list of {name, charts: Map id -> chart}; all have the same charts.
+    AXES: Object.keys(AXES),
+    setAxis(name) { // for the next draw
+      axis = name;
+      panels.forEach(panel => { panel.signature = ""; });
+    },
+    // `runs` is a list of {name, charts: Map id -> chart}.
     draw(runs, newMarkers) {
       markers = newMarkers;
       const loaded = runs.filter(run => run.charts.size);
       if (!loaded.length) return;
-      for (const id of loaded[0].charts.keys()) {
-        const versions = loaded.map(run => run.charts.get(id));
+      for (const [id, chart] of new Map(loaded.flatMap(run => [...run.charts]))) {
+        const versions = loaded.map(run => run.charts.get(id) ?? { ...chart, x: [], lines: [], columns: [] });
         if (!panels.has(id)) panels.set(id, new Panel(versions[0]));
         panels.get(id).draw(versions, loaded.map(run => run.name));
       }

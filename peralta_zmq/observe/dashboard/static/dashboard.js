@@ -8,7 +8,10 @@
   const element = id => document.getElementById(id);
   const testid = name => document.querySelector(`[data-testid="${name}"]`);
   const report = element("report"); // data of an exported file; null on a server
-  const runs = []; // {name, cursor, charts, state}
+  const runs = []; // shown: {name, number, cursor, charts, state, settings, settingsTime}
+  const wanted = new URLSearchParams(location.search).getAll("run"); // names of runs to show
+  const compared = new Set(); // names of the runs selected in the list
+  const listed = new Map(); // name of a run -> its row in the list
   let selected = 0, lastUpdate = Date.now(), age = null, polling = false;
 
   function setText(target, text) {
@@ -148,18 +151,19 @@
     polling = true;
     let more = false;
     try {
-      if (!runs.length) openRuns((await fetchJson("api/runs")).runs);
+      if (!runs.length && !await findRuns()) return;
       let chartsChanged = false;
       for (const [index, run] of runs.entries()) {
         const cursor = encodeURIComponent(run.cursor);
-        const update = await fetchJson(`api/runs/${index}?cursor=${cursor}`);
+        const update = await fetchJson(`api/runs/${run.number}?cursor=${cursor}`);
         chartsChanged = applyUpdate(run, update) || chartsChanged;
-        if (update.reset && index === selected) Samples.clear();
+        if (update.reset && index === selected) clearTexts();
         more = more || update.loading;
       }
       lastUpdate = Date.now();
       show(chartsChanged);
-      await fetchSamples();
+      await fetchTexts();
+      await fetchSettings();
     } catch (error) {
       showDisconnected();
     } finally {
@@ -168,12 +172,98 @@
     if (more) setTimeout(poll, 0);
   }
 
-  async function fetchSamples() {
-    const { num_samples: newest } = runs[selected].state;
-    if (newest < Samples.newest) Samples.clear(); // a restarted server counts from 1
-    if (newest <= Samples.newest || Samples.paused) return;
-    const after = Samples.newest;
-    Samples.add((await fetchJson(`api/runs/${selected}/samples?after=${after}`)).samples);
+  function clearTexts() {
+    Samples.clear();
+    Answers.clear();
+  }
+
+  async function fetchTexts() {
+    const { num_samples, evaluations } = runs[selected].state;
+    await Samples.follow(num_samples);
+    await Answers.update(evaluations);
+  }
+
+  async function fetchSettings() {
+    const changed = runs.filter(run => run.settingsTime !== run.state.settings_time);
+    for (const run of changed) {
+      run.settings = (await fetchJson(`api/runs/${run.number}/settings`)).settings;
+      run.settingsTime = run.state.settings_time;
+    }
+    if (changed.length) Settings.update(runs);
+  }
+
+  // Show the wanted runs, or the only one; without both, show the list and return false.
+  async function findRuns() {
+    const found = (await fetchJson("api/runs")).runs;
+    const isOnly = found.length === 1 && !wanted.length;
+    const names = found.map(run => run.run);
+    const numbers = isOnly ? [0] : wanted.map(name => names.indexOf(name)).filter(at => at >= 0);
+    lastUpdate = Date.now();
+    if (!numbers.length) {
+      showList(found);
+      return false;
+    }
+    document.body.dataset.view = "run";
+    element("all-runs").hidden = found.length < 2;
+    openRuns(numbers.map(number => ({ name: names[number], number })));
+    return true;
+  }
+
+  function showList(found) {
+    document.body.dataset.view = "list";
+    document.title = "runs \u00b7 peralta_zmq";
+    setText(testid("run"), "peralta_zmq");
+    setText(testid("about"), `${found.length} run${found.length === 1 ? "" : "s"}`);
+    element("note").hidden = !wanted.length;
+    setText(element("note"), wanted.length ? `There is no run ${wanted.join(", ")} here.` : "");
+    element("no-runs").hidden = found.length > 0;
+    testid("list").hidden = found.length === 0;
+    const newestFirst = [...found].sort((a, b) => (a.age ?? Infinity) - (b.age ?? Infinity));
+    const rows = newestFirst.map(showListed), body = element("list");
+    if (rows.some((row, index) => body.children[index] !== row)) body.replaceChildren(...rows);
+  }
+
+  // Show the values of a run in its row of the list, which is created the first time.
+  function showListed(run) {
+    const row = listed.get(run.run) ?? listRow(run.run);
+    const pill = row.querySelector(".pill");
+    pill.dataset.status = run.status;
+    setText(pill, run.status_text);
+    const values = [`${run.step} of ${run.max_steps}`, run.reward, run.eval, run.model, run.task,
+      run.age === null ? "-" : `${formatAge(run.age)} ago`];
+    values.forEach((value, index) => setText(row.children[index + 3], value));
+    return row;
+  }
+
+  function listRow(name) {
+    const row = document.createElement("tr"), box = document.createElement("input");
+    row.dataset.testid = `run-${name}`;
+    box.type = "checkbox";
+    box.setAttribute("aria-label", `compare ${name}`);
+    box.addEventListener("change", () => {
+      if (box.checked) compared.add(name);
+      else compared.delete(name);
+      element("compare").hidden = compared.size < 2;
+      element("compare").href = linkTo([...compared]);
+    });
+    const link = document.createElement("a"), pill = document.createElement("span");
+    link.href = linkTo([name]);
+    link.textContent = name;
+    pill.className = "pill";
+    const titles = [...testid("list").querySelectorAll("th")];
+    row.append(...titles.map((title, index) => {
+      const cell = document.createElement("td");
+      cell.className = title.className;
+      if (index < 3) cell.append([box, link, pill][index]);
+      else cell.dataset.label = title.textContent.toLowerCase();
+      return cell;
+    }));
+    listed.set(name, row);
+    return row;
+  }
+
+  function linkTo(names) {
+    return `?${new URLSearchParams(names.map(name => ["run", name]))}`;
   }
 
   function showDisconnected() {
@@ -190,12 +280,12 @@
     showAge();
   }
 
-  function openRuns(names) {
-    runs.push(...names.map(name => ({ name, cursor: "", charts: new Map(), state: null })));
-    if (names.length < 2) return;
+  function openRuns(opened) {
+    runs.push(...opened.map(run => ({ ...run, cursor: "", charts: new Map(), state: null, settings: {} })));
+    if (opened.length < 2) return;
     const box = element("runs");
     box.hidden = false;
-    box.replaceChildren(...names.map((name, index) => {
+    box.replaceChildren(...opened.map(({ name }, index) => {
       const button = document.createElement("button");
       button.type = "button";
       button.textContent = name;
@@ -210,22 +300,46 @@
     selected = index;
     [...element("runs").children].forEach((button, at) =>
       button.setAttribute("aria-pressed", String(at === index)));
-    Samples.clear();
-    if (report) Samples.add(runs[selected].samples);
+    clearTexts();
+    if (report) showReportTexts();
     show(false);
     if (!report) poll();
   }
 
   function showReport() {
     const { runs: exported, written } = JSON.parse(report.textContent);
-    openRuns(exported.map(run => run.name));
+    openRuns(exported.map(({ name, settings, samples, answers }) => ({ name, settings, samples, answers })));
     exported.forEach((run, index) => {
       applyUpdate(runs[index], run.update);
-      runs[index].samples = run.samples;
+      runs[index].settings = run.settings;
     });
-    Samples.add(runs[0].samples);
+    showReportTexts();
+    Settings.update(runs);
     show(true);
     setText(element("age"), `written ${new Date(1000 * written).toLocaleString()}`);
+  }
+
+  function showReportTexts() {
+    const { samples, answers, state } = runs[selected];
+    Samples.showAll(samples);
+    Answers.showAll(answers);
+    Answers.update(state.evaluations);
+  }
+
+  function setAxis(name) {
+    Charts.setAxis(name);
+    for (const button of element("axes").querySelectorAll("button")) {
+      button.setAttribute("aria-pressed", String(button.dataset.axis === name));
+    }
+    show(true);
+  }
+
+  function saved(key, fallback) {
+    try { return localStorage.getItem(key) ?? fallback; } catch { return fallback; }
+  }
+
+  function save(key, value) {
+    try { localStorage.setItem(key, value); } catch { /* unavailable for local files */ }
   }
 
   const THEMES = ["auto", "light", "dark"];
@@ -237,16 +351,23 @@
     show(true);
   }
 
-  function savedTheme() {
-    try { return localStorage.getItem("theme") ?? "auto"; } catch { return "auto"; }
-  }
-
   Charts.open(element("charts"));
-  Samples.open();
-  setTheme(THEMES.includes(savedTheme()) ? savedTheme() : "auto");
+  Samples.open(report ? null : async query =>
+    (await fetchJson(`api/runs/${runs[selected].number}/samples?${query}`)).samples);
+  Answers.open(report ? null : step =>
+    fetchJson(`api/runs/${runs[selected].number}/answers?step=${step}`));
+  Settings.open();
+  setTheme(THEMES.includes(saved("theme", "auto")) ? saved("theme", "auto") : "auto");
+  setAxis(Charts.AXES.includes(saved("axis", "step")) ? saved("axis", "step") : "step");
+  element("axes").addEventListener("click", event => {
+    const name = event.target.dataset.axis;
+    if (!name) return;
+    save("axis", name);
+    setAxis(name);
+  });
   element("theme").addEventListener("click", () => {
     const next = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme ?? "auto") + 1) % 3];
-    try { localStorage.setItem("theme", next); } catch { /* unavailable for local files */ }
+    save("theme", next);
     setTheme(next);
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {

@@ -2,29 +2,29 @@
 "use strict";
 
 const Samples = (() => {
-  const MAX_KEPT = 200;
+  const MAX_KEPT = 400; // groups, while the newest are shown
+  const PAGE = 12; // groups in a response
+  const MAX_PAGES = 20; // pages that one click reads to find a group that matches the selection
   const element = id => document.getElementById(id);
-  let groups = [], index = -1, paused = false, shownGenerators = "";  // index -1 = newest group
+  let groups = []; // some consecutive groups of the run, ascending by number
+  let shown = null, paused = false; // `shown` is null while the newest group is shown
+  let total = 0, shownGenerators = "", epoch = 0;
+  let fetchGroups = null; // reads groups from the server; null in an exported file
 
-  function add(added) {
-    groups.push(...added);
+  // Show the newest groups, unless paused. `count` is the number of groups of the run.
+  async function follow(count) {
+    if (count < total) clear(); // a restarted server counts from 1
+    total = count;
+    if (paused || newest() >= total || !fetchGroups) return;
+    const at = epoch, added = await fetchGroups("");
+    if (at !== epoch || paused || !added.length) return;
+    const isNext = added[0].number <= newest() + 1;
+    groups = isNext ? groups.concat(added.filter(group => group.number > newest())) : added;
     groups = groups.slice(-MAX_KEPT);
-    const generators = [...new Set(groups.map(group => group.generator))].sort();
-    const select = element("by-generator");
-    if (generators.join("\n") !== shownGenerators) {
-      shownGenerators = generators.join("\n");
-      const selected = select.value;
-      select.replaceChildren(...["", ...generators].map(name => {
-        const option = document.createElement("option");
-        option.value = name;
-        option.textContent = name || "all";
-        return option;
-      }));
-      select.value = generators.includes(selected) ? selected : "";
-    }
-    if (!paused) index = -1;
     show();
   }
+
+  function newest() { return groups.length ? groups[groups.length - 1].number : 0; }
 
   function matches(group) {
     const generator = element("by-generator").value, kind = element("by-reward").value;
@@ -34,26 +34,84 @@ const Samples = (() => {
       (!kind || (kind === "equal") === equal);
   }
 
-  function show() {
-    const matching = groups.filter(matches);
-    const current = index < 0 ? matching.length - 1 : Math.min(index, matching.length - 1);
-    element("older").disabled = current <= 0;
-    element("newer").disabled = current >= matching.length - 1;
-    const box = element("sample");
-    if (current < 0) {
-      box.replaceChildren(paragraph(groups.length ? "No group matches this selection."
-        : "The first group appears with the first step."));
-      return;
+  function current() {
+    return shown ?? groups.findLast(matches);
+  }
+
+  // The nearest group that matches the selection, before (by = -1) or after (by = 1) a number.
+  function nearest(number, by) {
+    return by < 0 ? groups.findLast(group => group.number < number && matches(group))
+      : groups.find(group => group.number > number && matches(group));
+  }
+
+  function hasMore(by) {
+    if (!fetchGroups || !groups.length) return false;
+    return by < 0 ? groups[0].number > 1 : newest() < total;
+  }
+
+  async function load(by) {
+    const at = epoch, first = groups[0].number;
+    const start = by < 0 ? Math.max(1, first - PAGE) : newest() + 1;
+    const added = await fetchGroups(`first=${start}`);
+    if (at !== epoch) return false;
+    if (by < 0) groups = added.filter(group => group.number < first).concat(groups);
+    else groups = groups.concat(added.filter(group => group.number > newest()));
+    return added.length > 0;
+  }
+
+  async function move(by) {
+    setPaused(true);
+    const from = current()?.number ?? (by < 0 ? newest() + 1 : 0);
+    let found = nearest(from, by);
+    for (let page = 0; !found && page < MAX_PAGES && hasMore(by); page++) {
+      if (!await load(by)) return;
+      found = nearest(from, by);
     }
-    box.replaceChildren(...groupElements(matching[current]));
+    shown = found ?? shown;
+    show();
+  }
+
+  async function goTo(step) {
+    setPaused(true);
+    if (fetchGroups) {
+      const at = epoch, added = await fetchGroups(`step=${step}`);
+      if (at !== epoch) return;
+      groups = added.length ? added : groups;
+    }
+    shown = groups.find(group => group.step >= step && matches(group)) ?? current();
+    show();
+  }
+
+  function show() {
+    showGenerators();
+    const group = current();
+    element("older").disabled = !(hasMore(-1) || group && nearest(group.number, -1));
+    element("newer").disabled = !(hasMore(1) || group && nearest(group.number, 1));
+    element("sample").replaceChildren(...(group ? groupElements(group) : [paragraph(groups.length
+      ? "None of the groups read so far matches; older and newer search the others." : "The first group appears with the first step.")]));
+  }
+
+  function showGenerators() {
+    const generators = [...new Set(groups.map(group => group.generator))].sort();
+    if (generators.join("\n") === shownGenerators) return;
+    shownGenerators = generators.join("\n");
+    const select = element("by-generator"), selected = select.value;
+    select.replaceChildren(...["", ...generators].map(name => {
+      const option = document.createElement("option");
+      option.value = name;
+      option.textContent = name || "all";
+      return option;
+    }));
+    select.value = generators.includes(selected) ? selected : "";
   }
 
   function groupElements(group) {
     const facts = document.createElement("p");
     facts.className = "facts";
-    for (const [name, value] of [["step", group.step], ["task", group.task],
-      ["generator", group.generator], ["weights of step", group.policy_step],
-      ["mean reward", group.mean === null ? "-" : group.mean.toFixed(3)]]) {
+    for (const [name, value] of [["step", group.step], ["group", `${group.number} of ${Math.max(total, newest())}`],
+      ["task", group.task], ["generator", group.generator], ["weights of step", group.policy_step],
+      ["outcome", group.outcome], ["mean reward", group.mean === null ? "-" : group.mean.toFixed(3)]]) {
+      if (value === "") continue;
       const fact = document.createElement("span"), bold = document.createElement("b");
       bold.textContent = value;
       fact.append(`${name} `, bold);
@@ -69,6 +127,7 @@ const Samples = (() => {
     return group.prompt ? [facts, prompt, rollouts] : [facts, rollouts];
   }
 
+  // Also for answers to held-out problems, which have no advantage and no num_turns.
   function rolloutElement(rollout) {
     const box = document.createElement("div");
     box.className = "rollout";
@@ -81,7 +140,7 @@ const Samples = (() => {
     reward.dataset.testid = "reward";
     advantage.dataset.testid = "advantage";
     reward.textContent = `reward ${rollout.reward === null ? "-" : rollout.reward.toFixed(2)}`;
-    advantage.textContent = rollout.advantage === null ? ""
+    advantage.textContent = (rollout.advantage ?? null) === null ? ""
       : `advantage ${rollout.advantage < 0 ? "" : "+"}${rollout.advantage.toFixed(2)}`;
     if (rollout.num_turns > 1) reward.textContent += `, ${rollout.num_turns} turns`;
     bar.append(reward, advantage);
@@ -89,6 +148,13 @@ const Samples = (() => {
     text.dataset.testid = "completion";
     text.textContent = rollout.text;
     box.append(bar, text);
+    if (rollout.cut_off) {
+      const mark = document.createElement("p");
+      mark.className = "cut-off";
+      mark.dataset.testid = "cut-off";
+      mark.textContent = "cut off at the length limit";
+      box.append(mark);
+    }
     return box;
   }
 
@@ -100,37 +166,48 @@ const Samples = (() => {
   }
 
   function setPaused(value) {
+    if (value && !paused) shown = current() ?? null;
+    if (!value) shown = null;
     paused = value;
     element("pause").setAttribute("aria-pressed", String(value));
     element("pause").textContent = value ? "follow" : "pause";
   }
 
-  function move(by) {
-    const matching = groups.filter(matches);
-    const current = index < 0 ? matching.length - 1 : index;
-    index = Math.max(0, Math.min(matching.length - 1, current + by));
-    setPaused(true);
+  function clear() {
+    groups = [];
+    total = 0;
+    epoch++;
+    setPaused(false);
     show();
   }
 
   return {
-    open() {
-      element("older").addEventListener("click", () => move(-1));
-      element("newer").addEventListener("click", () => move(1));
+    open(fetch) {
+      fetchGroups = fetch;
+      element("older").addEventListener("click", () => move(-1).catch(() => {}));
+      element("newer").addEventListener("click", () => move(1).catch(() => {}));
       element("pause").addEventListener("click", () => {
-        if (!paused) index = groups.filter(matches).length - 1;
+        const wasPaused = paused, count = total;
         setPaused(!paused);
-        if (!paused) index = -1;
-        show();
+        if (wasPaused && fetchGroups) {
+          groups = [];
+          follow(count).catch(() => {});
+        } else show();
       });
       for (const id of ["by-generator", "by-reward"]) {
-        element(id).addEventListener("change", () => { index = -1; show(); });
+        element(id).addEventListener("change", () => {
+          if (shown && !matches(shown)) {
+            shown = nearest(shown.number, 1) ?? nearest(shown.number, -1) ?? null;
+          }
+          show();
+        });
       }
+      element("from-step").addEventListener("change", event => {
+        if (event.target.value !== "") goTo(Number(event.target.value)).catch(() => {});
+      });
       show();
     },
-    add,
-    clear() { groups = []; index = -1; setPaused(false); show(); },
-    get paused() { return paused; },
-    get newest() { return groups.length ? groups[groups.length - 1].number : 0; },
+    showAll(added) { groups = added; show(); }, // in an exported file
+    follow, clear, rolloutElement,
   };
 })();
