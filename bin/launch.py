@@ -30,6 +30,10 @@ def launch(entry_point, die_on_interrupt=False):
         sys.exit(
             "bin/%s: error: %s is older than Python 3.10; use a newer one" % (name, sys.executable)  # noqa: UP031
         )
+    for file in os.listdir(REPO):
+        if file.endswith(".py") and file[:-3] in sys.stdlib_module_names:
+            path, name = os.path.join(REPO, file), os.path.basename(sys.argv[0])
+            sys.exit("bin/%s: error: %s hides a module of Python; rename it" % (name, path))  # noqa: UP031
     sys.path[:] = [REPO] + [path for path in sys.path if path != BIN]
     module, function = entry_point.split(":")
     sys.exit(getattr(importlib.import_module(module), function)())

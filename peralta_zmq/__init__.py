@@ -20,7 +20,9 @@ the loss. Files in parentheses need not be opened; the list says what they do. b
 parts. Paths are relative to this package.
 
     rollout.py               data types: Problem, Completion, Rollout, RolloutGroup
-    generator/loop.py        chooses a problem, samples K completions, scores them, sends one group
+    generator/loop.py        starts groups, takes a decode step, scores and sends ended groups
+                             (generator/training_groups.py: which problem, and when)
+                             (engines/group_sampler.py: K completions of a problem, with turns)
                              (engines/: samples tokens and their logprobs, and loads new weights
                              between two tokens; the hf engine loads them between two batches)
                              (environments/: problems, and their rewards with a timeout)
@@ -36,7 +38,7 @@ parts. Paths are relative to this package.
                              (learning/advantages.py: advantages, and filters of rollouts)
                              (learning/update.py: loss, backward, optimizer step)
                              (models/scoring.py: forward pass, a logprob per generated token)
-                             (learning/exclusion.py: groups that would corrupt the update)
+                             (learning/unusable_groups.py: groups that would corrupt the update)
     learning/packing.py      groups -> prefix trees, which share the prompt -> micro-batches
     learning/losses.py       the loss, composed of parts (learning/composition.py: named losses)
 
@@ -57,7 +59,7 @@ Other questions:
                              filters; CONTRIBUTING.md lists what a new task or loss touches
     how runs are watched     observe/: metrics, terminal, dashboard, and the verdict, a sentence
                              that names the bottleneck
-    how chats are served     generator/serving/: HTTP server, and an engine that also samples chats
+    how chats are served     generator/serving/: HTTP server, and the queue of chats
     how runs are started     bin/ and operate/, on this machine or over ssh; bin/doctor checks the
                              machines first
 
@@ -72,3 +74,25 @@ Import layers (tests/test_layers.py). A module may import its own package, and:
     6  operate and the programs in bin/: layer 0, config, observe and wire; any other package only
        inside functions
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from peralta_zmq.api import Run, load_run, open_policy, train
+
+__all__ = ["Run", "load_run", "open_policy", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the front door when it is used, so that programs start without it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from peralta_zmq import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 MANIFEST, STABLE = "manifest.json", "STABLE"
 CHUNK = 1 << 20  # bytes read or written at a time
@@ -34,6 +34,9 @@ RETRY_DELAYS = (0.05, 0.2, 0.5)  # seconds before each retry of a rename or a re
 # Seconds before the first retry during the outage of a disk or a NAS; doubled at each retry up to
 # the longest delay. So a weight version is published within 10 s after an outage: 2 s to write it.
 FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY = 1.0, 8.0
+MAX_JSON_DEPTH = 100  # levels of arrays and objects, far below the recursion limit of Python
+# Errors of an fsync of a folder on a file system without it.
+CANNOT_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 # Fields of a manifest other than `files`, or a function that returns the fields and is called after
 # the files are written.
 About: TypeAlias = "Mapping[str, Any] | Callable[[], Mapping[str, Any]]"
@@ -47,6 +50,9 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Rec
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # The same, or a file in the only sub-folder that a complete folder may have.
 PLAIN_PATH = re.compile(rf"(?:additional_chat_templates/)?{PLAIN_NAME.pattern}")
+# Bytes of a config or tokenizer file in a complete folder, and of all of them together.
+MAX_COMPANION, MAX_COMPANIONS = 36 << 20, 64 << 20
+MAX_REASON = 250  # letters of a reason in a status: at most 1,000 bytes
 MAX_NAME = 128  # bytes of the name of a run or a generator, which is also a file name
 FAILPOINT_VARIABLE = "PERALTA_FAILPOINT"
 
@@ -91,7 +97,7 @@ def write_folder(final: Path, files: Mapping[str, Content], about: About) -> Man
         failpoint("atomic_files.synced")
         _rename(temporary, final)
         failpoint("atomic_files.renamed")
-        os.fsync(parent)
+        _sync_folder(parent)
     except BaseException:  # an iterable in `files` may raise anything
         _discard(temporary)  # does nothing after the rename
         raise
@@ -135,7 +141,7 @@ def parse_manifest(text: bytes, *, stable: bytes, where: str) -> Manifest:
     if stable.strip() != digest.encode():
         raise CorruptError(f"{where}: STABLE does not match {MANIFEST}")
     try:
-        about = cast("dict[str, Any]", json.loads(text))
+        about = parse_object(text)
         files = {
             str(entry["name"]): (int(entry["bytes"]), str(entry["sha256"]))
             for entry in about.pop("files")
@@ -145,6 +151,33 @@ def parse_manifest(text: bytes, *, stable: bytes, where: str) -> Manifest:
     if invalid := [name for name in files if not PLAIN_PATH.fullmatch(name)]:
         raise CorruptError(f"{where}: {invalid[0]!r} is not a plain file name")
     return Manifest(digest, about, files)
+
+
+def parse_json(content: str | bytes) -> Any:
+    """The value of JSON from another machine; ValueError if it is invalid or nested too deeply."""
+    try:
+        value = json.loads(content)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    level = [[value]]
+    for _ in range(MAX_JSON_DEPTH + 1):
+        values = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [each for row in values for each in row if isinstance(each, (dict, list))]
+    if level:
+        raise ValueError(f"more than {MAX_JSON_DEPTH} levels of arrays and objects")
+    return value
+
+
+def parse_object(content: str | bytes) -> dict[str, Any]:
+    """The JSON object in a file from another machine.
+
+    Raises ValueError as `parse_json`, for another value, and for a text that cannot be encoded.
+    """
+    value = parse_json(content)
+    json.dumps(value, ensure_ascii=False).encode()
+    if not isinstance(value, dict):
+        raise ValueError("it is not a JSON object")
+    return value
 
 
 def read_verified(folder: Path, name: str, manifest: Manifest) -> Iterator[bytes]:
@@ -266,9 +299,18 @@ def sync_folder(folder: Path) -> None:
     """Fsync a folder, so that new and renamed names in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        _sync_folder(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sync_folder(descriptor: int) -> None:
+    """Fsync an open folder, if its file system supports that."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in CANNOT_SYNC:
+            raise
 
 
 def _write(path: Path, content: Content, mode: int = 0o644) -> tuple[int, str]:

@@ -28,6 +28,7 @@ MATH_FLAGS = "-fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative
 FLAGS = f"-O3 -fPIC -fopenmp {MATH_FLAGS} -freciprocal-math".split()
 COMPILE_TIMEOUT_SECONDS = 60.0
 PROBE_TIMEOUT_SECONDS = 10.0
+LONG_PROBE_TIMEOUT_SECONDS = 60.0  # of a library that has been used: the machine is slow now
 # Calls `probe` of a library, argument 2, which needs the OpenMP library, argument 1.
 PROBE = (
     "import ctypes, sys; ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL); "
@@ -59,34 +60,69 @@ def load(
         return None
     flags = (f"-march={instruction_set}", *defines)
     try:
-        file = _compiled(source, flags)
-        _probe(file)
-        library = ctypes.CDLL(str(file))
+        return _open(_compiled(source, flags), functions, check, PROBE_TIMEOUT_SECONDS)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         # Path.home() raises RuntimeError for a user without a home directory.
         logger.info("%s is not used, which is slower: %s", source.name, error)
-        return None
-    for name, argument_types in functions.items():
-        getattr(library, name).argtypes = argument_types
+    except ValueError as error:
+        logger.warning("%s is not used, which is slower: %s", source.name, error)
+    return None
+
+
+def load_again(
+    name: str, functions: Mapping[str, Sequence[Any]], *, check: Callable[[ctypes.CDLL], bool]
+) -> ctypes.CDLL:
+    """Load the library that `load` once loaded from the file `name` of the cache folder.
+
+    Needs no compiler, and ignores INSTRUCTION_SET. Raises OSError, RuntimeError or ValueError if
+    the file is missing or damaged, or cannot be used here.
+    """
+    file = _cache_folder() / Path(name).name
+    if file.stem.rpartition("-")[2] != _hash(file.read_bytes()):
+        raise OSError(f"{file} is damaged")
+    return _open(file, functions, check, LONG_PROBE_TIMEOUT_SECONDS)
+
+
+def _open(
+    file: Path,
+    functions: Mapping[str, Sequence[Any]],
+    check: Callable[[ctypes.CDLL], bool],
+    timeout: float,
+) -> ctypes.CDLL:
+    """Load a library file. Raises ValueError for wrong results, or as `_probe`."""
+    _probe(file, timeout)
+    library = ctypes.CDLL(str(file))
+    try:
+        for name, argument_types in functions.items():
+            getattr(library, name).argtypes = argument_types
+    except AttributeError as error:  # of another version of this package
+        raise OSError(str(error)) from None
     if library.probe() == 0 and check(library):
         return library
-    logger.warning("%s is not used, which is slower: its results differ from torch's", source.name)
-    return None
+    raise ValueError("its results differ from torch's")
 
 
 def cpu_features() -> str:
     """The line of /proc/cpuinfo with the CPU's features; empty without that line."""
+    return cpu_line("flags", "Features")
+
+
+def cpu_line(*beginnings: str) -> str:
+    """The first line of /proc/cpuinfo with one of these beginnings; empty without one."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:  # a container may hide /proc
         return ""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return next((line for line in lines if line.startswith(beginnings)), "")
 
 
-def _probe(library: Path) -> None:
+def _probe(library: Path, timeout: float) -> None:
     """Call the function `probe` of a library in a child process. Raises OSError if it fails."""
     command = [sys.executable, "-I", "-S", "-c", PROBE, str(_openmp()), str(library)]
-    code = subprocess.run(command, capture_output=True, timeout=PROBE_TIMEOUT_SECONDS).returncode
+    try:
+        code = subprocess.run(command, capture_output=True, timeout=timeout).returncode
+    except subprocess.TimeoutExpired:
+        raise OSError(f"it has not answered within {timeout:.0f} s") from None
     if code:
         reason = signal.strsignal(-code) if code < 0 else f"code {code}"
         raise OSError(f"this machine cannot execute it ({reason})")
@@ -106,7 +142,7 @@ def _compiled(source: Path, options: tuple[str, ...]) -> Path:
     machine = platform.machine(), cpu_features(), platform.libc_ver()
     build = repr((flags, machine, _openmp())).encode()
     name = f"{source.stem}-{_hash(source.read_bytes() + HEADER.read_bytes() + build)}"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peralta_zmq"
+    folder = _cache_folder()
     for library in folder.glob(f"{name}-*.so"):
         if library.stem == f"{name}-{_hash(library.read_bytes())}":
             return library
@@ -122,6 +158,10 @@ def _compiled(source: Path, options: tuple[str, ...]) -> Path:
             target = folder / f"{name}-{_hash(content.read())}.so"
         os.replace(library, target)
     return target
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peralta_zmq"
 
 
 def _hash(content: bytes) -> str:

@@ -15,6 +15,7 @@ PeraltaError
  +-- TrainingError      the optimization of the model
  +-- OutOfMemoryError   memory of the machine or of its GPU
  +-- RankError          a rank: one process of a distributed trainer
+ +-- RunError           a run that was started from Python
 
 The message of an error is one line with the invalid value and the remedy. If no caller handles the
 error, the program prints that line and exits with code 2.
@@ -25,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import io
 import os
 import resource
 import socket
@@ -32,9 +34,21 @@ import stat
 import sys
 import traceback
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+# Continues the remedy "chmod 600 FILE".
+NO_MODES = "or where that changes nothing (FAT, SMB), copy it to a local disk and set its new path"
 EXIT_ERROR = 2  # exit code of a program that ends with a PeraltaError; a crash has another code
+DENIED = (errno.EACCES, errno.EPERM)
+OTHER_DISK = "its file system cannot do that; choose a folder on another one"
+OTHER_NAME = "something else has that name; move it away"
+# Errors of a file that waiting does not end, with the remedy; `failure_text` has that of DENIED.
+REMEDIES = {
+    **dict.fromkeys((errno.ENODEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP), OTHER_DISK),
+    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY), OTHER_NAME),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP), "choose a shorter name or folder"),
+}
 
 
 class PeraltaError(Exception):
@@ -96,6 +110,10 @@ class TrainingError(PeraltaError):
     """Steps in a row had no finite gradient, or metrics beyond a limit of [early_stop]."""
 
 
+class RunError(PeraltaError):
+    """A run that was started from Python has ended with an error, or cannot be stopped there."""
+
+
 class OutOfMemoryError(PeraltaError):
     """An allocation failed; the message names settings that need less memory."""
 
@@ -134,24 +152,82 @@ def printable(text: str, *, keep: str = "") -> str:
     )
 
 
+def prepare_streams() -> None:
+    """Open standard streams that are missing; escape what the output's encoding lacks."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # the program was started with a closed descriptor
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def discard_unwritten_output() -> None:
+    """Discard buffered output that cannot be written.
+
+    Python would try to write it at exit, and change the exit code to 120.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def described(error: BaseException) -> str:
     """Type and message of an exception, and where it was raised, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
     location = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{location}"
+    try:
+        text = printable(" ".join(str(error).split())[:300])
+    except Exception:  # noqa: BLE001  a user's exception may raise another one
+        text = "without text"
+    return f"{type(error).__name__}: {text}{location}"
 
 
-def failure_text(error: OSError) -> str:
-    """Why a file was not written, with the remedy for a full disk or too many files."""
+def is_permanent(error: BaseException | None) -> bool:
+    """Whether waiting does not end the error of a file, unlike that of a disk or NAS."""
+    return isinstance(error, OSError) and error.errno in (*DENIED, *REMEDIES)
+
+
+def limit_text(error: BaseException) -> str:
+    """The limit of threads or open files that caused an error of a library; '' if none did."""
+    if os.strerror(errno.EAGAIN) in str(error) or "can't start new thread" in str(error):
+        remedy = "end some, or raise it (ulimit -u, pids.max of the container)"
+        return f"the limit of threads and processes is reached; {remedy}"
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))  # Rust reports a missing file instead
+    except OSError as reached:
+        return failure_text(reached)
+    return ""
+
+
+def failure_text(error: OSError, folder: Path | str = "") -> str:
+    """Why a file was not read or written, with the remedy; `folder` if the error names no file."""
+    name = folder if isinstance(error.filename, int | None) else os.fsdecode(error.filename)
+    path, reason = Path(name), error.strerror or str(error)
+    if "://" in str(name):  # a server, not a file
+        return reason
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{error.strerror}; make room for it"
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(path if path.exists() else path.parent)
+            if disk.f_favail == 0 and disk.f_files:
+                return f"{reason}: no inode is left for another file; delete files, also small ones"
+        return f"{reason}; make room for it"
+    if error.errno in DENIED:  # by the file, or by the nearest folder that can be seen
+        known = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
+        owner, mode = os.stat(known).st_uid, f"mode {stat.S_IMODE(os.stat(known).st_mode):o}"
+        reason += f"; {known} belongs to user {owner} ({mode}), and this program runs as user "
+        return f"{reason}{os.geteuid()}; give it access (chown, chmod)"
     if error.errno != errno.EMFILE:
-        return error.strerror or str(error)
+        return "; ".join(filter(None, (reason, REMEDIES.get(error.errno or 0))))
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     connections = _connections_by_port(limit)
     ports = ", ".join(f"{count} to port {port}" for port, count in connections.most_common())
     return (
-        f"{error.strerror}: the limit of this process is {limit}, and {connections.total()} are "
+        f"{reason}: the limit of this process is {limit}, and {connections.total()} are "
         f"connections ({ports}); close connections, or start the program with a higher limit "
         "(ulimit -n)"
     )

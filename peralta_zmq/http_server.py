@@ -1,18 +1,19 @@
-"""Base of two HTTP servers: the trainer's weight server and the verifier.
+"""Base of two HTTP servers, the trainer's weight server and the verifier; and what all share.
 
 Generators on other machines fetch published weights from the weight server, and problems and
 rewards from the verifier. A server that other machines can reach must have a password (token),
-which clients send in each request as a bearer token. Each connection has a daemon thread, which
-closes the connection when it is idle for IDLE_TIMEOUT_SECONDS. Connections without an authorized
-request are limited in number and time, so that a client without the password cannot exhaust
-threads or memory.
+which clients send in each request as a bearer token. Each connection has a daemon thread.
+Connections without an authorized request in progress are limited in number and time, so that no
+client can exhaust threads or memory. The base of the others is observe/asgi_server.py.
 """
 
 from __future__ import annotations
 
+import errno
 import hmac
 import ipaddress
 import logging
+import re
 import socket
 import threading
 import time
@@ -23,15 +24,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import NO_MODES, ConfigError
 
-IDLE_TIMEOUT_SECONDS = 60.0  # without a request, or while the client does not read the response
+IDLE_TIMEOUT_SECONDS = 60.0  # for a further request, for a body, or until a response is read
 MAX_UNAUTHORIZED = 64  # connections without an authorized request; one more closes the oldest
-FIRST_REQUEST_SECONDS = 10.0  # a connection without an authorized request is closed after this time
+FIRST_REQUEST_SECONDS = 10.0  # for the first authorized request of a connection
 MAX_HEADER_BYTES = 16384  # all header lines of a request
 MIN_TOKEN = 16  # characters of a password
+HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 STOP_POLL_SECONDS = 0.1  # between two checks for `close` and for connections past their deadline
+FOREIGN_HOST = "the Host header is not a name of this machine; use 127.0.0.1 or set a token_file"
 logger = logging.getLogger(__name__)
 
 
@@ -45,17 +49,27 @@ class RequestHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = IDLE_TIMEOUT_SECONDS
     token: str | None = None  # set by HttpServer; None = no password is needed
+    server: Any  # a _Server
+
+    def handle_one_request(self) -> None:
+        """Override: limit the wait for a request after an authorized one."""
+        deadline = time.monotonic() + IDLE_TIMEOUT_SECONDS
+        self.server.unauthorized.setdefault(self.request, deadline)
+        super().handle_one_request()
 
     def is_authorized(self) -> bool:
-        """Whether the request has the password, or no password is needed."""
-        sent = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        is_authorized = self.token is None or hmac.compare_digest(
-            sent.encode("utf-8", "replace"), self.token.encode()
-        )
+        """Whether the request may be answered (see `may_answer`)."""
+        is_authorized = may_answer(self.headers, token=self.token)
         if is_authorized:
-            assert isinstance(self.server, _Server)
             self.server.unauthorized.pop(self.request, None)
         return is_authorized
+
+    def read_body(self, num_bytes: int) -> bytes:
+        """The body of an authorized request; incomplete if the client sends it too slowly."""
+        self.server.unauthorized[self.request] = time.monotonic() + IDLE_TIMEOUT_SECONDS
+        body = self.rfile.read(num_bytes)
+        self.server.unauthorized.pop(self.request, None)
+        return body
 
     def parse_request(self) -> bool:
         """Override: read at most MAX_HEADER_BYTES of header lines."""
@@ -83,10 +97,10 @@ class RequestHandler(BaseHTTPRequestHandler):
 class HttpServer:
     """Serves requests in background threads. Use with `contextlib.closing`.
 
-    `port_setting` is the name of the setting for the port, such as "weights.serve_port"; error
-    messages name it, and the setting token_file of its section. `attributes` become class
-    attributes of the handler. Raises ConfigError if the port is in use, or if other machines can
-    reach it and `token` is None.
+    `settings` are the names of the settings for host and port, such as "verifier.host" and
+    "verifier.port"; error messages name them, and token_file of the port's section. `attributes`
+    become class attributes of the handler. Raises ConfigError if `host` is no address of this
+    machine or the port is in use, or if other machines can reach it and `token` is None.
     """
 
     def __init__(
@@ -96,9 +110,10 @@ class HttpServer:
         host: str,
         port: int,
         token: str | None,
-        port_setting: str,
+        settings: tuple[str, str],
         **attributes: object,
     ) -> None:
+        host_setting, port_setting = settings
         if token is None and not is_loopback(host):
             raise ConfigError(
                 f"{port_setting} {port} on {host} is open to other machines without a password; "
@@ -106,11 +121,12 @@ class HttpServer:
             )
         configured_handler = type("Handler", (handler,), {**attributes, "token": token})
         try:
-            self._server = _Server((host, port), configured_handler)
+            listening = listen(host, port, host_setting=host_setting)
         except OSError as error:
             raise ConfigError(
                 f"{port_setting} {port} cannot be used ({error.strerror}); choose another"
             ) from None
+        self._server = _Server(listening, configured_handler)
         self.port = int(self._server.server_address[1])  # the assigned port if `port` is 0
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(STOP_POLL_SECONDS,), daemon=True
@@ -127,12 +143,15 @@ class HttpServer:
 class _Server(ThreadingHTTPServer):
     """Closes connections that send no authorized request in time, and the oldest of too many.
 
-    `unauthorized` has these connections, oldest first, with their deadlines in monotonic seconds.
+    `unauthorized` has the connections without an authorized request in progress, with their
+    deadlines in monotonic seconds, in the order in which they began to wait.
     """
 
-    def __init__(self, address: tuple[str, int], handler: type[RequestHandler]) -> None:
+    def __init__(self, listening: socket.socket, handler: type[RequestHandler]) -> None:
         self.unauthorized: dict[Any, float] = {}
-        super().__init__(address, handler)
+        super().__init__(listening.getsockname(), handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Override: called for a new connection."""
@@ -173,12 +192,77 @@ class _HeaderReader(BufferedIOBase):
         return line
 
 
+def may_answer(headers: Any, *passwords: str, token: str | None) -> bool:
+    """Whether a request with these headers may be answered.
+
+    With a token, the request must have it, as a bearer token or in `passwords`. Without one, Host
+    must be a loopback name. This prevents DNS rebinding: a malicious web page in the user's browser
+    could make its own domain name resolve to this machine, and then read the responses. It cannot
+    know a token, so that with one any name is allowed: of a router, a VPN, a container or a proxy.
+    """
+    if token is None:
+        host = str(headers.get("Host", ""))
+        name = host.partition("]")[0] if "[" in host else host.partition(":")[0]
+        return is_loopback(name.lower().removesuffix("."))
+    scheme, _, bearer = str(headers.get("Authorization", "")).partition(" ")
+    sent = (*passwords, bearer.strip() if scheme.lower() == "bearer" else scheme)
+    return any(
+        hmac.compare_digest(each.encode("utf-8", "replace"), token.encode()) for each in sent
+    )
+
+
+def listen(host: str, port: int, *, host_setting: str) -> socket.socket:
+    """A listening socket on an address (IPv4 or IPv6) or name of this machine.
+
+    Raises OSError if the port is in use, and ConfigError that names `host_setting` otherwise.
+    """
+    name = host.strip("[]")
+    family = socket.AF_INET6 if ":" in name else socket.AF_INET
+    dualstack = ":" in name and socket.has_dualstack_ipv6()
+    try:
+        return socket.create_server((name, port), family=family, dualstack_ipv6=dualstack)
+    except (OSError, UnicodeError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise
+        raise ConfigError(
+            f"{host_setting} {host}, port {port} cannot be used ({error}); choose another"
+        ) from None
+
+
 def is_loopback(host: str) -> bool:
     """Whether a server on `host` is reachable from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:  # a host name, a network interface, or *
         return False
+
+
+def host_of(text: str) -> str:
+    """A host name or IP address, without the brackets of IPv6. Raises ValueError if it is none."""
+    host = "0.0.0.0" if text == "*" else re.sub(r"^\[(.*)\]$", r"\1", text)
+    with suppress(ValueError):
+        return f"{ipaddress.ip_address(host)}"
+    if not HOST_NAME.fullmatch(host):
+        raise ValueError("should be only the name (in ASCII) or the IP address of a machine")
+    return host
+
+
+def with_port(host: str, port: int) -> str:
+    """HOST:PORT of a URL, with the brackets that IPv6 needs."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def host_and_port(address: str, *, option: str, default_port: int | None = None) -> tuple[str, int]:
+    """Host and port of http://HOST:PORT; HOST of IPv6 is [::1].
+
+    Raises ConfigError for another form. `option` is the name of the setting, for the error message.
+    """
+    with suppress(ValueError):
+        parts = urlsplit(address)
+        host, port = host_of(parts.hostname or ""), parts.port or default_port
+        if parts.scheme == "http" and port and not (parts.path.strip("/") or parts.query):
+            return host, port
+    raise ConfigError(f"{option} '{address}' is not of the form http://HOST:PORT")
 
 
 def read_private_token(file: str | None, *, option: str = "weights.token_file") -> str | None:
@@ -194,7 +278,7 @@ def read_private_token(file: str | None, *, option: str = "weights.token_file") 
     except (OSError, ValueError) as error:
         raise ConfigError(f"{option} {path} cannot be read ({error})") from None
     if mode & 0o077:
-        raise ConfigError(f"{option} {path} may be read by others; chmod 600 {path}")
+        raise ConfigError(f"{option} {path} may be read by others; chmod 600 {path}, {NO_MODES}")
     if len(token) < MIN_TOKEN or not token.isascii():
         raise ConfigError(
             f"{option} {path} holds a weak password; make one: openssl rand -hex 32 > {path}"

@@ -3,10 +3,10 @@
 A plug-in is a task (problems with a reward function), an engine (samples completions), or a loss,
 advantage, filter or reward function. The setting of a plug-in is either a short name, which is
 looked up in TABLES, or the import path of a plug-in that the user wrote. A task is a module
-(`my_lab.sudoku`); every other plug-in is an attribute of a module (`my_lab.losses.mine` or
-`my_lab.losses:mine`). A task with a prefix of ADAPTERS (`reasoning_gym:chain_sum`) belongs to
-another library. A plug-in is imported only when a run uses it. To add a plug-in to this package,
-write the plug-in and add its line to TABLES.
+(`my_lab.sudoku`, or a file `sudoku.py`); every other plug-in is an attribute of a module
+(`my_lab.losses.mine`, `my_lab.losses:mine` or `losses.py:mine`). A task with a prefix of ADAPTERS
+(`reasoning_gym:chain_sum`) belongs to another library. A plug-in is imported only when a run uses
+it. To add a plug-in to this package, write the plug-in and add its line to TABLES.
 
 A rollout is a prompt with a completion and its reward; a group is all rollouts of one problem. A
 training step consumes one batch of groups. The policy step of weights is the number of training
@@ -15,16 +15,20 @@ steps that produced the weights.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import os
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, overload
 
-from peralta_zmq.errors import ConfigError
-from peralta_zmq.rollout import Completion, Problem, Request, Rollout, Sampling
+from peralta_zmq.errors import ConfigError, described
+from peralta_zmq.imports import add_folder, import_object
+from peralta_zmq.rollout import Completion, Problem, Request, Rollout
 
 Kind: TypeAlias = Literal[
     "task", "engine", "loss", "advantage", "filter", "reward", "reward_function"
@@ -40,6 +44,7 @@ TABLES: dict[Kind, dict[str, str]] = {
         "guess_number": "peralta_zmq.environments.guess_number",
         "math_answers": "peralta_zmq.environments.math_answers",
         "reverse_text": "peralta_zmq.environments.reverse_text",
+        "rows": "peralta_zmq.environments.rows",
     },
     "engine": {
         "native": "peralta_zmq.engines.native:NativeEngine",
@@ -83,8 +88,9 @@ TABLES: dict[Kind, dict[str, str]] = {
         "repetition": "peralta_zmq.learning.advantages:repetition",
         "overlong": "peralta_zmq.learning.advantages:overlong",
     },
-    "reward": {},  # each task has a reward function; a user can name another one by its import path
+    "reward": {"answer_match": "peralta_zmq.environments.answer_match:answer_match"},
     "reward_function": {
+        "answer_match": "peralta_zmq.environments.answer_match:answer_match",
         "exact_match": "peralta_zmq.environments.shipped_rewards:exact_match",
         "regex": "peralta_zmq.environments.shipped_rewards:regex",
         "soft_overlong": "peralta_zmq.environments.shipped_rewards:soft_overlong",
@@ -167,7 +173,8 @@ class WeightUpdate:
 class Engine(Protocol):
     """Samples completions with weights that can be replaced at any time.
 
-    A decode step is the forward pass that samples the next token of every sequence in flight.
+    A decode step is the forward pass that samples the next token of every completion in flight;
+    an engine that decodes whole batches takes one batch as a step.
     """
 
     @property
@@ -180,43 +187,45 @@ class Engine(Protocol):
         """Maximum of prompt and completion together, in tokens."""
         ...
 
-    def generate(
-        self,
-        requests: Iterable[Request | None],
-        sampling: Sampling,
-        between_steps: Callable[[], None] | None = None,
-    ) -> Iterator[Completion]:
-        """Yield one completion per request, in any order, as soon as it is complete.
+    def num_free(self) -> int:
+        """Number of requests that can be submitted now."""
+        ...
 
-        A completion has the `index` of its request. A request may continue the completion of an
-        earlier one, whose keys and values the engine may keep (Request.continues). The engine takes
-        a request from the iterator when a slot is free; the value None means that no request is
-        ready yet, and the engine continues with the requests in flight. The engine calls
-        `between_steps` between decode steps; this function may call `apply` or `cancel`. Each token
-        is sampled with the parameters `sampling.at(self.step)`, which can change within a
-        completion when the weights do; `Request.sampling` replaces `sampling` for its request.
-        Completions in flight that end with `cancel` or EngineProcessError are yielded as they are,
-        with `is_partial`, so that a request of a later call can resume them (Request.resumes). An
-        engine may leave them out; the caller then requests them again from the start.
-        Prompt and completion of a request must fit into `max_model_len` tokens. Raises EngineError
-        for logits that are not finite, which drops the completions in flight, and
-        EngineProcessError if a process of the engine fails.
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Start at most `num_free()` requests, with indices that no request in flight has.
+
+        A completion ends at the latest when it fills the context of `max_model_len` tokens. A
+        request may continue the completion of an earlier one, whose keys and values the engine may
+        keep (Request.continues).
+        """
+        ...
+
+    def advance(self) -> list[Completion]:
+        """Take one decode step; returns the completions that have ended, in any order.
+
+        Each token is sampled with the parameters `request.sampling.at(self.step)`, which can change
+        within a completion when the weights do. Raises EngineError for logits that are not finite,
+        which drops the requests in flight, and EngineProcessError if a process of the engine fails:
+        `drop` still returns what its requests have, and `apply` starts the process again.
         """
         ...
 
     def apply(self, update: WeightUpdate) -> None:
         """Replace the weights in place.
 
-        Called between two decode steps, also with completions in flight: their next tokens are
-        sampled with the new weights. (HfEngine decodes whole batches: there it is called between
-        two batches.) The engine uses the tensors or the files, as it needs. Raises ValueError, and
-        changes nothing, if the tensors do not fit the model; OutageError, with unchanged weights,
-        if a later call may succeed; EngineProcessError as `generate`.
+        The next tokens of the completions in flight are sampled with the new weights. The engine
+        uses the tensors or the files, as it needs. Raises ValueError, and changes nothing, if the
+        tensors do not fit the model; OutageError, with unchanged weights, if a later call may
+        succeed; EngineProcessError as `advance`.
         """
         ...
 
-    def cancel(self) -> None:
-        """End the running `generate`, which yields the completions in flight as they are."""
+    def drop(self, ids: Collection[int]) -> list[Completion]:
+        """End the requests with these indices now, as far as they are in flight.
+
+        Returns the tokens of each as a completion with `is_partial`, which another request can
+        resume (Request.resumes). Requests without a token are left out.
+        """
         ...
 
 
@@ -240,7 +249,8 @@ class LiveEngineFactory(EngineFactory, Protocol):
         """An engine that samples with the weights of a torch model without copying them.
 
         For evaluation, the trainer opens this engine on the model that it trains: the weights
-        change between two calls of `generate`, without a call of `apply`.
+        change while no request is in flight, without a call of `apply`. Meanwhile the engine keeps
+        no memory for keys and values.
         """
         ...
 
@@ -320,14 +330,13 @@ def resolve(kind: Kind, name: str) -> Any:
     if kind == "task" and prefix in ADAPTERS:
         return pkgutil.resolve_name(ADAPTERS[prefix])(rest)
     target = import_path(kind, name)
-    if kind == "task" and ":" not in target:
-        # With the colon, pkgutil.resolve_name only imports the module. Without the colon, an
-        # ImportError inside the module would become a misleading AttributeError.
-        target += ":"
     try:
-        plugin: Any = pkgutil.resolve_name(target)
-    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
-        reason = " ".join(str(error).split())
+        plugin: Any = import_object(target)
+    except Exception as error:  # noqa: BLE001  a user's module may raise anything
+        is_plain = isinstance(
+            error, (ImportError, AttributeError, SyntaxError, ValueError, OSError)
+        )
+        reason = " ".join(str(error).split()) if is_plain else described(error)
         raise ConfigError(
             f"{kind} '{name}' cannot be imported: {reason}; "
             "check the name, and that its folder is on PYTHONPATH"
@@ -351,19 +360,30 @@ def import_path(kind: Kind, name: str) -> str:
     """The argument of `pkgutil.resolve_name`; ConfigError if the name is unknown and not dotted."""
     if name in TABLES[kind]:
         return TABLES[kind][name]
-    if ":" in name or (kind == "task" and "." in name):
+    adapter, _, rest = name.partition(":")
+    if kind == "task" and adapter.replace("-", "_") in ADAPTERS:
+        right = f"{adapter.replace('-', '_')}:{rest or 'NAME'}"
+        raise ConfigError(f"unknown task '{name}'; did you mean {right}?")
+    if ":" in name or (kind == "task" and ("." in name or _is_own_module(name))):
         return name
+    if name.endswith(".py"):
+        raise ConfigError(f"{kind} '{name}' is a file; name its function: {name}:FUNCTION")
     if "." in name:
         module, _, attribute = name.rpartition(".")
         return f"{module}:{attribute}"
-    if not TABLES[kind]:
-        raise ConfigError(f"unknown {kind} '{name}'; give the import path of your own {kind}")
     choices = ", ".join(sorted(TABLES[kind]))
     similar = get_close_matches(name, TABLES[kind], n=1)
     hint = f"did you mean {similar[0]}? Choose" if similar else "choose"
     raise ConfigError(
         f"unknown {kind} '{name}'; {hint} one of {choices}, or the import path of your own {kind}"
     )
+
+
+def _is_own_module(name: str) -> bool:
+    """Whether there is a module with this name, apart from those of Python."""
+    add_folder(os.getcwd())
+    is_own = name.isidentifier() and name not in sys.stdlib_module_names
+    return is_own and importlib.util.find_spec(name) is not None
 
 
 # Options.
