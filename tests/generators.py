@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from peralta_zmq import wire
 from peralta_zmq.build.dry_run import PromptReader
 from peralta_zmq.config import Config
+from peralta_zmq.engines import Sampler
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.reward_functions import RewardFunction
 from peralta_zmq.environments.reward_pool import LocalRewards, RewardPool
+from peralta_zmq.generator.evaluation_groups import EvaluationGroups
 from peralta_zmq.generator.loop import Generator
 from peralta_zmq.generator.pacing import outbox_limit
+from peralta_zmq.generator.scoring import ScoringQueue
+from peralta_zmq.generator.serving.chats import ChatQueue
 from peralta_zmq.generator.trainer_connection import Sockets, TrainerConnection
+from peralta_zmq.generator.training_groups import TrainingGroups
 from peralta_zmq.generator.weight_sync import ServedWeights, apply_newest
 from peralta_zmq.registry import WeightUpdate
-from peralta_zmq.rollout import Problem
+from peralta_zmq.rollout import Completion, Problem, Request, RolloutGroup
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.version import Version
@@ -27,22 +35,64 @@ BAD_STEP = 13
 
 
 class FakeEngine:
-    """Keeps copies of the applied weights; rejects those of BAD_STEP."""
+    """Keeps copies of the applied weights; rejects those of BAD_STEP.
 
-    def __init__(self) -> None:
+    Every completion ends in its first decode step, with the number of its group as its text.
+    """
+
+    max_model_len = 64
+
+    def __init__(self, *, slots: int = 4, num_generations: int = 8) -> None:
         self.step = 0
         self.weights: dict[str, torch.Tensor] = {}
+        self.submitted: list[Request] = []
+        self.before_step: Callable[[], None] = lambda: None  # called by `advance`
+        self.after_apply: Callable[[], None] = lambda: None
+        self.is_endless = False  # no completion ends
+        self._slots, self._num_generations = slots, num_generations
+        self._in_flight: list[Request] = []
 
     def apply(self, update: WeightUpdate) -> None:
         if update.step == BAD_STEP:
             raise ValueError("wrong model")
         self.weights = {name: tensor.clone() for name, tensor in update.tensors.items()}
         self.step = update.step
+        self.after_apply()
+
+    def num_free(self) -> int:
+        return self._slots - len(self._in_flight)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.submitted += requests
+        self._in_flight += requests
+
+    def advance(self) -> list[Completion]:
+        self.before_step()
+        if self.is_endless:
+            return []
+        ended, self._in_flight = self._in_flight, []
+        return [
+            completion_of(each, str(each.index // self._num_generations), self.step)
+            for each in ended
+        ]
+
+    def drop(self, ids: Collection[int]) -> list[Completion]:
+        self._in_flight = [each for each in self._in_flight if each.index not in ids]
+        return []
 
 
-def publish(store: WeightStore, step: int, value: float, *, lineage: int = 0) -> Version:
-    """One tensor of `value`."""
-    about = {"lineage": lineage}
+def completion_of(request: Request, text: str, step: int = 1) -> Completion:
+    """A completion of two tokens."""
+    ids, zeros = np.array([5, 6], np.int32), np.zeros(2, np.float32)
+    steps = np.full(2, step, np.int32)
+    return Completion(request.index, request.prompt_ids, ids, zeros, steps, "stop", text)
+
+
+def publish(
+    store: WeightStore, step: int, value: float, *, lineage: int = 0, **fields: str
+) -> Version:
+    """One tensor of `value`; `fields` are further ones of the manifest."""
+    about = {"lineage": lineage, **fields}
     return store.publish(step, {"w": torch.full((4,), value)}, companions={}, about=about)
 
 
@@ -61,6 +111,40 @@ def environments_of(reward: Any, *, bounded: bool = True, queue_limit: int = 9) 
     return Environments({"mine": 1}, (PROBLEM,), {"mine": rewards}, pool)
 
 
+@dataclass(frozen=True)
+class OpenedGenerator:
+    """A generator and its parts."""
+
+    generator: Generator
+    config: Config
+    engine: Any
+    reader: PromptReader
+    environments: Environments
+    weights: ServedWeights
+    link: TrainerConnection
+
+    def run(self) -> list[RolloutGroup]:
+        """Run until the end of the run; returns the groups in the outbox."""
+        self.generator.run()
+        return self.unacknowledged()
+
+    def unacknowledged(self) -> list[RolloutGroup]:
+        """The groups in the outbox."""
+        self.link.outbox.must_resend = True
+        frames = self.link.outbox.frames_to_resend()
+        return [wire.decode_group(frame, wire.GroupLimits(468)) for frame in frames]
+
+    def rewards(self) -> ScoringQueue:
+        return ScoringQueue(self.weights, self.link)
+
+    def sources(self) -> tuple[Sampler, TrainingGroups, EvaluationGroups]:
+        """Further sources of groups, for a test that does what the generator's loop does."""
+        rewards, common = self.rewards(), (self.weights, self.link)
+        training = TrainingGroups(self.config, self.environments, *common, rewards)
+        evaluation = EvaluationGroups(self.config, self.reader, training, *common, rewards)
+        return Sampler(self.engine, self.reader.tokenizer), training, evaluation
+
+
 def generator_of(
     engine: Any,
     subscriber: WeightSubscriber,
@@ -71,7 +155,7 @@ def generator_of(
     reward: Any = lambda problem, text: 1.0,
     environments: Environments | None = None,
     **sections: dict[str, object],
-) -> Generator:
+) -> OpenedGenerator:
     """A generator that serves `version`; `sections` are those of the config.
 
     It has an announcement of a trainer without sample leases.
@@ -81,11 +165,12 @@ def generator_of(
     weights = ServedWeights(
         subscriber, version, between_groups=config.weights.update == "between_groups"
     )
-    connection = TrainerConnection(
+    link = TrainerConnection(
         sockets, weights, name="ann", incarnation=b"bootboot", worker_info={"python": "3.11"},
         outbox_limit=outbox_limit(config), max_steps=config.train.max_steps,
     )  # fmt: skip
     reader = PromptReader(tokenizer, num_embeddings=1 << 30, context=1 << 30)
-    return Generator(
-        config, engine, reader, environments or environments_of(reward), weights, connection
-    )
+    environments = environments or environments_of(reward)
+    chats = ChatQueue(slots=4, max_model_len=64)
+    generator = Generator(config, engine, reader, environments, weights, link, chats)
+    return OpenedGenerator(generator, config, engine, reader, environments, weights, link)

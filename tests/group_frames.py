@@ -35,7 +35,10 @@ def sealed(fields: dict[Any, Any]) -> bytes:
 def changed(group: RolloutGroup = GROUP, **fields: Any) -> bytes:
     """The frame of a group with some fields replaced and a valid checksum."""
     message = {**msgpack.unpackb(wire.encode_group(group)), **fields}
-    return msgpack.packb(message) if "crc32" in fields else sealed(message)
+    if "crc32" in fields:
+        return msgpack.packb(message)
+    message["crc32"] = message.pop("crc32")  # the last field, also after new ones
+    return sealed(message)
 
 
 def equal(first: RolloutGroup, second: RolloutGroup) -> bool:

@@ -23,6 +23,7 @@ import pytest
 from peralta_zmq.config import Config
 from peralta_zmq.config.hosts import Host, Hosts
 from peralta_zmq.config.sections import SecuritySection, WireSection
+from tools.run_history import DEMO_OPTIONS
 
 REPO = Path(__file__).parents[1]
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/sbin:/usr/local/sbin")
@@ -32,6 +33,7 @@ needs_sshd = pytest.mark.skipif(
     reason="no sshd, ssh or rsync on this machine (Debian: apt install openssh-server rsync)",
 )
 SMALL = (
+    *DEMO_OPTIONS,
     *("--sampling.num-generations", "4", "--train.batch-size", "16", "--engine.slots", "8"),
     *("--eval.num-examples", "4", "--no-eval.eval-base-model", "--checkpoint.interval", "5"),
     *("--weights.poll-seconds", "1", "--train.max-off-policy-steps", "6"),

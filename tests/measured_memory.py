@@ -137,9 +137,13 @@ def sample(config: Config, engine: registry.Engine) -> None:
     random, length = np.random.default_rng(0), config.engine.max_model_len
     num_prompt, size = length - config.max_completion_length, config.sampling.num_generations
     prompts = random.integers(3, 400, (config.engine.slots // size + 1, num_prompt), np.int32)
-    requests = [Request(index, prompts[index // size]) for index in range(config.engine.slots)]
-    completions = list(engine.generate(requests, build.make_sampling(config, seed=0)))
-    assert len(completions) == config.engine.slots
+    sampling = build.make_sampling(config, seed=0)
+    engine.submit(
+        [Request(index, prompts[index // size], sampling) for index in range(config.engine.slots)]
+    )
+    num_completions = 0
+    while num_completions < config.engine.slots:
+        num_completions += len(engine.advance())
 
 
 def main(role: Role, name: str, *arguments: str) -> None:

@@ -21,11 +21,12 @@ from peralta_zmq.observe.metrics import Row, read_rows
 from tools.chaos import SEED, seed_of
 from tools.link_proxy import free_ports
 from tools.promise_checker import check
-from tools.run_history import RECORDING_OPTIONS, read_history
+from tools.run_history import DEMO_OPTIONS, RECORDING_OPTIONS, read_history
 from tools.small_disk import MOUNTING
 
 REPO = Path(__file__).parents[1]
 SMALL = (
+    *DEMO_OPTIONS,
     *("--sampling.num-generations", "4", "--train.batch-size", "16"),
     *("--engine.slots", "8", "--eval.num-examples", "4", "--no-eval.eval-base-model"),
     *("--checkpoint.interval", "5", "--weights.poll-seconds", "1"),

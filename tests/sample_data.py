@@ -150,18 +150,20 @@ def tiny_learner(model: Any, **options: Any) -> Any:
     from peralta_zmq.learning.advantages import group_mean
     from peralta_zmq.learning.learner import Learner, LearnerSettings
     from peralta_zmq.learning.losses import preset
+    from peralta_zmq.learning.optimizer import UpdateSettings
     from peralta_zmq.learning.packing import Packing
     from peralta_zmq.models.scoring import Scorer
 
+    rate = options.pop("learning_rate", constant(1e-2))
+    beta1, beta2 = options.pop("betas", (0.9, 0.95))
+    decay = options.pop("weight_decay", 0.01)
+    max_norm = options.pop("max_grad_norm", 1.0)
     packing_names = {field.name for field in fields(Packing)}
-    settings: dict[str, Any] = {
-        "loss": preset("reinforce"),
-        "advantage": group_mean,
-        "betas": (0.9, 0.95),
-        "weight_decay": 0.01,
-        "max_grad_norm": 1.0,
+    settings: dict[str, Any] = {"loss": preset("reinforce"), "advantage": group_mean}
+    arguments: dict[str, Any] = {
+        "update": lambda step: UpdateSettings(rate(step), beta1, beta2, decay, max_norm),
+        "compute_logprobs": Scorer(model),
     }
-    arguments: dict[str, Any] = {"learning_rate": constant(1e-2), "compute_logprobs": Scorer(model)}
     packing = {name: options.pop(name) for name in packing_names & options.keys()}
     settings["packing"] = Packing(**{"max_tokens": 1000, **packing})
     names = {field.name for field in fields(LearnerSettings)}

@@ -86,5 +86,5 @@ def group(step: int, *texts: str) -> Row:
         "step": step, "problem": "p", "task": "calculator", "generator": "ann",
         "policy_step": step - 1, "rewards": rewards,
         "advantages": [reward - 1 / len(answers) for reward in rewards],
-        "prompt": "add 3 to 4\n", "texts": [f"add 3 to 4\n{answer}" for answer in answers],
+        "prompt": "add 3 to 4\n", "texts": list(answers), "cut_off": [False] * len(answers),
     }  # fmt: skip

@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -297,6 +298,46 @@ def test_folder_that_cannot_be_renamed_stays_complete(
     fail_at(monkeypatch, "rename", 1, errno.EACCES)
     atomic_files.remove_folder(folder)
     assert read_all(folder) == FILES
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EIO])
+def test_folder_is_not_fsynced_where_the_file_system_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    fsync = os.fsync
+
+    def call(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", call)
+    if code == errno.EIO:
+        with pytest.raises(OSError, match="Input/output"):
+            atomic_files.replace_file(tmp_path / "file", b"x")
+        return
+    atomic_files.replace_file(tmp_path / "file", b"x")
+    atomic_files.write_folder(tmp_path / "step_000001", FILES, {"step": 1})
+    assert read_all(tmp_path / "step_000001") == FILES
+
+
+# Foreign JSON.
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * depth + "]" * depth for depth in (102, 500, 5_000, 200_000)]
+    + ['{"a":' * 102 + "1" + "}" * 102, "[]", "1", "{", '{"a": "\\ud800"}'],
+    ids=lambda text: text[:12],
+)
+def test_foreign_json_is_refused_with_value_error(text: str) -> None:
+    with pytest.raises(ValueError):
+        atomic_files.parse_object(text.encode())
+
+
+def test_json_of_the_permitted_depth_is_read() -> None:
+    content = atomic_files.parse_object(b'{"a":' * 90 + b'"\\ud83d\\ude42"' + b"}" * 90)
+    assert content["a"]
 
 
 # Failpoints.

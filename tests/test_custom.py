@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,20 @@ from peralta_zmq import build, registry
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.environments.dataset import load_problems
 from peralta_zmq.environments.reward_pool import LocalRewards
-from peralta_zmq.generator import loop as generator
+from peralta_zmq.generator import scoring as generator
 from peralta_zmq.rollout import Message, Problem, Rollout, Score
 
 TEXT = (Path(__file__).parents[1] / "docs" / "custom.md").read_text("utf-8")
 MODULES = re.findall(r"```python\n# (\S+\.py)\n(.*?)```", TEXT, re.DOTALL)
 SETTINGS = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
+COMMANDS = re.findall(r"```\nbin/lan local (.*?)\n```", TEXT, re.DOTALL)
 
 
 @pytest.fixture(autouse=True)
-def lab(user_modules: UserModules) -> None:
+def lab(user_modules: UserModules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where user_modules writes
     for file, code in MODULES:
-        user_modules.write(file.removesuffix(".py").replace("/", "."), code)
+        user_modules.write(file.removesuffix(".py"), code)
 
 
 def config_of(tmp_path: Path, about: str) -> Config:
@@ -36,6 +39,11 @@ def config_of(tmp_path: Path, about: str) -> Config:
     file = tmp_path / "mine.toml"
     file.write_text(f'{block}\n[train]\nbatch_size = 8\ndtype = "float32"\n', "utf-8")
     return load_config("bin/trainer", ["@", str(file)])
+
+
+def task_of(config: Config) -> Any:
+    (env,) = config.environments
+    return registry.resolve("task", env.task_name)
 
 
 def functions_of(config: Config, task: Any, example: Problem) -> Any:
@@ -49,12 +57,13 @@ def learned(config: Config, *groups: Any) -> dict[str, float]:
 
 
 def test_page_has_the_tested_blocks() -> None:
-    assert len(re.findall("```", TEXT)) == 2 * (len(MODULES) + len(SETTINGS))
+    assert len(re.findall("```", TEXT)) == 2 * (len(MODULES) + len(SETTINGS) + len(COMMANDS))
     assert [name for name, _ in MODULES] == [
-        "my_lab/losses.py", "my_lab/advantages.py", "my_lab/whole_step.py", "my_lab/filters.py",
-        "my_lab/sums.py", "my_lab/rewards.py", "my_lab/polite.py", "my_lab/orders.py",
+        "my_rewards.py", "my_style.py", "my_sums.py", "my_orders.py", "my_losses.py",
+        "my_advantages.py", "my_filters.py",
     ]  # fmt: skip
-    assert len(SETTINGS) == 8
+    assert len(SETTINGS) == 7
+    assert len(COMMANDS) == 1
 
 
 def test_page_has_the_generator_failure_limit() -> None:
@@ -99,13 +108,13 @@ def test_filter_removes_repeated_tokens(tmp_path: Path) -> None:
     group = group_of([1, 0])
     caught = replace(group, rollouts=(*group.rollouts, stuttering(), stuttering()))
     row = learned(config_of(tmp_path, "stutters"), caught)
-    assert row["filter/my_lab.filters.stutters"] == 0.5
+    assert row["filter/my_filters.py:stutters"] == 0.5
     assert row["filter/taken_out"] == 0.5
 
 
 def test_task_reward_has_named_parts(tmp_path: Path) -> None:
     config = config_of(tmp_path, "sums")
-    task: Any = registry.resolve("task", config.task.name)
+    task = task_of(config)
     made = load_problems(task.problems, "train", seed=0, options={"largest": 3})
     assert len(made) == 16
     problem = next(each for each in made if each.id == "2+3")
@@ -119,7 +128,7 @@ def test_task_reward_has_named_parts(tmp_path: Path) -> None:
 
 def test_reward_functions_have_weights(tmp_path: Path) -> None:
     config = config_of(tmp_path, "polite")
-    task: Any = registry.resolve("task", config.task.name)
+    task = task_of(config)
     problem = Problem("1", "calculator", (), "2 + 3")
     with closing(build.make_reward_pool(config, is_verifier=False)) as pool:
         rewards = LocalRewards(functions_of(config, task, problem), pool)
@@ -150,9 +159,9 @@ def test_task_with_turns_calls_tools_and_replies(tmp_path: Path) -> None:
     assert replies == [[Message("tool", "3", "price")], numbers, None]
 
 
-def test_reward_setting_replaces_the_task_reward(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "terse")
-    task: Any = registry.resolve("task", config.task.name)
+def test_reward_setting_replaces_the_task_reward() -> None:
+    config = load_config("bin/lan", shlex.split(COMMANDS[0]))
+    task = task_of(config)
     problem = Problem("1", "calculator", (), "2 + 3")
     with closing(build.make_reward_pool(config, is_verifier=False)) as pool:
         rewards = LocalRewards(functions_of(config, task, problem), pool)

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 @pytest.mark.parametrize("loss", ["reinforce", "grpo"])
 def test_embedded_run_learns_within_three_minutes(loss: str, tmp_path: Path) -> None:
-    ran("lan", "local", "--run.dir", str(tmp_path), "--loss.name", loss,
+    ran("lan", "local", "@", "configs/demo.toml", "--run.dir", str(tmp_path), "--loss.name", loss,
         "--wire.port", str(free_ports()))  # fmt: skip
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
     # Of 128 answers of 16 prompts; the base's mean is near .32, one step's lies within .2 of it.

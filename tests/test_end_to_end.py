@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from real_programs import REPO, Program, until
+from slow_links import Link
 
-from benchmarks.throttle import Link
 from peralta_zmq import models
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError, JournalError
@@ -202,7 +202,8 @@ def test_killed_trainer_resumes_with_a_bit_identical_replay(machine: Machine) ->
     assert summary["restarts"] == 1
     made, *parts, in_flight, _ = summary["accounting"].values()
     assert made == sum(parts) + in_flight
-    assert sum(parts) == settled + 1
+    assert sum(parts) >= settled + 1  # further ones arrived during the last evaluation
+    assert summary["accounting"]["trained"] + summary["accounting"]["no_signal"] == 7 * 4
     # The trainer may have been killed before it announced some of them as durable.
     assert 0 <= summary["accounting"]["lost"] <= num_deleted
 
@@ -328,6 +329,6 @@ def test_outputs_of_a_run_are_models_of_the_next_one(tmp_path: Path) -> None:
     for number, folder in enumerate(outputs):
         run(f"next_{number}", "--model.name", str(folder))
         run(f"next_lora_{number}", "--model.name", str(folder), "--lora.rank", "4")
-    for adapter in (runs / "lora/adapter", runs / "lora/weights/step_00000002"):
-        with pytest.raises(ConfigError, match="is a LoRA adapter; give the model"):
-            models.model_folder(str(adapter))
+    assert models.model_folder(str(runs / "lora/adapter")) == runs / "lora/merged"
+    with pytest.raises(ConfigError, match="is a LoRA adapter; give a complete model"):
+        models.model_folder(str(runs / "lora/weights/step_00000002"))

@@ -7,10 +7,11 @@ import os
 import resource
 import socket
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 
-from peralta_zmq.errors import failure_text
+from peralta_zmq.errors import failure_text, limit_text
 
 FILES = resource.RLIMIT_NOFILE
 
@@ -42,3 +43,37 @@ def test_failure_of_a_full_disk_asks_for_room() -> None:
     error = OSError(errno.ENOSPC, "No space left on device")
     assert failure_text(error) == "No space left on device; make room for it"
     assert failure_text(OSError(errno.EROFS, "Read-only file system")) == "Read-only file system"
+
+
+def test_denied_access_names_owner_mode_and_remedy(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    user = os.geteuid()
+    for path in (tmp_path, tmp_path / "missing"):  # the folder hides the file
+        text = failure_text(PermissionError(errno.EACCES, "Permission denied", str(path)))
+        assert text == (
+            f"Permission denied; {tmp_path} belongs to user {user} (mode 750), and this program "
+            f"runs as user {user}; give it access (chown, chmod)"
+        )
+
+
+def test_disk_without_inodes_is_not_called_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = os.statvfs(tmp_path)
+    fields = [*status]
+    fields[6], fields[7] = 0, 0  # f_ffree, f_favail
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(fields))
+    error = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "new"))
+    assert "no inode is left" in failure_text(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "limit"),
+    [
+        (RuntimeError("can't start new thread"), "the limit of threads"),
+        (OSError("Resource temporarily unavailable (os error 11)"), "the limit of threads"),
+        (RuntimeError("invalid shape"), ""),
+    ],
+)
+def test_limit_of_threads_is_named(error: Exception, limit: str) -> None:
+    assert limit_text(error).startswith(limit) and bool(limit_text(error)) == bool(limit)

@@ -28,7 +28,7 @@ from weight_sets import COMPANIONS, reports_of, same
 from peralta_zmq import models
 from peralta_zmq.engines.native import NativeEngine, decoder
 from peralta_zmq.learning.losses import preset
-from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
+from peralta_zmq.learning.optimizer import make_optimizer, set_options
 from peralta_zmq.learning.packing import MicroBatch, Packing, make_micro_batches
 from peralta_zmq.learning.update import update_parameters
 from peralta_zmq.models import base_formats, tree_attention
@@ -38,7 +38,7 @@ from peralta_zmq.rollout import Completion, Sampling
 from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
 from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.tensor_set import MappedTensors
+from peralta_zmq.weights.tensor_set import FileTensors
 from peralta_zmq.weights.version import WEIGHTS_FILE
 
 GPU = os.environ.get("PERALTA_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "mps")
@@ -111,7 +111,7 @@ def trained(device: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor
     """Metrics of three steps over two groups, and the weights after them, in float64."""
     model = tiny_model().double().to(device)
     optimizer = make_optimizer(dict(model.named_parameters()), betas=(0.9, 0.95), weight_decay=0.0)
-    set_learning_rate(optimizer, 1e-3)
+    set_options(optimizer, lr=1e-3)
     with Float64():
         results = [
             update_parameters(
@@ -180,7 +180,7 @@ def test_published_weights_precede_the_next_step(tmp_path: Path) -> None:
             (report,) = reports_of(publisher)
             assert report.version is not None
             with load_version(store, report.version) as folder:
-                assert same(MappedTensors(folder / WEIGHTS_FILE), expected)
+                assert same(FileTensors(folder / WEIGHTS_FILE), expected)
         assert writer._base
         assert all(each.is_pinned() == (GPU == "cuda") for each in writer._base[1].values())
 

@@ -14,7 +14,11 @@ TOKEN = "0123456789abcdef"
 
 @pytest.mark.parametrize(
     "mode, text, reason",
-    [(0o644, TOKEN, "chmod 600"), (0o600, "short", "weak password"), (None, "", "cannot be read")],
+    [
+        (0o644, TOKEN, "chmod 600 .*, or .*FAT.* copy it"),
+        (0o600, "short", "weak password"),
+        (None, "", "cannot be read"),
+    ],
 )
 def test_unsafe_token_file_is_refused(
     tmp_path: Path, mode: int | None, text: str, reason: str

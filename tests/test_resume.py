@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,23 @@ from failing_losses import POISON
 from sample_data import group_of
 from trainer_sessions import SETTINGS, STEPS, Continued, Session, groups_for, states_of
 
-from peralta_zmq import atomic_files, wire
+from peralta_zmq import atomic_files, models, wire
+from peralta_zmq.compiler import INSTRUCTION_SET
 from peralta_zmq.config import RESOLVED, load_config
-from peralta_zmq.errors import TrainingError
-from peralta_zmq.observe.metrics import METRICS, read_rows
+from peralta_zmq.errors import JournalError, TrainingError
+from peralta_zmq.models import layer_ops, lora
+from peralta_zmq.observe.metrics import CONFIG_HISTORY, EVENTS, METRICS, read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
+from peralta_zmq.trainer.checkpoint import CHECKPOINTS
+from peralta_zmq.trainer.journal import (
+    BEGUN,
+    JOURNAL,
+    Journal,
+    decode_update,
+    encode_update,
+    read_records,
+)
 from peralta_zmq.trainer.loop import Trainer
 from tools.link_proxy import free_ports
 
@@ -98,7 +112,7 @@ def test_resumed_step_is_evaluated_once_if_configured(
         second = Session(stack, tmp_path, setting)
         announcement = second.trainer.session.announcer.announcement
         assert announcement.evaluation_step == evaluated
-        problems = second.trainer.evaluations._held_out.problems
+        problems = second.trainer.evaluations.held_out.problems
         assert len(problems) == 2
         if evaluated < 0:
             return
@@ -137,18 +151,96 @@ def test_steps_without_finite_gradient_end_the_run_which_can_continue(continued:
         continued.feed(trainer, groups(trainer, "eve"), until=6)
         assert read_rows(trainer.session.folder / METRICS)[-1]["skipped"] == 0
     with ExitStack() as stack:
-        assert "fix the rewards and resume a checkpoint with --checkpoint.resume-step" in message
-        trainer = continued.open(stack, *steep, "--checkpoint.resume-step=5", max_steps=8)
-        trainer.recover()
-        continued.feed(trainer, groups(trainer, "cid"), until=6)
-        assert read_rows(trainer.session.folder / METRICS)[-1]["skipped"] == 0
-    with ExitStack() as stack:
-        assert "another --run.name with a lower train.learning_rate or another [loss]" in message
-        others = ("--run.name=other", "--train.learning-rate=0.001", "--loss.name=grpo")
+        assert "go back with --run.fork and --run.from-step, and with other rewards" in message
+        others = ("--run.name=other", "--run.fork=demo", "--run.from-step=5", "--loss.name=grpo")
         trainer = continued.open(stack, *others, max_steps=8)
         trainer.recover()
         continued.feed(trainer, groups(trainer, "dan", poisoned=True), until=3)
         assert read_rows(trainer.session.folder / METRICS)[-1]["skipped"] == 0
+
+
+CHANGES = (
+    *("--train.learning-rate=0.003", "--train.lr-scheduler-type=cosine", "--train.warmup-steps=2"),
+    *("--train.adam-beta1=0.8", "--train.adam-beta2=0.9", "--train.weight-decay=0.1"),
+    "--train.max-grad-norm=0.05",
+)  # fmt: skip
+
+
+def train_changed(folder: Path, plan: str) -> None:
+    """Train with CHANGES until the failpoints of `plan` kill; runs in a child process."""
+    atomic_files._failpoints = atomic_files.parse_failpoints(plan)
+    continued = Continued(folder)
+    with ExitStack() as stack:
+        continued.train(continued.open(stack, *CHANGES, max_steps=8), until=8)
+
+
+@pytest.mark.parametrize("plan", ["checkpoint.written:1", "trainer.learned:4", "trainer.stepped:1"])
+def test_steps_before_changed_settings_are_repeated_bit_for_bit(
+    plan: str, continued: Continued, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ExitStack() as stack:
+        continued.train(continued.open(stack, max_steps=8), until=3)
+    assert exit_code(train_changed, continued.folder.parent, plan) == -signal.SIGKILL
+    with ExitStack() as stack:
+        trainer = continued.open(stack, *CHANGES, max_steps=8)
+        continued.train(trainer, until=6)
+        expected = replay.weights_sha256(lora.published_weights(trainer.policy.model))
+    shutil.rmtree(continued.folder / CHECKPOINTS)  # all steps are repeated
+    with ExitStack() as stack:
+        trainer = continued.open(stack, *CHANGES, max_steps=8)
+        trainer.recover()
+        assert trainer.step == 6
+        repeated = replay.weights_sha256(lora.published_weights(trainer.policy.model))
+        assert repeated == expected
+    capsys.readouterr()
+    assert replay.main([str(continued.folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith("  as published") for line in lines] == [True] * 6
+
+
+def test_changed_settings_are_recorded(
+    continued: Continued, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ExitStack() as stack:
+        continued.train(continued.open(stack, "--eval.interval=100", max_steps=8), until=2)
+    for _ in range(2):  # the second start changes no further setting
+        with ExitStack() as stack:
+            continued.open(stack, *CHANGES[:1], "--eval.interval=7", max_steps=8).recover()
+    events = [row for row in read_rows(continued.folder / EVENTS) if row["event"] == "settings"]
+    changes: list[Any] = [[row["step"], row["changes"]] for row in events]
+    expected = ["train.learning_rate 0.01 -> 0.003", "eval.interval 100 -> 7"]
+    assert changes[0][0] == 3 and changes[0][1][:2] == expected
+    assert [text.split()[0] for text in changes[1][1]] == ["wire.port"]  # of this test
+    line = "settings changed from step 3 on: train.learning_rate 0.01 -> 0.003, eval.interval 100"
+    assert line in capsys.readouterr().out
+    row = read_rows(continued.folder / CONFIG_HISTORY)[0]
+    settings: Any = row["settings"]
+    assert row["until_step"] == 2 and settings["train"]["learning_rate"] == 0.01
+
+
+def test_run_with_fewer_steps_than_taken_is_complete(
+    continued: Continued, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ("--train.learning-rate=0.00001",)  # publishes deltas
+    with ExitStack() as stack:
+        trainer = continued.open(stack, *small, max_steps=8)
+        continued.train(trainer, until=4)
+        newest = trainer.publishing.store.newest()
+        assert newest is not None and newest.kind == "delta"
+    with ExitStack() as stack:
+        trainer = continued.open(stack, *small, max_steps=2)
+        trainer.recover()
+        assert not trainer.unfinished and trainer.step == 4
+        trainer.finish()
+        newest = trainer.publishing.store.newest()
+        assert newest is not None and (newest.step, newest.kind) == (4, "keyframe")
+    line = "run complete: step 4 is trained already, and train.max_steps is 2"
+    assert line in capsys.readouterr().out
+    assert read_rows(continued.folder / EVENTS)[-1]["event"] == "complete"
+    with ExitStack() as stack:
+        trainer = continued.open(stack, *small, max_steps=6)
+        continued.train(trainer, until=6)
+    assert replay.main([str(continued.folder)]) == 0
 
 
 @pytest.mark.timeout(60)  # a step on the huge group would take minutes
@@ -158,10 +250,12 @@ def test_huge_groups_are_refused_and_a_restart_continues(
     def huge(trainer: Trainer, number: int, **shape: Any) -> RolloutGroup:
         return group_of(**shape, generator_id="eve", sequence=number, run_id=trainer.session.run_id)
 
-    evaluation = ("--eval.rollouts-per-example=8",)  # allows 5 rollouts in evaluation groups only
-
+    settings = (
+        "--eval.rollouts-per-example=8",  # allows 5 rollouts in evaluation groups only
+        *("--sampling.max-completion-length=48", "--engine.max-model-len=512"),
+    )
     with ExitStack() as stack:
-        trainer = continued.open(stack, *evaluation, max_steps=4)
+        trainer = continued.open(stack, *settings, max_steps=4)
         trainer.recover()
         over = [
             huge(trainer, 0, rewards=[1.0, 0.0] * 30, lengths=[17_000] * 60),
@@ -182,7 +276,7 @@ def test_huge_groups_are_refused_and_a_restart_continues(
         trainer.collector.journal.append(2, wire.encode_group(over[0]))
         trainer.collector.commit()
     with ExitStack() as stack:
-        trainer = continued.open(stack, *evaluation, max_steps=4)
+        trainer = continued.open(stack, *settings, max_steps=4)
         continued.train(trainer, until=3)
         assert trainer.collector.accounting()["invalid"] == 1
         assert trainer.collector.admission.ledger.highest(over[0].sender) == 0
@@ -190,3 +284,86 @@ def test_huge_groups_are_refused_and_a_restart_continues(
     assert replay.main([str(continued.folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.endswith("  as published") for line in lines] == [True] * 3
+
+
+def weights_after(folder: Path, environment: dict[str, str], until: int, digest: Path) -> None:
+    """Recover, train until a step, and write the digest of the weights; in a child process."""
+    os.environ.update(environment)
+    models.use_threads(1)
+    with ExitStack() as stack:
+        continued = Continued(folder)
+        trainer = continued.open(stack, max_steps=9)
+        try:
+            continued.train(trainer, until=until)
+        except JournalError as error:
+            digest.write_text(str(error))
+            return
+        digest.write_text(replay.weights_sha256(lora.published_weights(trainer.policy.model)))
+
+
+@pytest.mark.parametrize(
+    "environments",
+    [
+        ({}, {INSTRUCTION_SET: "none"}),
+        ({}, {"PATH": "no compiler"}),
+        ({INSTRUCTION_SET: "none"}, {}),
+    ],
+)
+def test_steps_are_repeated_with_the_operators_that_computed_them(
+    tmp_path: Path, environments: tuple[dict[str, str], dict[str, str]]
+) -> None:
+    digests = [tmp_path / "first", tmp_path / "second"]
+    for environment, digest in zip(environments, digests, strict=True):
+        assert exit_code(weights_after, tmp_path, environment, 3, digest) == 0
+    assert digests[0].read_text() == digests[1].read_text()
+    (resume,) = [row for row in read_rows(tmp_path / "demo" / EVENTS) if row["event"] == "resume"]
+    assert resume["replayed"] == 3
+
+
+def test_steps_of_a_lost_library_are_refused_with_the_way_on(tmp_path: Path) -> None:
+    if layer_ops.operators() == layer_ops.TORCH:
+        pytest.skip("no C compiler here")
+    assert exit_code(weights_after, tmp_path, {}, 3, tmp_path / "first") == 0
+    lost = {"PATH": "no compiler", "XDG_CACHE_HOME": str(tmp_path / "empty")}
+    assert exit_code(weights_after, tmp_path, lost, 3, tmp_path / "second") == 0
+    reason = (tmp_path / "second").read_text()
+    assert reason.startswith(f"step 1 of {tmp_path}/demo cannot be repeated with the same bits: ")
+    assert reason.endswith("from its weights: --run.fork demo --run.name NEW")
+
+
+def test_number_of_a_version_that_is_gone_is_not_published_again(continued: Continued) -> None:
+    with ExitStack() as stack:
+        trainer = continued.open(stack, max_steps=9)
+        continued.train(trainer, until=3)
+        folder = trainer.publishing.store.folder
+    for version in folder.glob("step_*"):
+        shutil.rmtree(version)
+    with ExitStack() as stack:
+        trainer = continued.open(stack, max_steps=9)
+        trainer.recover()
+        newest = trainer.publishing.store.newest()
+        assert newest is not None and (newest.step, newest.number) == (3, 4)
+
+
+def test_repeated_steps_that_may_have_other_bits_are_published_under_a_new_number(
+    continued: Continued,
+) -> None:
+    with ExitStack() as stack:
+        trainer = continued.open(stack, max_steps=9)
+        continued.train(trainer, until=2)
+    old = continued.folder / JOURNAL
+    records = {step: read_records(old, step)[0] for step in (1, 2)}
+    shutil.rmtree(old)
+    with closing(Journal(old)) as journal:
+        for step, of_step in records.items():
+            for record in of_step:
+                content = record.content
+                if record.kind == BEGUN:  # as on a GPU, or of an older version
+                    content = encode_update(replace(decode_update(content), arithmetic={}))
+                journal.append(step, content, record.kind)
+            journal.commit()
+    with ExitStack() as stack:
+        trainer = continued.open(stack, max_steps=9)
+        trainer.recover()
+        numbers = [(each.step, each.number) for each in trainer.publishing.store.versions()]
+        assert numbers == [(0, 0), (1, 1), (2, 2), (2, 3)]

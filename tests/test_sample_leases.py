@@ -10,7 +10,7 @@ from real_programs import RealRun, until
 
 from peralta_zmq import wire
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer.journal import LEASED, decode_record, files_in, read_records
+from peralta_zmq.trainer.journal import DROPPED, GROUP, decode_record, files_in, read_records
 
 
 @pytest.mark.slow
@@ -33,7 +33,8 @@ def test_generators_and_trainer_that_restart_draw_no_sample_twice(tmp_path: Path
         assert run.broken(max_steps=14) == {}
     journal, limits = run.folder / "journal", wire.GroupLimits(1 << 31)
     records = [record for step in files_in(journal) for record in read_records(journal, step)[0]]
-    groups = [decode_record(record, limits) for record in records if record.kind != LEASED]
+    kinds = (GROUP, DROPPED)
+    groups = [decode_record(record, limits) for record in records if record.kind in kinds]
     drawn = [group.sample_index for group in groups if isinstance(group, RolloutGroup)]
     assert len(set(drawn)) == len(drawn) >= 14 * 4
     assert run.replay()[-1].count("as published") == 1

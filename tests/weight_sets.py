@@ -14,7 +14,7 @@ from peralta_zmq.weights.publisher import PublishReport, WeightPublisher
 from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
-from peralta_zmq.weights.tensor_set import MappedTensors
+from peralta_zmq.weights.tensor_set import FileTensors
 from peralta_zmq.weights.version import WEIGHTS_FILE, Version
 
 COMPANIONS = {
@@ -54,7 +54,7 @@ def publish_chain(store: WeightStore, count: int) -> list[Version]:
 
 def loaded(store: WeightStore, version: Version) -> dict[str, torch.Tensor]:
     with load_version(store, version) as folder:
-        return dict(MappedTensors(folder / WEIGHTS_FILE))
+        return dict(FileTensors(folder / WEIGHTS_FILE))
 
 
 def names_in(folder: Path) -> set[str]:

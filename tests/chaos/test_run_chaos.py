@@ -17,8 +17,9 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 
 def test_chaos_run_kills_every_worker_and_completes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tools.chaos", "--run.dir", str(tmp_path),
-               "--wire.port", str(free_ports()), "--run.num-local-generators", "2"]  # fmt: skip
+    command = [sys.executable, "-m", "tools.chaos", "@", "configs/demo.toml",
+               "--run.dir", str(tmp_path), "--wire.port", str(free_ports()),
+               "--run.num-local-generators", "2"]  # fmt: skip
     ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPO)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     run = tmp_path / "demo"

@@ -11,23 +11,19 @@ import pytest
 from real_programs import REPO, processes_that_name, skip_without_mounting
 
 from tools.small_disk import MOUNTING
-from tools.soak_report import BEGIN, END
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_soak_keeps_all_promises_and_writes_its_report(tmp_path: Path) -> None:
+def test_soak_keeps_all_promises_and_prints_its_report(tmp_path: Path) -> None:
     skip_without_mounting()
-    document = tmp_path / "reliability.md"
-    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     command = [*MOUNTING, sys.executable, "-m", "tools.soak", "--minutes", "0.5",
-               "--run", str(tmp_path / "soak"), "--document", str(document)]  # fmt: skip
+               "--run", str(tmp_path / "soak")]  # fmt: skip
     ended = subprocess.run(command, capture_output=True, text=True, cwd=REPO, check=False)
     assert ended.returncode == 0, ended.stdout
-    text = document.read_text()
-    assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter\n")
-    kills = re.search(r"^\| SIGKILLs \| (\d+): ", text, re.MULTILINE)
-    assert kills and int(kills[1]) >= 1 and "old" not in text
+    text = ended.stdout
+    kills = re.search(r"^SIGKILLs: (\d+), ", text, re.MULTILINE)
+    assert kills and int(kills[1]) >= 1
     assert text.count("\nok    P") == 6
     assert "\nok    hostile " in text
     assert "\nok    ended by themselves 0, after a kill " in text
