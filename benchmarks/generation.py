@@ -43,8 +43,8 @@ from benchmarks.harness import (
 from benchmarks.limits import bandwidth_meter, flops
 from benchmarks.peers import environment
 from peralta_zmq import models
-from peralta_zmq.engines.hf import HfEngine
-from peralta_zmq.engines.native import NativeEngine, decoder, linears
+from peralta_zmq.engines.hf_engine import HfEngine
+from peralta_zmq.engines.native import NativeEngine, decoder, packed_linears
 from peralta_zmq.engines.native.kernels import decode_layer, gemm
 from peralta_zmq.environments import calculator
 from peralta_zmq.registry import Engine, WeightUpdate
@@ -183,7 +183,7 @@ class Setting:
 
     def _timed_step(self, num_prompts: int) -> Step:
         times: list[tuple[float, ...]] = []
-        linear = (linears.PackedLinear, "forward"), (torch.nn.Linear, "forward")
+        linear = (packed_linears.PackedLinear, "forward"), (torch.nn.Linear, "forward")
         attend = (decode_layer.CompiledLayerOps, "attend"), (decoder.TorchLayerOps, "attend")
         with timed(*linear) as products, timed(*attend) as attention:
             self._decode(

@@ -32,7 +32,7 @@ from peralta_zmq.learning.losses import preset
 from peralta_zmq.learning.optimizer import make_optimizer
 from peralta_zmq.learning.packing import PackedSample, Packing, make_micro_batches, pack_groups
 from peralta_zmq.learning.update import update_parameters
-from peralta_zmq.models.scoring import Scorer, set_checkpointing
+from peralta_zmq.models.scorer import Scorer, set_checkpointing
 from peralta_zmq.rollout import Rollout, RolloutGroup
 from tools.base_model import new_model
 

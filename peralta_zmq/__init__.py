@@ -37,7 +37,7 @@ parts. Paths are relative to this package.
     learning/learner.py      per step: advantages, packing, updates of the parameters
                              (learning/advantages.py: advantages, and filters of rollouts)
                              (learning/update.py: loss, backward, optimizer step)
-                             (models/scoring.py: forward pass, a logprob per generated token)
+                             (models/scorer.py: forward pass, a logprob per generated token)
                              (learning/unusable_groups.py: groups that would corrupt the update)
     learning/packing.py      groups -> prefix trees, which share the prompt -> micro-batches
     learning/losses.py       the loss, composed of parts (learning/composition.py: named losses)

@@ -44,11 +44,11 @@ TABLES: dict[Kind, dict[str, str]] = {
         "guess_number": "peralta_zmq.environments.guess_number",
         "math_answers": "peralta_zmq.environments.math_answers",
         "reverse_text": "peralta_zmq.environments.reverse_text",
-        "rows": "peralta_zmq.environments.rows",
+        "rows": "peralta_zmq.environments.rows_task",
     },
     "engine": {
         "native": "peralta_zmq.engines.native:NativeEngine",
-        "hf": "peralta_zmq.engines.hf:HfEngine",
+        "hf": "peralta_zmq.engines.hf_engine:HfEngine",
         "mlx": "peralta_zmq.engines.mlx:MlxEngine",
         "vllm": "peralta_zmq.engines.vllm:VllmEngine",
     },

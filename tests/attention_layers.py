@@ -10,8 +10,8 @@ import torch
 from exactness import is_as_exact_as_torch
 
 from peralta_zmq.engines.native import decoder
-from peralta_zmq.engines.native.cache import KVCache, RowWindow
 from peralta_zmq.engines.native.kernels import decode_layer
+from peralta_zmq.engines.native.kv_cache import KVCache, RowWindow
 
 ROWS, HEADS, SHARED, CAPACITY = 5, 2, 70, 160
 SPANS = [[0, 70], [3, 70], [3, 9], [0, 0], [69, 70]]

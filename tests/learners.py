@@ -12,7 +12,7 @@ from peralta_zmq.learning.demonstrations import Demonstrations, demonstration
 from peralta_zmq.learning.losses import Tokens, preset
 from peralta_zmq.learning.packing import Packing
 from peralta_zmq.learning.reference_models import PolicyCopy
-from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.models.scorer import Scorer
 from peralta_zmq.rollout import RolloutGroup
 
 FOUR = [siblings([1, 0], seed=seed) for seed in range(4)]

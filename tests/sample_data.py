@@ -152,7 +152,7 @@ def tiny_learner(model: Any, **options: Any) -> Any:
     from peralta_zmq.learning.losses import preset
     from peralta_zmq.learning.optimizer import UpdateSettings
     from peralta_zmq.learning.packing import Packing
-    from peralta_zmq.models.scoring import Scorer
+    from peralta_zmq.models.scorer import Scorer
 
     rate = options.pop("learning_rate", constant(1e-2))
     beta1, beta2 = options.pop("betas", (0.9, 0.95))
@@ -181,7 +181,7 @@ def step_gradient(model: Any, batches: Sequence[Any], loss: Any, **options: Any)
 
     from peralta_zmq.learning.distributed import full_tensor
     from peralta_zmq.learning.update import update_parameters
-    from peralta_zmq.models.scoring import Scorer
+    from peralta_zmq.models.scorer import Scorer
 
     class Recorder(torch.optim.SGD):
         gradient: Any = None

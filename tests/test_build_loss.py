@@ -21,7 +21,7 @@ from peralta_zmq.config import Config, load_config
 from peralta_zmq.environments.verifier_service import Verifier
 from peralta_zmq.errors import ConfigError, TaskError, UserCodeError
 from peralta_zmq.learning.losses import Tokens
-from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.models.scorer import Scorer
 from peralta_zmq.rollout import Message, Rollout
 
 MINE = """

@@ -15,9 +15,9 @@ from sample_data import QWEN, TINY
 
 from peralta_zmq import build, models
 from peralta_zmq.config import Config, write_resolved
-from peralta_zmq.engines.loading import loading_errors
+from peralta_zmq.engines.engine_models import loading_errors
 from peralta_zmq.errors import OutOfMemoryError
-from peralta_zmq.models.loading import model_loading_errors
+from peralta_zmq.models.model_folders import model_loading_errors
 
 
 def start(config: Config, folder: Path, settings: dict[str, Any], role: Any = "trainer") -> None:

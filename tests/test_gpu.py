@@ -33,7 +33,7 @@ from peralta_zmq.learning.packing import MicroBatch, Packing, make_micro_batches
 from peralta_zmq.learning.update import update_parameters
 from peralta_zmq.models import base_formats, tree_attention
 from peralta_zmq.models.base_formats import PACKED_FORMATS
-from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.models.scorer import Scorer
 from peralta_zmq.rollout import Completion, Sampling
 from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
 from peralta_zmq.weights.replica import load_version

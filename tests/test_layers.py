@@ -79,7 +79,7 @@ ROLLOUT_PATH = (
     "learning/learner.py",
     "learning/advantages.py",
     "learning/packing.py",
-    "models/scoring.py",
+    "models/scorer.py",
     "learning/losses.py",
 )
 WITHOUT_TORCH = TYPES | {"config", "registry", "wire", "environments", "observe", "operate"}
@@ -158,7 +158,7 @@ def test_reading_list_names_the_files_of_the_rollout_path() -> None:
     text = text.partition("a rollout passes")[2].partition("Other questions")[0]
     listed = re.findall(r"^    (\S+?)/?  +\S", text, re.MULTILINE)
     in_parentheses = {
-        "engines", "environments", "wire/sockets.py", "learning/advantages.py", "models/scoring.py",
+        "engines", "environments", "wire/sockets.py", "learning/advantages.py", "models/scorer.py",
     }  # fmt: skip
     assert listed == [path for path in ROLLOUT_PATH if path not in in_parentheses]
     assert all(Path(path).name in text for path in in_parentheses)

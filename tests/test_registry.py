@@ -104,7 +104,7 @@ def test_resolve_imports_only_the_named_plugin() -> None:
 import sys
 from peralta_zmq.registry import resolve
 resolve("advantage", "group_mean")
-print("torch" in sys.modules, "peralta_zmq.engines.hf" in sys.modules)
+print("torch" in sys.modules, "peralta_zmq.engines.hf_engine" in sys.modules)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "False False\n"

@@ -25,9 +25,9 @@ TESTS = ("tests/engines", "tests/models", "tests/learning")
 QUICK_TESTS = (
     "tests/engines/native/kernels",
     "tests/engines/native/test_attention.py",
-    "tests/engines/native/test_linears.py",
+    "tests/engines/native/test_packed_linears.py",
     "tests/models/test_layer_ops.py",
-    "tests/models/test_scoring.py",
+    "tests/models/test_scorer.py",
     "tests/learning/test_losses.py",
 )
 

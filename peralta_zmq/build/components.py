@@ -40,7 +40,7 @@ from peralta_zmq.learning.user_functions import FunctionKind, checked_function
 from peralta_zmq.models import frozen_base, lora
 from peralta_zmq.models.rotary import check_length
 from peralta_zmq.models.rounding import grid_noise, off_grid
-from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.models.scorer import Scorer
 
 logger = logging.getLogger(__name__)
 SHAPING = {"multi_objective_aggregation", "reward_weights", "length_penalty"}

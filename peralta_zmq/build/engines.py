@@ -16,7 +16,7 @@ from peralta_zmq import models, registry
 from peralta_zmq.config import Config
 from peralta_zmq.config.training_sections import EnvSection, SamplingSection
 from peralta_zmq.engines import choice
-from peralta_zmq.engines.loading import loading_errors
+from peralta_zmq.engines.engine_models import loading_errors
 from peralta_zmq.environments.turns import turns_of
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.models import frozen_base, lora

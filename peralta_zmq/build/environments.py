@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 from peralta_zmq import models, registry
 from peralta_zmq.config import Config
 from peralta_zmq.config.training_sections import EnvSection
-from peralta_zmq.environments import rows
+from peralta_zmq.environments import rows_task
 from peralta_zmq.environments.data_files import DataRow, read_rows
 from peralta_zmq.environments.dataset import (
     Environments,
@@ -48,7 +48,7 @@ from peralta_zmq.errors import ConfigError, TaskError
 from peralta_zmq.http_server import host_and_port, read_private_token
 from peralta_zmq.learning.demonstrations import Demonstrations, demonstration
 from peralta_zmq.learning.packing import Packing
-from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.models.scorer import Scorer
 from peralta_zmq.observe.terminal import track
 from peralta_zmq.rollout import Message, Problem, Rollout
 
@@ -94,8 +94,8 @@ def open_environments(
             reward_sources[env.label] = NoRewards()
         elif task is not None:
             functions = make_reward_functions(config, env, task, example=loaded[0])
-            if any(each.function is rows.reward for each in functions):
-                rows.check_answers(loaded)
+            if any(each.function is rows_task.reward for each in functions):
+                rows_task.check_answers(loaded)
             reward_sources[env.label] = LocalRewards(functions, pool)
         keys = config.curriculum.hash_keys  # a problem's id is a hash of these parts
         replies = reply_sources.get(env.label)

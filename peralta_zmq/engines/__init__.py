@@ -1,14 +1,14 @@
 """Engines, which sample completions of prompts (protocol registry.Engine).
 
-group_sampler  problems to groups of completions with any engine, with the replies of the tasks
-choice         which engine runs
-decode_loop    what native and mlx share: requests to rows, a token for every row
-rows           completions in progress, their ends, their policy steps
-loading        opening a folder as a torch model; adapters
-native         decoder with its own KV cache and C kernels
-hf             transformers' `generate`
-mlx            mlx-lm's models, for Macs
-vllm           vLLM in a process of its own, for CUDA
+group_sampler    problems to groups of completions with any engine, with the replies of the tasks
+choice           which engine runs
+decode_loop      what native and mlx share: requests to rows, a token for every row
+completion_rows  completions in progress, their ends, their policy steps
+engine_models    opening a folder as a torch model; adapters
+native           decoder with its own KV cache and C kernels
+hf_engine        transformers' `generate`
+mlx              mlx-lm's models, for Macs
+vllm             vLLM in a process of its own, for CUDA
 """
 
 from peralta_zmq.engines.group_sampler import Group, Sampler

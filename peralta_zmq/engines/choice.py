@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 import torch
 
 from peralta_zmq import registry
-from peralta_zmq.engines.loading import read_config
+from peralta_zmq.engines.engine_models import read_config
 from peralta_zmq.engines.vllm import refusals
 from peralta_zmq.errors import ConfigError, import_extra
 from peralta_zmq.registry import EngineSettings, LiveEngineFactory
@@ -131,7 +131,7 @@ def _check_vllm(
 
 def _check_mlx(settings: EngineSettings, folder: Path | None, merges: Path | None) -> None:
     """Raise ConfigError if engine mlx cannot serve the model in `folder`, or merge adapters."""
-    from peralta_zmq.engines.mlx.model import check_config
+    from peralta_zmq.engines.mlx.mlx_model import check_config
 
     if folder is not None:
         check_config(read_config(folder), max_model_len=settings.max_model_len)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from peralta_zmq.engines.rows import Rows
+from peralta_zmq.engines.completion_rows import Rows
 from peralta_zmq.errors import EngineError
 from peralta_zmq.rollout import BoolArray, Completion, Request, Sampling
 
@@ -46,7 +46,7 @@ class RowDecoder(Protocol):
         seen: BoolArray | None,
         banned: BoolArray | None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Sample from the logits of `part`; returns tokens and logprobs. See native/sampler.py."""
+        """Tokens and logprobs sampled from the logits of `part`: see native/token_sampler.py."""
         ...
 
     def keep(self, request: Request, row: int, length: int) -> None:

@@ -39,7 +39,9 @@ class UpdateSettings:
     adam_beta2: float
     weight_decay: float
     max_grad_norm: float
-    arithmetic: Mapping[str, str] = field(default_factory=dict[str, str])  # models/arithmetic.py
+    arithmetic: Mapping[str, str] = field(
+        default_factory=dict[str, str]
+    )  # see models/step_arithmetic.py
 
 
 def learning_rate(step: int, *, peak: float, kind: str, warmup_steps: int, max_steps: int) -> float:

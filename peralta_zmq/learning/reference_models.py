@@ -19,7 +19,7 @@ from peralta_zmq.learning.packing import MicroBatch
 # compute(token_ids [M], trees, scored [N], temperature=number or tensor [N]) returns the logprobs
 # [N] of the tokens at the indices `scored`. `trees` describe the prefixes that rollouts share.
 # ComputeLogprobsAndEntropy also returns the entropies [N] of the predicted distributions, in nats.
-# models/scoring.py:Scorer implements both types.
+# models/scorer.py:Scorer implements both types.
 ComputeLogprobs: TypeAlias = Callable[..., Tensor]
 ComputeLogprobsAndEntropy: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
 # Returns the logprobs [N] of the generated tokens of each batch.

@@ -1,6 +1,6 @@
 """One update of the policy's parameters from the micro-batches of a mini-batch.
 
-For each micro-batch, `update_parameters` computes the policy's logprobs (models/scoring.py), the
+For each micro-batch, `update_parameters` computes the policy's logprobs (models/scorer.py), the
 loss (losses.py) and the gradients; then the optimizer changes the parameters. `add_gradient`
 computes a micro-batch earlier, before the totals that the loss divides by are known.
 

@@ -394,7 +394,7 @@ def _loading_bytes(config: Config, shape: ModelShape, machine: Machine, *, numbe
 def _base_bytes(config: Config, shape: ModelShape, machine: Machine, *, number: float) -> float:
     """Bytes of the base model into which a generator merges adapters, and of its rounding noise.
 
-    See engines/loading.py and models/rounding.py.
+    See engines/engine_models.py and models/rounding.py.
     """
     base_dtype = config.lora.base_dtype
     noise = 2.0 * shape.linear_parameters * (number < 4.0)

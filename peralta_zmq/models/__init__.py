@@ -1,6 +1,6 @@
 """Language models: loading, device and dtype, chat templates, logprobs, LoRA.
 
-Import `scoring` (the trainer's forward pass), `lora` (adapters) and `frozen_base` (the model under
+Import `scorer` (the trainer's forward pass), `lora` (adapters) and `frozen_base` (the model under
 adapters) as modules.
 """
 
@@ -8,7 +8,6 @@ adapters) as modules.
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
 
-from peralta_zmq.models.arithmetic import arithmetic, use_arithmetic
 from peralta_zmq.models.chat_templates import (
     chat_prompt,
     chat_prompts,
@@ -37,7 +36,8 @@ from peralta_zmq.models.device import (
     worker_info,
 )
 from peralta_zmq.models.frozen_base import load_teacher
-from peralta_zmq.models.loading import (
+from peralta_zmq.models.logprobs import selected_logprobs
+from peralta_zmq.models.model_folders import (
     EMBEDDED,
     EMBEDDED_TURNS,
     Model,
@@ -58,8 +58,8 @@ from peralta_zmq.models.loading import (
     text_config,
     text_of,
 )
-from peralta_zmq.models.logprobs import selected_logprobs
 from peralta_zmq.models.published_names import weights_of
+from peralta_zmq.models.step_arithmetic import arithmetic, use_arithmetic
 from peralta_zmq.models.tokenizers import (
     companion_files,
     end_token_ids,

@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 
 from peralta_zmq.atomic_files import MALFORMED
 from peralta_zmq.errors import ConfigError, RewardError
-from peralta_zmq.models.loading import Tokenizer
+from peralta_zmq.models.model_folders import Tokenizer
 from peralta_zmq.rollout import Message, Problem, Role
 
 # For a completion and for a reply; random, so that no message contains them.

@@ -26,7 +26,7 @@ from peralta_zmq.models.base_formats import (
     pack,
 )
 from peralta_zmq.models.frozen_layers import freeze
-from peralta_zmq.models.loading import (
+from peralta_zmq.models.model_folders import (
     COMPUTED,
     WEIGHT_FILES,
     Model,

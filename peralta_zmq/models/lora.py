@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from peralta_zmq.atomic_files import read_chunks
 from peralta_zmq.errors import ConfigError, import_extra
-from peralta_zmq.models.loading import Model, check_weights
+from peralta_zmq.models.model_folders import Model, check_weights
 from peralta_zmq.models.published_names import LazyWeights, linear_layers, weights_of
 
 ALL_LINEAR = "all-linear"

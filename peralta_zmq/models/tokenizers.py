@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from peralta_zmq.atomic_files import MANIFEST, MAX_COMPANION, MAX_COMPANIONS, PLAIN_PATH
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.models.chat_templates import end_of_turn
-from peralta_zmq.models.loading import Tokenizer, published_config, read_config_file
+from peralta_zmq.models.model_folders import Tokenizer, published_config, read_config_file
 
 GENERATION_CONFIG = "generation_config.json"
 TEMPLATES = "additional_chat_templates/*.jinja"

@@ -45,7 +45,7 @@ def import_libraries() -> bool:
         return False
     # Libraries that ask for CUDA would otherwise initialize its driver, which no fork can use then.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    # huggingface_hub reads this once, when transformers imports it: models/loading.py is too late.
+    # huggingface_hub reads this once, when transformers imports it: model_folders.py is too late.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     name = "OPENBLAS_NUM_THREADS"  # of numpy's library, which would start threads when imported
     previous = os.environ.get(name)

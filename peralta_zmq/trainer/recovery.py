@@ -11,7 +11,7 @@ A start brings the trainer to step N, the newest step that the run folder holds:
    The first start of a fork (fork.py) writes it, as step 0.
 2. Train the steps C+1 to N again from the journal, bit-identically on CPUs: with the learning rate
    and the other UpdateSettings of the journal, also if the settings have changed, and with the
-   operators and threads that computed the step (models/arithmetic.py). Steps that are already in
+   operators and threads that computed the step (models/step_arithmetic.py). Steps already in
    metrics.jsonl are not written again. Groups above the limits of the settings are refused, and a
    step whose groups are all refused is skipped. The journaled groups of step N+1, not a full batch
    yet, become the first groups of the next batch. Then record changed settings.

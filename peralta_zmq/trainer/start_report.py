@@ -9,7 +9,7 @@ from pathlib import Path
 
 from peralta_zmq.config import Config
 from peralta_zmq.config.training_sections import EnvSection
-from peralta_zmq.environments import rows
+from peralta_zmq.environments import rows_task
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.errors import TaskError
 from peralta_zmq.rollout import CUT_OFF, Answer, Problem
@@ -71,7 +71,7 @@ def _task_text(env: EnvSection, train: Environments) -> str:
         reward = "of the verifier"
     elif reward is None and env.task_name == "rows":
         problems = [problem for problem in train.problems if problem.task == env.label]
-        reward = f"answer_match ({rows.answer_forms(problems)})"
+        reward = f"answer_match ({rows_task.answer_forms(problems)})"
     return f"{env.label}, reward {reward or 'of the task'}"
 
 

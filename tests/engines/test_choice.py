@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from peralta_zmq.engines.choice import Machine, choose_engine, live_engine
-from peralta_zmq.engines.hf import HfEngine
+from peralta_zmq.engines.hf_engine import HfEngine
 from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.registry import EngineSettings

@@ -16,7 +16,7 @@ from sample_data import tiny_model
 from peralta_zmq import models
 from peralta_zmq.engines import Group, Sampler
 from peralta_zmq.engines.group_sampler import TURN_STRIDE
-from peralta_zmq.engines.hf import HfEngine
+from peralta_zmq.engines.hf_engine import HfEngine
 from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.errors import RewardError
 from peralta_zmq.registry import WeightUpdate
@@ -197,7 +197,7 @@ def test_earlier_turns_are_not_computed_again(
         groups = play(engine, tokenizer, Game(), [TURNS])
         return [each.token_ids.tolist() for each in groups["1"]], max(counts[1:])
 
-    fraction = "peralta_zmq.engines.native.engine.KEPT_FRACTION"
+    fraction = "peralta_zmq.engines.native.native_engine.KEPT_FRACTION"
     monkeypatch.setattr(fraction, 1.0)  # all turns, however long their replies take
     kept, longest_kept = run()
     monkeypatch.setattr(fraction, 0.0)

@@ -21,7 +21,7 @@ from peralta_zmq.learning.losses import TokenLoss, Tokens, preset, with_entropy_
 from peralta_zmq.learning.packing import Packing, full_micro_batch
 from peralta_zmq.learning.reference_models import PolicyCopy
 from peralta_zmq.learning.unusable_groups import MISMATCH
-from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.models.scorer import Scorer
 from peralta_zmq.rollout import Rollout, RolloutGroup
 
 # Of one step. The third has no signal, and the fifth is too long for one sample.

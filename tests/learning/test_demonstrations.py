@@ -12,7 +12,7 @@ from sample_data import group_of, packed, step_gradient, tiny_learner, tiny_mode
 from peralta_zmq.learning.demonstrations import Demonstrations
 from peralta_zmq.learning.losses import preset
 from peralta_zmq.learning.packing import Packing, make_micro_batches
-from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.models.scorer import Scorer
 
 
 def numbers_of(demonstrations: Demonstrations, step: int) -> list[int]:

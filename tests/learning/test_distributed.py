@@ -20,7 +20,7 @@ from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks, jo
 from peralta_zmq.learning.losses import preset
 from peralta_zmq.learning.packing import Packing, make_micro_batches
 from peralta_zmq.learning.selection import TokenSelection
-from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.models.scorer import Scorer
 
 CPU = torch.device("cpu")
 GROUPS = [

@@ -30,7 +30,7 @@ from peralta_zmq.learning.advantages import group_mean
 from peralta_zmq.learning.losses import TokenLoss, Tokens, preset
 from peralta_zmq.learning.packing import MicroBatch, Packing, Temperature, make_micro_batches
 from peralta_zmq.learning.update import UpdateResult, update_parameters
-from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.models.scorer import Scorer
 from peralta_zmq.rollout import PrefixTree, TreeSpan
 
 reinforce = preset("reinforce")

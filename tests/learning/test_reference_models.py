@@ -13,7 +13,7 @@ from sample_data import tiny_learner, tiny_model
 
 from peralta_zmq.learning.losses import preset
 from peralta_zmq.learning.reference_models import PolicyCopy, reference_logprobs
-from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.models.scorer import Scorer
 from peralta_zmq.trainer.checkpoint import Checkpoint, newest, write_checkpoint
 
 

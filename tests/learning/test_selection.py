@@ -12,7 +12,7 @@ from sample_data import tiny_learner, tiny_model
 from peralta_zmq.learning.losses import Tokens, preset
 from peralta_zmq.learning.packing import Packing, make_micro_batches, pack_groups
 from peralta_zmq.learning.selection import TokenSelection, entropy_bound, second_moment_bound
-from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.models.scorer import Scorer
 
 
 def float64(values: list[float]) -> torch.Tensor:

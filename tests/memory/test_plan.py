@@ -15,7 +15,7 @@ from sample_data import TINY, packed, siblings
 from transformers import AutoConfig
 
 from peralta_zmq import build, models
-from peralta_zmq.engines.native.cache import KVCache, cache_shape
+from peralta_zmq.engines.native.kv_cache import KVCache, cache_shape
 from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS
 from peralta_zmq.learning.packing import Packing, make_micro_batches
 from peralta_zmq.memory import (
@@ -29,7 +29,7 @@ from peralta_zmq.memory import (
 )
 from peralta_zmq.memory.plan import attention_size, layer_bytes
 from peralta_zmq.models.head import KEPT_BYTES
-from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.models.scorer import Scorer
 from tools.base_model import new_model
 
 NUM_PARAMETERS = 596_049_920  # of Qwen3-0.6B

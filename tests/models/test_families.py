@@ -27,7 +27,7 @@ from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.models import lora
 from peralta_zmq.models.frozen_base import load_frozen_base
-from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.models.scorer import Scorer
 from peralta_zmq.models.tree_attention import TreeLayout
 from peralta_zmq.registry import EngineSettings
 from peralta_zmq.rollout import PrefixTree, Request, Sampling, TreeSpan

@@ -18,7 +18,7 @@ from sample_data import VOCAB_SIZE, tiny_model
 from torch import Tensor, nn
 
 from peralta_zmq import models
-from peralta_zmq.engines.loading import merger_of_files
+from peralta_zmq.engines.engine_models import merger_of_files
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.models import lora
 from peralta_zmq.models.base_formats import BLOCK, BYTES_PER_WEIGHT, CHUNK_BLOCKS
@@ -29,7 +29,7 @@ from peralta_zmq.models.frozen_layers import (
     packed_digest,
     unpacked_weights,
 )
-from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.models.scorer import Scorer
 from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.rollout import PrefixTree, TreeSpan
 

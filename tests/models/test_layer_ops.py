@@ -17,7 +17,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from peralta_zmq.models import layer_ops
 from peralta_zmq.models.layer_ops import replace_norms, rms_norm
-from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.models.scorer import Scorer
 
 EPSILON = 1e-3
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peralta_zmq.engines.loading import AdapterMerger
+from peralta_zmq.engines.engine_models import AdapterMerger
 from peralta_zmq.models import lora
 from peralta_zmq.models.frozen_base import BaseWeights
 from peralta_zmq.models.rounding import grid_noise, off_grid

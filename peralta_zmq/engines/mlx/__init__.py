@@ -1,8 +1,8 @@
 """Engine on MLX: decode loop with mlx-lm's models, for Macs.
 
-engine   requests in, completions out; newer weights between two decode steps
-model    an mlx-lm model of a folder, and published weights as MLX arrays
-sampler  from logits to a token and its logprob
+mlx_engine         requests in, completions out; newer weights between two decode steps
+mlx_model          an mlx-lm model of a folder, and published weights as MLX arrays
+mlx_token_sampler  from logits to a token and its logprob
 
 MLX is imported when an engine is opened, so that a trainer without MLX can read the same config.
 MLX also runs on a Linux CPU (`make test-mlx`).
@@ -21,6 +21,6 @@ class MlxEngine:
     @staticmethod
     def open(folder: Path, settings: EngineSettings, *, step: int = 0) -> Engine:
         """Open the model and tokenizer in `folder`."""
-        from peralta_zmq.engines.mlx.engine import open_engine
+        from peralta_zmq.engines.mlx.mlx_engine import open_engine
 
         return open_engine(folder, settings, step=step)

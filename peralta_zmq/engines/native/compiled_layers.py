@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from peralta_zmq.compiler import POINTER
-from peralta_zmq.engines.native.cache import KVCache
 from peralta_zmq.engines.native.kernels.decode_layer import (
     CompiledLayerOps,
     DecodeStruct,
     LayerStruct,
     LinearStruct,
 )
-from peralta_zmq.engines.native.linears import panels_of
+from peralta_zmq.engines.native.kv_cache import KVCache
+from peralta_zmq.engines.native.packed_linears import panels_of
 
 
 class CompiledLayers:

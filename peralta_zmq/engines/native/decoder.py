@@ -26,11 +26,11 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from peralta_zmq import models
-from peralta_zmq.engines.native.cache import KVCache, Part, RowWindow, cache_shape
 from peralta_zmq.engines.native.compiled_layers import CompiledLayers, can_compile
 from peralta_zmq.engines.native.graphs import GraphCache, capture_for
 from peralta_zmq.engines.native.kernels.decode_layer import CompiledLayerOps, library_for
-from peralta_zmq.engines.native.linears import ModelWeights
+from peralta_zmq.engines.native.kv_cache import KVCache, Part, RowWindow, cache_shape
+from peralta_zmq.engines.native.packed_linears import ModelWeights
 
 # Values of model_type. Llama families differ only in biases and in norms of query and key heads.
 LLAMA_FAMILIES = ("llama", "qwen2", "qwen3")

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peralta_zmq.engines.native.cache import EMPTY_SPAN, Span
 from peralta_zmq.engines.native.decoder import Decoder, NewTokens
+from peralta_zmq.engines.native.kv_cache import EMPTY_SPAN, Span
 from peralta_zmq.rollout import Int32Array
 
 PROMPT_ROWS = 8  # prompts computed together

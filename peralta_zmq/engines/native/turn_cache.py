@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peralta_zmq.engines.native.cache import KVCache
 from peralta_zmq.engines.native.decoder import Decoder, NewTokens
+from peralta_zmq.engines.native.kv_cache import KVCache
 from peralta_zmq.rollout import Request
 
 # Size of the kept sequences relative to the rows of all slots. A turn is usually continued within a

@@ -1,8 +1,8 @@
 """Engine on vLLM, for CUDA machines.
 
-engine   requests in, completions out; newer weights between two steps of vLLM
-process  starts the core, a process with vLLM, and detects that it has died or hangs
-core     the program of that process: vLLM's LLMEngine, controlled through a socket
+vllm_engine  requests in, completions out; newer weights between two steps of vLLM
+process      starts the core, a process with vLLM, and detects that it has died or hangs
+core         the program of that process: vLLM's LLMEngine, controlled through a socket
 
 vLLM has its own versions of torch and transformers, so a generator with this engine has a virtual
 environment of its own. vLLM also runs on a Linux CPU (`make test-vllm`).
@@ -21,6 +21,6 @@ class VllmEngine:
     @staticmethod
     def open(folder: Path, settings: EngineSettings, *, step: int = 0) -> Engine:
         """Open the model and tokenizer in `folder`."""
-        from peralta_zmq.engines.vllm.engine import open_engine
+        from peralta_zmq.engines.vllm.vllm_engine import open_engine
 
         return open_engine(folder, settings, step=step)

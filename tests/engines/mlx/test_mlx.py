@@ -147,7 +147,7 @@ def test_model_that_mlx_cannot_serve_is_refused(
 
 
 def test_weights_larger_than_the_free_memory_are_refused() -> None:
-    from peralta_zmq.engines.mlx.engine import check_weights_memory
+    from peralta_zmq.engines.mlx.mlx_engine import check_weights_memory
 
     check_weights_memory(1 << 30, torch.bfloat16, 2 << 30)
     with pytest.raises(ConfigError, match=r"needs 2\.0 GiB .* bfloat16, 1\.0 GiB are free"):
@@ -165,14 +165,14 @@ def test_fraction_of_the_memory_is_the_limit_of_mlx(tmp_path: Path) -> None:
 
 
 def test_cuda_device_is_refused() -> None:
-    from peralta_zmq.engines.mlx.engine import mlx_device
+    from peralta_zmq.engines.mlx.mlx_engine import mlx_device
 
     with pytest.raises(ConfigError, match=r"on device cuda:1; set model\.device to cpu, or set"):
         mlx_device(torch.device("cuda:1"))
 
 
 def test_equal_prompts_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peralta_zmq.engines.mlx.model import MlxModel
+    from peralta_zmq.engines.mlx.mlx_model import MlxModel
 
     computed: list[int] = []
     prefill = MlxModel.prefill

@@ -8,7 +8,7 @@ from exactness import is_as_exact_as_torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from peralta_zmq.engines.native import decoder
-from peralta_zmq.engines.native.cache import Part
+from peralta_zmq.engines.native.kv_cache import Part
 
 ROWS, HEADS, GROUP, WIDTH, OWN = 3, 2, 4, 8, 32
 

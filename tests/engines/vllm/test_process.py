@@ -23,8 +23,8 @@ from engine_data import save_model, sharp_model
 from peralta_zmq import models
 from peralta_zmq.engines.vllm import process
 from peralta_zmq.engines.vllm.core import Comparison
-from peralta_zmq.engines.vllm.engine import saved
 from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
+from peralta_zmq.engines.vllm.vllm_engine import saved
 from peralta_zmq.errors import EngineProcessError, OutageError
 
 REAL_PROGRAM = process.PROGRAM

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from peralta_zmq import compiler
 from peralta_zmq.compiler import FLOAT, INT, INT64, POINTER
-from peralta_zmq.engines.native.cache import KVCache
+from peralta_zmq.engines.native.kv_cache import KVCache
 
 SOURCE = Path(__file__).with_name("decode_layer.c")
 LANES = 16  # floats in a SIMD vector

@@ -1,7 +1,7 @@
 """Sampling on MLX: from logits to one token per row and its logprob.
 
-The options have the same effect as in transformers (see native/sampler.py). Letters in shapes: n
-rows, V vocabulary, k tokens that top_k keeps.
+Options work as in transformers (see native/token_sampler.py). Letters in shapes: n rows, V
+vocabulary, k tokens that top_k keeps.
 """
 
 from __future__ import annotations

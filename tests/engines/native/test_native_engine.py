@@ -36,12 +36,12 @@ from sample_data import tiny_model
 
 from peralta_zmq import models
 from peralta_zmq.compiler import INSTRUCTION_SET
-from peralta_zmq.engines.hf import HfEngine
+from peralta_zmq.engines.hf_engine import HfEngine
 from peralta_zmq.engines.native import NativeEngine, decoder
-from peralta_zmq.engines.native.cache import KVCache
 from peralta_zmq.engines.native.decoder import NewTokens
 from peralta_zmq.engines.native.kernels import gemm
-from peralta_zmq.engines.native.linears import PackedLinear
+from peralta_zmq.engines.native.kv_cache import KVCache
+from peralta_zmq.engines.native.packed_linears import PackedLinear
 from peralta_zmq.errors import ConfigError, EngineError
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Request, Sampling, TemperatureSchedule

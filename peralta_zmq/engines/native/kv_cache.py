@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from peralta_zmq import models
-from peralta_zmq.engines.rows import check_cache_memory
+from peralta_zmq.engines.completion_rows import check_cache_memory
 
 WIDTH_STEP = 32  # columns by which rows grow
 
@@ -228,9 +228,9 @@ def check_memory(
 
     `rows_per_slot` is above 1 if ended turns are kept. `extra_rows` are the rows that the engine
     needs beyond its slots, for prompts and for the shared part. Other memory is not counted: the
-    model is loaded already, and the logits of a decode step are small. The check also ignores the
-    memory for packing the weights (linears.py): one more matrix at a time and a second copy of a
-    tied head.
+    model is loaded already, and the logits of a decode step are small. The check also
+    ignores memory for packing the weights (packed_linears.py): one matrix at a time and a second
+    copy of a tied head.
     """
     row_bytes = capacity * 2 * math.prod(cache_shape(model.config).values()) * model.dtype.itemsize
     check_cache_memory(

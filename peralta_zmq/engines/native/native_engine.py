@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from peralta_zmq import models
+from peralta_zmq.engines.completion_rows import Rows
 from peralta_zmq.engines.decode_loop import DecodeLoop
-from peralta_zmq.engines.hf import HfEngine
-from peralta_zmq.engines.loading import AdapterMerger, open_model
-from peralta_zmq.engines.native.cache import EMPTY_SPAN, check_memory
+from peralta_zmq.engines.engine_models import AdapterMerger, open_model
+from peralta_zmq.engines.hf_engine import HfEngine
 from peralta_zmq.engines.native.decoder import FAMILIES, Decoder, NewTokens
+from peralta_zmq.engines.native.kv_cache import EMPTY_SPAN, check_memory
 from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS, PrefixCache
-from peralta_zmq.engines.native.sampler import sample
+from peralta_zmq.engines.native.token_sampler import sample
 from peralta_zmq.engines.native.turn_cache import KEPT_FRACTION, TurnCache
-from peralta_zmq.engines.rows import Rows
 from peralta_zmq.models.rotary import check_length
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import BoolArray, Completion, Int32Array, Request, Sampling
@@ -39,7 +39,7 @@ class NativeEngine:
     `max_model_len` is the maximum of prompt and completion together, in tokens. If `live`, a
     trainer owns and updates the model, while no request is in flight, and the engine has a KV cache
     only while requests are. Otherwise the engine owns the model and packs the weights (see
-    linears.py). With `keeps_turns`, it keeps the keys and values of completions that another
+    packed_linears.py). With `keeps_turns`, it keeps the keys and values of completions that another
     request may continue. Raises ConfigError if the keys and values do not fit into memory, or into
     what this process has left of `memory_fraction` of it.
     """

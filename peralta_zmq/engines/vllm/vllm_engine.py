@@ -21,8 +21,8 @@ import torch
 from transformers import AutoConfig
 
 from peralta_zmq import models
-from peralta_zmq.engines.loading import loading_errors, merger_of_files
-from peralta_zmq.engines.rows import Rows, check_cache_memory, max_new_tokens
+from peralta_zmq.engines.completion_rows import Rows, check_cache_memory, max_new_tokens
+from peralta_zmq.engines.engine_models import loading_errors, merger_of_files
 from peralta_zmq.engines.vllm.core import NewRequest, Token
 from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
 from peralta_zmq.engines.vllm.refusals import OTHERS, check_arguments, check_sampling

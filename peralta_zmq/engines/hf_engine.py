@@ -32,8 +32,8 @@ from transformers import (
 )
 
 from peralta_zmq import models
-from peralta_zmq.engines.loading import AdapterMerger, open_model
-from peralta_zmq.engines.rows import completion_of, has_stop, max_new_tokens
+from peralta_zmq.engines.completion_rows import completion_of, has_stop, max_new_tokens
+from peralta_zmq.engines.engine_models import AdapterMerger, open_model
 from peralta_zmq.errors import EngineError
 from peralta_zmq.models.rotary import check_length
 from peralta_zmq.registry import EngineSettings, WeightUpdate

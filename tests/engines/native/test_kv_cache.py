@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from peralta_zmq.engines.native.cache import KVCache
+from peralta_zmq.engines.native.kv_cache import KVCache
 
 MIB = 2**20
 

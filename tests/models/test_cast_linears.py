@@ -10,8 +10,8 @@ from exactness import is_as_exact_as_torch
 from sample_data import tiny_model
 from torch import Tensor, nn
 
-from peralta_zmq.models.linears import replace_linears
-from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.models.cast_linears import replace_linears
+from peralta_zmq.models.scorer import Scorer
 from peralta_zmq.rollout import PrefixTree, TreeSpan
 
 TREE = PrefixTree((TreeSpan(-1, 12),))

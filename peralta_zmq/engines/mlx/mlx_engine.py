@@ -15,16 +15,16 @@ import numpy as np
 import torch
 
 from peralta_zmq import models
+from peralta_zmq.engines.completion_rows import GIB, Rows, check_cache_memory
 from peralta_zmq.engines.decode_loop import DecodeLoop
-from peralta_zmq.engines.loading import (
+from peralta_zmq.engines.engine_models import (
     AdapterMerger,
     loading_errors,
     merger_of_files,
     read_config,
 )
-from peralta_zmq.engines.mlx.model import OTHERS, MlxModel, check_config
-from peralta_zmq.engines.mlx.sampler import sample
-from peralta_zmq.engines.rows import GIB, Rows, check_cache_memory
+from peralta_zmq.engines.mlx.mlx_model import OTHERS, MlxModel, check_config
+from peralta_zmq.engines.mlx.mlx_token_sampler import sample
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import BoolArray, Completion, Request, Sampling

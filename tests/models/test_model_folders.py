@@ -22,7 +22,7 @@ from sample_data import TINY, tiny_model
 
 from peralta_zmq import models
 from peralta_zmq.errors import ConfigError, OutageError
-from peralta_zmq.models import loading, lora
+from peralta_zmq.models import lora, model_folders
 from peralta_zmq.rollout import Message, Problem
 
 CPU = torch.device("cpu")
@@ -422,7 +422,7 @@ def test_missing_peft_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) ->
 def test_saved_weights_are_divided_into_files_and_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "SHARD_BYTES", 100)
+    monkeypatch.setattr(model_folders, "SHARD_BYTES", 100)
     weights = {f"w{number}": torch.full((10,), float(number)) for number in range(7)}  # 40 bytes
     models.save_weights(weights, tmp_path)
     assert len(list(tmp_path.iterdir())) == 3

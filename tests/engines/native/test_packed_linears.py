@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from peralta_zmq import models
 from peralta_zmq.engines.native.kernels.gemm import PanelWeight, can_pack, panel_kernel
-from peralta_zmq.engines.native.linears import FusedLinear, ModelWeights, PackedLinear
+from peralta_zmq.engines.native.packed_linears import FusedLinear, ModelWeights, PackedLinear
 from tools.base_model import new_model
 
 NAMES = ["wide", "narrow"]

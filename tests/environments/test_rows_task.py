@@ -12,7 +12,7 @@ import pytest
 
 from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config, load_config
-from peralta_zmq.environments.rows import problems
+from peralta_zmq.environments.rows_task import problems
 from peralta_zmq.errors import ConfigError, PeraltaError, TaskError
 from peralta_zmq.rollout import Message, Problem
 

@@ -10,7 +10,7 @@ from sample_data import VOCAB_SIZE, tiny_model
 from torch import Tensor
 
 from peralta_zmq import models
-from peralta_zmq.models.scoring import Scorer, set_checkpointing
+from peralta_zmq.models.scorer import Scorer, set_checkpointing
 from peralta_zmq.rollout import PrefixTree, TreeSpan
 
 # two prompts with completions, one of which branches from another, and one token before two

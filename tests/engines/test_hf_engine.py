@@ -25,7 +25,7 @@ from engine_data import (
 )
 
 from peralta_zmq import models
-from peralta_zmq.engines.hf import HfEngine, SteppedCall
+from peralta_zmq.engines.hf_engine import HfEngine, SteppedCall
 from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.rollout import Message, Request, Sampling
 

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.models.cast_linears import replace_linears
 from peralta_zmq.models.device import is_out_of_memory
 from peralta_zmq.models.head import head_logprobs, sparse_embedding_gradient
 from peralta_zmq.models.layer_ops import replace_norms, replace_rotary
-from peralta_zmq.models.linears import replace_linears
-from peralta_zmq.models.loading import Model
 from peralta_zmq.models.logprobs import logprobs_and_entropies, selected_logprobs
+from peralta_zmq.models.model_folders import Model
 from peralta_zmq.models.rotary import length_limit, split_rotary
 from peralta_zmq.models.tree_attention import (
     BASE_ATTENTION,

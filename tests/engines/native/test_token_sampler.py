@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from peralta_zmq.engines.native.kernels.decode_layer import BLOCK_SIZE, library_for
-from peralta_zmq.engines.native.sampler import MIN_BLOCKS, _LogitBlocks, sample
+from peralta_zmq.engines.native.token_sampler import MIN_BLOCKS, _LogitBlocks, sample
 from peralta_zmq.rollout import Sampling
 
 PROBABILITIES = np.array([0.02, 0.4, 0.05, 0.2, 0.1, 0.15, 0.05, 0.03])
