@@ -1,78 +1,30 @@
-"""Reinforcement learning of language models with verifiable rewards, over ZeroMQ.
+"""Reinforcement learning of language models with verifiable rewards, on machines you own.
 
-Generators sample completions for problems, score them with a reward function and push groups of
-rollouts to one trainer. The trainer checks, journals and packs the groups, takes training steps
-and publishes weight versions, which generators verify and load in place. Generators and trainer
-exchange data only through the wire (ZeroMQ messages) and the weight store (a folder, an HTTP server
-or an object store). Each process can be killed and restarted independently of the others.
+    import peralta_zmq as pz
 
- generator                                            wire                      trainer
- Problem -> engine -> reward -> RolloutGroup -> encode ==PUSH/PULL==> decode -> admit (+ journal)
-    ^                                                                              |
-    |                                                            pack -> loss -> optimizer step
-    |        <== announcements: step, weight version, acknowledgements <==         |
-    '-- apply <- verify <- newest complete version <-- weights/step_N/ <-- publish
+    def score(completions, answer, **columns):  # one reward per completion, as in TRL
+        return [float(text.rstrip(". ").endswith(right))
+                for text, right in zip(completions, answer)]
 
-A version is complete when its folder has STABLE, the file that is written last.
+    rows = [{"prompt": "Ann has 3 boxes of 4 pens. How many pens does she have?", "answer": "12"}]
+    run = pz.train("FOLDER", rows, score, max_steps=30)
+    run.wait()                                      # shows the progress
+    print(run.chat("How much is 3 + 4?"), run.verdict)
+    run.export("out")                               # a Hugging Face folder
 
-Reading list, about an hour: the files in the order in which a rollout passes them, from sampling to
-the loss. Files in parentheses need not be opened; the list says what they do. build/ connects the
-parts. Paths are relative to this package.
+train         start a run: one trainer and generators, in processes of their own on this machine.
+              FOLDER is a Hugging Face model; rows, a file or a folder are the data. With the name
+              of an existing run, continue it.
+Run           what `train` returns: wait, stop, metrics, frame, samples, evaluations, answers,
+              verdict, evaluate, chat, export, fork. A run is a folder; a crash of its processes,
+              or of this one, loses nothing that was trained.
+load_run      a Run from its folder, such as "runs/demo", running or ended.
+open_policy   a model, or the newest weights of a run, to sample from: chat, and sample with tokens
+              and logprobs.
 
-    rollout.py               data types: Problem, Completion, Rollout, RolloutGroup
-    generator/loop.py        starts groups, takes a decode step, scores and sends ended groups
-                             (generator/training_groups.py: which problem, and when)
-                             (engines/group_sampler.py: K completions of a problem, with turns)
-                             (engines/: samples tokens and their logprobs, and loads new weights
-                             between two tokens; the hf engine loads them between two batches)
-                             (environments/: problems, and their rewards with a timeout)
-    generator/trainer_connection.py  sends each group again until the trainer has it on disk
-    wire/messages.py         encodes a group as one msgpack frame, and decodes it
-                             (wire/group_rules.py: the checks of its content)
-                             (wire/sockets.py: PUSH and PULL; invalid messages are counted)
-    trainer/collector.py     admits a group to the batch or drops it, and appends it to the journal,
-                             the write-ahead log (trainer/journal.py)
-    learning/admission.py    decides the outcome of a group, e.g. trained, stale or duplicate
-    trainer/loop.py          per step: collect a batch, learn, publish weights, record, checkpoint
-    learning/learner.py      per step: advantages, packing, updates of the parameters
-                             (learning/advantages.py: advantages, and filters of rollouts)
-                             (learning/update.py: loss, backward, optimizer step)
-                             (models/scorer.py: forward pass, a logprob per generated token)
-                             (learning/unusable_groups.py: groups that would corrupt the update)
-    learning/packing.py      groups -> prefix trees, which share the prompt -> micro-batches
-    learning/losses.py       the loss, composed of parts (learning/composition.py: named losses)
-
-Other questions:
-
-    how weights return       weights/subscriber.py finds new versions (weights/store.py), copies and
-                             verifies them (weights/replica.py); its docstring lists all checks.
-                             generator/weight_sync.py loads them into the engine
-    what happens on restart  bin/lan starts a killed program again (operate/process_group.py, called
-                             by operate/local.py and operate/supervisor.py). trainer/session.py
-                             locks the run folder; trainer/recovery.py restores the newest
-                             checkpoint and replays the journal; generators send again what was
-                             not on disk (generator/trainer_connection.py)
-    what makes a group stale learning/admission.py
-    where settings go        config/ reads them, build/ makes objects from them
-    how much memory is used  memory/ plans it; build/memory_checks.py compares with the machine
-    how to extend it         registry.py has the protocols and names of tasks, engines, losses and
-                             filters; CONTRIBUTING.md lists what a new task or loss touches
-    how runs are watched     observe/: metrics, terminal, dashboard, and the verdict, a sentence
-                             that names the bottleneck
-    how chats are served     generator/serving/: HTTP server, and the queue of chats
-    how runs are started     bin/ and operate/, on this machine or over ssh; bin/doctor checks the
-                             machines first
-
-Import layers (tests/test_layers.py). A module may import its own package, and:
-
-    0  rollout, errors, atomic_files, http_server, compiler: the standard library and numpy
-    1  config, registry, wire, weights, models, learning, environments, observe: layer 0
-    2  engines: layer 0, models, and registry for the protocol of an engine
-    3  memory: layer 0, config, learning, models, weights and engines, whose tensors it counts
-    4  build: layers 0 to 3
-    5  generator, trainer: layers 0 to 4, but never each other
-    6  operate and the programs in bin/: layer 0, config, observe and wire; any other package only
-       inside functions
+`help(peralta_zmq.train)` and so on have the details. Errors derive from PeraltaError in
+peralta_zmq.errors: ConfigError for wrong settings, RunError for a run that failed. docs/python.md
+has more examples, docs/config.md all settings, docs/code.md the reading list of the source.
 """
 
 from __future__ import annotations

@@ -66,3 +66,11 @@ def test_settings_that_a_page_names_exist(page: Path) -> None:
         if section in known and name.replace("-", "_") not in known[section] and name not in FILES
     }
     assert unknown == set()
+
+
+def test_reading_list_names_files_of_the_package() -> None:
+    page = (REPO / "docs/code.md").read_text("utf-8")
+    files = set(re.findall(r"`([\w/]+\.py|[\w/]+/)`", page))
+    assert len(files) > 30
+    roots = (REPO / "peralta_zmq", REPO)
+    assert {file for file in files if not any((root / file).exists() for root in roots)} == set()
