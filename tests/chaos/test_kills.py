@@ -1,6 +1,6 @@
 """SIGKILL at random and at every failpoint: no group lost or trained twice, no torn weights.
 
-Rows 1, 2, 4 and 13 of the fault table.
+See the fault table in docs/reliability.md.
 """
 
 from __future__ import annotations

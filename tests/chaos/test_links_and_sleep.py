@@ -1,6 +1,6 @@
 """Link failures, suspended programs, clock jumps, disks that fail, few file descriptors.
 
-Rows 8, 9, 11, 28, 29, 35, 36 and 45 of the fault table.
+See the fault table in docs/reliability.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lost steps and damaged checkpoints: version numbers rise, an older checkpoint is used.
 
-Row 21 of the fault table.
+See the fault table in docs/reliability.md.
 """
 
 from __future__ import annotations

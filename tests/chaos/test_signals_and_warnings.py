@@ -1,6 +1,6 @@
 """Ctrl-C, SIGTERM, orphans, and warnings of a run without progress.
 
-Rows 30 and 31 of the fault table.
+See the fault table in docs/reliability.md.
 """
 
 from __future__ import annotations

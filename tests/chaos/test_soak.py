@@ -1,4 +1,4 @@
-"""Half a minute of the long run: row 32 of the fault table."""
+"""Half a minute of the long run, a row of the fault table in docs/reliability.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Kills, failing system calls and stray folders: a reader gets an old version or a new one.
 
-Rows 4 and 18 of the fault table.
+See the fault table in docs/reliability.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keys: accepted and refused clients (fault table rows 24 and 25), key files."""
+"""Keys: accepted and refused clients, key files."""
 
 from __future__ import annotations
 
