@@ -1,7 +1,7 @@
 """Documented metric names, and export of the newest metrics to Prometheus.
 
 metric_names.toml lists the name and meaning of every metric in metrics.jsonl; docs/metrics.md has
-the same tables. The export has the text format 0.0.4, which is documented at
+the same lists. The export has the text format 0.0.4, which is documented at
 prometheus.io/docs/instrumenting/exposition_formats. Metric `a/b` becomes peralta_a_b, and the name
 of a generator or reward becomes a label. Cumulative counts are counters, with names that end in
 _total; all other metrics are gauges.
