@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,25 +62,6 @@ LIBRARIES = {  # the only modules that may import a library
     "starlette": {"observe.asgi_server", "observe.dashboard", "generator.serving"},
     "uvicorn": {"observe.asgi_server"},
 }
-# From sampling to loss, in order: the files that change a rollout or decide about it. The reading
-# list of peralta_zmq/__init__.py has some of them in parentheses.
-ROLLOUT_PATH = (
-    "rollout.py",
-    "generator/loop.py",
-    "engines",
-    "environments",
-    "generator/trainer_connection.py",
-    "wire/messages.py",
-    "wire/sockets.py",
-    "trainer/collector.py",
-    "learning/admission.py",
-    "trainer/loop.py",
-    "learning/learner.py",
-    "learning/advantages.py",
-    "learning/packing.py",
-    "models/scorer.py",
-    "learning/losses.py",
-)
 WITHOUT_TORCH = TYPES | {"config", "registry", "wire", "environments", "observe", "operate"}
 
 
@@ -151,19 +131,6 @@ def test_top_level_has_the_documented_entries() -> None:
     entries = {path.stem for path in (ROOT / PACKAGE).iterdir() if path.name != "__pycache__"}
     packages = {"__init__", "api", "build", "engines", "memory", "operate", "policy"}
     assert entries == packages | TYPES | LEAVES | LOOPS
-
-
-def test_reading_list_names_the_files_of_the_rollout_path() -> None:
-    text = ast.get_docstring(TREES["__init__"]) or ""
-    text = text.partition("a rollout passes")[2].partition("Other questions")[0]
-    listed = re.findall(r"^    (\S+?)/?  +\S", text, re.MULTILINE)
-    in_parentheses = {
-        "engines", "environments", "wire/sockets.py", "learning/advantages.py", "models/scorer.py",
-    }  # fmt: skip
-    assert listed == [path for path in ROLLOUT_PATH if path not in in_parentheses]
-    assert all(Path(path).name in text for path in in_parentheses)
-    assert all((ROOT / PACKAGE / path).exists() for path in ROLLOUT_PATH)
-    assert len(ROLLOUT_PATH) <= 15
 
 
 def test_modules_import_only_lower_layers() -> None:

@@ -28,7 +28,7 @@ peralta_reward{run="demo"} 0.71
 # HELP peralta_time_publish seconds for which publishing blocked the step
 # TYPE peralta_time_publish gauge
 peralta_time_publish{run="demo"} 1e-05
-# HELP peralta_dropped_stale_total groups dropped so far for being older than train.max_off_policy_steps
+# HELP peralta_dropped_stale_total groups dropped so far because of train.max_off_policy_steps
 # TYPE peralta_dropped_stale_total counter
 peralta_dropped_stale_total{run="demo"} 3.0
 # HELP peralta_gen_tokens_per_s generated tokens per second
