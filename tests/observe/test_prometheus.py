@@ -35,7 +35,7 @@ peralta_dropped_stale_total{run="demo"} 3.0
 # TYPE peralta_gen_tokens_per_s gauge
 peralta_gen_tokens_per_s{run="demo",generator="local-0"} 410.5
 peralta_gen_tokens_per_s{run="demo",generator="local-1"} 80.0
-# HELP peralta_rewards_mean unweighted mean of one reward function or named term, or of one environment's rewards if there are several
+# HELP peralta_rewards_mean unweighted mean of a reward function, a named term, or one of several environments
 # TYPE peralta_rewards_mean gauge
 peralta_rewards_mean{run="demo",reward="format"} 0.5
 # HELP peralta_my_own a metric added by the loss
