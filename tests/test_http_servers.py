@@ -39,8 +39,8 @@ Serve = Callable[..., int]
 def serve(tmp_path: Path, stack: ExitStack) -> Serve:
     """Start a server of this kind on loopback; returns its port."""
 
-    def start(kind: str, token: str | None = None) -> int:
-        options: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "token": token}
+    def start(kind: str, token: str | None = None, *, host: str = "127.0.0.1") -> int:
+        options: dict[str, Any] = {"host": host, "port": 0, "token": token}
         if kind == "dashboard":
             server: Any = Dashboard([make_run(tmp_path / "run", num_steps=1)], **options)
             server.start()
@@ -58,8 +58,8 @@ def serve(tmp_path: Path, stack: ExitStack) -> Serve:
     return start
 
 
-def status_of(kind: str, port: int, **headers: str) -> int:
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+def status_of(kind: str, port: int, *, address: str = "127.0.0.1", **headers: str) -> int:
+    with closing(http.client.HTTPConnection(address, port, timeout=20)) as connection:
         connection.request("GET", PATHS[kind], headers=headers)
         response = connection.getresponse()
         response.read()
@@ -179,6 +179,16 @@ def test_only_loopback_names_are_allowed_without_a_password(kind: str, serve: Se
         assert status_of(kind, port, Host=host) == 200, host
     for host in ("evil.example", "127.0.0.1.evil.example:1", "10.1.2.3", "box.lan", ""):
         assert status_of(kind, port, Host=host) in (400, 401), host
+
+
+@EVERY_SERVER
+@pytest.mark.parametrize("host", ["::1", "[::1]", "::"])
+def test_server_on_an_address_of_ipv6_answers(kind: str, host: str, serve: Serve) -> None:
+    port = serve(kind, TOKEN, host=host)
+    addresses = ["::1", "127.0.0.1"] if host == "::" else ["::1"]
+    for address in addresses:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        assert status_of(kind, port, address=address, **headers) == 200
 
 
 # JSON.

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import signal
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -329,6 +329,30 @@ def test_steps_of_a_lost_library_are_refused_with_the_way_on(tmp_path: Path) -> 
     reason = (tmp_path / "second").read_text()
     assert reason.startswith(f"step 1 of {tmp_path}/demo cannot be repeated with the same bits: ")
     assert reason.endswith("from its weights: --run.fork demo --run.name NEW")
+
+
+def replayed(folder: Path, environment: dict[str, str], output: Path) -> None:
+    """Write the lines of bin/replay, or its error; in a child process."""
+    os.environ.update(environment)
+    models.use_threads(1)
+    with output.open("w") as stream, redirect_stdout(stream):
+        try:
+            replay.main([str(folder / "demo")])
+        except JournalError as error:
+            stream.write(str(error))
+
+
+def test_replay_computes_with_recorded_operators_or_refuses(tmp_path: Path) -> None:
+    if layer_ops.operators() == layer_ops.TORCH:
+        pytest.skip("no C compiler here")
+    assert exit_code(weights_after, tmp_path, {}, 3, tmp_path / "digest") == 0
+    output = tmp_path / "output"
+    assert exit_code(replayed, tmp_path, {INSTRUCTION_SET: "none"}, output) == 0
+    lines = output.read_text().splitlines()
+    assert [line.endswith("  as published") for line in lines] == [True] * 3
+    lost = {"PATH": "no compiler", "XDG_CACHE_HOME": str(tmp_path / "empty")}
+    assert exit_code(replayed, tmp_path, lost, output) == 0
+    assert output.read_text().startswith("step 1 cannot be repeated with the same bits: layer_ops-")
 
 
 def test_number_of_a_version_that_is_gone_is_not_published_again(continued: Continued) -> None:

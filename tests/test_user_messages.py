@@ -19,20 +19,23 @@ from peralta_zmq.trainer.loop import NO_SIGNAL_STEPS, NoSignalWarning
 from tools import config_reference
 
 COMMAND_LINE = ["bin/x", "@", "configs/lan.toml", "--train.max-steps", "9"]
+DENIED = "/nas cannot be read: Permission denied"
 
 
 @pytest.mark.parametrize(
-    ("answers", "problem"),
+    ("answers", "why", "problem"),
     [
-        (False, "no TCP answer. Start it: bin/trainer @ configs/lan.toml."),
-        (True, "it answers, but /nas has no weights. Is that the trainer's weights.dir?"),
+        (False, "", "no TCP answer. Start it: bin/trainer @ configs/lan.toml."),
+        (False, DENIED, f"no TCP answer, and {DENIED}. Start it: bin/trainer @ configs/lan.toml."),
+        (True, "", "it answers, but /nas has no weights. Is that the trainer's weights.dir?"),
+        (True, DENIED, f"it answers, but {DENIED}."),
     ],
 )
 def test_generator_without_a_trainer_or_a_version_names_the_commands(
-    monkeypatch: pytest.MonkeyPatch, answers: bool, problem: str
+    monkeypatch: pytest.MonkeyPatch, answers: bool, why: str, problem: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", COMMAND_LINE)
-    assert waiting_text("tcp://mac.local:5555", 15.2, "/nas", answers=answers) == (
+    assert waiting_text("tcp://mac.local:5555", 15.2, "/nas", answers=answers, why=why) == (
         f"waiting for trainer tcp://mac.local:5555 (15 s): {problem} "
         "Diagnose: bin/doctor @ configs/lan.toml"
     )

@@ -213,11 +213,11 @@ def open_engine(
             now = time.monotonic()
             if now - started > timeout:
                 waiting.hide()
+                why = subscriber.store_error or refused
                 raise StoreError(
                     f"no weights in {config.weights_address} after {timeout:g} s "
-                    "(weights.wait_for_weights_timeout). "
-                    f"Start the trainer: {program_name('trainer')}{files_given()} "
-                    f"{subscriber.store_error}".rstrip()
+                    f"(weights.wait_for_weights_timeout){f': {why}' if why else ''}. "
+                    f"Start the trainer: {program_name('trainer')}{files_given()}"
                 )
             announcement = announcements.receive()
             trainer.poll(silent_seconds=now - announcements.received_at)
@@ -254,10 +254,11 @@ def waiting_text(address: str, seconds: float, store: str, *, answers: bool, why
     `store` is the address of the store, `why` the reason if it cannot be read. `answers` is True if
     the trainer's address accepts TCP connections.
     """
-    files, start = files_given(), f"waiting for trainer {address} ({seconds:.0f} s)"
+    files = files_given()
+    start = f"waiting for trainer {address} ({seconds:.0f} s)"
     diagnose = f"Diagnose: {program_name('doctor')}{files}"
     if answers:
-        reason = f"it answers, but {store} has no weights. Is that the trainer's weights.dir?"
-        return f"{start}: {f'it answers, but {why}.' if why else reason} {diagnose}"
-    text = f"{start}: no TCP answer. Start it: {program_name('trainer')}{files}. {diagnose}"
-    return f"{text} {why}".rstrip()
+        reason = f"{why}." if why else f"{store} has no weights. Is that the trainer's weights.dir?"
+        return f"{start}: it answers, but {reason} {diagnose}"
+    reason = f"no TCP answer, and {why}." if why else "no TCP answer."
+    return f"{start}: {reason} Start it: {program_name('trainer')}{files}. {diagnose}"

@@ -17,7 +17,12 @@ from peralta_zmq.models import layer_ops
 
 # Beginnings of the names of CPU features that libraries choose their code by.
 FEATURES = ("avx", "amx", "fma", "asimd", "sve", "bf16", "i8mm")
-LIMITS = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")  # environment
+# Variables of the environment that change instructions or precision; oneDNN has two prefixes.
+LIMITS = (
+    *("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"),
+    *("ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
+    *("DNNL_MAX_CPU_ISA", "DNNL_DEFAULT_FPMATH_MODE"),
+)
 RESTORED = ("threads", "operators")  # `use_arithmetic` can change these
 
 

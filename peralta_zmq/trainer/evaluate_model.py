@@ -21,7 +21,7 @@ from peralta_zmq.config.programs import evaluate_options
 from peralta_zmq.config.sections import RunSection
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.held_out import summarize
-from peralta_zmq.errors import ConfigError, StoreError, printable, program_name
+from peralta_zmq.errors import ConfigError, printable, program_name
 from peralta_zmq.http_server import read_private_token
 from peralta_zmq.observe.metrics import format_number
 from peralta_zmq.observe.terminal import progress_on_stderr
@@ -129,9 +129,7 @@ def open_run(
     """
     token = read_private_token(config.weights.token_file)
     store = WeightStore.open(config.weights_address, token=token)
-    version = store.newest() if step is None else version_of_step(store, step)
-    if version is None:
-        raise StoreError(f"{store.address} has no weights; set weights.dir to the run's folder")
+    version = version_of_step(store, step)
     folder = stack.enter_context(load_version(store, version))
     tensors = FileTensors(folder / WEIGHTS_FILE)
     return build.make_engine(config, PendingWeights(version, tensors, folder, 0, 0.0))

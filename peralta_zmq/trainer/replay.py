@@ -230,9 +230,7 @@ def export(run: Path, step: int | None, target: Path) -> Version:
     if target.exists():
         raise StoreError(f"{target} exists; choose a new folder")
     store = WeightStore.open(config.weights_address)
-    version = store.newest() if step is None else version_of_step(store, step)
-    if version is None:
-        raise StoreError(f"{store.address} has no weights")
+    version = version_of_step(store, step)
     with load_version(store, version) as local:
         try:
             if version.field("adapts") is None:  # not LoRA adapters, but a whole model

@@ -229,7 +229,7 @@ class WeightStore:
         Reads one version at a time: there may be very many, with large manifests.
         """
         try:
-            run_id, found = self.run_id, map(self.find, self.numbers())
+            run_id, found = _read_run_id(self.backend), map(self.find, self.numbers())
         except OSError as error:
             reason = failure_text(error, self.address)
             raise StoreError(f"{self.address} cannot be listed ({reason})") from None
@@ -311,14 +311,25 @@ def _next_number(store: WeightStore, step: int) -> int:
     return number
 
 
-def version_of_step(store: WeightStore, step: int) -> Version:
-    """The newest version of a training step. Raises StoreError with the available steps."""
+def version_of_step(store: WeightStore, step: int | None) -> Version:
+    """The newest version of a training step; of all steps if it is None.
+
+    Raises StoreError with the available steps, or with the reason if the store cannot be read.
+    """
+    newest = store.newest()
+    if step is None and newest is not None:
+        return newest
     versions = list(store.versions())
     for version in reversed(versions):
         if version.step == step:
             return version
+    why = store.last_error and f"; {store.last_error}"
+    if step is None:
+        raise StoreError(f"{store.address} has no weights; is weights.dir that of the run?{why}")
     steps = ", ".join(map(str, sorted({version.step for version in versions}))) or "none"
-    raise StoreError(f"no version of step {step} in {store.address}; available steps: {steps:.300}")
+    raise StoreError(
+        f"no version of step {step} in {store.address}; available steps: {steps:.300}{why}"
+    )
 
 
 def _write_version(

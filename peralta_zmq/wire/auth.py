@@ -216,7 +216,7 @@ def _read_key(file: Path) -> tuple[bytes, os.stat_result]:
         raise (KeyFileError if permanent else OutageError)(
             f"key {file} cannot be read ({failure_text(error)}); "
             f"if it is missing, make it with {program_name('doctor')} keygen, or copy it here"
-        ) from None
+        ) from error  # which tells whether waiting ends it
     if not KEY.fullmatch(key):
         raise KeyFileError(
             f"{file} is not a key; make a new pair with {program_name('doctor')} keygen"

@@ -121,16 +121,17 @@ def find_trainer(
     while (newest := read_address(folder)) is None:
         now = time.monotonic()
         if timeout is not None and now - started > timeout:
+            remedy = "start the trainer, with the same wire.address_dir"
             raise WireError(
                 f"no trainer has written its address to {folder} for {timeout:.0f} s "
-                "(weights.wait_for_weights_timeout); start the trainer, with the same "
-                "wire.address_dir"
+                f"(weights.wait_for_weights_timeout); {_why_unreadable(folder) or remedy}"
             )
         if now - reported > REPORT_SECONDS:
             reported = now
+            remedy = "is the folder shared with the trainer's machine?"
             report(
                 f"waiting for a trainer to write its address to {folder} ({now - started:.0f} s); "
-                "is the folder shared with the trainer's machine?"
+                f"{_why_unreadable(folder) or remedy}"
             )
         time.sleep(POLL_SECONDS)
     return TrainerAddress(*newest, folder)
@@ -197,3 +198,15 @@ def _numbered_files(folder: Path) -> dict[int, Path]:
     """Number -> path of the address files. Raises OSError."""
     matches = map(FILE_NAME.fullmatch, (path.name for path in folder.iterdir()))
     return {int(match[1]): folder / match[0] for match in matches if match}
+
+
+def _why_unreadable(folder: Path) -> str:
+    """Why the address files cannot be read; empty if they can, or if there are none."""
+    try:
+        for file in _numbered_files(folder).values():
+            next(read_chunks(file), b"")
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        return f"it cannot be read: {failure_text(error, folder)}"
+    return ""

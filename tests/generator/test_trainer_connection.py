@@ -161,3 +161,22 @@ def test_status_reports_the_shares_of_time_without_a_group_and_in_the_queue(
     newest = next_status()
     assert newest.tokens_per_s == pytest.approx(6.0, rel=0.01)
     assert newest.blocked_frac == 0.0
+
+
+def test_status_has_the_reason_why_newer_weights_cannot_be_read(
+    store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, stack: ExitStack
+) -> None:
+    receiver = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
+    statuses = stack.enter_context(closing(wire.GeneratorStatusSender(receiver.address)))
+    opened = connection_of(replace(sockets, statuses=statuses), store, subscriber)
+    away = store.folder.rename(store.folder.with_name("away"))
+
+    def reason() -> str:
+        opened.send_status()
+        received = receiver.receive(timeout=0.05).values()
+        return next((status.store_error for status in received), "")
+
+    expected = f"{store.address} has no weights any more; is it mounted?"
+    eventually(lambda: reason() == expected)
+    away.rename(store.folder)
+    eventually(lambda: subscriber.store_error == "")

@@ -243,3 +243,22 @@ def test_open_engine_stops_waiting_after_the_timeout(tmp_path: Path) -> None:
         open_engine(
             config, subscriber, announcements, wire.TrainerAddress(ABSENT), lambda run_id: None
         )
+
+
+def test_reason_of_an_unreadable_store_is_reported_during_the_wait_and_at_its_end(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "nas").touch()
+    arguments = ["--run.dir", str(tmp_path), "--weights.dir", str(tmp_path / "nas")]
+    arguments += ["--weights.wait-for-weights-timeout", "1"]
+    config, reports = load_config("bin/generator", arguments), set[str]()
+    reason = r"timeout\): .*nas cannot be read: Not a directory.*bin/trainer$"
+    with (
+        closing(wire.AnnouncementSubscriber(ABSENT)) as announcements,
+        closing(open_subscriber(config, "ann")) as subscriber,
+        pytest.raises(StoreError, match=reason),
+    ):
+        announcements.latest = wire.Announcement("run-7")
+        trainer = wire.TrainerAddress(ABSENT)
+        open_engine(config, subscriber, announcements, trainer, reports.add)
+    assert reports == {"run-7"}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -15,6 +18,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
+from peralta_zmq import compiler
 from peralta_zmq.models import layer_ops
 from peralta_zmq.models.layer_ops import replace_norms, rms_norm
 from peralta_zmq.models.scorer import Scorer
@@ -189,3 +193,39 @@ def test_scorer_replaces_the_norms_of_qwen3_but_not_of_gemma() -> None:
     norms = [module for module in model.modules() if hasattr(module, "variance_epsilon")]
     assert norms and all(type(norm).forward is not norm.forward for norm in norms)
     assert replace_norms(tiny_model(model_type="gemma")) == 0
+
+
+@pytest.fixture
+def compile_all_but(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A function that lets the compiler fail for commands with `options`; the cache is empty."""
+    real = shutil.which("cc")
+    if sys.platform != "linux" or real is None:
+        pytest.skip("no C compiler for Linux here")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(compiler.INSTRUCTION_SET, raising=False)
+
+    def write(options: str) -> None:
+        command = f'case "$*" in *"{options}"*) exit 1;; esac; PATH=/usr/bin:/bin exec {real} "$@"'
+        (tmp_path / "cc").write_text(f"#!/bin/sh\n{command}\n")
+        (tmp_path / "cc").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        layer_ops.operators.cache_clear()
+
+    yield write
+    monkeypatch.undo()
+    layer_ops.operators.cache_clear()
+    layer_ops.use_operators(layer_ops.operators())
+
+
+@pytest.mark.parametrize("options", ["-DSCALAR_IS_BF16", "-march=native -I"])
+def test_operators_are_torchs_unless_the_libraries_of_all_dtypes_load(
+    compile_all_but: Any, options: str
+) -> None:
+    """The name of the operators in a journal must be enough to load them again."""
+    compile_all_but(options)
+    assert layer_ops.operators() == layer_ops.TORCH
+    layer_ops.use_operators(layer_ops.operators())
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = torch.randn(3, 8).to(dtype).requires_grad_()
+        norm: Any = rms_norm(rows, torch.ones(8), EPSILON)
+        assert norm.grad_fn.library is None

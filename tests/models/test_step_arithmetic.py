@@ -56,6 +56,18 @@ def test_only_different_instructions_are_named(here: dict[str, str]) -> None:
     assert str(error.value) == ("it was computed with instructions amx_of_tomorrow (here without)")
 
 
+@pytest.mark.parametrize(
+    "name", ["ATEN_CPU_CAPABILITY", "MKL_CBWR", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"]
+)
+def test_variable_that_changes_instructions_is_refused(
+    here: dict[str, str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "other")
+    other = models.arithmetic(torch.device("cpu"), "float32", 1)
+    with pytest.raises(ConfigError, match=rf"instructions +\(here {name}=other\)"):
+        models.use_arithmetic(here, other)
+
+
 def test_other_bits_are_expected_on_a_gpu_on_other_ranks_and_without_a_record(
     here: dict[str, str],
 ) -> None:

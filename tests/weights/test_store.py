@@ -19,7 +19,7 @@ from weight_sets import loaded, publish
 from peralta_zmq import models
 from peralta_zmq.errors import OutageError, StoreError
 from peralta_zmq.weights.pruning import Pruner, Retention
-from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.store import WeightStore, version_of_step
 from peralta_zmq.weights.version import WEIGHTS_FILE
 
 
@@ -51,6 +51,24 @@ def test_store_that_cannot_be_read_keeps_the_error(
     monkeypatch.setattr(store.backend, "read", read)
     monkeypatch.setattr(store.backend, "names", names)
     assert store.newest() is not None and store.last_error == ""
+
+
+@pytest.mark.parametrize("step", [None, 1, 2])
+@pytest.mark.parametrize("denied", ["RUN.json", "step_00000001/STABLE"])
+def test_version_that_cannot_be_read_is_not_called_missing(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, denied: str, step: int | None
+) -> None:
+    publish(store, 1)
+    read = store.backend.read
+
+    def read_others(path: str, *, start: int = 0) -> Iterator[bytes]:
+        if path == denied:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return read(path, start=start)
+
+    monkeypatch.setattr(store.backend, "read", read_others)
+    with pytest.raises(StoreError, match=r"cannot be .*Permission denied"):
+        version_of_step(store, step)
 
 
 @pytest.mark.parametrize("address", ["/missing", "/dev/null", "http://127.0.0.1:1"])

@@ -35,7 +35,7 @@ from sockets import (
 )
 
 from peralta_zmq import wire
-from peralta_zmq.errors import WireError
+from peralta_zmq.errors import OutageError, WireError, is_permanent
 from peralta_zmq.wire import announcements, auth, connection, message_fields
 from peralta_zmq.wire import sockets as wire_sockets
 from peralta_zmq.wire.auth import (
@@ -591,6 +591,14 @@ def test_file_without_a_key_is_refused(folder: Path, content: bytes) -> None:
     (folder / "ann.public").write_bytes(content)
     with pytest.raises(WireError, match="is not a key"):
         known_generators(folder)
+
+
+def test_key_behind_links_in_a_circle_is_not_waited_for(folder: Path) -> None:
+    (folder / "ann.public").unlink()
+    (folder / "ann.public").symlink_to("ann.public")
+    with pytest.raises(OutageError) as caught:
+        known_generators(folder)
+    assert is_permanent(caught.value.__cause__)
 
 
 @pytest.mark.parametrize("name", ["", "../ann", "a b", ".hidden"])

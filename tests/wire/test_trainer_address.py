@@ -87,6 +87,13 @@ def test_generator_waits_for_the_first_address(
     assert wire.find_trainer("tcp://given:1", None).current == "tcp://given:1"
 
 
+def test_reason_why_addresses_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    reason = r"timeout\); it cannot be read: Not a directory; something else has that name"
+    with pytest.raises(WireError, match=reason):
+        wire.find_trainer("tcp://unused:1", tmp_path / "file", timeout=0.0)
+
+
 def test_sockets_follow_a_silent_trainer_to_its_next_address(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ LIST_SECONDS = 0.02  # between two listings of the folder
 # Remedies.
 NOT_WRITABLE = "give this user write permission, free some space, or choose another weights.dir"
 OTHER_FOLDER = "it is another folder: mount the same one, and set weights.dir to it"
+NOT_READABLE = "mount it again, or give this user the right to read it"
 
 
 def check_folder(folder: Path, *, role: str) -> Check:
@@ -58,7 +59,7 @@ def check_folder(folder: Path, *, role: str) -> Check:
         return Check(False, detail, "mount it here, or set weights.dir to its path on this machine")
     except OSError as error:
         detail = f"{folder} cannot be listed ({error.strerror})"
-        return Check(False, detail, "mount it again, or give this user the right to read it")
+        return Check(False, detail, NOT_READABLE)
     return Check(True, f"{folder} exists (file system {filesystem})")
 
 
@@ -153,6 +154,8 @@ def check_address(address: str, token_file: str | None, run_id: str) -> Check:
     store = _open_store(address, token_file)
     try:
         names, owner = store.backend.names(), store.run_id
+    except PermissionError as error:
+        return Check(False, str(error), "set it to a file with the password of the trainer")
     except OSError as error:
         detail = f"{address} does not answer ({error.strerror or error})"
         return Check(False, detail, "start the trainer with weights.serve_port, or set weights.dir")
@@ -189,9 +192,12 @@ def check_speed(
         num_bytes, seconds = _read(store.backend, f"{version.folder.name}/{largest}", folder)
         source = "of the newest version"
     elif (folder is None or folder.is_dir()) and (version_numbers := store.numbers()):
-        # Versions exist, but none is complete and of this run.
+        # Versions exist, but none is readable, complete and of this run.
         detail = f"no version can be read in {store.address}, the newest is {version_numbers[-1]}"
-        return Check(False, detail, "start the trainer, which publishes the newest version again")
+        remedy = "start the trainer, which publishes the newest version again"
+        if store.last_error:
+            return Check(False, store.last_error, f"{NOT_READABLE}, or {remedy}")
+        return Check(False, detail, remedy)
     elif folder is not None and os.access(folder, os.W_OK):
         sample = folder / f"doctor-read-{atomic_files.PROCESS_TAG}"
         try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -135,6 +137,25 @@ def write_lease(folder: Path, *, age: float, pid: int = 7, host: str = "elsewher
     os.utime(lease, (now, now))
 
 
+@pytest.mark.parametrize("denied", ["RUN.json", "step_00000001/STABLE"])
+def test_file_that_cannot_be_read_fails_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, denied: str
+) -> None:
+    store = claim(tmp_path)
+    store.publish(1, weights_at(1), companions={})
+    read = LocalBackend.read
+
+    def read_others(backend: LocalBackend, path: str, *, start: int = 0) -> Iterator[bytes]:
+        if path == denied:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return read(backend, path, start=start)
+
+    monkeypatch.setattr(LocalBackend, "read", read_others)
+    check = weights_checks.check_speed(tmp_path, None)
+    assert not check.ok and check.remedy.startswith("mount it again, or give this user the right")
+    assert check.detail.startswith(f"{tmp_path} cannot be read: Permission denied; ")
+
+
 def test_lease_of_another_trainer_fails_and_is_kept(tmp_path: Path) -> None:
     run = tmp_path / "run"
     write_lease(tmp_path, age=5)
@@ -174,6 +195,11 @@ def test_weights_behind_a_url(tmp_path: Path) -> None:
         assert weights_checks.check_address(address, None, run_id="demo-1").ok
         check = weights_checks.check_address(address, None, run_id="demo-2")
     assert not check.ok and check.detail.endswith("has the weights of run demo-1, not demo-2")
+    with closing(serve_weights(tmp_path, host="127.0.0.1", port=0, token="x" * 16)) as server:
+        protected = f"http://127.0.0.1:{server.port}"
+        check = weights_checks.check_address(protected, None, run_id="demo-1")
+    assert not check.ok
+    assert check.detail == f"{protected} requires the password in weights.token_file"
     check = weights_checks.check_address(address, None, run_id="demo-1")
     assert not check.ok and "does not answer" in check.detail
     assert check.remedy.startswith("start the trainer with weights.serve_port")
