@@ -228,13 +228,16 @@ def open_regular(path: Path, *names: str) -> int:
     """
     flags = os.O_RDONLY | os.O_NONBLOCK  # O_NONBLOCK: opening a named pipe would block
     descriptor = os.open(path, flags)
+    opened = path
     for name in names:
         parent = descriptor
+        opened = opened / name
         try:
             descriptor = os.open(name, flags | os.O_NOFOLLOW, dir_fd=parent)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):  # a link, or not in a folder
                 raise FileNotFoundError(name) from None
+            error.filename = str(opened)  # not `name` alone
             raise
         finally:
             os.close(parent)

@@ -255,6 +255,16 @@ def test_random_manifest_raises_only_corrupt_error(
     assert "files" in content
 
 
+@pytest.mark.parametrize("nth", [2, 3])
+def test_error_of_a_file_in_a_folder_has_its_whole_path(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    fail_at(monkeypatch, "open", nth, errno.EACCES)
+    with pytest.raises(PermissionError) as caught:
+        atomic_files.open_regular(folder.parent, folder.name, "weights.bin")
+    assert caught.value.filename == str([folder, folder / "weights.bin"][nth - 2])
+
+
 def test_stable_without_manifest_is_no_complete_folder(folder: Path) -> None:
     (folder / "manifest.json").unlink()
     with pytest.raises(OSError):
