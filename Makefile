@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 VLLM := >=0.32,<0.33
 VLLM_PIP = .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check
 CONFIG ?= configs/demo.toml
-EXTRAS ?= plot,math,dashboard,lora,dev
+EXTRAS ?= plot,math,lora,dev
 SECONDS ?= 60
 MINUTES ?= 30
 # Dates a target as now, and a source that is dated in the future too: make would always rebuild.
@@ -50,10 +50,10 @@ test-isa: setup  ## The numeric tests with older instruction sets (ARGS=--quick 
 AARCH64 := $(CURDIR)/.venv-aarch64
 AARCH64_TESTS := tests/config tests/environments tests/observe tests/operate tests/wire \
   tests/test_registry.py tests/test_rollout.py tests/test_errors.py tests/test_atomic_files.py \
-  tests/test_http_server.py
+  tests/test_addresses.py
 # qemu lacks memory limits, subreapers and fields of /proc/PID/stat, is slow, and cannot start its
 # Python without the wrapper script.
-NOT_EMULATED := memory_is_limited or orphans_of_a_tool or test_forks or percent_of_a_core or \
+NOT_EMULATED := memory_is_limited or orphans_of_a_tool or percent_of_a_core or \
   reexecutes_with_python
 
 test-aarch64: .venv-aarch64/ready  ## Tests in an emulated Python for ARM (Debian: apt install mmdebstrap qemu-user gcc-aarch64-linux-gnu)
@@ -165,7 +165,7 @@ fresh:
 
 .venv-mlx/ready: pyproject.toml .ci/constraints.txt
 	@test -x .venv-mlx/bin/python || $(PYTHON) -m venv .venv-mlx
-	@$(MAKE) --no-print-directory BIN=.venv-mlx/bin EXTRAS=mlx,dashboard,dev torch package
+	@$(MAKE) --no-print-directory BIN=.venv-mlx/bin EXTRAS=mlx,dev torch package
 	@$(MARK)
 
 # verifiers needs openai 2, but chats are tested with openai 3 of the extra dev.
@@ -202,7 +202,7 @@ fresh:
 	@ln -s "$$(which aarch64-linux-gnu-gcc)" .venv-aarch64/bin/cc
 	@$(BIN)/python -m pip --python .venv-aarch64/bin/python install --quiet pip
 	@.venv-aarch64/bin/python -m pip install --quiet 'torch==2.10.0'
-	@$(MAKE) --no-print-directory BIN=.venv-aarch64/bin EXTRAS=dashboard,math,plot package test-tools
+	@$(MAKE) --no-print-directory BIN=.venv-aarch64/bin EXTRAS=math,plot package test-tools
 	@$(MARK)
 
 package:

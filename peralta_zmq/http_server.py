@@ -1,198 +1,190 @@
-"""Base of two HTTP servers, the trainer's weight server and the verifier; and what all share.
+"""HTTP server in a thread: access control, and limits for each connection (starlette, uvicorn).
 
-Generators on other machines fetch published weights from the weight server, and problems and
-rewards from the verifier. A server that other machines can reach must have a password (token),
-which clients send in each request as a bearer token. Each connection has a daemon thread.
-Connections without an authorized request in progress are limited in number and time, so that no
-client can exhaust threads or memory. The base of the others is observe/asgi_server.py.
+The dashboard, a generator's chat server, the trainer's weight server and the verifier use it. A
+server that other machines can reach must have a password (token), which clients send with each
+request as a bearer token.
 """
 
 from __future__ import annotations
 
-import errno
+import asyncio
+import hashlib
 import hmac
-import ipaddress
 import logging
-import re
+import math
 import socket
 import threading
-import time
-from contextlib import suppress
-from http import HTTPStatus
-from http.client import HTTPException
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import BufferedIOBase
-from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TypeAlias
 
-from peralta_zmq.errors import NO_MODES, ConfigError
+import h11
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-IDLE_TIMEOUT_SECONDS = 60.0  # for a further request, for a body, or until a response is read
-MAX_UNAUTHORIZED = 64  # connections without an authorized request; one more closes the oldest
-FIRST_REQUEST_SECONDS = 10.0  # for the first authorized request of a connection
+from peralta_zmq.addresses import is_loopback, listen
+from peralta_zmq.errors import ConfigError
+
 MAX_HEADER_BYTES = 16384  # all header lines of a request
-MIN_TOKEN = 16  # characters of a password
-HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
-STOP_POLL_SECONDS = 0.1  # between two checks for `close` and for connections past their deadline
 FOREIGN_HOST = "the Host header is not a name of this machine; use 127.0.0.1 or set a token_file"
+Refuse: TypeAlias = Callable[[Request, HTTPException], Response]
 logger = logging.getLogger(__name__)
 
 
-class RequestHandler(BaseHTTPRequestHandler):
-    """Base class of request handlers; subclasses implement do_GET or do_POST.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of the connections of a server, so that no client can exhaust memory or descriptors.
 
-    Subclasses must call `is_authorized` before they answer; otherwise the connection is closed
-    after FIRST_REQUEST_SECONDS.
+    A connection waits until its client has sent a whole request, or while the client does not read
+    the response.
     """
 
-    protocol_version = "HTTP/1.1"
-    timeout = IDLE_TIMEOUT_SECONDS
-    token: str | None = None  # set by HttpServer; None = no password is needed
-    server: Any  # a _Server
+    max_waiting: int = 64  # one more closes the connection that has waited longest
+    header_seconds: float = 10.0  # for the header of a request, the first one or a further one
+    idle_seconds: float = 60.0  # for the body of a request, and for reading a part of a response
 
-    def handle_one_request(self) -> None:
-        """Override: limit the wait for a request after an authorized one."""
-        deadline = time.monotonic() + IDLE_TIMEOUT_SECONDS
-        self.server.unauthorized.setdefault(self.request, deadline)
-        super().handle_one_request()
 
-    def is_authorized(self) -> bool:
-        """Whether the request may be answered (see `may_answer`)."""
-        is_authorized = may_answer(self.headers, token=self.token)
-        if is_authorized:
-            self.server.unauthorized.pop(self.request, None)
-        return is_authorized
-
-    def read_body(self, num_bytes: int) -> bytes:
-        """The body of an authorized request; incomplete if the client sends it too slowly."""
-        self.server.unauthorized[self.request] = time.monotonic() + IDLE_TIMEOUT_SECONDS
-        body = self.rfile.read(num_bytes)
-        self.server.unauthorized.pop(self.request, None)
-        return body
-
-    def parse_request(self) -> bool:
-        """Override: read at most MAX_HEADER_BYTES of header lines."""
-        stream = self.rfile
-        self.rfile = _HeaderReader(stream)
-        try:
-            return super().parse_request()
-        finally:
-            self.rfile = stream
-
-    def respond(
-        self, status: HTTPStatus, content: bytes = b"", *, content_type: str = "text/plain"
-    ) -> None:
-        """Send a complete response."""
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Override: do not print a line for every request."""
+def plain_text(request: Request, error: HTTPException) -> Response:
+    """The response to a refused request, as plain text."""
+    return PlainTextResponse(error.detail, error.status_code, error.headers)
 
 
 class HttpServer:
-    """Serves requests in background threads. Use with `contextlib.closing`.
+    """Serves `routes` on a listening socket. Use with `closing`, after `start`.
 
-    `settings` are the names of the settings for host and port, such as "verifier.host" and
-    "verifier.port"; error messages name them, and token_file of the port's section. `attributes`
-    become class attributes of the handler. Raises ConfigError if `host` is no address of this
-    machine or the port is in use, or if other machines can reach it and `token` is None.
+    `name` begins the log lines. `token_setting` names the setting of the password `token` (None =
+    no password is needed), for the error message. `refuse` makes the response to a request that is
+    refused or fails. With `has_login`, a browser can send the password once, as ?token=. `headers`
+    are those of every response.
     """
 
     def __init__(
         self,
-        handler: type[RequestHandler],
+        name: str,
+        routes: Sequence[BaseRoute],
         *,
-        host: str,
-        port: int,
+        listening: socket.socket,
         token: str | None,
-        settings: tuple[str, str],
-        **attributes: object,
+        token_setting: str,
+        refuse: Refuse = plain_text,
+        has_login: bool = False,
+        headers: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
     ) -> None:
-        host_setting, port_setting = settings
-        if token is None and not is_loopback(host):
-            raise ConfigError(
-                f"{port_setting} {port} on {host} is open to other machines without a password; "
-                f"set {port_setting.partition('.')[0]}.token_file on every machine"
-            )
-        configured_handler = type("Handler", (handler,), {**attributes, "token": token})
-        try:
-            listening = listen(host, port, host_setting=host_setting)
-        except OSError as error:
-            raise ConfigError(
-                f"{port_setting} {port} cannot be used ({error.strerror}); choose another"
-            ) from None
-        self._server = _Server(listening, configured_handler)
-        self.port = int(self._server.server_address[1])  # the assigned port if `port` is 0
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(STOP_POLL_SECONDS,), daemon=True
+        self.port = int(listening.getsockname()[1])
+        self._name, self._socket, self._refuse = name, listening, refuse
+        self._logged = set[str]()  # types of exceptions
+        app = Starlette(
+            routes=routes,
+            exception_handlers={HTTPException: self._refuse_request, Exception: self._fail},
         )
-        self._thread.start()
+        config = uvicorn.Config(
+            AccessControl(
+                app, token=token, token_setting=token_setting, refuse=refuse, has_login=has_login
+            ),
+            # By default, uvicorn would use other packages, if installed, for `loop` and `ws`.
+            loop="asyncio",
+            http=type("LimitedConnection", (Connection,), {"limits": limits or Limits()}),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",  # any client could fill the log with messages of lower levels
+            # asyncio may accept this number at once, before connection_made can close any.
+            backlog=64,
+            headers=list((headers or {}).items()),
+            timeout_graceful_shutdown=1,
+            timeout_keep_alive=3600,  # `Connection` closes idle connections earlier
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        )
+        self._server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Serve in a daemon thread; an exception is logged and ends only this thread."""
+        self.thread.start()
+
+    def run(self) -> None:
+        """Serve in this thread until a signal."""
+        self._server.run(sockets=[self._socket])
 
     def close(self) -> None:
-        """Stop listening; the daemon threads of open connections end with the process."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        """Stop serving; requests in progress may end within a second."""
+        self._server.should_exit = True
+        if self.thread.is_alive():
+            self.thread.join(2.0)
+        self._socket.close()
+
+    def _serve(self) -> None:
+        try:
+            if not self._server.should_exit:
+                self.run()
+        except Exception as error:  # noqa: BLE001 - must not affect the other threads
+            logger.warning("%s stopped, this process continues (%.300r)", self._name, error)
+
+    async def _refuse_request(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return self._refuse(request, error)
+
+    async def _fail(self, request: Request, error: Exception) -> Response:
+        """Log each type of exception once only: a client may repeat its request every second."""
+        if (kind := type(error).__name__) not in self._logged:
+            self._logged.add(kind)
+            path = request.scope["path"]
+            logger.warning("%s request failed at %.100s (%.300r)", self._name, path, error)
+        reason = f"internal error; see the log of the {self._name} process"
+        return self._refuse(request, HTTPException(500, reason))
 
 
-class _Server(ThreadingHTTPServer):
-    """Closes connections that send no authorized request in time, and the oldest of too many.
+class AccessControl:
+    """ASGI middleware: refuses requests without the token, or without one foreign Host headers."""
 
-    `unauthorized` has the connections without an authorized request in progress, with their
-    deadlines in monotonic seconds, in the order in which they began to wait.
-    """
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        token: str | None,
+        token_setting: str,
+        refuse: Refuse,
+        has_login: bool,
+    ) -> None:
+        self._app, self._token, self._refuse = app, token, refuse
+        self._reason = f"wrong or missing password; use the one in {token_setting}"
+        self._cookie = ""  # empty: not accepted
+        if has_login and token:
+            self._reason += "; a browser can open /?token=PASSWORD"
+            # Browsers send a cookie to all ports of a host, and each may have another server.
+            self._cookie = f"peralta_token_{hashlib.sha256(token.encode()).hexdigest()[:8]}"
 
-    def __init__(self, listening: socket.socket, handler: type[RequestHandler]) -> None:
-        self.unauthorized: dict[Any, float] = {}
-        super().__init__(listening.getsockname(), handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listening
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await (self._response(Request(scope)) or self._app)(scope, receive, send)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Override: called for a new connection."""
-        self.unauthorized[request] = time.monotonic() + FIRST_REQUEST_SECONDS
-        super().process_request(request, client_address)
-
-    def service_actions(self) -> None:
-        """Override: called after each new connection, and every STOP_POLL_SECONDS."""
-        unauthorized, now = self.unauthorized.copy(), time.monotonic()
-        num_excess = len(unauthorized) - MAX_UNAUTHORIZED
-        for index, (request, end) in enumerate(unauthorized.items()):
-            if index < num_excess or end < now:
-                with suppress(OSError):  # closed meanwhile
-                    request.shutdown(socket.SHUT_RDWR)  # ends its thread
-
-    def shutdown_request(self, request: Any) -> None:
-        """Override: called at the end of a connection."""
-        self.unauthorized.pop(request, None)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Override: log at debug level only, because clients may disconnect at any time."""
-        logger.debug("request failed client=%s", client_address, exc_info=True)
-
-
-class _HeaderReader(BufferedIOBase):
-    """Reads the header lines of a request from a stream."""
-
-    def __init__(self, stream: BufferedIOBase) -> None:
-        self._stream, self._num_left = stream, MAX_HEADER_BYTES
-
-    def readline(self, size: int | None = -1, /) -> bytes:
-        """Read a line. Raises HTTPException above MAX_HEADER_BYTES in total."""
-        line = self._stream.readline(self._num_left + 1)
-        self._num_left -= len(line)
-        if self._num_left < 0:
-            raise HTTPException(f"more than {MAX_HEADER_BYTES} bytes")
-        return line
+    def _response(self, request: Request) -> Response | None:
+        """The response if the application is not to be called."""
+        cookie = ""
+        if self._cookie and self._token:
+            if _is_equal(request.query_params.get("token", ""), self._token):
+                # The token leaves the address bar. "lax" also sends it from links on other sites.
+                response = RedirectResponse(request.scope["path"], 303)
+                response.set_cookie(self._cookie, self._token, httponly=True, samesite="lax")
+                return response
+            cookie = request.cookies.get(self._cookie, "")
+        if may_answer(request.headers, cookie, token=self._token):
+            request.scope["is_authorized"] = True
+            return None
+        if self._token is None:
+            return self._refuse(request, HTTPException(400, FOREIGN_HOST))
+        return self._refuse(request, HTTPException(401, self._reason))
 
 
-def may_answer(headers: Any, *passwords: str, token: str | None) -> bool:
+def may_answer(headers: Mapping[str, str], *passwords: str, token: str | None) -> bool:
     """Whether a request with these headers may be answered.
 
     With a token, the request must have it, as a bearer token or in `passwords`. Without one, Host
@@ -201,86 +193,118 @@ def may_answer(headers: Any, *passwords: str, token: str | None) -> bool:
     know a token, so that with one any name is allowed: of a router, a VPN, a container or a proxy.
     """
     if token is None:
-        host = str(headers.get("Host", ""))
+        host = headers.get("host", "")
         name = host.partition("]")[0] if "[" in host else host.partition(":")[0]
         return is_loopback(name.lower().removesuffix("."))
-    scheme, _, bearer = str(headers.get("Authorization", "")).partition(" ")
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
     sent = (*passwords, bearer.strip() if scheme.lower() == "bearer" else scheme)
-    return any(
-        hmac.compare_digest(each.encode("utf-8", "replace"), token.encode()) for each in sent
-    )
+    return any(_is_equal(password, token) for password in sent)
 
 
-def listen(host: str, port: int, *, host_setting: str) -> socket.socket:
-    """A listening socket on an address (IPv4 or IPv6) or name of this machine.
+def _is_equal(password: str, token: str) -> bool:
+    return hmac.compare_digest(password.encode("utf-8", "replace"), token.encode())
 
-    Raises OSError if the port is in use, and ConfigError that names `host_setting` otherwise.
+
+async def read_body(request: Request, *, max_bytes: int) -> bytes:
+    """The body of a request. Raises HTTPException if it is longer, if possible before reading."""
+    content = bytearray()
+    if int(request.headers.get("content-length", 0)) <= max_bytes:
+        async for part in request.stream():
+            content += part
+            if len(content) > max_bytes:
+                break
+        else:
+            return bytes(content)
+    raise HTTPException(413, f"the body is longer than {max_bytes} bytes")
+
+
+class Connection(H11Protocol):
+    """Connection that closes if its client is slow, or the slowest of too many (see Limits)."""
+
+    limits = Limits()
+    waits_since = math.inf  # seconds of the loop's clock; infinite while it does not wait
+    _limit = 0.0  # seconds for which it may wait; 0 while it does not wait
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Override: limit the number of waiting connections."""
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # so that writing is paused until all is sent
+        self._limit_wait()
+        waiting = [
+            connection
+            for connection in self.connections
+            if isinstance(connection, Connection) and connection.waits_since < math.inf
+        ]
+        if len(waiting) > self.limits.max_waiting:
+            longest = min(waiting, key=attrgetter("waits_since"))
+            self.connections.discard(longest)  # connection_lost is called later
+            longest.transport.abort()
+
+    def handle_events(self) -> None:
+        """Override: called with each received part, and after a response."""
+        super().handle_events()
+        self._limit_wait()
+
+    def pause_writing(self) -> None:
+        """Override: called when a part of a response waits for the client."""
+        super().pause_writing()
+        self._limit_wait()
+
+    def resume_writing(self) -> None:
+        """Override: called when the client has been sent all parts."""
+        super().resume_writing()
+        self._limit_wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Override: a timer would keep the connection, with what it has received, in memory."""
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _limit_wait(self) -> None:
+        """Close the connection later if the server now waits for another thing than before."""
+        limit = 0.0
+        if self.flow.write_paused or self.conn.their_state is h11.SEND_BODY:
+            limit = self.limits.idle_seconds
+        elif self.conn.their_state is h11.IDLE:
+            limit = self.limits.header_seconds
+        if limit == self._limit:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._limit = limit
+        self._timer = self.loop.call_later(limit, self.transport.abort) if limit else None
+        # An authorized client that reads a long response does not make room for a new one.
+        is_reading = self.flow.write_paused and bool((self.scope or {}).get("is_authorized"))
+        self.waits_since = self.loop.time() if limit and not is_reading else math.inf
+
+
+def open_port(
+    host: str, port: int, *, token: str | None, settings: tuple[str, str]
+) -> socket.socket:
+    """A listening socket on an address of this machine; `settings` name those of host and port.
+
+    Raises ConfigError if `host` is no address of this machine, the port is in use, or other
+    machines can reach it and `token` is None.
     """
-    name = host.strip("[]")
-    family = socket.AF_INET6 if ":" in name else socket.AF_INET
-    dualstack = ":" in name and socket.has_dualstack_ipv6()
+    host_setting, port_setting = settings
+    check_password(host, token=token, setting=port_setting)
     try:
-        return socket.create_server((name, port), family=family, dualstack_ipv6=dualstack)
-    except (OSError, UnicodeError) as error:
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise
+        return listen(host, port, host_setting=host_setting)
+    except OSError as error:
         raise ConfigError(
-            f"{host_setting} {host}, port {port} cannot be used ({error}); choose another"
+            f"{port_setting} {port} cannot be used ({error.strerror}); choose another"
         ) from None
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a server on `host` is reachable from this machine only."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a host name, a network interface, or *
-        return False
+def check_password(host: str, *, token: str | None, setting: str) -> None:
+    """Raise ConfigError if other machines can reach `host` without a password.
 
-
-def host_of(text: str) -> str:
-    """A host name or IP address, without the brackets of IPv6. Raises ValueError if it is none."""
-    host = "0.0.0.0" if text == "*" else re.sub(r"^\[(.*)\]$", r"\1", text)
-    with suppress(ValueError):
-        return f"{ipaddress.ip_address(host)}"
-    if not HOST_NAME.fullmatch(host):
-        raise ValueError("should be only the name (in ASCII) or the IP address of a machine")
-    return host
-
-
-def with_port(host: str, port: int) -> str:
-    """HOST:PORT of a URL, with the brackets that IPv6 needs."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def host_and_port(address: str, *, option: str, default_port: int | None = None) -> tuple[str, int]:
-    """Host and port of http://HOST:PORT; HOST of IPv6 is [::1].
-
-    Raises ConfigError for another form. `option` is the name of the setting, for the error message.
+    `setting` is one in the section of the setting token_file.
     """
-    with suppress(ValueError):
-        parts = urlsplit(address)
-        host, port = host_of(parts.hostname or ""), parts.port or default_port
-        if parts.scheme == "http" and port and not (parts.path.strip("/") or parts.query):
-            return host, port
-    raise ConfigError(f"{option} '{address}' is not of the form http://HOST:PORT")
-
-
-def read_private_token(file: str | None, *, option: str = "weights.token_file") -> str | None:
-    """The password in `file`; None without a file. `option` is the setting that names the file.
-
-    Raises ConfigError if other users may read the file, or the password is shorter than MIN_TOKEN.
-    """
-    if file is None:
-        return None
-    path = Path(file).expanduser()
-    try:
-        mode, token = path.stat().st_mode & 0o777, path.read_text("utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{option} {path} cannot be read ({error})") from None
-    if mode & 0o077:
-        raise ConfigError(f"{option} {path} may be read by others; chmod 600 {path}, {NO_MODES}")
-    if len(token) < MIN_TOKEN or not token.isascii():
+    if token is None and not is_loopback(host):
         raise ConfigError(
-            f"{option} {path} holds a weak password; make one: openssl rand -hex 32 > {path}"
+            f"{setting}: a server on {host} is open to other machines without a password; set "
+            f"{setting.partition('.')[0]}.token_file to a file of mode 0600 with one"
         )
-    return token

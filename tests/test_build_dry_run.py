@@ -312,7 +312,7 @@ def test_verifier_logs_the_prompts_that_the_trainer_skips(
     config = config_with(users("1", LONG), f"--model.name={name}")
     with closing(Verifier(config, host="127.0.0.1", port=0, token=None)) as verifier:
         verifier.log_dry_run(config)
-        assert len(verifier.problems("own.task", "train")["problems"]) == 2
+        assert verifier.environments == {"own.task": 2}
     assert ("1 of 2 prompts do not fit into 512 tokens" in caplog.text) is is_checked
 
 

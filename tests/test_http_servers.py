@@ -17,15 +17,16 @@ from real_programs import until
 from synthetic_runs import make_run
 from verifier_servers import PROBLEM, remote_at, reward_of
 
-from peralta_zmq import http_server, models
+from peralta_zmq import models
 from peralta_zmq.config import load_config
 from peralta_zmq.environments.verifier_service import Verifier
 from peralta_zmq.errors import RewardError, RewardUnavailableError, TaskError
 from peralta_zmq.generator.serving.chats import ChatQueue
 from peralta_zmq.generator.serving.server import ChatServer
-from peralta_zmq.observe import asgi_server
+from peralta_zmq.http_server import Limits
 from peralta_zmq.observe.dashboard.app import Dashboard
-from peralta_zmq.weights.http_backend import HttpBackend, serve_weights
+from peralta_zmq.weights.http_backend import HttpBackend
+from peralta_zmq.weights.server import serve_weights
 
 TOKEN = "0123456789abcdef"
 PATHS = {
@@ -39,11 +40,14 @@ Serve = Callable[..., int]
 def serve(tmp_path: Path, stack: ExitStack) -> Serve:
     """Start a server of this kind on loopback; returns its port."""
 
-    def start(kind: str, token: str | None = None, *, host: str = "127.0.0.1") -> int:
+    def start(
+        kind: str, token: str | None = None, *, host: str = "127.0.0.1", **limits: float
+    ) -> int:
         options: dict[str, Any] = {"host": host, "port": 0, "token": token}
+        options["limits"] = Limits(**limits)
         if kind == "dashboard":
             server: Any = Dashboard([make_run(tmp_path / "run", num_steps=1)], **options)
-            server.start()
+            server.server.start()
         elif kind == "chats":
             tokenizer = models.load_tokenizer(models.EMBEDDED)
             options |= {"model": "demo", "template_kwargs": {}}
@@ -98,35 +102,25 @@ def is_closed_for(client: socket.socket, byte: bytes) -> bool:
 @EVERY_SERVER
 @pytest.mark.parametrize("token", [None, TOKEN])
 def test_connections_that_send_a_byte_now_and_then_are_closed(
-    kind: str, token: str | None, serve: Serve, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+    kind: str, token: str | None, serve: Serve, stack: ExitStack
 ) -> None:
-    for module, name in (
-        (asgi_server, "FIRST_REQUEST_SECONDS"), (http_server, "FIRST_REQUEST_SECONDS"),
-        (http_server, "IDLE_TIMEOUT_SECONDS"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, 0.5)
-    clients = one_byte_clients(kind, serve(kind, token), stack)
+    clients = one_byte_clients(kind, serve(kind, token, header_seconds=0.5), stack)
     until(lambda: all([is_closed_for(client, b"E") for client in clients]), seconds=30)
 
 
 @EVERY_SERVER
 @pytest.mark.parametrize("token", [None, TOKEN])
 def test_new_client_is_served_beside_64_connections_that_wait(
-    kind: str, token: str | None, serve: Serve, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+    kind: str, token: str | None, serve: Serve, stack: ExitStack
 ) -> None:
-    for module in (asgi_server, http_server):
-        monkeypatch.setattr(module, "FIRST_REQUEST_SECONDS", 300.0)
-    port = serve(kind, token)
+    port = serve(kind, token, header_seconds=300.0)
     one_byte_clients(kind, port, stack)
     authorization = {"Authorization": f"Bearer {TOKEN}"} if token else {}
     assert [status_of(kind, port, **authorization) for _ in range(3)] == [200] * 3
 
 
-def test_connection_that_reads_no_response_is_closed(
-    serve: Serve, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(asgi_server, "IDLE_TIMEOUT_SECONDS", 0.5)
-    client = socket.create_connection(("127.0.0.1", serve("dashboard")), 20)
+def test_connection_that_reads_no_response_is_closed(serve: Serve, stack: ExitStack) -> None:
+    client = socket.create_connection(("127.0.0.1", serve("dashboard", idle_seconds=0.5)), 20)
     stack.enter_context(closing(client)).setblocking(False)
     requests = b"GET /dashboard.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000
 
@@ -142,13 +136,9 @@ def test_connection_that_reads_no_response_is_closed(
     until(is_reset, seconds=30)
 
 
-def test_slow_body_of_a_request_is_not_waited_for(
-    serve: Serve, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (asgi_server, http_server):
-        monkeypatch.setattr(module, "IDLE_TIMEOUT_SECONDS", 0.5)
+def test_slow_body_of_a_request_is_not_waited_for(serve: Serve, stack: ExitStack) -> None:
     for kind, path in (("chats", "/v1/chat/completions"), ("verifier", "/verify_answer")):
-        client = socket.create_connection(("127.0.0.1", serve(kind)), 20)
+        client = socket.create_connection(("127.0.0.1", serve(kind, idle_seconds=0.5)), 20)
         stack.enter_context(closing(client)).sendall(
             f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             "Content-Length: 10000\r\n\r\n{".encode()

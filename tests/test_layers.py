@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "peralta_zmq"
-TYPES = {"rollout", "errors", "atomic_files", "http_server", "compiler", "imports"}
+TYPES = {"rollout", "errors", "atomic_files", "addresses", "http_server", "compiler", "imports"}
 LEAVES = {
     *("config", "registry", "wire", "weights"),
     *("models", "learning", "environments", "observe"),
@@ -59,8 +59,11 @@ LIBRARIES = {  # the only modules that may import a library
     "pydantic_config": {"config"},
     "rich": {"observe"},
     "matplotlib": {"observe"},
-    "starlette": {"observe.asgi_server", "observe.dashboard", "generator.serving"},
-    "uvicorn": {"observe.asgi_server"},
+    "starlette": {
+        *("http_server", "observe.dashboard", "generator.serving", "weights.server"),
+        "environments.verifier_service",
+    },
+    "uvicorn": {"http_server"},
 }
 WITHOUT_TORCH = TYPES | {"config", "registry", "wire", "environments", "observe", "operate"}
 

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, Literal, cast
 
 from peralta_zmq import models, registry
+from peralta_zmq.addresses import host_and_port, read_private_token
 from peralta_zmq.config import Config
 from peralta_zmq.config.training_sections import EnvSection
 from peralta_zmq.environments import rows_task
@@ -45,7 +46,6 @@ from peralta_zmq.environments.reward_pool import (
 from peralta_zmq.environments.turns import turns_of
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.errors import ConfigError, TaskError
-from peralta_zmq.http_server import host_and_port, read_private_token
 from peralta_zmq.learning.demonstrations import Demonstrations, demonstration
 from peralta_zmq.learning.packing import Packing
 from peralta_zmq.models.scorer import Scorer

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from peralta_zmq.addresses import host_and_port
 from peralta_zmq.config import training_sections as training
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.http_server import host_and_port
 
 # Settings of an [[env]] that have no effect in an [[eval.env]], and those that have.
 TRAINING_ONLY = {"num_generations": "rollouts_per_example", "sampling": "eval_sampling"}

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from pydantic import model_validator
 
+from peralta_zmq.addresses import is_loopback
 from peralta_zmq.config import objective_sections as objective
 from peralta_zmq.config import sections
 from peralta_zmq.config import training_sections as training
 from peralta_zmq.config.environment_checks import check_environments
 from peralta_zmq.config.sections import Section
 from peralta_zmq.errors import ConfigError, program_name
-from peralta_zmq.http_server import is_loopback
 
 # bfloat16 has a relative resolution of 1/256. With a beta above this limit, an update changes the
 # optimizer state by less than 1 %, and most of that change is rounded away.

@@ -31,8 +31,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_config import BaseConfig  # pyright: ignore[reportMissingTypeStubs]
 
+from peralta_zmq.addresses import host_of
 from peralta_zmq.atomic_files import MAX_NAME, PLAIN_NAME
-from peralta_zmq.http_server import host_of
 
 # nas:/share, smb://nas, //nas/share, \\nas\share, and $NAME anywhere.
 NO_FOLDER = re.compile(r"[^/]*:|//[^/]|\\\\|.*\$[{(A-Za-z_]", re.DOTALL)

@@ -21,11 +21,11 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar, cast
 from urllib.parse import quote
 
+from peralta_zmq.addresses import with_port
 from peralta_zmq.atomic_files import MALFORMED, parse_json
 from peralta_zmq.environments.reward_functions import checked_reward, num_completions
 from peralta_zmq.environments.turns import REPLY_ROLES, Reply
 from peralta_zmq.errors import RewardError, RewardUnavailableError, TaskError, program_name
-from peralta_zmq.http_server import with_port
 from peralta_zmq.rollout import Message, Problem, Score, ToolCall
 
 RETRY_SECONDS = 60.0  # time without a response after which the client raises an error

@@ -14,25 +14,28 @@
 A message is a list of role, content and name of the tool. The answers to the problems stay on this
 machine. The digest identifies the problems of an environment with their answers, rewards and
 replies, so that a client does not get rewards of other problems.
-Each connection is served by a thread of its own; functions are called by a pool of workers, bounded
-reward functions one at a time.
+Functions are called by a pool of workers; bounded reward functions by the server's thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future
 from contextlib import closing, suppress
-from http import HTTPStatus
 from typing import Any, TypeVar, cast
-from urllib.parse import parse_qs
 
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from peralta_zmq.addresses import read_private_token
 from peralta_zmq.atomic_files import parse_json
 from peralta_zmq.build import dry_run, fitted_settings, open_environments
 from peralta_zmq.config import Config
@@ -44,7 +47,7 @@ from peralta_zmq.environments.verifier_client import (
     url_of,
 )
 from peralta_zmq.errors import ConfigError, PeraltaError
-from peralta_zmq.http_server import HttpServer, RequestHandler, read_private_token
+from peralta_zmq.http_server import HttpServer, Limits, open_port, read_body
 from peralta_zmq.rollout import Message, Problem
 
 MAX_REQUEST_BYTES = 64 << 20
@@ -71,17 +74,9 @@ def run(config: Config) -> None:
         stopped = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: stopped.set())
-        names = ", ".join(verifier.health()["environments"])
+        names = ", ".join(verifier.environments)
         logger.info("verifier on %s serves %s", url_of((section.host, verifier.port)), names)
         stopped.wait()
-
-
-class _RequestError(Exception):
-    """A request that is answered with an HTTP error status and a reason."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = HTTPStatus(status)
 
 
 class Verifier:
@@ -91,7 +86,15 @@ class Verifier:
     in use, or if the port is reachable from other machines and `token` is None.
     """
 
-    def __init__(self, config: Config, *, host: str, port: int, token: str | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        host: str,
+        port: int,
+        token: str | None,
+        limits: Limits | None = None,
+    ) -> None:
         self._splits: dict[str, Environments] = {
             split: open_environments(config, split, local=True) for split in dry_run.SPLITS
         }
@@ -106,12 +109,26 @@ class Verifier:
             for env in environments.sizes
         }
         self._reward_timeout = config.task.reward_timeout
-        self._reward_lock, self._closed = threading.Lock(), False
-        settings = ("verifier.host", "verifier.port")
+        routes = [
+            Route("/healthz", self.health),
+            Route("/problems", self.problems),
+            Route("/score", self.score, methods=["POST"]),
+            Route("/reply", self.reply, methods=["POST"]),
+            Route("/verify_answer", self.verify_answer, methods=["POST"]),
+        ]
         self._server = HttpServer(
-            _Handler, host=host, port=port, token=token, settings=settings, verifier=self
+            "verifier",
+            routes,
+            listening=open_port(
+                host, port, token=token, settings=("verifier.host", "verifier.port")
+            ),
+            token=token,
+            token_setting="verifier.token_file",
+            refuse=_refuse,
+            limits=limits,
         )
         self.port = self._server.port
+        self._server.start()
 
     def log_dry_run(self, config: Config) -> None:
         """Log what a trainer reports about the prompts, if `model.name` is on this machine."""
@@ -123,38 +140,69 @@ class Verifier:
     def close(self) -> None:
         """Stop the server and the reward workers."""
         self._server.close()
-        with self._reward_lock:
-            self._closed = True
         for environments in self._splits.values():
             environments.close()
 
-    def health(self) -> dict[str, Any]:
-        """The response with the number of train problems, and the state of the reward pools."""
+    @property
+    def environments(self) -> dict[str, int]:
+        """Number of train problems of each environment."""
+        return dict(self._splits["train"].sizes)
+
+    # Responses.
+
+    async def health(self, request: Request) -> Response:
+        """Number of train problems, and the state of the reward pools."""
         pools = [environments.pool for environments in self._splits.values()]
-        return {
-            "environments": dict(self._splits["train"].sizes),
+        return _json({
+            "environments": self.environments,
             "waiting": sum(pool.num_waiting for pool in pools),
             "workers": sum(pool.num_workers for pool in pools),
-        }
+        })  # fmt: skip
 
-    def problems(self, env: str, split: str) -> dict[str, Any]:
-        """The response with all problems. Raises _RequestError for an unknown name."""
+    async def problems(self, request: Request) -> Response:
+        """All problems of an environment."""
+        env = request.query_params.get("env", "")
+        split = request.query_params.get("split", "train")
         if split not in self._splits:
-            raise _RequestError(404, f"split {split!r:.40} is not train or eval")
+            raise HTTPException(404, f"split {split!r:.40} is not train or eval")
         environments = self._splits[split]
         if env not in environments.sizes:
             names = ", ".join(environments.sizes)
-            raise _RequestError(404, f"no environment {env!r:.40}; there are {names}")
+            raise HTTPException(404, f"no environment {env!r:.40}; there are {names}")
         problems = [problem for problem in environments.problems if problem.task == env]
         replies = environments.reply_sources.get(env)
-        return {
+        return _json({
             "problems": list(map(problem_to_json, problems)),
             "digest": self._digests[env, split],
             "has_turns": replies is not None,
             "tools": list(replies.schemas) if replies else [],
-        }
+        })  # fmt: skip
 
-    def score(
+    async def score(self, request: Request) -> Response:
+        """The scores of completions."""
+        env, problem, texts, ids, messages, digest = await _fields(
+            request, "completions", "completion_ids", "completion_messages", "digest"
+        )
+        episodes = [*map(messages_from_json, messages)] if any(messages) else ()
+        return _json({"scores": await self._scores(env, problem, texts, ids, episodes, digest)})
+
+    async def verify_answer(self, request: Request) -> Response:
+        """The score of one completion."""
+        env, problem, completion = await _fields(request, "completion")
+        return _json((await self._scores(env, problem, [completion], [()]))[0])
+
+    async def reply(self, request: Request) -> Response:
+        """The messages that follow a completion, the last of the messages in the request."""
+        env, problem_id, rows, digest = await _fields(request, "messages", "digest")
+        environments, problem = self._find(env, problem_id, digest)
+        source = environments.reply_sources.get(env)
+        if source is None:
+            raise HTTPException(404, f"{env!r:.40} has only one turn")
+        messages = [*problem.messages, *messages_from_json(rows)]
+        reply = await self._result(source, lambda: source.reply(problem, messages))
+        return _json({"messages": None if reply is None else messages_to_json(reply)})
+
+    async def _scores(
         self,
         env: str,
         problem_id: str,
@@ -163,71 +211,53 @@ class Verifier:
         messages: Sequence[Sequence[Message]] = (),
         digest: str | None = None,
     ) -> list[dict[str, Any]]:
-        """The scores of completions, each as an object. Raises _RequestError on failure.
-
-        `digest` is that of the client's problems; None = do not compare.
-        """
+        """`digest` is that of the client's problems; None = do not compare."""
         environments, problem = self._find(env, problem_id, digest)
         source = environments.reward_sources[env]
-        scores = self._result(
+        scores = await self._result(
             source,
             lambda: source.score(problem, completions, completion_ids, messages),
             num_calls=len(completions),
         )
         return [score._asdict() for score in scores]
 
-    def reply(
-        self, env: str, problem_id: str, messages: Sequence[Message], digest: str
-    ) -> dict[str, Any]:
-        """The response with the messages that follow a completion, the last of `messages`.
-
-        Raises _RequestError on failure.
-        """
-        environments, problem = self._find(env, problem_id, digest)
-        source = environments.reply_sources.get(env)
-        if source is None:
-            raise _RequestError(404, f"{env!r:.40} has only one turn")
-        reply = self._result(source, lambda: source.reply(problem, [*problem.messages, *messages]))
-        return {"messages": None if reply is None else messages_to_json(reply)}
-
     def _find(self, env: str, problem_id: str, digest: str | None) -> tuple[Environments, Problem]:
-        """The problem of a request, and the environments of its split. Raises _RequestError."""
+        """The problem of a request, and the environments of its split. Raises HTTPException."""
         splits = [split for split in self._splits if (env, split) in self._digests]
-        chosen = [each for each in splits if digest in (None, self._digests[env, each])]
+        chosen = [split for split in splits if digest in (None, self._digests[env, split])]
         if splits and not chosen:
-            raise _RequestError(
+            raise HTTPException(
                 409,
                 f"other problems, answers or rewards in {env!r:.40} than another verifier, or "
                 "than before a restart; use the same config and data files for all verifiers",
             )
-        chosen = [each for each in chosen if (each, env, problem_id) in self._problems]
+        chosen = [split for split in chosen if (split, env, problem_id) in self._problems]
         if not chosen:
-            raise _RequestError(404, f"no problem {problem_id!r:.40} in {env!r:.40}")
+            raise HTTPException(404, f"no problem {problem_id!r:.40} in {env!r:.40}")
         return self._splits[chosen[0]], self._problems[chosen[0], env, problem_id]
 
-    def _result(
+    async def _result(
         self,
         source: RewardSource | ReplySource,
         start: Callable[[], Future[Result]],
         *,
         num_calls: int = 1,
     ) -> Result:
-        """The result of the future of `start`, a call of `source`. Raises _RequestError."""
-        with self._reward_lock:
-            if self._closed:
-                raise _RequestError(503, "stopped")
-            if not source.has_room:
-                raise _RequestError(503, "busy")
-            future = start()
-        try:
-            return future.result(timeout=self._reward_timeout * num_calls + MAX_WAIT_SECONDS)
-        except FutureTimeout:
+        """The result of the future of `start`, a call of `source`. Raises HTTPException."""
+        if not source.has_room:
+            raise HTTPException(503, "busy")
+        future = start()
+        waiting = asyncio.wrap_future(future)
+        await asyncio.wait([waiting], timeout=self._reward_timeout * num_calls + MAX_WAIT_SECONDS)
+        if not waiting.done():
             future.cancel()
-            raise _RequestError(503, "busy") from None
-        except CancelledError:
-            raise _RequestError(503, "stopped") from None
+            raise HTTPException(503, "busy")
+        if waiting.cancelled():
+            raise HTTPException(503, "stopped")
+        try:
+            return waiting.result()
         except PeraltaError as error:
-            raise _RequestError(422, str(error)) from None
+            raise HTTPException(422, str(error)) from None
 
     def _digest(self, env: str, split: str) -> str:
         """Identifies the problems of an environment, with their answers and reward function."""
@@ -240,69 +270,27 @@ class Verifier:
         return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
-class _Handler(RequestHandler):
-    """Handles one connection: checks the password, calls the verifier, responds."""
+def _json(content: object, *, status: int = 200) -> Response:
+    return Response(json.dumps(content), status, media_type="application/json")
 
-    verifier: Verifier  # set by HttpServer
 
-    def do_GET(self) -> None:
-        """Respond to a GET or POST request."""
-        try:
-            if not self.is_authorized():
-                raise _RequestError(401, "set the password in verifier.token_file")
-            status, message = HTTPStatus.OK, self._result()
-        except _RequestError as error:
-            status, message = error.status, {"error": str(error)}
-            self.close_connection = True  # the unread body would be read as the next request
-        with suppress(ConnectionError, TimeoutError):  # the client retries
-            self.respond(status, json.dumps(message).encode(), content_type="application/json")
+def _refuse(request: Request, error: HTTPException) -> Response:
+    return _json({"error": error.detail}, status=error.status_code)
 
-    do_POST = do_GET
 
-    def _result(self) -> dict[str, Any]:
-        """The response to the current request. Raises _RequestError."""
-        path, _, query = self.path.partition("?")
-        match self.command, path:
-            case "GET", "/healthz":
-                return self.verifier.health()
-            case "GET", "/problems":
-                chosen = {name: values[0] for name, values in parse_qs(query).items()}
-                return self.verifier.problems(chosen.get("env", ""), chosen.get("split", "train"))
-            case "POST", "/verify_answer":
-                env, problem, completion = self._body("completion")
-                return self.verifier.score(env, problem, [completion], [()])[0]
-            case "POST", "/score":
-                env, problem, texts, ids, messages, digest = self._body(
-                    "completions", "completion_ids", "completion_messages", "digest"
-                )
-                episodes = [*map(messages_from_json, messages)] if any(messages) else ()
-                return {"scores": self.verifier.score(env, problem, texts, ids, episodes, digest)}
-            case "POST", "/reply":
-                env, problem, messages, digest = self._body("messages", "digest")
-                return self.verifier.reply(env, problem, messages_from_json(messages), digest)
-            case _:
-                choices = (
-                    "GET /healthz, GET /problems, POST /score, POST /reply or POST /verify_answer"
-                )
-                raise _RequestError(404, f"no such path; use {choices}")
-
-    def _body(self, *fields: str) -> list[Any]:
-        """The values of env, problem and `fields` in the request body. Raises _RequestError."""
-        length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit() and len(length) < 10):
-            raise _RequestError(411, "Content-Length is missing or invalid")
-        if int(length) > MAX_REQUEST_BYTES:
-            raise _RequestError(413, f"more than {MAX_REQUEST_BYTES} bytes")
-        fields = ("env", "problem", *fields)
-        try:
-            body = parse_json(self.read_body(int(length)))
-            values = [body[name] for name in fields]
-        except (ValueError, TypeError, KeyError):
-            values = []
-        if not values or not all(map(_is_valid, fields, values)) or not _equal_lengths(values):
-            names = ", ".join(fields)
-            raise _RequestError(400, f"the body is not a JSON object with the fields {names}")
-        return values
+async def _fields(request: Request, *names: str) -> list[Any]:
+    """The values of env, problem and `names` in the request body. Raises HTTPException."""
+    names = ("env", "problem", *names)
+    try:
+        body = parse_json(await read_body(request, max_bytes=MAX_REQUEST_BYTES))
+        values = [body[name] for name in names]
+    except (ValueError, TypeError, KeyError):
+        values = []
+    if not values or not all(map(_is_valid, names, values)) or not _equal_lengths(values):
+        raise HTTPException(
+            400, f"the body is not a JSON object with the fields {', '.join(names)}"
+        )
+    return values
 
 
 def _is_valid(field: str, value: object) -> bool:

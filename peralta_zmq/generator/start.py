@@ -8,6 +8,7 @@ import os
 from contextlib import ExitStack, closing
 
 from peralta_zmq import build, models, wire
+from peralta_zmq.addresses import with_port
 from peralta_zmq.build import dry_run
 from peralta_zmq.config import Config
 from peralta_zmq.errors import OutOfMemoryError
@@ -21,7 +22,6 @@ from peralta_zmq.generator.weight_sync import (
     open_engine,
     open_subscriber,
 )
-from peralta_zmq.http_server import with_port
 from peralta_zmq.observe.terminal import WaitReport
 
 logger = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from peralta_zmq import build, models, registry, wire
+from peralta_zmq.addresses import read_private_token
 from peralta_zmq.build import fitted_settings
 from peralta_zmq.config import Config, files_given
 from peralta_zmq.engines.engine_models import loading_errors
 from peralta_zmq.errors import EngineProcessError, OutageError, StoreError, program_name
-from peralta_zmq.http_server import read_private_token
 from peralta_zmq.observe.terminal import WaitReport
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import PendingWeights, WeightSubscriber

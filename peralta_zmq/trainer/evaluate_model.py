@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 from peralta_zmq import build, models, registry
+from peralta_zmq.addresses import read_private_token
 from peralta_zmq.build import dry_run, fitted_settings
 from peralta_zmq.config import RESOLVED, Config, load_config, load_resolved
 from peralta_zmq.config.programs import evaluate_options
@@ -22,7 +23,6 @@ from peralta_zmq.config.sections import RunSection
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.held_out import summarize
 from peralta_zmq.errors import ConfigError, printable, program_name
-from peralta_zmq.http_server import read_private_token
 from peralta_zmq.observe.metrics import format_number
 from peralta_zmq.observe.terminal import progress_on_stderr
 from peralta_zmq.rollout import CUT_OFF, Answer, Problem

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from peralta_zmq import atomic_files, build, http_server, models, registry, wire
+from peralta_zmq import addresses, atomic_files, build, models, registry, wire
 from peralta_zmq.build import fitted_settings
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, OutageError, StoreError
@@ -24,9 +24,9 @@ from peralta_zmq.observe.run_log import recorded_versions
 from peralta_zmq.trainer.ranks import PolicyLearner, make_policy_learner
 from peralta_zmq.trainer.session import Session
 from peralta_zmq.weights import tensor_set
-from peralta_zmq.weights.http_backend import serve_weights
 from peralta_zmq.weights.pruning import Retention
 from peralta_zmq.weights.publisher import PublishReport, VersionWriter, WeightPublisher
+from peralta_zmq.weights.server import serve_weights
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import WEIGHTS_FILE, Version
 
@@ -141,7 +141,7 @@ def open_store(config: Config) -> WeightStore:
             f"weights.dir {config.weights.dir} is an address for generators only; on the "
             "trainer set weights.dir to a folder, and weights.serve_port to serve it over HTTP"
         )
-    http_server.read_private_token(config.weights.token_file)  # a bad file raises before any write
+    addresses.read_private_token(config.weights.token_file)  # a bad file raises before any write
     return WeightStore.open(config.weights_address)
 
 
@@ -161,7 +161,7 @@ class PolicyPublisher:
         self._cause: BaseException | None = None  # of the failure
         config = session.config
         weights = session.config.weights
-        token = http_server.read_private_token(weights.token_file)
+        token = addresses.read_private_token(weights.token_file)
         if weights.serve_port:
             folder = config.weights_folder
             port = weights.serve_port

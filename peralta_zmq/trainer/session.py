@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, TypeVar
 
-from peralta_zmq import atomic_files, errors, http_server, models, wire
+from peralta_zmq import addresses, atomic_files, errors, models, wire
 from peralta_zmq.atomic_files import FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY
 from peralta_zmq.config import RESOLVED, Config, earlier_config, write_resolved
 from peralta_zmq.config.resolved import REMEDY
@@ -408,14 +408,14 @@ def open_dashboard(config: Config, stack: ExitStack, run_log: RunLog) -> None:
     if not settings.enabled:
         return
     try:
-        from peralta_zmq.observe.dashboard.app import Dashboard  # needs the optional packages
+        from peralta_zmq.observe.dashboard.app import Dashboard
 
-        token = http_server.read_private_token(settings.token_file, option="dashboard.token_file")
+        token = addresses.read_private_token(settings.token_file, option="dashboard.token_file")
         dashboard = Dashboard(
             [config.run_folder], host=settings.host, port=settings.port, token=token, live=True
         )
         stack.enter_context(closing(dashboard))
-        dashboard.start()
+        dashboard.server.start()
     except Exception as error:  # noqa: BLE001 - no failure of the dashboard may stop the training
         reason = error if isinstance(error, ConfigError) else repr(error)
         run_log.note(f"no dashboard: {reason}")

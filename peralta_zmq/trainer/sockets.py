@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 
 from peralta_zmq import wire
+from peralta_zmq.addresses import with_port
 from peralta_zmq.config import Config
-from peralta_zmq.http_server import with_port
 from peralta_zmq.trainer.session import ProgressAnnouncer, StopSignal, wait_out
 from peralta_zmq.weights.backends import ProbeFile
 

@@ -72,24 +72,6 @@ class StorageBackend(Protocol):
         ...
 
 
-def open_backend(address: str, *, token: str | None = None) -> StorageBackend:
-    """Open a folder, http://HOST:PORT or s3://BUCKET/PREFIX.
-
-    At http://HOST:PORT a trainer serves its weights folder (weights.serve_port); `token` is the
-    password. Raises ConfigError for another scheme, or if the library for S3 is not installed.
-    """
-    scheme, separator, _ = address.partition("://")
-    if not separator:
-        return LocalBackend(Path(address).expanduser())
-    if scheme == "s3":
-        from peralta_zmq.weights.object_store_backend import ObjectStoreBackend
-
-        return ObjectStoreBackend(address)
-    from peralta_zmq.weights.http_backend import HttpBackend
-
-    return HttpBackend(address, token=token)
-
-
 def read_small(backend: StorageBackend, path: str, *, limit: int = MAX_SMALL_FILE) -> bytes:
     """The content of a small file. Raises CorruptError if it exceeds `limit` bytes."""
     content = bytearray()

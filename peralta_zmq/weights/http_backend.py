@@ -1,33 +1,22 @@
-"""A trainer's weights folder over HTTP, read-only, for machines without a shared folder.
-
-The trainer calls `serve_weights`, generators use `HttpBackend`. A password (token) keeps other
-clients out. Traffic is not encrypted; clients detect damage by the hashes in the manifests.
-"""
+"""Client of a trainer's weight server (server.py), for machines without a shared folder."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
-import json
-import os
-import re
-import shutil
 from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from peralta_zmq.atomic_files import CHUNK, PLAIN_PATH, open_regular, parse_json
+from peralta_zmq.addresses import host_and_port
+from peralta_zmq.atomic_files import CHUNK, parse_json
 from peralta_zmq.errors import StoreError
-from peralta_zmq.http_server import HttpServer, RequestHandler, host_and_port
-from peralta_zmq.weights.backends import LocalBackend, read_small
+from peralta_zmq.weights.backends import read_small
 from peralta_zmq.weights.leases import FolderLeases
-from peralta_zmq.weights.version import RUN_FILE, VERSION_NAME
 
 CLIENT_TIMEOUT_SECONDS = 20.0  # without a byte from the server
 MAX_LISTING = 16 << 20  # bytes; a million versions
-RANGE = re.compile(r"bytes=(\d{1,18})-")  # value of the header Range, with which a client resumes
-VERSION_FILE = re.compile(rf"/({VERSION_NAME.pattern})/({PLAIN_PATH.pattern})")
 
 
 class HttpBackend:
@@ -85,59 +74,3 @@ class HttpBackend:
         raise StoreError(f"{self.address} is read-only; a trainer publishes to a folder")
 
     write_folder = write_file = remove = prepare = free_bytes = _refuse
-
-
-def serve_weights(folder: Path, *, host: str, port: int, token: str | None) -> HttpServer:
-    """Serve a weights folder. Raises ConfigError as `HttpServer` does."""
-    return HttpServer(
-        _Handler,
-        host=host,
-        port=port,
-        token=token,
-        settings=("wire.bind", "weights.serve_port"),
-        backend=LocalBackend(folder),
-    )
-
-
-class _Handler(RequestHandler):
-    """GET / lists the versions; GET /RUN.json and /step_NUMBER/FILE return files.
-
-    RUN.json names the run that owns the store. A header `Range: bytes=START-` is supported.
-    """
-
-    backend: LocalBackend
-
-    def do_GET(self) -> None:
-        if not self.is_authorized():
-            self.respond(HTTPStatus.UNAUTHORIZED)
-            return
-        try:
-            if self.path == "/":
-                names = sorted(filter(VERSION_NAME.fullmatch, self.backend.names()))
-                self.respond(HTTPStatus.OK, json.dumps(names).encode())
-            elif self.path == f"/{RUN_FILE}":
-                self._send_file(RUN_FILE)
-            elif match := VERSION_FILE.fullmatch(self.path):
-                with self.backend.leases.reading(match[1]):
-                    self._send_file(match[1], *match[2].split("/"))
-            else:
-                self.respond(HTTPStatus.NOT_FOUND)
-        except FileNotFoundError:
-            self.respond(HTTPStatus.NOT_FOUND)
-
-    def _send_file(self, *path: str) -> None:
-        """Send a file of the folder, from the offset that the client requested."""
-        requested = RANGE.fullmatch(self.headers.get("Range", ""))
-        with os.fdopen(open_regular(self.backend.folder, *path), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            start = min(int(requested[1]), size) if requested else 0
-            self.send_response(HTTPStatus.PARTIAL_CONTENT if requested else HTTPStatus.OK)
-            if requested:
-                self.send_header("Content-Range", f"bytes {start}-{max(start, size - 1)}/{size}")
-            self.send_header("Content-Length", str(size - start))
-            self.end_headers()
-            file.seek(start)
-            try:
-                shutil.copyfileobj(file, self.wfile, CHUNK)
-            except (ConnectionError, TimeoutError):  # the client resumes with a new request
-                self.close_connection = True

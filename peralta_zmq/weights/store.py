@@ -28,8 +28,10 @@ from peralta_zmq import atomic_files, errors
 from peralta_zmq.atomic_files import Content, CorruptError, failpoint
 from peralta_zmq.errors import ChainError, OutageError, StoreError, failure_text
 from peralta_zmq.weights import delta, tensor_set
-from peralta_zmq.weights.backends import StorageBackend, open_backend, read_small
+from peralta_zmq.weights.backends import LocalBackend, StorageBackend, read_small
+from peralta_zmq.weights.http_backend import HttpBackend
 from peralta_zmq.weights.leases import LEASE_SECONDS
+from peralta_zmq.weights.object_store_backend import ObjectStoreBackend
 from peralta_zmq.weights.version import (
     DELTA_FILE,
     FORMAT,
@@ -50,6 +52,19 @@ MAX_DELTA_SHARE = 0.6  # of a keyframe's size; a larger delta is published as a 
 MAX_RECHECKS = 100
 Base: TypeAlias = tuple[Version, Mapping[str, torch.Tensor]]  # parent of a delta, its weights
 Stream: TypeAlias = Callable[[Iterator[Any]], Iterator[Any]]  # wraps the pieces of a file
+
+
+def open_backend(address: str, *, token: str | None = None) -> StorageBackend:
+    """Open a folder, http://HOST:PORT or s3://BUCKET/PREFIX.
+
+    At http://HOST:PORT a trainer serves its weights folder (weights.serve_port); `token` is the
+    password. Raises ConfigError for another scheme, or if the library for S3 is not installed.
+    """
+    if "://" not in address:
+        return LocalBackend(Path(address).expanduser())
+    if address.startswith("s3://"):
+        return ObjectStoreBackend(address)
+    return HttpBackend(address, token=token)
 
 
 class WeightStore:

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from peralta_zmq.addresses import listen, with_port
 from peralta_zmq.atomic_files import read_chunks, replace_file
 from peralta_zmq.errors import ConfigError, OutageError, WireError, failure_text
-from peralta_zmq.http_server import listen, with_port
 from peralta_zmq.wire.connection import ClientConnection
 from peralta_zmq.wire.sockets import interface_address, next_port
 

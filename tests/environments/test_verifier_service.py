@@ -279,7 +279,7 @@ def test_request_without_password_is_refused() -> None:
 
 
 def test_public_address_without_password_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"verifier\.port 0 on 0\.0\.0\.0 .*verifier\.token_file"):
+    with pytest.raises(ConfigError, match=r"verifier\.port: .* 0\.0\.0\.0 .*verifier\.token_file"):
         Verifier(load_config("bin/verifier", []), host="0.0.0.0", port=0, token=None)
 
 

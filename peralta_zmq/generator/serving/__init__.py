@@ -12,20 +12,16 @@ from contextlib import ExitStack, closing
 from socket import has_dualstack_ipv6
 
 from peralta_zmq import models, registry
+from peralta_zmq.addresses import read_private_token
 from peralta_zmq.config import Config
-from peralta_zmq.errors import import_extra
 from peralta_zmq.generator.serving.chats import ChatQueue
-from peralta_zmq.http_server import read_private_token
 
-NEEDED_BY = "generator.serve_port"
 logger = logging.getLogger(__name__)
 
 
 def check_settings(config: Config) -> None:
-    """Raise ConfigError if `serve_chats` could not start with these settings."""
+    """Raise ConfigError if the file with the API key cannot be used."""
     if config.generator.serve_port is not None:
-        for library in ("starlette", "uvicorn"):
-            import_extra(library, extra="dashboard", needed_by=NEEDED_BY)
         _token(config)
 
 
@@ -39,7 +35,7 @@ def serve_chats(
     chats = ChatQueue(slots=config.engine.slots, max_model_len=engine.max_model_len)
     if config.generator.serve_port is None:
         return chats
-    from peralta_zmq.generator.serving.server import ChatServer  # needs optional packages
+    from peralta_zmq.generator.serving.server import ChatServer
 
     token = _token(config)
     server = ChatServer(

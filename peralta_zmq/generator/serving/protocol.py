@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from starlette.exceptions import HTTPException
 
 from peralta_zmq import models
 from peralta_zmq.atomic_files import parse_json
@@ -44,7 +45,7 @@ NEUTRAL: Mapping[str, Sequence[object]] = {
 }
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """A refused request: an HTTP status, and the fields of OpenAI's error object."""
 
     def __init__(
@@ -56,11 +57,8 @@ class ApiError(Exception):
         code: str | None = None,
         kind: str = "invalid_request_error",
     ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = {
-            "error": {"message": message, "type": kind, "param": param, "code": code},
-        }
+        super().__init__(status, message)
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,34 +340,47 @@ class Replies:
         }
 
 
-class TextStream:
-    """The text of a completion in pieces, as its tokens are sampled."""
+class ChoiceStream:
+    """The chunks of one choice, as its tokens are sampled."""
 
-    def __init__(self, tokenizer: models.Tokenizer, stop: Sequence[str]) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
-        self._num_sent = 0  # characters
+    def __init__(self, index: int, chat: ChatCompletion, tokenizer: models.Tokenizer) -> None:
+        self._index, self._chat, self._tokenizer = index, chat, tokenizer
+        self._num_tokens = 0  # in the chunks so far, as `_num_characters`
+        self._num_characters = 0
+        self.has_ended = False
 
-    def next_piece(self, tokens: Sequence[SampledToken]) -> str:
-        """The text that is certain after `tokens`, all so far, without the earlier pieces.
+    def next_chunks(self, replies: Replies) -> Sequence[dict[str, Any]]:
+        """What was sampled since the last call. Raises InterruptedChatError."""
+        if self.has_ended:
+            return []
+        completion = self._chat.result.result() if self._chat.result.done() else None
+        tokens = self._chat.tokens[:]
+        new_tokens = tokens[self._num_tokens :]
+        if completion is None and not new_tokens:
+            return []
+        text = self._certain_text(tokens) if completion is None else completion.text
+        delta = {"content": text[self._num_characters :]}
+        if not self._num_tokens:
+            delta = {"role": "assistant", **delta}
+        chunks = [replies.chunk(self._index, delta, new_tokens)]
+        self._num_tokens = len(tokens)
+        self._num_characters = max(self._num_characters, len(text))
+        if completion is not None:
+            self.has_ended = True
+            end = replies.chunk(self._index, {}, finish_reason=completion.finish_reason)
+            chunks.append(end)
+        return chunks
 
-        Text that may be the start of a stop string or of a character is kept for a later piece, and
-        the text of the last token, which may be an end token.
+    def _certain_text(self, tokens: Sequence[SampledToken]) -> str:
+        """The text of `tokens` without what a further token may change.
+
+        This is the text that may be the start of a stop string or of a character, and the text of
+        the last token, which may be an end token.
         """
-        token_ids = [token_id for token_id, _, _ in tokens[:-1]]
-        text = models.text_of(self._tokenizer, token_ids)
-        stop_at = [text.find(string) for string in self._stop if string in text]
-        end = len(text.rstrip(INCOMPLETE)) - max(
-            (len(string) - 1 for string in self._stop), default=0
-        )
-        return self._piece(text, min(stop_at, default=end))
-
-    def last_piece(self, text: str) -> str:
-        """The rest of the whole `text`."""
-        return self._piece(text, len(text))
-
-    def _piece(self, text: str, end: int) -> str:
-        start, self._num_sent = self._num_sent, max(self._num_sent, end)
-        return text[start : self._num_sent]
+        stop = self._chat.sampling.stop
+        text = models.text_of(self._tokenizer, [token_id for token_id, _, _ in tokens[:-1]])
+        end = len(text.rstrip(INCOMPLETE)) - max((len(each) - 1 for each in stop), default=0)
+        return text[: max(0, min((text.find(each) for each in stop if each in text), default=end))]
 
 
 def fingerprint(chats: Sequence[ChatCompletion]) -> str:

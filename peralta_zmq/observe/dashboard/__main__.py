@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+from peralta_zmq.addresses import read_private_token
 from peralta_zmq.errors import ConfigError, program_name
-from peralta_zmq.http_server import read_private_token
 from peralta_zmq.observe.dashboard.run_files import runs_in
 from peralta_zmq.observe.dashboard.view import write_report
 from peralta_zmq.observe.metrics import METRICS
@@ -46,13 +46,13 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     token = read_private_token(options.token_file, option="--token-file")
 
-    from peralta_zmq.observe.dashboard.app import Dashboard  # needs optional packages
+    from peralta_zmq.observe.dashboard.app import Dashboard
 
     dashboard = Dashboard(options.runs, host=options.host, port=options.port, token=token)
     with contextlib.closing(dashboard), contextlib.suppress(KeyboardInterrupt):
         sys.stdout.write("".join(f"{line}\n" for line in dashboard.banner))
         sys.stdout.flush()
-        dashboard.run()
+        dashboard.server.run()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""HTTP server of the dashboard: routes, access control and the server thread.
+"""HTTP server of the dashboard: routes and their responses.
 
     /                        the web page; /dashboard.js and other static files belong to it. Of
                              several runs it lists all, and with ?run=NAME it shows one, or more
@@ -15,40 +15,27 @@ Static files are read into memory at the start: no request can choose a path on 
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 import mimetypes
 import socket
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from peralta_zmq.addresses import is_loopback, listen
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.http_server import FOREIGN_HOST, is_loopback, listen, may_answer
+from peralta_zmq.http_server import HttpServer, Limits, check_password
 from peralta_zmq.observe import prometheus
 from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.run_files import RunFiles, RunList
 from peralta_zmq.observe.metrics import nan_to_null
-
-try:
-    from starlette.applications import Starlette
-    from starlette.datastructures import MutableHeaders
-    from starlette.exceptions import HTTPException
-    from starlette.requests import Request
-    from starlette.responses import PlainTextResponse, RedirectResponse, Response
-    from starlette.routing import Route
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-    from peralta_zmq.observe.asgi_server import make_server
-except ImportError as error:
-    raise ConfigError(
-        f"the dashboard needs starlette and uvicorn ({error}); pip install 'peralta_zmq[dashboard]'"
-    ) from None
 
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -61,7 +48,6 @@ SECURITY_HEADERS = {
 }
 NUM_TRIED_PORTS = 20  # ports that are tried, starting with the requested one
 LAST_PORT = 65_535
-logger = logging.getLogger(__name__)
 
 
 class Dashboard:
@@ -81,65 +67,36 @@ class Dashboard:
         port: int,
         token: str | None = None,
         live: bool = False,
+        limits: Limits | None = None,
     ) -> None:
-        if not is_loopback(host) and token is None:
-            raise ConfigError(
-                f"dashboard.host {host} would let every machine that reaches it read this run; set "
-                "dashboard.token_file (--token-file) to a file of mode 0600 with a password"
-            )
-        self._socket = _listen(host, port)
-        self.port = int(self._socket.getsockname()[1])
+        check_password(host, token=token, setting="dashboard.host")
+        self._runs = RunList(folders, live=live)
+        routes = [
+            Route("/api/runs", self.overview),
+            Route("/api/runs/{number:int}", self.update),
+            Route("/api/runs/{number:int}/samples", self.samples),
+            Route("/api/runs/{number:int}/answers", self.answers),
+            Route("/api/runs/{number:int}/settings", self.settings),
+            Route("/metrics", self.metrics),
+            Route("/healthz", self.health),
+            *(Route(path, file, methods=["GET"]) for path, file in _static_files().items()),
+        ]
+        self.server = HttpServer(
+            "dashboard",
+            routes,
+            listening=_listen(host, port),
+            token=token,
+            token_setting="dashboard.token_file",
+            has_login=True,
+            headers=SECURITY_HEADERS,
+            limits=limits,
+        )
+        self.port = self.server.port
         self.banner = _banner(host, port, self.port)
-        app = make_app(RunList(folders, live=live), token=token)
-        self._server = make_server(app)
-        self._thread = threading.Thread(target=self._serve, name="dashboard", daemon=True)
-
-    def start(self) -> None:
-        """Serve in a daemon thread; an exception is logged and ends only this thread."""
-        self._thread.start()
-
-    def run(self) -> None:
-        """Serve in this thread until a signal."""
-        self._server.run(sockets=[self._socket])
 
     def close(self) -> None:
-        """Stop serving; open requests are not completed."""
-        self._server.should_exit = True
-        if self._thread.is_alive():
-            self._thread.join(1.0)
-        self._socket.close()
-
-    def _serve(self) -> None:
-        try:
-            if not self._server.should_exit:
-                self.run()
-        except Exception as error:  # noqa: BLE001 - must not affect the trainer in this process
-            logger.warning("dashboard stopped (%.300r); training continues", error)
-
-
-def make_app(runs: RunList, *, token: str | None) -> ASGIApp:
-    """Return the ASGI application, with access control."""
-    api = Api(runs)
-    routes = [
-        Route("/api/runs", api.overview),
-        Route("/api/runs/{number:int}", api.update),
-        Route("/api/runs/{number:int}/samples", api.samples),
-        Route("/api/runs/{number:int}/answers", api.answers),
-        Route("/api/runs/{number:int}/settings", api.settings),
-        Route("/metrics", api.metrics),
-        Route("/healthz", api.health),
-        *(Route(path, response) for path, response in _static_files().items()),
-    ]
-    app = Starlette(routes=routes, exception_handlers={Exception: api.failure})
-    return AccessControl(app, token=token)
-
-
-class Api:
-    """Responses computed from the files of the runs."""
-
-    def __init__(self, runs: RunList) -> None:
-        self._list = runs
-        self._logged: set[str] = set()  # types of exceptions
+        """Stop serving."""
+        self.server.close()
 
     async def overview(self, request: Request) -> Response:
         """Return name, status and newest values of each run."""
@@ -178,61 +135,18 @@ class Api:
         }
         return _json({"status": "ok", "runs": newest})
 
-    async def failure(self, request: Request, error: Exception) -> Response:
-        """Log each type of exception once only: the page repeats its request every second."""
-        if (kind := type(error).__name__) not in self._logged:
-            self._logged.add(kind)
-            logger.warning("dashboard request failed at %s (%.300r)", request.scope["path"], error)
-        return PlainTextResponse("internal error; see the log of the dashboard's process", 500)
-
     def _run_of(self, request: Request) -> RunFiles:
         """Return the run whose number is in the URL, after a refresh."""
         number = int(request.path_params["number"])
-        if number >= len(self._list.runs):
+        if number >= len(self._runs.runs):
             raise HTTPException(404, "no such run")
-        self._list.runs[number].refresh()
-        return self._list.runs[number]
+        self._runs.runs[number].refresh()
+        return self._runs.runs[number]
 
     def _refreshed(self) -> Sequence[RunFiles]:
-        self._list.find()
-        self._list.refresh()
-        return self._list.runs
-
-
-@dataclass(frozen=True, slots=True)
-class AccessControl:
-    """ASGI middleware: refuses writes, requests without token, foreign Host headers without one."""
-
-    app: ASGIApp
-    token: str | None  # not empty; None = no token is needed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(SECURITY_HEADERS)
-            await send(message)
-
-        if scope["type"] == "http":
-            await (self._refusal(Request(scope)) or self.app)(scope, receive, send_with_headers)
-
-    def _refusal(self, request: Request) -> Response | None:
-        """Return the response that refuses a request; None if the request is allowed."""
-        if request.method not in ("GET", "HEAD"):
-            return PlainTextResponse("the dashboard is read-only", 405, {"Allow": "GET, HEAD"})
-        # Dashboard requires a token unless its host is loopback; make_app alone does not.
-        if self.token is None:
-            is_allowed = may_answer(request.headers, token=None)
-            return None if is_allowed else PlainTextResponse(FOREIGN_HOST, 400)
-        # Browsers send a cookie to all ports of a host, and each may have another dashboard.
-        cookie = f"peralta_token_{hashlib.sha256(self.token.encode()).hexdigest()[:8]}"
-        if may_answer({}, request.query_params.get("token", ""), token=self.token):
-            # The token leaves the address bar. "lax" sends it also from links on other sites.
-            response = RedirectResponse(request.scope["path"], 303)
-            response.set_cookie(cookie, self.token, httponly=True, samesite="lax")
-            return response
-        if may_answer(request.headers, request.cookies.get(cookie, ""), token=self.token):
-            return None
-        return PlainTextResponse("open /?token=... with the password in dashboard.token_file", 401)
+        self._runs.find()
+        self._runs.refresh()
+        return self._runs.runs
 
 
 def _number_in(request: Request, name: str) -> int | None:

@@ -1,9 +1,7 @@
 """Checks of the network: ports, connection, probe, throughput, clocks and keys.
 
-The trainer listens on NUM_PORTS consecutive ports, the first of them wire.port. The last port
-answers probes: small messages with which the doctor of a generator measures the connection. Keys
-are CURVE keys: ZeroMQ encrypts connections with them, and the trainer identifies generators by
-their keys.
+The last of the trainer's ports answers probes: small messages with which the doctor of a generator
+measures the connection.
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peralta_zmq import wire
+from peralta_zmq.addresses import is_loopback, listen, with_port
 from peralta_zmq.atomic_files import is_held
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, WireError, program_name
-from peralta_zmq.http_server import is_loopback, listen, with_port
 from peralta_zmq.observe.metrics import LOCK
 from peralta_zmq.operate.doctor.checks import Check, failed_check
 from peralta_zmq.operate.doctor.machine_checks import LOCAL_NETWORK
@@ -36,7 +34,6 @@ CLOCK_NOTE_SECONDS, CLOCK_FAIL_SECONDS = 2.0, 3600.0
 
 
 def is_this_machine(host: str) -> bool:
-    """True if a host name or address belongs to this machine."""
     try:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     except OSError:
@@ -52,8 +49,7 @@ def is_this_machine(host: str) -> bool:
 def check_ports(config: Config, stack: ExitStack) -> Check:
     """Check that the trainer's ports are free; listen on them until `stack` is closed.
 
-    Other machines can then check the connection. The last port is closed again: `serve_probes`
-    uses it. Ports in use by a running trainer of this run are no failure.
+    Other machines can then check the connection. The last port is closed again, for `serve_probes`.
     """
     bind, port = config.wire.bind, config.wire.port
     address, ports = wire.interface_address(bind), range(port, port + NUM_PORTS)
@@ -73,7 +69,6 @@ def check_ports(config: Config, stack: ExitStack) -> Check:
 
 
 def is_trainer_running(folder: Path) -> bool:
-    """True if a trainer on this machine holds the lock of a run folder."""
     return is_held(folder / LOCK) is True
 
 
@@ -88,7 +83,6 @@ def check_reach(config: Config, *, wait_seconds: float = 0.0) -> Check:
 
 
 def _connect_all(host: str, first: int) -> Check:
-    """Check that a host accepts connections on NUM_PORTS ports from `first` on."""
     started = time.monotonic()
     for port in range(first, first + NUM_PORTS):
         try:
@@ -102,7 +96,6 @@ def _connect_all(host: str, first: int) -> Check:
 
 
 def _connect_remedy(error: OSError, host: str, port: int, *, is_first: bool) -> str:
-    """What to do after a failed connection; `is_first`: it was the first of the ports."""
     if isinstance(error, socket.gaierror):
         return "set wire.host to the trainer's address, or add its name to /etc/hosts"
     if error.errno == errno.EHOSTUNREACH and sys.platform == "darwin":
@@ -125,10 +118,7 @@ class ProbeResult:
 
 
 def open_probe_client(config: Config, name: str) -> wire.ProbeClient:
-    """Connect to the trainer's probe port as generator `name`.
-
-    Raises WireError if a key file cannot be used.
-    """
+    """Connect to the trainer's probe port. Raises WireError if a key file cannot be used."""
     folder = config.keys_folder
     keys = wire.generator_keys(folder, name) if folder else None
     address = f"tcp://{with_port(config.wire.host, config.wire.port)}"
@@ -158,7 +148,6 @@ def check_probe(result: ProbeResult, run: str) -> Check:
 
 
 def check_throughput(client: wire.ProbeClient) -> Check:
-    """Measure the throughput to the trainer's machine; a low one is no failure."""
     speed = client.measure_throughput(seconds=THROUGHPUT_SECONDS, timeout=THROUGHPUT_TIMEOUT)
     return Check(True, f"{speed / 1e6:.2f} MB/s to the trainer")
 
@@ -176,10 +165,7 @@ def check_clock(result: ProbeResult) -> Check:
 
 
 def check_keys(config: Config, role: str, name: str) -> Check:
-    """Check the key files of a role; `name` is the generator's name.
-
-    Raises WireError if a key file is missing or other users can read a secret key.
-    """
+    """Check the key files of a role; `name` is the generator's name. Raises WireError."""
     from peralta_zmq.wire import auth
 
     folder, bind = config.keys_folder, config.wire.bind
@@ -203,9 +189,8 @@ def serve_probes(
 ) -> Check:
     """Answer the probes of generators' doctors while no trainer runs, until `stack` is closed.
 
-    A probe can create a file in `folder`, the weights folder, so that the other doctor sees whether
-    its machine has the same folder. None if the weight store is not a folder. Raises WireError if
-    the port is in use or a key file cannot be used.
+    A probe can create a file in `folder`, the weights folder, or None; see `check_visible`. Raises
+    WireError.
     """
     from peralta_zmq.weights.backends import ProbeFile
 

@@ -1,8 +1,4 @@
-"""Checks of the weights folder: same on all machines, writable, large, fast.
-
-The trainer publishes weight versions (step_00000042/) into this folder, which is usually on a NAS.
-Generators load the versions from the folder, or from a URL where they are served.
-"""
+"""Checks of the weights folder or URL: same on all machines, writable, large, fast."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from peralta_zmq import atomic_files, http_server
+from peralta_zmq import addresses, atomic_files
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate.doctor.checks import Check
@@ -40,10 +36,7 @@ NOT_READABLE = "mount it again, or give this user the right to read it"
 
 
 def check_folder(folder: Path, *, role: str) -> Check:
-    """Check that the folder can be listed.
-
-    It may be missing on the trainer's machine, where the trainer creates it later.
-    """
+    """Check that the folder can be listed; on the trainer's machine it may be missing."""
     from peralta_zmq.weights.backends import filesystem_of
 
     filesystem = filesystem_of(folder) or "unknown"
@@ -64,10 +57,7 @@ def check_folder(folder: Path, *, role: str) -> Check:
 
 
 def check_writing(folder: Path, *, num_bytes: int = SAMPLE_BYTES) -> Check:
-    """Check that this user can write, fsync and rename in the folder.
-
-    If the folder is missing, checks its nearest parent. Reports the speed for `num_bytes`.
-    """
+    """Check that this user can write, fsync and rename in the folder, or its nearest parent."""
     parent = nearest_folder(folder)
     content, started = os.urandom(num_bytes), time.monotonic()
     try:
@@ -84,10 +74,9 @@ def check_writing(folder: Path, *, num_bytes: int = SAMPLE_BYTES) -> Check:
 
 
 def check_owner(folder: Path, run: Path, *, is_running: bool) -> Check:
-    """Check that the weights belong to the run in folder `run`, not to another.
+    """Check that the weights belong to the run in folder `run`, and no other trainer publishes.
 
-    Also fails if another trainer publishes there: a publishing trainer holds a lease of the folder.
-    If this run's trainer is running (`is_running`), the lease is that trainer's. Raises OSError.
+    If this run's trainer is running (`is_running`), the lease of the folder is that trainer's.
     """
     store = _open_store(str(folder))
     # The run folder has a file RUN.json with the run's id, like a weights folder.
@@ -117,11 +106,7 @@ def check_space(folder: Path, model_bytes: int | None, num_models: int = NUM_VER
 
 
 def check_visible(folder: Path, create_file: Callable[[], str]) -> Check:
-    """Check that a file created on the trainer's machine appears here.
-
-    Measures when it appears by polling, and when a file system event reports it.
-    `create_file` makes the trainer's machine create a file in the folder, and returns its name.
-    """
+    """Check that a file which `create_file` creates on the trainer's machine appears here."""
     from peralta_zmq.weights.backends import FolderWatcher
 
     event_times: SimpleQueue[float] = SimpleQueue()  # monotonic seconds
@@ -147,10 +132,7 @@ def check_visible(folder: Path, create_file: Callable[[], str]) -> Check:
 
 
 def check_address(address: str, token_file: str | None, run_id: str) -> Check:
-    """Check that weights at a URL can be listed and belong to `run_id` (empty = any).
-
-    Raises ConfigError if the token file or the address is invalid.
-    """
+    """Check that weights at a URL can be listed and belong to `run_id` (empty = any)."""
     store = _open_store(address, token_file)
     try:
         names, owner = store.backend.names(), store.run_id
@@ -166,10 +148,7 @@ def check_address(address: str, token_file: str | None, run_id: str) -> Check:
 
 
 def check_future_address(address: str, token_file: str | None, port: int) -> Check:
-    """Check the URL at which the trainer will serve weights, before the trainer runs.
-
-    Raises ConfigError if the token file or the address is invalid.
-    """
+    """Check the URL at which the trainer will serve weights, before the trainer runs."""
     _open_store(address, token_file)  # only for these errors; it does not connect
     detail = f"{address} cannot be checked before the trainer runs"
     served = f"the trainer will serve the weights on port {port} (weights.serve_port)"
@@ -179,11 +158,7 @@ def check_future_address(address: str, token_file: str | None, port: int) -> Che
 def check_speed(
     location: Path | str, model_bytes: int | None, token_file: str | None = None
 ) -> Check:
-    """Measure how fast the newest version is read; estimate a generator's load time.
-
-    In a writable folder without versions a sample file is written and read instead. Raises OSError
-    if the folder cannot be listed.
-    """
+    """Measure how fast the newest version, or a sample file, is read. Raises OSError."""
     store = _open_store(str(location), token_file)
     folder = location if isinstance(location, Path) else None
     if version := store.newest():
@@ -214,10 +189,7 @@ def check_speed(
 
 
 def model_bytes_of(config: Config) -> int | None:
-    """Bytes of a published model, from the headers of its safetensors files.
-
-    None if the model is not on this machine.
-    """
+    """Bytes of a published model; None if the model is not on this machine."""
     from peralta_zmq import models
     from peralta_zmq.weights.tensor_set import FileTensors
 
@@ -232,16 +204,15 @@ def model_bytes_of(config: Config) -> int | None:
 
 
 def nearest_folder(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
+    """The folder, or its nearest parent that exists."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir())
 
 
 def _open_store(address: str, token_file: str | None = None) -> WeightStore:
-    """Open a weight store: a folder, or a URL with the password in `token_file`."""
     from peralta_zmq.weights.store import WeightStore
 
-    return WeightStore.open(address, token=http_server.read_private_token(token_file))
+    return WeightStore.open(address, token=addresses.read_private_token(token_file))
 
 
 def _folder_time(folder: Path) -> float:
@@ -253,8 +224,7 @@ def _folder_time(folder: Path) -> float:
 def _read(backend: StorageBackend, path: str, folder: Path | None) -> tuple[int, float]:
     """Read a file of the store, up to about MAX_READ_BYTES; returns bytes and seconds.
 
-    If the store is `folder`, the file is first dropped from the page cache, on systems that can do
-    that, because a cached file would be read too fast.
+    A file in `folder` is first dropped from the page cache, where that is possible.
     """
     if folder is not None and hasattr(os, "posix_fadvise"):
         with os.fdopen(atomic_files.open_regular(folder / path), "rb") as file:

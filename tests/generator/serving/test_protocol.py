@@ -6,16 +6,19 @@ import json
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from peralta_zmq import models
+from peralta_zmq.generator.serving.chats import ChatCompletion
 from peralta_zmq.generator.serving.protocol import (
     ApiError,
     ChatRequest,
-    TextStream,
+    ChoiceStream,
+    Replies,
     parse_request,
 )
-from peralta_zmq.rollout import Message, SampledToken
+from peralta_zmq.rollout import Completion, Message, SampledToken, Sampling
 
 HELLO = [{"role": "user", "content": "add 2 to 3."}]
 
@@ -106,7 +109,7 @@ def test_bad_request_is_refused_with_field_and_remedy(
 ) -> None:
     with pytest.raises(ApiError) as caught:
         parse(tokenizer, **fields)
-    assert caught.value.status == 400
+    assert caught.value.status_code == 400
     error = caught.value.body["error"]
     assert message in str(error["message"])
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
@@ -143,7 +146,10 @@ def test_long_chat_is_refused_before_all_of_it_is_tokenized(tokenizer: Any, mess
 def test_other_model_is_refused_as_not_found(tokenizer: Any) -> None:
     with pytest.raises(ApiError, match='the model "gpt-4" does not exist; use "demo"') as caught:
         parse(tokenizer, model="gpt-4")
-    assert (caught.value.status, caught.value.body["error"]["code"]) == (404, "model_not_found")
+    assert (caught.value.status_code, caught.value.body["error"]["code"]) == (
+        404,
+        "model_not_found",
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,9 +165,20 @@ def test_pieces_of_a_stream_join_to_the_text_without_stop_strings(
     tokenizer: Any, text: str, stop: tuple[str, ...], whole: str
 ) -> None:
     tokens = [SampledToken(token, 0.0, 0) for token in tokenizer.encode(text)]
-    stream = TextStream(tokenizer, stop)
-    pieces = [stream.next_piece(tokens[: end + 1]) for end in range(len(tokens))]
+    chat = ChatCompletion(np.array([1], np.int32), Sampling(stop=stop))
+    replies = Replies(ChatRequest([chat], True, False, False), tokenizer, "demo")
+    stream, pieces = ChoiceStream(0, chat, tokenizer), list[str]()
+
+    def read() -> None:
+        chunks = stream.next_chunks(replies)
+        pieces.extend(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+
+    for token in tokens:
+        chat.tokens.append(token)
+        read()
     assert whole.startswith("".join(pieces))
-    pieces.append(stream.last_piece(whole))
-    assert "".join(pieces) == whole and len(list(filter(None, pieces))) > 2
+    ids, logprobs = np.array([token[0] for token in tokens]), np.zeros(len(tokens), np.float32)
+    chat.complete(Completion(0, chat.prompt_ids, ids, logprobs, np.zeros_like(ids), "stop", whole))
+    read()
+    assert stream.has_ended and "".join(pieces) == whole and len(list(filter(None, pieces))) > 2
     assert "\N{REPLACEMENT CHARACTER}" not in whole

@@ -266,14 +266,8 @@ def test_settings_are_checked_before_the_weights_are_there(tmp_path: Path) -> No
         serving.check_settings(Config.model_validate({"generator": missing}))
 
 
-def test_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
-    with pytest.raises(ConfigError, match=r"generator.serve_port needs uvicorn .*\[dashboard\]"):
-        serving.check_settings(Config.model_validate({"generator": {"serve_port": 8471}}))
-
-
 def test_port_in_use_names_the_setting(scene: Scene) -> None:
-    with pytest.raises(ConfigError, match=r"generator\.serve_port: port \d+ cannot be used"):
+    with pytest.raises(ConfigError, match=r"generator\.serve_port \d+ cannot be used"):
         port = scene.serve().port
         ChatServer(
             scene.chats, scene.tokenizer, host="127.0.0.1", port=port, token=None, model="demo",

@@ -17,7 +17,7 @@ from real_programs import until
 from synthetic_runs import append, group, make_run, row
 
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.observe import asgi_server
+from peralta_zmq.http_server import HttpServer, Limits
 from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.app import Dashboard
 
@@ -34,7 +34,7 @@ def serve(stack: ExitStack) -> Serve:
     def start(*folders: Path, **options: Any) -> Dashboard:
         options = {"host": "127.0.0.1", "port": 0} | options
         dashboard = stack.enter_context(closing(Dashboard(folders, **options)))
-        dashboard.start()
+        dashboard.server.start()
         return dashboard
 
     return start
@@ -153,14 +153,12 @@ def is_closed(client: socket.socket) -> bool:
         return True
 
 
-@pytest.mark.parametrize(
-    ("first_request_seconds", "num_kept"), [(300.0, asgi_server.MAX_CONNECTIONS), (0.5, 0)]
-)
+@pytest.mark.parametrize(("header_seconds", "num_kept"), [(300.0, 64), (0.5, 0)])
 def test_idle_connections_are_bounded_and_closed_without_a_request(
-    dashboard: Dashboard, stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
-    first_request_seconds: float, num_kept: int,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(asgi_server, "FIRST_REQUEST_SECONDS", first_request_seconds)
+    tmp_path: Path, serve: Serve, stack: ExitStack, header_seconds: float, num_kept: int
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    dashboard = serve(folder, limits=Limits(header_seconds=header_seconds))
     address = ("127.0.0.1", dashboard.port)
     clients = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(150)]
     for client in clients:
@@ -172,7 +170,7 @@ def test_idle_connections_are_bounded_and_closed_without_a_request(
 
 def test_access_from_other_machines_needs_the_token(tmp_path: Path, serve: Serve) -> None:
     folder = make_run(tmp_path / "hand", num_steps=1)
-    with pytest.raises(ConfigError, match=r"dashboard.host 0.0.0.0 would let every"):
+    with pytest.raises(ConfigError, match=r"on 0\.0\.0\.0 is open to other machines without"):
         serve(folder, host="0.0.0.0")
     dashboard = serve(folder, host="0.0.0.0", token=TOKEN)
     assert dashboard.banner[1].startswith("warning: other machines can open the dashboard")
@@ -211,11 +209,11 @@ def test_errors_stay_in_the_dashboard(
     assert [get(dashboard, "/api/runs/0")[0] for _ in range(3)] == [500] * 3
     assert get(dashboard, "/healthz")[0] == 200
     assert caplog.messages == ["dashboard request failed at /api/runs/0 (RuntimeError('broken'))"]
-    monkeypatch.setattr(Dashboard, "run", fails)
+    monkeypatch.setattr(HttpServer, "run", fails)
     broken = serve(Path("unused"))
-    broken._thread.join(30)
-    assert not broken._thread.is_alive()
-    assert "broken" in caplog.text and "training continues" in caplog.text
+    broken.server.thread.join(30)
+    assert not broken.server.thread.is_alive()
+    assert "broken" in caplog.text and "this process continues" in caplog.text
 
 
 def test_dashboard_of_10000_steps_uses_one_percent_of_a_core(tmp_path: Path, serve: Serve) -> None:
@@ -223,8 +221,8 @@ def test_dashboard_of_10000_steps_uses_one_percent_of_a_core(tmp_path: Path, ser
     folder = make_run(tmp_path / "hand", num_steps=10_000)
     dashboard = serve(folder, live=True)
     cursor = json.loads(get(dashboard, "/api/runs/0")[2])["cursor"]
-    assert dashboard._thread.ident
-    clock = time.pthread_getcpuclockid(dashboard._thread.ident)
+    assert dashboard.server.thread.ident
+    clock = time.pthread_getcpuclockid(dashboard.server.thread.ident)
     times: list[float] = []  # seconds of the thread per poll; other processes make some slow
     for step in range(10_001, 10_041):
         before = time.clock_gettime(clock)

@@ -1,4 +1,4 @@
-"""Files with the password of an HTTP server (tests/weights/test_http_backend.py: the server)."""
+"""Files with the password of an HTTP server."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from peralta_zmq.addresses import read_private_token
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.http_server import read_private_token
 
 TOKEN = "0123456789abcdef"
 
