@@ -22,7 +22,7 @@ from peralta_zmq.config.programs import run_program
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.metrics import METRICS, Row, number
 from peralta_zmq.operate.local import run_local
-from peralta_zmq.operate.process_group import ProcessGroup
+from peralta_zmq.operate.process_group import DEFAULT_POLICY, ProcessGroup, RestartPolicy
 from tools.promise_checker import Check, check, unexpected_ends
 from tools.run_history import RECORDING_OPTIONS, History, last_step, read_history
 
@@ -86,7 +86,9 @@ class ChaosMonkey:
         return Check("kills", text, ("the run ended earlier",) if self._planned else ())
 
 
-def run_chaos(config: Config, arguments: Sequence[str]) -> int:
+def run_chaos(
+    config: Config, arguments: Sequence[str], *, policy: RestartPolicy = DEFAULT_POLICY
+) -> int:
     """Run on this machine, kill workers, report; returns an exit code.
 
     Raises ConfigError with fewer than two generators: one must work while another is down.
@@ -99,7 +101,8 @@ def run_chaos(config: Config, arguments: Sequence[str]) -> int:
         )
     workers = ["trainer", *(f"generator-{index}" for index in range(num_generators))]
     monkey = ChaosMonkey(config.run_folder, max_steps=config.train.max_steps, workers=workers)
-    code = run_local(config, [*arguments, *RECORDING_OPTIONS], on_tick=monkey.on_tick)
+    arguments = [*arguments, *RECORDING_OPTIONS]
+    code = run_local(config, arguments, on_tick=monkey.on_tick, policy=policy)
     return code or monkey.report()
 
 

@@ -1,11 +1,7 @@
 """Steps that prepare a host: probe, copy, install, settings, doctor, workers.
 
-Each step is a function that returns its commands for one host. `Command.find_problem` turns the
-result of a failed command into a message with the problem and its remedy. A job is the command line
-of one worker (the trainer or one generator); the worker's supervisor on the host runs it.
-
-`Host.folder` is the project folder on the host, with a copy of the code. It is None on this machine
-if the host uses this checkout (REPO); nothing is then copied or installed.
+Each step is a function that returns its commands for one host. `Host.folder` is the project folder
+on the host, with a copy of the code; None on this machine, if the host uses this checkout (REPO).
 """
 
 from __future__ import annotations
@@ -69,7 +65,6 @@ def supervisor_script(host: Host, *words: str) -> str:
 
 
 def probe(host: Host) -> list[Command]:
-    """Read the version of Python, free space, and the state of the project folder."""
     folder = host.folder or shlex.quote(str(REPO))
     script = PROBE.format(folder=folder, python=shlex.quote(host.python))
     # Sent to the standard input of sh, because the user's login shell may be csh or fish.
@@ -111,7 +106,6 @@ def run_patterns(host: Host, config: Config) -> list[str]:
 
 
 def _pattern(path: str) -> str:
-    """The rsync pattern of a path in the project folder."""
     return re.sub(r"[*?[]", r"[\g<0>]", f"/{path}")  # rsync takes a character in [] literally
 
 
@@ -122,7 +116,7 @@ def _hosts_files(hosts_file: Path) -> list[str]:
 
 
 def _path_in(folder: str, path: str) -> str | None:
-    """Return a path on the host relative to the project folder; None if it is outside.
+    """A path on the host relative to the project folder; None if it is outside.
 
     The host's home folder is not known here: an absolute path is inside if it contains `folder`.
     """
@@ -133,7 +127,6 @@ def _path_in(folder: str, path: str) -> str | None:
 
 
 def install(host: Host) -> list[Command]:
-    """Run `make setup`, which does nothing when the requirements are unchanged."""
     if host.folder is None:
         return []
     script = in_project(host, f"make --no-print-directory setup PYTHON={shlex.quote(host.python)}")
@@ -142,10 +135,7 @@ def install(host: Host) -> list[Command]:
 
 
 def send_settings(host: Host, config: Config) -> list[Command]:
-    """Send the settings, the weight store's password, and the keys the host needs.
-
-    Other users of the host can neither read the new files nor add a key.
-    """
+    """Send the settings, the weight store's password and the host's keys, for its owner only."""
     private_folder = KEYS if config.keys_folder else FOLDER
     script = f"umask 077 && mkdir -p {private_folder} && cat > {settings_file(config)}"
     script = in_project(host, script)
@@ -160,9 +150,9 @@ def send_settings(host: Host, config: Config) -> list[Command]:
 
 
 def settings_file(config: Config) -> Path:
-    """Path of the settings file in the project folder of a host.
+    """The settings file in the project folder of a host, with a hash of the settings as name.
 
-    Its name has a hash of the settings, so that the jobs of other settings differ in their command.
+    So the jobs of other settings differ in their command.
     """
     digest = hashlib.sha256(toml_text(config).encode()).hexdigest()
     return FOLDER / f"config-{digest[:12]}.toml"
@@ -175,7 +165,6 @@ def token_file(config: Config) -> Path | None:
 
 
 def make_keys(folder: Path, generators: Sequence[str]) -> None:
-    """Make the missing CURVE key pairs of the trainer and the generators."""
     from peralta_zmq.wire import auth
 
     for name in (auth.TRAINER, *generators):
@@ -184,11 +173,7 @@ def make_keys(folder: Path, generators: Sequence[str]) -> None:
 
 
 def key_files(host: Host, keys: Path) -> list[str]:
-    """Key files that a host needs.
-
-    The trainer's host gets all public keys, and the secret keys of the trainer and of the host's
-    generators. Another host gets the trainer's public key and the secret keys of its generators.
-    """
+    """Key files that a host needs: public keys of its peers, secret keys of its workers."""
     if host.role == "trainer":
         public = sorted(str(path) for path in keys.glob("*.public"))
         names = ["trainer", *host.generators]
@@ -243,7 +228,6 @@ def jobs_of(host: Host, hosts: Hosts, config: Config) -> list[Job]:
 
 
 def settings_options(host: Host, config: Config) -> list[str]:
-    """Options that load the settings file on a host and set the host's own values."""
     options = {
         "--weights.dir": host.weights_dir,
         "--model.device": host.device,
@@ -295,7 +279,6 @@ def _probe_problem(host: Host, result: Result) -> str | None:
 
 
 def _doctor_problem(result: Result) -> str | None:
-    """The failed checks of bin/doctor, from the JSON in the last line of its output."""
     if result.returncode == 0:
         return None
     last_line = result.stdout.strip().rpartition("\n")[2]

@@ -1,8 +1,7 @@
 """`bin/lan`: start and control a run on the machines of a hosts file, or on a cluster.
 
-A worker is the trainer or one generator. Each worker has a supervisor on its host, which restarts
-the worker after a crash (operate/supervisor.py). The run continues when bin/lan ends. A launcher
-starts the workers: over ssh on hosts, or as jobs of a Slurm cluster (operate/slurm.py). Commands:
+The run continues when bin/lan ends: each worker has a supervisor on its host (supervisor.py), or is
+a job of Slurm. Commands:
 
 up       probe every host, copy the code, install, send settings, check, start; then show the logs
 sync     only probe, copy and install (ssh)
@@ -40,7 +39,6 @@ StepsOf: TypeAlias = Callable[[Host], list[ssh.Command]]  # commands of one phas
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command for the workers of a hosts file. Raises ConfigError."""
     options, settings = _parser().parse_known_args(arguments)
     command: str = options.command
     if settings and command not in STARTING:
@@ -82,10 +80,7 @@ class Launcher(Protocol):
         ...
 
     def follow_logs(self, names: Sequence[str], *, lines: int) -> bool:
-        """Print the logs of these workers (all without names), `lines` earlier lines of each.
-
-        Returns True when the workers have ended, False after Ctrl-C.
-        """
+        """Print the logs of these workers (all without names); False after Ctrl-C."""
         ...
 
     def control(self, command: str, names: Sequence[str]) -> int:
@@ -109,127 +104,111 @@ def choose_launcher(hosts: Hosts, path: Path, options: argparse.Namespace) -> La
             f"{path} has no [[host]] for --launcher ssh; add the machines, or leave "
             "out --launcher to use [slurm]"
         )
-    return SshLauncher(hosts, path, partial=partial, dry_run=dry_run)
-
-
-class SshLauncher:
-    """Starts and controls the workers on the hosts of a hosts file (see `Launcher`)."""
-
-    def __init__(
-        self, hosts: Hosts, path: Path, *, partial: bool = False, dry_run: bool = False
-    ) -> None:
-        self._hosts, self._path = hosts, path
-        self._partial, self._dry_run = partial, dry_run
-
-    def up(self, config: Config) -> int:
-        """Run all phases up to running workers."""
-        return self._fleet("up", config).up()
-
-    def sync(self, config: Config) -> int:
-        """Probe, copy and install."""
-        return self._fleet("sync", config).sync()
-
-    def rows(self) -> list[Row]:
-        """The status of every worker; unknown, if its host cannot be reached."""
-        return lan_monitor.query_all(self._hosts)
-
-    def exit_code(self) -> int:
-        """The exit code of the trainer."""
-        return lan_monitor.trainer_exit_code(self._hosts)
-
-    def follow_logs(self, names: Sequence[str], *, lines: int) -> bool:
-        """Print the logs over ssh."""
-        selected = select_workers(self._hosts, names)
-        return lan_monitor.follow_logs(selected, f"--hosts {self._path}", lines=lines)
-
-    def control(self, command: str, names: Sequence[str]) -> int:
-        """Send a command to the supervisors of the workers."""
-        return _command_supervisors(command, select_workers(self._hosts, names))
-
-    def _fleet(self, command: str, config: Config) -> Fleet:
-        if not (host_setup.REPO / "bin").exists():
-            raise ConfigError(
-                f"{command} copies a checkout of the project to the hosts, and this is an "
-                "installed package; clone the project and run bin/lan there"
-            )
-        check_addresses(self._hosts, config)
-        check_memory(self._hosts, config)
-        return Fleet(self._hosts, config, self._path, self._partial, self._dry_run)
-
-
-def select_workers(hosts: Hosts, names: Sequence[str]) -> list[tuple[Host, list[str]]]:
-    """Return the hosts of the workers with these names, with their selected workers.
-
-    The name of a host selects all of its workers; without names, all workers are selected. Raises
-    ConfigError for an unknown name.
-    """
-    known = {name for host in hosts.host for name in (host.name, *host.workers)}
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"no host or worker {name!r}; there are {', '.join(sorted(known))}")
-    selected = [
-        (host, [worker for worker in host.workers if not names or {host.name, worker} & set(names)])
-        for host in hosts.host
-    ]
-    return [(host, workers) for host, workers in selected if workers]
+    return SshLauncher(hosts, path, partial, dry_run)
 
 
 @dataclass
-class Fleet:
-    """The hosts of a run, and the phases that start it, each on all hosts in parallel."""
+class SshLauncher:
+    """Starts and controls the workers on the hosts of a hosts file, in phases on all hosts."""
 
     hosts: Hosts
-    config: Config
     hosts_file: Path = HOSTS_FILE
     partial: bool = False  # True: continue without a generator host that fails a phase
     dry_run: bool = False  # True: print the commands instead of running them
     failed: dict[str, str] = field(default_factory=dict[str, str])  # problem by host name
 
-    def sync(self) -> int:
-        """Probe, copy and install; returns an exit code."""
-        return int(not self._copy_and_install() or bool(self.failed))
+    def rows(self) -> list[Row]:
+        return lan_monitor.query_all(self.hosts)
 
-    def up(self) -> int:
-        """Run all phases up to running workers; returns an exit code."""
-        keys = self.config.keys_folder
-        if not self._copy_and_install():
+    def exit_code(self) -> int:
+        return lan_monitor.trainer_exit_code(self.hosts)
+
+    def follow_logs(self, names: Sequence[str], *, lines: int) -> bool:
+        selected = select_workers(self.hosts, names)
+        return lan_monitor.follow_logs(selected, self.hosts_file, lines=lines)
+
+    def control(self, command: str, names: Sequence[str]) -> int:
+        verb = "stop" if command == "down" else command
+
+        def send(step: ssh.Command) -> str | None:
+            result = ssh.run(step)
+            sys.stdout.write(printable(result.stdout, keep="\n"))
+            return step.find_problem(result)
+
+        steps = {
+            host.name: ssh.on_host(
+                host, host_setup.supervisor_script(host, verb, *workers), seconds=ssh.LONG_SECONDS
+            )
+            for host, workers in select_workers(self.hosts, names)
+        }
+        problems = in_parallel(send, steps)
+        for name, problem in problems.items():
+            if problem:
+                sys.stderr.write(f"{name}: {command}: {printable(problem)}\n")
+        return int(any(problems.values()))
+
+    # Starting.
+
+    def sync(self, config: Config) -> int:
+        is_installed = self._copy_and_install("sync", config)
+        return int(not is_installed or bool(self.failed))
+
+    def up(self, config: Config) -> int:
+        if not self._copy_and_install("up", config):
             return 1
-        if keys and not self.dry_run:
-            host_setup.make_keys(keys, self.hosts.generators)
-        is_started = (
-            self._phase("settings", lambda host: host_setup.send_settings(host, self.config))
-            and self._phase("check", self._supervisor_steps("check"))
-            and self._run_doctors()
-            and self._start()
-        )
-        return int(not is_started)
+        if config.keys_folder and not self.dry_run:
+            host_setup.make_keys(config.keys_folder, self.hosts.generators)
 
-    def _copy_and_install(self) -> bool:
+        def supervisor(command: str) -> StepsOf:
+            return lambda host: host_setup.supervisor_steps(host, command, self.hosts, config)
+
+        is_ready = (
+            self._phase("settings", lambda host: host_setup.send_settings(host, config))
+            and self._phase("check", supervisor("check"))
+            and self._run_doctors(config)
+        )
+        if not is_ready:
+            return 1
+        self._run_steps("start", supervisor("start"), self.hosts.host)
+        if not self.failed or (self.partial and self.hosts.trainer.name not in self.failed):
+            return 0
+        running = ", ".join(lan_monitor.running_workers(self.hosts)) or "no worker"
+        sys.stderr.write(
+            f"{', '.join(self.failed)} did not start completely; running now: {running}; "
+            f"bin/lan down --hosts {self.hosts_file} stops all\n"
+        )
+        return 1
+
+    def _copy_and_install(self, command: str, config: Config) -> bool:
+        if not (host_setup.REPO / "bin").exists():
+            raise ConfigError(
+                f"{command} copies a checkout of the project to the hosts, and this is an "
+                "installed package; clone the project and run bin/lan there"
+            )
+        check_addresses(self.hosts, config)
+        check_memory(self.hosts, config)
         return (
             self._phase("probe", host_setup.probe)
-            and self._phase(
-                "copy", lambda host: host_setup.sync(host, self.config, self.hosts_file)
-            )
+            and self._phase("copy", lambda host: host_setup.sync(host, config, self.hosts_file))
             and self._phase("install", host_setup.install)
         )
 
-    def _run_doctors(self) -> bool:
+    def _run_doctors(self, config: Config) -> bool:
         """Run bin/doctor on all hosts; returns True if the next phase may follow.
 
-        The trainer's doctor answers the network probes of the generators' doctors, so it starts
-        first and ends last. If the trainer already runs, the trainer answers them, and its doctor
-        ends without the ready line.
+        The trainer's doctor answers the probes of the generators' doctors, so it starts first and
+        ends last. If the trainer already runs, the trainer answers them.
         """
         trainer = self.hosts.trainer
         others = [host for host in self.hosts.host if host is not trainer]
 
         def run_doctors(hosts: Sequence[Host]) -> None:
-            self._run_steps("doctor", lambda host: [host_setup.doctor(host, self.config)], hosts)
+            self._run_steps("doctor", lambda host: [host_setup.doctor(host, config)], hosts)
 
         if self.dry_run:
             run_doctors([trainer, *others])
             return True
-        step = host_setup.doctor(trainer, self.config)
+        step = host_setup.doctor(trainer, config)
         with ssh.run_in_background(step, SERVING) as doctor:
             if doctor.is_ready:
                 run_doctors(others)
@@ -239,23 +218,7 @@ class Fleet:
             run_doctors(others)  # answered by the running trainer
         return self._can_continue()
 
-    def _start(self) -> bool:
-        """Start all workers; if that fails, prints which workers run and returns False."""
-        self._run_steps("start", self._supervisor_steps("start"), self.hosts.host)
-        if not self.failed or (self.partial and self.hosts.trainer.name not in self.failed):
-            return True
-        running = ", ".join(lan_monitor.running_workers(self.hosts)) or "no worker"
-        sys.stderr.write(
-            f"{', '.join(self.failed)} did not start completely; running now: {running}; "
-            f"bin/lan down --hosts {self.hosts_file} stops all\n"
-        )
-        return False
-
-    def _supervisor_steps(self, command: str) -> StepsOf:
-        return lambda host: host_setup.supervisor_steps(host, command, self.hosts, self.config)
-
     def _phase(self, title: str, steps_of: StepsOf) -> bool:
-        """Run one phase on all hosts; returns True if the next phase may follow."""
         self._run_steps(title, steps_of, self.hosts.host)
         return self._can_continue()
 
@@ -297,34 +260,24 @@ class Fleet:
         return False
 
 
+def select_workers(hosts: Hosts, names: Sequence[str]) -> list[tuple[Host, list[str]]]:
+    """The hosts and workers with these names; all without names. Raises ConfigError."""
+    known = {name for host in hosts.host for name in (host.name, *host.workers)}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"no host or worker {name!r}; there are {', '.join(sorted(known))}")
+    selected = [
+        (host, [worker for worker in host.workers if not names or {host.name, worker} & set(names)])
+        for host in hosts.host
+    ]
+    return [(host, workers) for host, workers in selected if workers]
+
+
 def _first_problem(steps: list[ssh.Command]) -> str | None:
-    """Run the steps of a host until one fails; returns the problem, or None."""
     for step in steps:
         if problem := step.find_problem(ssh.run(step)):
             return problem
     return None
-
-
-def _command_supervisors(command: str, selected: Sequence[tuple[Host, list[str]]]) -> int:
-    """Send a command to the supervisors of the selected workers; returns an exit code."""
-    verb = "stop" if command == "down" else command
-
-    def send(step: ssh.Command) -> str | None:
-        result = ssh.run(step)
-        sys.stdout.write(printable(result.stdout, keep="\n"))
-        return step.find_problem(result)
-
-    steps = {
-        host.name: ssh.on_host(
-            host, host_setup.supervisor_script(host, verb, *names), seconds=ssh.LONG_SECONDS
-        )
-        for host, names in selected
-    }
-    problems = in_parallel(send, steps)
-    for name, problem in problems.items():
-        if problem:
-            sys.stderr.write(f"{name}: {command}: {printable(problem)}\n")
-    return int(any(problems.values()))
 
 
 def check_addresses(hosts: Hosts, config: Config) -> None:

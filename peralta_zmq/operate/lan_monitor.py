@@ -1,8 +1,4 @@
-"""Status table and merged logs of the workers on all hosts of a run.
-
-A worker is the trainer or one generator. Its supervisor on the host writes its state and its log
-(operate/supervisor.py); this module reads state and log over ssh.
-"""
+"""Status table and merged logs of the workers on all hosts of a run, read over ssh."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeAlias, TypeVar, cast
 
 from peralta_zmq.config.hosts import Host, Hosts
@@ -40,10 +37,7 @@ R = TypeVar("R")
 
 
 def print_status(rows: Sequence[Row]) -> int:
-    """Print a line for each worker, and the end of a failed worker's log.
-
-    Returns an exit code: 1 if a worker failed or a host cannot be reached, else 0.
-    """
+    """Print a line for each worker; returns 1 if one failed or a host cannot be reached, else 0."""
     sys.stdout.write(_line("worker", "host", "state", "since", "restarts", "last line"))
     sys.stdout.writelines(map(_status_text, rows))
     return int(any(row["state"] in FAILED_STATES for row in rows))
@@ -74,10 +68,7 @@ def query_all(hosts: Hosts) -> list[Row]:
 
 
 def _query(host: Host) -> list[Row]:
-    """Return a row for each worker of a host.
-
-    If the query fails, the rows have the state "unknown", and the problem instead of a log.
-    """
+    """Rows of the workers of a host; with the problem instead of a log if the query fails."""
     script = host_setup.supervisor_script(host, "status", *host.workers)
     step = ssh.on_host(host, script, remedy="run bin/lan up")
     result = ssh.run(step)
@@ -91,7 +82,6 @@ def _query(host: Host) -> list[Row]:
 
 
 def _status_text(row: Row) -> str:
-    """The line of the status table for a worker; more lines of its log if it failed."""
     lines = cast("list[str]", row["tail"])
     since, state = row["since"], str(row["state"])
     age = format_duration(max(0.0, time.time() - since)) if isinstance(since, float) else ""
@@ -102,18 +92,21 @@ def _status_text(row: Row) -> str:
 
 
 def _line(*columns: object) -> str:
-    """A line of the status table, of six columns."""
     text = "{!s:<16} {!s:<10} {!s:<12} {!s:>9} {!s:>9}  {}".format(*columns)
     return f"{printable(text.rstrip())}\n"
 
 
-def follow_logs(
-    selected: Sequence[tuple[Host, list[str]]], hosts_option: str, *, lines: int
-) -> bool:
-    """Print the logs until the workers end; returns False if Ctrl-C came first.
+def print_detached(hosts_file: Path) -> None:
+    lan, hosts = program_name("lan"), f"--hosts {hosts_file}"
+    sys.stdout.write(f"\nthe run continues; logs: {lan} logs {hosts}, stop: {lan} down {hosts}\n")
 
-    `lines` is the number of earlier lines of each log to print. `hosts_option` is `--hosts FILE`,
-    for the commands that the message after Ctrl-C suggests.
+
+def follow_logs(
+    selected: Sequence[tuple[Host, list[str]]], hosts_file: Path, *, lines: int
+) -> bool:
+    """Print `lines` earlier lines of each log, then new ones until the workers end.
+
+    Returns False if Ctrl-C came first.
     """
     stopped = threading.Event()
     readers = [LogReader(host, names, lines, stopped) for host, names in selected]
@@ -125,10 +118,7 @@ def follow_logs(
             thread.join()
     except KeyboardInterrupt:
         stopped.set()
-        sys.stdout.write(
-            f"\nthe run continues; logs: {program_name('lan')} logs {hosts_option}, "
-            f"stop: {program_name('lan')} down {hosts_option}\n"
-        )
+        print_detached(hosts_file)
     finally:
         for reader in readers:
             reader.close()
@@ -138,8 +128,7 @@ def follow_logs(
 class LogReader:
     """Prints the logs of one host's workers; reconnects when the connection is lost.
 
-    It begins with the last `lines` lines of each log, and ends when the workers have ended. Once
-    `stopped` is set, it neither prints nor reconnects.
+    Once `stopped` is set, it neither prints nor reconnects.
     """
 
     def __init__(
@@ -150,7 +139,6 @@ class LogReader:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self) -> None:
-        """Print the logs until the workers end."""
         # A host without `ssh` is this machine, which has no connection to lose.
         while self._read() == ssh.SSH_FAILED and self._host.ssh:
             self._print(
@@ -169,7 +157,6 @@ class LogReader:
             self._process.wait()
 
     def _read(self) -> int:
-        """Print the logs until the connection ends; returns the exit code of ssh."""
         words = ("follow", str(self._num_earlier_lines), *self._names)
         script = host_setup.supervisor_script(self._host, *words)
         with ssh.start(ssh.on_host(self._host, script)) as process:
@@ -180,7 +167,6 @@ class LogReader:
             return process.wait()
 
     def _print(self, line: str) -> None:
-        """Print a line, unless Ctrl-C has stopped the output."""
         if not self._stopped.is_set():
             try:
                 sys.stdout.write(f"{printable(line)}\n")

@@ -1,10 +1,9 @@
 """Run a group of worker processes: restart with back-off, stop all, no orphans.
 
-A worker is a command, such as the trainer or one generator. A worker that crashes is restarted. It
-fails if it crashes too often or ends with an error of its own (exit code 2), which a restart would
-repeat. The first worker is the leader: when it has finished (exit code 0), the group ends and the
-other workers are stopped. The group also ends when the leader fails, or when all other workers have
-failed before the first training step. Otherwise a failed worker starts again after a longer delay.
+A worker that crashes is restarted. It fails if it crashes too often or ends with an error of its
+own (exit code 2), which a restart would repeat. The first worker is the leader: when it has
+finished (exit code 0), the group ends. The group also ends when the leader fails, or when all other
+workers have failed before the first training step. Otherwise a failed worker starts again later.
 """
 
 from __future__ import annotations
@@ -26,15 +25,8 @@ from typing import BinaryIO, TextIO, TypeAlias
 from peralta_zmq import errors
 from peralta_zmq.errors import EXIT_ERROR, printable, program_name
 from peralta_zmq.observe.metrics import EVENTS, JsonLines
-from peralta_zmq.operate.forks import ForkedProcess
 
-FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0  # seconds before a restart; doubles with each crash
-# A worker fails after this many crashes within CALM_SECONDS. The delay of a worker that ran longer
-# than CALM_SECONDS before its crash begins at FIRST_DELAY again.
-MAX_CRASHES, CALM_SECONDS = 5, 60.0
-RETRY_SECONDS = 60.0  # before a failed worker is started again
-GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
-POLL_SECONDS = 0.2  # longest wait for a signal, and longest time between two calls of `on_tick`
+MAX_CRASHES = 5  # within RestartPolicy.calm_seconds, after which a worker has failed
 NUM_LOG_LINES = 20  # last lines of a log that are printed after a failure
 SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 HINTS = {  # by the cause of a crash
@@ -57,16 +49,26 @@ WaitForSignals: TypeAlias = Callable[[float], list[int]]  # see `catch_signals`
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A command to keep running. Its output goes to `log`; None = to the terminal.
-
-    If `main` (module:function) is set, the worker is a fork of this process that calls it, with the
-    arguments of `command`.
-    """
+    """A command to keep running. Its output goes to `log`; None = to the terminal."""
 
     name: str
     command: tuple[str, ...]
     log: Path | None = None
-    main: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """When workers are started again, in seconds."""
+
+    first_delay: float = 0.5  # before a restart; doubled with each crash
+    longest_delay: float = 10.0
+    calm_seconds: float = 60.0  # a worker that ran longer starts again after `first_delay`
+    retry_seconds: float = 60.0  # before a failed worker is started again
+    grace_seconds: float = 5.0  # from SIGTERM to SIGKILL
+    poll_seconds: float = 0.2  # longest wait for a signal, and between two calls of `on_tick`
+
+
+DEFAULT_POLICY = RestartPolicy()
 
 
 def supervise(
@@ -76,21 +78,20 @@ def supervise(
     on_tick: Callable[[ProcessGroup], None] | None = None,
     has_trained: Callable[[], bool] = lambda: False,
     stop_signal: int | None = None,
+    policy: RestartPolicy = DEFAULT_POLICY,
 ) -> int:
     """Run the workers until the leader finishes; returns the exit code of the group.
 
-    A worker that crashes is restarted. After 5 crashes in 60 s, or after exit code 2, it has
-    failed: if it is the leader, the group ends; any other worker is started again after 60 s. The
-    group also ends if all other workers have failed and `has_trained` returns False. The first
-    SIGINT or SIGTERM is passed to the leader only, the second one kills all workers. `record` gets
-    the events restart, killed and failed. `on_tick` is called at least 5 times a second. With
-    `stop_signal`, the leader gets that signal instead of the first one, and later ones are ignored.
+    `has_trained` returns False before the first training step. The first SIGINT or SIGTERM is
+    passed to the leader only, the second one kills all workers. `record` gets the events restart,
+    killed and failed. With `stop_signal`, the leader gets that signal instead of the first one, and
+    later ones are ignored.
     """
     atexit.register(errors.discard_unwritten_output)
-    with catch_signals() as wait_for_signals, ProcessGroup(workers, record, has_trained) as group:
-        group.stop_signal = stop_signal
+    group = ProcessGroup(workers, record, has_trained, stop_signal, policy)
+    with catch_signals() as wait_for_signals, group:
         while (code := group.poll()) is None:
-            for number in wait_for_signals(POLL_SECONDS):
+            for number in wait_for_signals(policy.poll_seconds):
                 if number == signal.SIGTSTP:
                     group.suspend()
                 elif (code := group.interrupt(number)) is not None:
@@ -105,12 +106,19 @@ class ProcessGroup:
     """The processes of all workers, by name; leaving the `with` block kills them."""
 
     def __init__(
-        self, workers: Sequence[Worker], record: Record, has_trained: Callable[[], bool]
+        self,
+        workers: Sequence[Worker],
+        record: Record,
+        has_trained: Callable[[], bool],
+        stop_signal: int | None,
+        policy: RestartPolicy,
     ) -> None:
-        self._processes = {worker.name: ManagedProcess(worker, record) for worker in workers}
+        self._processes = {
+            worker.name: ManagedProcess(worker, record, policy) for worker in workers
+        }
         self._leader = self._processes[workers[0].name]
         self._record, self._has_trained = record, has_trained
-        self.stop_signal: int | None = None  # see `supervise`
+        self._stop_signal, self._policy = stop_signal, policy
         self._guard_pipe = os.pipe()
         self.is_interrupted = False  # a SIGINT or SIGTERM was received
         self._notices: list[str] = []  # messages not yet printed, see `_print`
@@ -129,10 +137,7 @@ class ProcessGroup:
         return self._processes[name]
 
     def poll(self) -> int | None:
-        """Handle ended processes, start due ones; returns an exit code if the group ends.
-
-        Returns None while the group continues.
-        """
+        """Handle ended processes, start due ones; returns an exit code if the group ends."""
         for process in self._processes.values():
             code = process.poll()
             if code is not None and (group_code := self._handle_exit(process, code)) is not None:
@@ -145,12 +150,12 @@ class ProcessGroup:
     def interrupt(self, number: int) -> int | None:
         """Handle a SIGINT or SIGTERM; returns the exit code if the group ends now.
 
-        The first signal is passed to the leader, and the group continues (None). The second signal
-        ends the group, and so does the first if the leader is not running.
+        The leader gets the first signal. The second one ends the group, and so does the first if
+        the leader is not running.
         """
-        if self.is_interrupted and self.stop_signal:
+        if self.is_interrupted and self._stop_signal:
             return None
-        if self.is_interrupted or not self._leader.send_signal(self.stop_signal or number):
+        if self.is_interrupted or not self._leader.send_signal(self._stop_signal or number):
             return 128 + number
         self.is_interrupted = True
         return None
@@ -158,8 +163,7 @@ class ProcessGroup:
     def suspend(self) -> None:
         """Stop all workers and this process after SIGTSTP (Ctrl-Z), until SIGCONT (`fg`).
 
-        The terminal does not stop the workers, because each has a session of its own. The guards
-        continue: they kill the workers if this process is killed.
+        The terminal does not stop the workers, because each has a session of its own.
         """
         for process in self._processes.values():
             process.send_signal(signal.SIGSTOP)
@@ -170,17 +174,13 @@ class ProcessGroup:
             process.send_signal(signal.SIGCONT)
 
     def stop_all(self, wait_for_signals: WaitForSignals) -> None:
-        """Send SIGTERM to all processes and wait until they end.
-
-        Returns after GRACE_SECONDS, or when the user sends a signal. Leaving the `with` block of
-        the group then kills the processes that still run.
-        """
+        """Send SIGTERM to all processes and wait until they end, or the user sends a signal."""
         processes = self._processes.values()
         for process in processes:
             process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + self._policy.grace_seconds
         while time.monotonic() < deadline and any(process.is_running for process in processes):
-            if {*wait_for_signals(POLL_SECONDS)} - {signal.SIGTSTP}:
+            if {*wait_for_signals(self._policy.poll_seconds)} - {signal.SIGTSTP}:
                 return
             for process in processes:
                 process.poll()
@@ -206,16 +206,14 @@ class ProcessGroup:
             return None
         reason = f"killed by {SIGNAL_NAMES.get(-code, -code)}" if code < 0 else f"exit code {code}"
         process.reason = reason
-        if time.monotonic() - process.started > CALM_SECONDS:  # it had recovered
+        if time.monotonic() - process.started > self._policy.calm_seconds:  # it had recovered
             process.failure = ""
         if code == EXIT_ERROR:
             return self._fail(process, f"{worker.name} ended with an error ({reason})", code)
         if process.schedule_restart():
             return None
-        crashes = (
-            f"{worker.name} crashed {MAX_CRASHES} times in {CALM_SECONDS:.0f} s, last: {reason}"
-        )
-        return self._fail(process, crashes, 1)
+        within = f"{MAX_CRASHES} times in {self._policy.calm_seconds:.0f} s"
+        return self._fail(process, f"{worker.name} crashed {within}, last: {reason}", 1)
 
     def _fail(self, process: ManagedProcess, failure: str, code: int) -> int | None:
         """Report a failure once; schedule the next start, or return `code` if it ends the group."""
@@ -224,13 +222,14 @@ class ProcessGroup:
         all_others_failed = all(each.failure and not each.is_running for each in others)
         ends_group = process is self._leader or (all_others_failed and not self._has_trained())
         if not ends_group:
-            process.schedule_start(RETRY_SECONDS)
+            process.schedule_start(self._policy.retry_seconds)
             if not is_repeated:
                 self._record("failed", worker=process.worker.name, reason=failure)
-        result = "; giving up" if ends_group else f"; the next start is in {RETRY_SECONDS:g} s"
+        retry = f"the next start is in {self._policy.retry_seconds:g} s"
+        result = "giving up" if ends_group else retry
         # A worker without a log has itself printed its error on the terminal.
         if (ends_group or not is_repeated) and (process.worker.log or code != EXIT_ERROR):
-            self._print(f"{failure}{result}{_log_tail(process.worker)}")
+            self._print(f"{failure}; {result}; {_log_tail(process.worker)}")
         return code if ends_group else None
 
     def _print(self, text: str) -> None:
@@ -246,14 +245,13 @@ class ProcessGroup:
 
 @dataclass(slots=True)
 class ManagedProcess:
-    """The process of one worker, and its restarts."""
-
     worker: Worker
     record: Record
-    process: subprocess.Popen[bytes] | ForkedProcess | None = None
+    policy: RestartPolicy
+    process: subprocess.Popen[bytes] | None = None
     started: float = 0.0  # time of the last start; monotonic seconds, like `start_at` and `crashes`
     start_at: float | None = 0.0  # time of the next start; None = no start is due
-    delay: float = FIRST_DELAY  # seconds from the last crash to the restart
+    delay: float = 0.0  # seconds from the last crash to the restart
     reason: str = ""  # cause of the last crash, such as "exit code 1"; empty = not a restart
     was_killed: bool = False  # True after `kill`, which does not count as a crash
     is_stopped: bool = False  # True from `stop` until `resume`
@@ -269,26 +267,20 @@ class ManagedProcess:
         """Start the worker and its guard, which reads `guard_pipe`, in a new session."""
         worker = self.worker
         with _open_log(worker) as output:
-            if worker.main:
-                self.process = ForkedProcess(
-                    worker.main, worker.command, guard_pipe=guard_pipe, output=output
-                )
-            else:
-                self.process = subprocess.Popen(
-                    ["/bin/sh", "-c", GUARD, "sh", *worker.command],
-                    stdin=guard_pipe[0],
-                    stdout=output,
-                    stderr=subprocess.STDOUT if output else None,
-                    env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                    start_new_session=True,
-                )
+            self.process = subprocess.Popen(
+                ["/bin/sh", "-c", GUARD, "sh", *worker.command],
+                stdin=guard_pipe[0],
+                stdout=output,
+                stderr=subprocess.STDOUT if output else None,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
         self.started, self.start_at, self.was_killed = time.monotonic(), None, False
 
     def poll(self) -> int | None:
-        """Return the exit code (negative for a signal) once after the process has ended.
+        """The exit code (negative for a signal), once after the process has ended.
 
-        Returns None while the process runs, and in later calls. Kills the guard and the children
-        that an ended process has left.
+        Kills the guard and the children that an ended process has left.
         """
         code = self.process.poll() if self.process else None
         if code is not None:
@@ -304,19 +296,20 @@ class ManagedProcess:
             self.process = None
 
     def schedule_start(self, delay: float) -> None:
-        """Schedule the next start in `delay` seconds."""
         self.delay, self.start_at = delay, time.monotonic() + delay
 
     def schedule_restart(self) -> bool:
-        """Schedule a restart after a crash or `kill`; returns False if there are too many."""
+        """Schedule a restart after a crash or `kill`; False if there are too many."""
         now = time.monotonic()
-        is_repeated = bool(self.crashes) and now - self.started < CALM_SECONDS
-        delay = min(LONGEST_DELAY, 2 * self.delay)
-        self.schedule_start(delay if is_repeated and not self.was_killed else FIRST_DELAY)
+        is_repeated = bool(self.crashes) and now - self.started < self.policy.calm_seconds
+        delay = self.policy.first_delay
+        if is_repeated and not self.was_killed:
+            delay = min(self.policy.longest_delay, 2 * self.delay)
+        self.schedule_start(delay)
         if self.was_killed:
             return True
         self.crashes.append(now)
-        return len(self.crashes) < MAX_CRASHES or now - self.crashes[0] > CALM_SECONDS
+        return len(self.crashes) < MAX_CRASHES or now - self.crashes[0] > self.policy.calm_seconds
 
     def send_signal(self, number: int) -> bool:
         """Send a signal to the process, not to its children; False if it is not running."""
@@ -325,10 +318,7 @@ class ManagedProcess:
         return self.is_running
 
     def kill(self) -> bool:
-        """Send SIGKILL, as a fault injection; returns False if the process is not running.
-
-        The process is restarted, and the kill does not count as a crash.
-        """
+        """Send SIGKILL, which does not count as a crash; False if the process is not running."""
         if self.process is None or self.was_killed or self.process.poll() is not None:
             return False
         self.was_killed = True
@@ -342,7 +332,7 @@ class ManagedProcess:
         self.send_signal(signal.SIGTERM)
 
     def resume(self) -> bool:
-        """Start the process again after `stop`; returns False while it is still ending."""
+        """Start the process again after `stop`; False while it is still ending."""
         if not self.is_stopped:
             return True
         if self.is_running:
@@ -353,10 +343,9 @@ class ManagedProcess:
 
 @contextlib.contextmanager
 def catch_signals() -> Generator[WaitForSignals, None, None]:
-    """Yield a function `wait(seconds)` that waits for SIGINT, SIGTERM, SIGTSTP or SIGCHLD.
+    """Yield a function `wait(seconds)` that returns the received SIGINT, SIGTERM and SIGTSTP.
 
-    That function returns the received signals, but not SIGCHLD (a child has ended), which only ends
-    the wait, as do signals with handlers of the caller.
+    SIGCHLD (a child has ended) and signals with handlers of the caller only end the wait.
     """
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
@@ -383,7 +372,7 @@ def catch_signals() -> Generator[WaitForSignals, None, None]:
 
 
 def recorder(folder: Path) -> Record:
-    """Return a function that appends events (restart, ...) to a run's events.jsonl."""
+    """A function that appends events (restart, ...) to a run's events.jsonl."""
 
     def record(event: str, **fields: object) -> None:
         try:
@@ -416,11 +405,8 @@ def _open_log(worker: Worker) -> contextlib.AbstractContextManager[BinaryIO | No
 
 
 def _log_tail(worker: Worker) -> str:
-    """Text that ends the message about a failed worker: the last lines of its log."""
     if worker.log:
         with contextlib.suppress(OSError):  # for example, a disk that is gone
             lines = worker.log.read_text(encoding="utf-8", errors="replace").splitlines()
-            return "\n".join(
-                [f"; the end of {worker.log}:", *map(printable, lines[-NUM_LOG_LINES:])]
-            )
-    return "; its output is above"
+            return "\n".join([f"the end of {worker.log}:", *map(printable, lines[-NUM_LOG_LINES:])])
+    return "its output is above"

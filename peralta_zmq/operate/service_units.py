@@ -1,7 +1,6 @@
 """systemd and launchd: services of supervisors, and units that start them at boot.
 
-A supervisor restarts one worker (the trainer or a generator) of this machine; see supervisor.py.
-systemd ends a user's services at the user's last logout, unless lingering is enabled for the user.
+systemd ends a user's services at the user's last logout, unless lingering is enabled.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ def systemd_is_usable() -> bool:
 
 
 def start_in_systemd(name: str, words: Sequence[str], log: Path) -> bool:
-    """Start a supervisor (command `words`) as a transient service, output to `log`.
-
-    If systemd-run fails, prints the reason and returns False.
-    """
+    """Start a supervisor as a transient service, output to `log`; False if systemd-run fails."""
     options = [f"--unit={_label(name)}", f"--working-directory={Path.cwd()}"]
     options += ["--property=KillMode=mixed"]  # SIGTERM to the supervisor only; it stops its worker
     options += [f"--property=Standard{to}=append:{log.absolute()}" for to in ("Output", "Error")]
@@ -84,7 +80,6 @@ def _unit(name: str, command: str) -> tuple[Path, str, list[list[str]]]:
 
 
 def _unit_text(template: str, name: str) -> str:
-    """The text of a template in docs/ with the values of worker `name` filled in."""
     path = DOCS / template
     try:
         text = path.read_text("utf-8")
@@ -114,7 +109,6 @@ def _run(words: Sequence[str]) -> str | None:
 
 
 def _lingers() -> bool:
-    """True if lingering is enabled for this user."""
     return (LINGER_FOLDER / os.environ.get("USER", str(os.getuid()))).exists()
 
 

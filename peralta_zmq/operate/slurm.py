@@ -1,7 +1,7 @@
 """`bin/lan --launcher slurm`: start and control a run as jobs of a Slurm cluster.
 
-operate/slurm_submit.py describes the jobs and the files in the run folder. The ids of the jobs are
-in .lan/slurm-NAME.json in the current folder, where NAME is that of the hosts file.
+slurm_commands.py describes the jobs and the files in the run folder. The ids of the jobs are in
+.lan/slurm-NAME.json in the current folder, where NAME is that of the hosts file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -19,39 +19,33 @@ from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.config import Config, earlier_config
 from peralta_zmq.config.hosts import Slurm
 from peralta_zmq.errors import ConfigError, printable, program_name
-from peralta_zmq.operate import slurm_queue, ssh
-from peralta_zmq.operate.lan_monitor import Row
+from peralta_zmq.operate import slurm_commands, ssh
+from peralta_zmq.operate.lan_monitor import Row, print_detached
+from peralta_zmq.operate.slurm_commands import (
+    GENERATORS,
+    JobStatus,
+    SubmittedRun,
+    find_jobs,
+    sbatch,
+)
 from peralta_zmq.operate.slurm_job import (
     TRAINER,
-    JobState,
     generator_name,
     log_file,
     read_state,
     state_file,
 )
-from peralta_zmq.operate.slurm_queue import JobStatus, find_jobs
-from peralta_zmq.operate.slurm_submit import (
-    GENERATORS,
-    SubmittedRun,
-    check_array_size,
-    cluster_config,
-    plan_run,
-    prepare_folder,
-    sbatch,
-)
 from peralta_zmq.operate.supervisor import (
     FOLDER,
-    NUM_LOG_LINES,
+    State,
     activity_of,
+    name_of,
     read_new_lines,
+    tail_of,
     tail_offset,
 )
 
-QUEUE_SECONDS = 10.0  # for the trainer's job to start, before `up` continues without it
 SHARED_SECONDS = 60.0  # for the state of a started job to appear in the run folder
-STOP_SECONDS = 60.0  # for a worker to end after SIGTERM, before its job is cancelled
-POLL_SECONDS, FOLLOW_SECONDS = 3.0, 0.5  # between two calls of squeue; between two reads of logs
-MAX_TAIL = 64 << 10  # bytes of the end of a log that are read for the status table
 UNSHARED = "unshared"  # state of a worker whose started job has not written its state
 STATE_NAMES = {  # of Slurm's states in the status table; the others are in lower case
     "PENDING": "queued", "COMPLETED": "done", "CANCELLED": "stopped", "TIMEOUT": "time limit",
@@ -59,15 +53,33 @@ STATE_NAMES = {  # of Slurm's states in the status table; the others are in lowe
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Times of the launcher in seconds."""
+
+    queue: float = 10.0  # for the trainer's job to start, before `up` continues without it
+    stop: float = 60.0  # for a worker to end after SIGTERM, before its job is cancelled
+    poll: float = 3.0  # between two calls of squeue while logs are printed
+    follow: float = 0.5  # between two reads of logs and states
+
+
 class SlurmLauncher:
     """Commands of bin/lan for the jobs of a [slurm] table (see lan.Launcher)."""
 
-    def __init__(self, settings: Slurm, hosts_file: Path, *, dry_run: bool = False) -> None:
+    def __init__(
+        self,
+        settings: Slurm,
+        hosts_file: Path,
+        *,
+        dry_run: bool = False,
+        waits: Waits | None = None,
+    ) -> None:
         """Raises ConfigError if Slurm's commands are missing on this machine."""
         self._settings, self._hosts_file, self._dry_run = settings, hosts_file, dry_run
+        self._waits = waits or Waits()
         self._log_sizes: dict[str, int] = {}  # before the jobs were submitted, by worker
         self._record_file = FOLDER / f"slurm-{hosts_file.stem}.json"
-        missing = [name for name in slurm_queue.COMMANDS if not shutil.which(name)]
+        missing = [name for name in slurm_commands.COMMANDS if not shutil.which(name)]
         if missing and not dry_run:
             raise ConfigError(
                 f"there is no {missing[0]} on this machine; run {program_name('lan')} on a login "
@@ -81,16 +93,16 @@ class SlurmLauncher:
 
         Waits until the trainer's job is queued, or has written its state to the run folder.
         """
-        config = cluster_config(config)
+        config = slurm_commands.cluster_config(config)
         earlier_config(config, config.run_folder)  # raises ConfigError for other settings
-        plan = plan_run(self._settings, config)
+        plan = slurm_commands.plan_run(self._settings, config)
         if self._dry_run:
             for name, script in plan.scripts.items():
                 command = ssh.Command(("sbatch", *plan.arguments[name])).shown
                 sys.stdout.write(f"# {name}\n{command} <<'END'\n{script}END\n")
             return 0
         count = self._settings.generators.count
-        check_array_size(count)
+        slurm_commands.check_array_size(count)
         jobs = self._active_jobs(plan)
         generators = [generator_name(index) for index in range(count)]
         names = [name for name in (TRAINER, *generators) if name not in jobs]
@@ -99,7 +111,7 @@ class SlurmLauncher:
             sbatch(self._settings, plan, TRAINER, "--test-only")
         if array := _array_option(names):
             sbatch(self._settings, plan, GENERATORS, "--test-only", *array)
-        prepare_folder(config, generators)
+        slurm_commands.prepare_folder(config, generators)
         logs = {name: log_file(Path(plan.run_folder), name) for name in names}
         self._log_sizes = {name: log.stat().st_size for name, log in logs.items() if log.exists()}
         return self._wait_for_trainer(self._submit(replace(plan, jobs=jobs), names))
@@ -112,7 +124,7 @@ class SlurmLauncher:
         )
 
     def _active_jobs(self, plan: SubmittedRun) -> dict[str, str]:
-        """Job ids by worker of the waiting and running jobs.
+        """Ids of the waiting and running jobs, by worker.
 
         Raises ConfigError if they were submitted with other settings than those of `plan`.
         """
@@ -151,10 +163,7 @@ class SlurmLauncher:
         return run
 
     def _wait_for_trainer(self, run: SubmittedRun) -> int:
-        """Wait until the trainer's job is queued, or has written its state.
-
-        If a started job does not write it in time, cancels all jobs. Returns an exit code.
-        """
+        """Wait until the trainer's job is queued or has written its state; else cancel all jobs."""
         job, folder, started = run.jobs[TRAINER], Path(run.run_folder), time.monotonic()
         while read_state(folder, TRAINER, job) is None:
             status = find_jobs([job]).get(job)
@@ -163,13 +172,13 @@ class SlurmLauncher:
                 return 0  # Slurm writes it on the node
             if not status or status.has_ended or is_unshared(status, None):
                 break
-            if status.state == "PENDING" and time.monotonic() - started > QUEUE_SECONDS:
+            if status.state == "PENDING" and time.monotonic() - started > self._waits.queue:
                 sys.stdout.write(f"{TRAINER}: queued, {printable(status.reason)}\n")
                 return 0
-            time.sleep(FOLLOW_SECONDS)
+            time.sleep(self._waits.follow)
         else:
             return 0
-        slurm_queue.cancel(*slurm_queue.array_ids(run.jobs.values()))
+        slurm_commands.cancel(*slurm_commands.array_ids(run.jobs.values()))
         node = f" on {status.node}" if status and status.node else ""
         sys.stderr.write(
             f"{TRAINER}: job {job}{node}: {_unshared_text(log_file(folder, TRAINER))}\n"
@@ -179,19 +188,16 @@ class SlurmLauncher:
     # A run in progress.
 
     def rows(self) -> list[Row]:
-        """The status of every worker."""
         folder = Path(self._submitted().run_folder)
         rows = self._states()
         for row in rows:
-            tail = row["tail"] or _tail(log_file(folder, str(row["name"])))
+            tail = cast("list[str]", row["tail"]) or tail_of(log_file(folder, str(row["name"])))
             row["tail"] = tail
             if row["state"] == "running":
-                run = folder if row["name"] == TRAINER else None
-                row["state"] = activity_of(run, cast("Sequence[str]", tail))
+                row["state"] = activity_of(folder if row["name"] == TRAINER else None, tail)
         return rows
 
     def _states(self) -> list[Row]:
-        """The status of every worker, without the end of its log."""
         run = self._submitted()
         statuses, folder = find_jobs(run.jobs.values()), Path(run.run_folder)
         return [
@@ -206,7 +212,6 @@ class SlurmLauncher:
         return 1 if state is None or state.code is None else state.code
 
     def follow_logs(self, names: Sequence[str], *, lines: int) -> bool:
-        """Print the logs in the run folder until the jobs have ended."""
         run, reported = self._submitted(), set[str]()
         selected = self._select(run, names)
         logs = {name: log_file(Path(run.run_folder), name) for name in selected}
@@ -215,7 +220,7 @@ class SlurmLauncher:
         polled_at, have_ended = float("-inf"), False
         try:
             while not have_ended:
-                if time.monotonic() - polled_at > POLL_SECONDS:
+                if time.monotonic() - polled_at > self._waits.poll:
                     rows = [row for row in self._states() if row["name"] in selected]
                     have_ended = not any(row["is_active"] for row in rows)
                     unshared = {str(row["name"]) for row in rows if row["state"] == UNSHARED}
@@ -228,12 +233,9 @@ class SlurmLauncher:
                         shown = (f"{printable(f'{name} | {line}')}\n" for line in new_lines)
                         sys.stdout.writelines(shown)
                 sys.stdout.flush()
-                time.sleep(FOLLOW_SECONDS)
+                time.sleep(self._waits.follow)
         except KeyboardInterrupt:
-            lan, hosts = program_name("lan"), f"--hosts {self._hosts_file}"
-            sys.stdout.write(
-                f"\nthe run continues; logs: {lan} logs {hosts}, stop: {lan} down {hosts}\n"
-            )
+            print_detached(self._hosts_file)
             return False
         return True
 
@@ -248,15 +250,15 @@ class SlurmLauncher:
         raise ConfigError(f"{command} is for hosts with ssh; Slurm starts its jobs after a boot")
 
     def _stop(self, jobs: Mapping[str, str]) -> int:
-        """Send SIGTERM, and cancel the jobs that have not ended after STOP_SECONDS."""
+        """Send SIGTERM, and cancel the jobs that have not ended in time."""
         statuses = find_jobs(jobs.values())
         if waiting := [job for job, status in statuses.items() if status.state == "PENDING"]:
-            slurm_queue.cancel(*waiting)
-        slurm_queue.signal_jobs(jobs.values(), "TERM")
-        active = slurm_queue.wait_for_end(jobs.values(), STOP_SECONDS)
+            slurm_commands.cancel(*waiting)
+        slurm_commands.signal_jobs(jobs.values(), "TERM")
+        active = slurm_commands.wait_for_end(jobs.values(), self._waits.stop)
         if active:
-            slurm_queue.cancel(*active)
-            active = slurm_queue.wait_for_end(active, STOP_SECONDS)
+            slurm_commands.cancel(*active)
+            active = slurm_commands.wait_for_end(active, self._waits.stop)
         for name, job in jobs.items():
             sys.stdout.write(f"{name}: {'still running' if job in active else 'stopped'}\n")
         return int(bool(active))
@@ -268,11 +270,11 @@ class SlurmLauncher:
         ended = [name for name in names if name not in found or found[name].has_ended]
         running = [name for name in found if found[name].state == "RUNNING"]
         before = {name: read_state(folder, name, run.jobs[name]) for name in running}
-        slurm_queue.signal_jobs([run.jobs[name] for name in running], "USR2")
+        slurm_commands.signal_jobs([run.jobs[name] for name in running], "USR2")
         self._submit(run, ended)
-        deadline, waiting = time.monotonic() + STOP_SECONDS, set(running)
+        deadline, waiting = time.monotonic() + self._waits.stop, set(running)
         while waiting and time.monotonic() < deadline:
-            time.sleep(FOLLOW_SECONDS)
+            time.sleep(self._waits.follow)
             waiting = {
                 name for name in waiting if read_state(folder, name, run.jobs[name]) == before[name]
             }
@@ -282,7 +284,6 @@ class SlurmLauncher:
         return int(bool(waiting))
 
     def _select(self, run: SubmittedRun, names: Sequence[str]) -> list[str]:
-        """The workers with these names; all without names. Raises ConfigError."""
         for name in names:
             if name not in (*run.jobs, GENERATORS):
                 choices = ", ".join((GENERATORS, *run.jobs))
@@ -310,7 +311,6 @@ class SlurmLauncher:
         return SubmittedRun(**json.loads(self._record_file.read_text("utf-8")))
 
     def _record(self, run: SubmittedRun, jobs: Mapping[str, str]) -> SubmittedRun:
-        """Record the ids of submitted jobs; returns the run with them."""
         run = replace(run, jobs={**run.jobs, **jobs})
         FOLDER.mkdir(exist_ok=True)
         replace_file(self._record_file, json.dumps(asdict(run)).encode(), mode=0o600)
@@ -318,7 +318,6 @@ class SlurmLauncher:
 
 
 def _array_option(names: Sequence[str]) -> list[str]:
-    """Option of sbatch for the generators among these workers; empty if there are none."""
     indexes = ",".join(_index(name) for name in names if name != TRAINER)
     return [f"--array={indexes}"] if indexes else []
 
@@ -327,7 +326,7 @@ def _index(generator: str) -> str:
     return generator.rpartition("-")[2]
 
 
-def worker_row(folder: Path, name: str, status: JobStatus | None, state: JobState | None) -> Row:
+def worker_row(folder: Path, name: str, status: JobStatus | None, state: State | None) -> Row:
     """The row of the status table for a worker; `state` is None if its job has written none."""
     is_active = status is not None and not status.has_ended
     node = status.node if status else state.node if state else ""
@@ -350,8 +349,8 @@ def worker_row(folder: Path, name: str, status: JobStatus | None, state: JobStat
     return row
 
 
-def is_unshared(status: JobStatus, state: JobState | None) -> bool:
-    """True if the state of a running or failed job should have appeared in the run folder.
+def is_unshared(status: JobStatus, state: State | None) -> bool:
+    """Whether the state of a running or failed job should have appeared in the run folder.
 
     A job fails at once on a node that lacks the folder of its log or the current folder.
     """
@@ -359,27 +358,14 @@ def is_unshared(status: JobStatus, state: JobState | None) -> bool:
     return state is None and (is_late or status.state == "FAILED")
 
 
-def _state_name(status: JobStatus | None, state: JobState | None) -> str:
-    """State of a worker in the status table; `state` is that of an ended worker."""
-    if state and state.stopped:
-        return "stopped"
-    if state and state.code is not None:
-        return {0: "done", 1: "gave up", 2: "failed"}.get(state.code, "ended")
+def _state_name(status: JobStatus | None, state: State | None) -> str:
+    if state and (state.stopped or state.code is not None):
+        return name_of(state)
     return STATE_NAMES.get(status.state, status.state.lower()) if status else "ended"
 
 
 def _unshared_text(log: Path) -> str:
-    """Message about a started job whose state does not appear in the run folder."""
     return (
         f"the job has written nothing to {log.parents[1]}; all nodes must share that folder and "
         f"{Path.cwd()}, under the same paths: set run.dir to a shared folder (see {log})"
     )
-
-
-def _tail(log: Path) -> list[str]:
-    """The last lines of a log; reads at most MAX_TAIL bytes."""
-    if not log.exists():
-        return []
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - MAX_TAIL))
-        return file.read(MAX_TAIL).decode("utf-8", "replace").splitlines()[-NUM_LOG_LINES:]

@@ -41,7 +41,7 @@ def last_line(result: Result) -> str:
 
 
 def failure(result: Result, remedy: str = "") -> str | None:
-    """Return the last line of a failed command and the remedy; None after a success."""
+    """The problem of a failed command: its last line and the remedy; None after a success."""
     if result.returncode == 0:
         return None
     return f"{last_line(result)}; {remedy}" if remedy else last_line(result)
@@ -58,7 +58,6 @@ class Command:
 
     @property
     def shown(self) -> str:
-        """The command in shell notation, for a dry run."""
         text = shlex.join(self.words)
         if not self.stdin:
             return text
@@ -77,10 +76,9 @@ def on_host(
     remedy: str = "",
     find_problem: FindProblem | None = None,
 ) -> Command:
-    """Return the command that runs one line of shell on a host.
+    """The command that runs one line of shell on a host, in the home folder over ssh.
 
-    The line runs in the home folder over ssh, and in the current folder if the host is this
-    machine. A failed ssh connection is reported as the problem; any other result is passed to
+    A failed ssh connection is reported as the problem; any other result is passed to
     `find_problem`, by default `failure` with `remedy`.
     """
     words = ("/bin/sh", "-c", script)
@@ -92,7 +90,7 @@ def on_host(
 
 
 def rsync_to(host: Host, sources: Sequence[str], target: str, *options: str) -> Command:
-    """Return the command that copies files to a host; `target` may begin with ~/."""
+    """The command that copies files to a host; `target` may begin with ~/."""
     words = ["rsync", "-a", *options]
     if host.ssh:
         ssh_options, machine = host.ssh_words
@@ -106,7 +104,6 @@ def rsync_to(host: Host, sources: Sequence[str], target: str, *options: str) -> 
 
 
 def _copy_problem(result: Result) -> str | None:
-    """Return the problem and remedy of a failed rsync; None if it succeeded."""
     # Only this machine can lack rsync: bin/lan has checked the host before it copies.
     if result.returncode == NOT_FOUND:
         return f"there is no rsync on this machine; install it ({package_hint('rsync')})"
@@ -119,7 +116,7 @@ def _copy_problem(result: Result) -> str | None:
 
 
 def package_hint(program: str) -> str:
-    """Return the commands that install rsync or make on Linux and macOS."""
+    """How to install rsync or make on Linux and macOS."""
     mac_command = "xcode-select --install" if program == "make" else f"brew install {program}"
     return f"apt install {program}, or {mac_command}"
 
@@ -143,7 +140,6 @@ def run(command: Command) -> Result:
 
 
 def _timed_out(words: Any, seconds: float) -> Result:
-    """The result of a command that reached its time limit."""
     return Result(words, TIMED_OUT, "", f"no end after {seconds:.0f} s")
 
 
@@ -151,11 +147,10 @@ def _timed_out(words: Any, seconds: float) -> Result:
 def run_in_background(
     command: Command, ready_line: str
 ) -> Generator[BackgroundCommand, None, None]:
-    """Start a command and wait for an output line that begins with `ready_line`.
+    """Start a command and wait for an output line that begins with `ready_line`, or its end.
 
-    The wait also ends when the command ends. The command must end when its standard input is
-    closed, which `BackgroundCommand.end` does. A command that still runs at its time limit, or when
-    the `with` block is left, is killed.
+    The command must end when its standard input is closed. It is killed at its time limit, or when
+    the `with` block is left.
     """
     process = start(command, stderr=subprocess.PIPE)
     timer = threading.Timer(command.seconds, _kill, [process])
@@ -181,11 +176,7 @@ def run_in_background(
 
 
 def start(command: Command, *, stderr: int | None = None) -> subprocess.Popen[str]:
-    """Start a command with pipes at its standard input and output.
-
-    Its error output goes to `stderr`, or to the terminal (None). The command gets a new session,
-    so that Ctrl-C in the terminal does not end it.
-    """
+    """Start a command with pipes, in a new session: Ctrl-C in the terminal does not end it."""
     return subprocess.Popen(
         command.words,
         stdin=subprocess.PIPE,
@@ -198,15 +189,12 @@ def start(command: Command, *, stderr: int | None = None) -> subprocess.Popen[st
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kill a process from `start` and its children."""
     with suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 @dataclass(slots=True)
 class BackgroundCommand:
-    """A command that `run_in_background` has started."""
-
     process: subprocess.Popen[str]
     lines: list[str] = field(default_factory=list[str])  # output up to the ready line
     is_ready: bool = False  # stays False if the command ends before its ready line
@@ -222,7 +210,7 @@ class BackgroundCommand:
 
 
 def _problem_on_host(host: Host, find_problem: FindProblem, result: Result) -> str | None:
-    """Return the problem and remedy of a failed ssh connection, else of the command."""
+    """The problem and remedy of a failed ssh connection, else of the command."""
     if not host.ssh or result.returncode != SSH_FAILED:
         return find_problem(result)
     error, by_hand = " ".join(result.stderr.split()), f"ssh {host.ssh}"

@@ -1,9 +1,9 @@
-"""Detached supervisors of the workers on one machine, their state files and logs.
+"""Supervisor of one worker (the trainer or a generator), and the commands of supervisors.
 
-A worker is the trainer or one generator of a run. Each worker has its own supervisor process, which
-outlives the ssh session that started it and restarts the worker after a crash. bin/lan runs
-`python -m peralta_zmq.operate.supervisor COMMAND` over ssh in the project folder of every host.
-Files of worker NAME in the folder .lan/:
+`Supervisor` keeps a worker running in this process: one that bin/lan has started over ssh, or a job
+of Slurm (slurm_job.py). bin/lan runs `python -m peralta_zmq.operate.supervisor COMMAND` over ssh in
+the project folder of every host. A supervisor there outlives the ssh session. Files of worker NAME
+in the folder .lan/:
 
     NAME.json    the job: command and environment of the worker
     NAME.lock    locked by the supervisor while it runs; contains its process id
@@ -34,8 +34,10 @@ from peralta_zmq.observe.metrics import EVENTS, read_rows
 from peralta_zmq.observe.run_state import newest_session
 from peralta_zmq.operate import service_units
 from peralta_zmq.operate.process_group import (
+    DEFAULT_POLICY,
     NUM_LOG_LINES,
     ProcessGroup,
+    RestartPolicy,
     Worker,
     recorder,
     supervise,
@@ -44,15 +46,10 @@ from peralta_zmq.operate.process_group import (
 
 FOLDER = Path(".lan")
 COPY_MARKER = FOLDER / "copying"  # exists while the code is being copied
-LOCK_SECONDS = 2.0  # to take the lock of a worker, which `supervisor_pid` takes briefly to test it
-START_SECONDS = 20.0  # for a started supervisor to take its lock
 STOP_SECONDS = 60.0  # for a trainer to finish its step and save, after SIGTERM
-KILL_SECONDS = 10.0  # for a supervisor to end after the second SIGTERM, or after SIGKILL
-STOPPED_STATE_SECONDS = 1.0  # for `stop` to write State.stopped after the supervisor has ended
 RESTART_SECONDS = 10.0  # for `restart` or systemd to start an ended supervisor again
-POLL_SECONDS = 0.02  # between two tests of a condition
-FOLLOW_SECONDS = 0.2  # between two reads of a log
 MAX_LOG_BYTES = 8 << 20  # longer logs are rotated
+MAX_TAIL = 64 << 10  # bytes of the end of a log that are read for the status
 # In the last log line of a generator that waits for the trainer.
 WAITING_TEXTS = ("waiting for trainer", "waiting for a trainer", "no announcement from the trainer")
 
@@ -72,9 +69,89 @@ class State:
     """State of a worker, written by its supervisor; the defaults mean: never started."""
 
     since: float | None = None  # unix seconds at which the supervisor started
-    restarts: int = 0
-    code: int | None = None  # exit code of the supervisor; None until it ends
-    stopped: bool = False  # True if the command `stop` ended the supervisor
+    restarts: int = 0  # after crashes; for a job also by Slurm and by `bin/lan restart`
+    code: int | None = None  # exit code of the worker; None until it has ended
+    stopped: bool = False  # True if a command or a signal ended the worker
+    job: str = ""  # of Slurm: ID or ARRAY_TASK
+    node: str = ""  # of Slurm
+
+
+def read_state(file: Path) -> State | None:
+    try:
+        return State(**json.loads(file.read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def name_of(state: State) -> str:
+    """Name of the state, as in `bin/lan status`, of a worker whose supervisor does not run."""
+    if state.since is None and not state.job:
+        return "not started"
+    if state.stopped:
+        return "stopped"
+    if state.code is None:
+        return "crashed"  # the supervisor was killed before it could write an exit code
+    return {0: "done", 1: "gave up", EXIT_ERROR: "failed"}.get(state.code, "ended")
+
+
+class Supervisor:
+    """Keeps a worker running in this process, and its state in `file`.
+
+    `log` is the file with the output of this process, which is rotated. Restarts are recorded in
+    the run folder `run`. Each of the three may be None.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        state: State,
+        *,
+        file: Path | None,
+        log: Path | None,
+        run: Path | None,
+        policy: RestartPolicy = DEFAULT_POLICY,
+        max_log_bytes: int = MAX_LOG_BYTES,
+    ) -> None:
+        self.worker, self.state = worker, state
+        self._file, self._log, self._max_log_bytes = file, log, max_log_bytes
+        self._record_in_run = recorder(run) if run else None
+        self._policy = policy
+
+    def run(
+        self,
+        *,
+        on_tick: Callable[[ProcessGroup], None] | None = None,
+        stop_signal: int | None = None,
+    ) -> int:
+        def record(event: str, **fields: object) -> None:
+            if event == "restart":
+                self.update(restarts=self.state.restarts + 1)
+            if self._record_in_run:
+                self._record_in_run(event, **fields)
+
+        def tick(group: ProcessGroup) -> None:
+            with suppress(OSError):  # a read-only disk must not end the supervisor
+                if self._log:
+                    rotate_log(self._log, max_bytes=self._max_log_bytes)
+            if on_tick:
+                on_tick(group)
+
+        return supervise(
+            [self.worker],
+            record=record,
+            on_tick=tick,
+            stop_signal=stop_signal,
+            policy=self._policy,
+        )
+
+    def update(self, **changes: Any) -> None:
+        """Change the state and write it, unless Slurm has started its job on another node."""
+        self.state = replace(self.state, **changes)
+        if self._file is None:
+            return
+        latest = read_state(self._file)
+        if latest is None or latest.job != self.state.job or latest.node == self.state.node:
+            _write_state(self._file, self.state)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -101,7 +178,6 @@ def parse_jobs(text: str) -> list[Job]:
 
 
 def job_text(job: Job) -> str:
-    """A job as one line of JSON."""
     return json.dumps(asdict(job))
 
 
@@ -131,57 +207,45 @@ def start(jobs: Sequence[Job]) -> None:
 
 
 def restart(names: Sequence[str]) -> int | None:
-    """Stop workers, then start their jobs again; returns 1 if a worker does not stop.
-
-    Raises ConfigError, before it stops any worker, if the code or a job is missing.
-    """
+    """Stop workers, then start their jobs again; returns 1 if a worker does not stop."""
     _check_copied()
     jobs = [read_job(name) for name in names]
     return max(map(stop, names)) or start(jobs)
 
 
-def run(job: Job) -> int:
-    """Supervise a worker until it ends or crashes too often; returns an exit code."""
+def run(job: Job, **options: Any) -> int:
+    """Supervise a worker until it ends or crashes too often; `options` are those of Supervisor."""
     _lock(job.name)
     os.environ.update(job.env)
-    state = State(since=time.time())
-    _write_state(job.name, state)
-    record_in_run = recorder(Path(job.run)) if job.run else None
-
-    def record(event: str, **fields: object) -> None:
-        nonlocal state
-        state = replace(state, restarts=state.restarts + (event == "restart"))
-        _write_state(job.name, state)
-        if record_in_run:
-            record_in_run(event, **fields)
-
-    def on_tick(_: ProcessGroup) -> None:
-        with suppress(OSError):  # a read-only disk must not end the supervisor
-            rotate_log(_file(job.name, "log"))
-
-    code = supervise([Worker(job.name, job.command)], record=record, on_tick=on_tick)
-    _write_state(job.name, replace(state, code=code))
+    supervisor = Supervisor(
+        Worker(job.name, job.command),
+        State(since=time.time()),
+        file=_file(job.name, "state"),
+        log=_file(job.name, "log"),
+        run=Path(job.run) if job.run else None,
+        **options,
+    )
+    supervisor.update()
+    code = supervisor.run()
+    supervisor.update(code=code)
     return code
 
 
 def stop(name: str) -> int:
-    """Send SIGTERM to a supervisor, again after STOP_SECONDS, then SIGKILL.
-
-    Returns 0 once the supervisor has ended, 1 if it is still running.
-    """
+    """Send SIGTERM to a supervisor, again after STOP_SECONDS, then SIGKILL; 1 if it still runs."""
     pid = supervisor_pid(name)
     if pid is None:
         sys.stdout.write(f"{name}: not running\n")
         return 0
     for number, seconds in (
         (signal.SIGTERM, STOP_SECONDS),
-        (signal.SIGTERM, KILL_SECONDS),  # after two SIGTERM a supervisor kills its worker
-        (signal.SIGKILL, KILL_SECONDS),
+        (signal.SIGTERM, 10.0),  # after two SIGTERM a supervisor kills its worker
+        (signal.SIGKILL, 10.0),
     ):
         with suppress(ProcessLookupError):
             os.kill(pid, number)
         if _wait_until(lambda: not supervisor_pid(name), seconds):
-            _write_state(name, replace(_read_state(name), stopped=True))
+            _write_state(_file(name, "state"), replace(_state_of(name), stopped=True))
             sys.stdout.write(f"{name}: stopped\n")
             return 0
     sys.stdout.write(f"{name}: still running, pid={pid}\n")
@@ -191,9 +255,9 @@ def stop(name: str) -> int:
 def print_status(names: Sequence[str]) -> None:
     """Print one JSON object per worker: fields of State, name, state and log tail."""
     for name in names:
-        state = _read_state(name)
-        tail = _tail(name)
-        state_name = _state_name(state)
+        state = _state_of(name)
+        tail = tail_of(_file(name, "log"))
+        state_name = name_of(state)
         if supervisor_pid(name):
             run = read_job(name).run
             state_name = activity_of(Path(run) if run else None, tail)
@@ -221,7 +285,7 @@ def follow(names: Sequence[str], *, lines: int) -> None:
             last_alive = time.monotonic()
         elif not has_printed and time.monotonic() - last_alive > _restart_grace(names):
             return
-        ready, _, _ = select.select([sys.stdin], [], [], FOLLOW_SECONDS)
+        ready, _, _ = select.select([sys.stdin], [], [], 0.2)
         if ready and not os.read(sys.stdin.fileno(), 1024):  # the ssh connection is gone
             return
 
@@ -229,12 +293,11 @@ def follow(names: Sequence[str], *, lines: int) -> None:
 def _restart_grace(names: Sequence[str]) -> float:
     """Seconds without a running worker after which `follow` ends.
 
-    Longer if a worker may start again: it was stopped, which is the first half of the command
-    `restart`, or its supervisor was killed (no exit code), which systemd may start again.
+    A stopped worker may be one that `restart` starts again; systemd may start a killed supervisor.
     """
-    states = [_read_state(name) for name in names]
+    states = map(_state_of, names)
     have_ended = all(state.code is not None and not state.stopped for state in states)
-    return STOPPED_STATE_SECONDS if have_ended else RESTART_SECONDS
+    return 1.0 if have_ended else RESTART_SECONDS  # 1 s: for `stop` to write State.stopped
 
 
 def supervisor_pid(name: str) -> int | None:
@@ -254,7 +317,6 @@ def read_job(name: str) -> Job:
 
 
 def _check_copied() -> None:
-    """Raise ConfigError while the copy of the code is incomplete."""
     if COPY_MARKER.exists():
         raise ConfigError("the copied code is incomplete: a sync was interrupted; run bin/lan sync")
 
@@ -269,14 +331,13 @@ def _lock(name: str) -> None:
             return True
         return False
 
-    if not _wait_until(take_lock, LOCK_SECONDS):
+    if not _wait_until(take_lock, 2.0):  # `supervisor_pid` takes it briefly, too
         raise ConfigError(f"{name} is already running; bin/lan stop {name} first")
     os.ftruncate(lock, 0)
     os.write(lock, str(os.getpid()).encode())
 
 
 def _start_detached(name: str) -> None:
-    """Start the command `run` so that it outlives this process and prints to the log."""
     words = [sys.executable, "-m", "peralta_zmq.operate.supervisor", "run", name]
     log = _file(name, "log")
     log.touch()
@@ -289,36 +350,31 @@ def _start_detached(name: str) -> None:
 
 
 def _wait_for_start(name: str) -> int:
-    """Wait until a supervisor runs; returns its process id.
-
-    Raises ConfigError if the supervisor ends, or has not taken its lock after START_SECONDS.
-    """
+    """Wait until a supervisor runs; returns its process id. Raises ConfigError if it ends."""
 
     def has_started() -> bool:
-        state = _read_state(name)
+        state = _state_of(name)
         return state.code is not None or bool(state.since and supervisor_pid(name))
 
-    if _wait_until(has_started, START_SECONDS) and (pid := supervisor_pid(name)):
+    if _wait_until(has_started, 20.0) and (pid := supervisor_pid(name)):
         return pid
-    tail = " / ".join(_tail(name)[-3:])
+    tail = " / ".join(tail_of(_file(name, "log"))[-3:])
     raise ConfigError(f"{name} did not start; the end of {_file(name, 'log')}: {tail}")
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Return True as soon as the condition holds, False after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(POLL_SECONDS)
+        time.sleep(0.02)
     return True
 
 
 def activity_of(run: Path | None, tail: Sequence[str]) -> str:
     """What a running worker does: waiting, evaluating or replaying, else running.
 
-    A trainer is described by the events in its folder `run`, a generator (None) by the end of its
-    log.
+    A trainer is described by the events in its folder `run`, a generator (None) by its log.
     """
     if run is None:
         is_waiting = bool(tail) and any(text in tail[-1] for text in WAITING_TEXTS)
@@ -331,35 +387,25 @@ def activity_of(run: Path | None, tail: Sequence[str]) -> str:
     return "running" if session.is_over or activity == "training" else activity
 
 
-def _state_name(state: State) -> str:
-    """State, as in `bin/lan status`, of a worker whose supervisor does not run."""
-    if state.since is None:
-        return "not started"
-    if state.stopped:
-        return "stopped"
-    if state.code is None:
-        return "crashed"  # the supervisor was killed before it could write an exit code
-    return {0: "done", 1: "gave up", EXIT_ERROR: "failed"}.get(state.code, "ended")
-
-
-def _tail(name: str) -> list[str]:
+def tail_of(log: Path) -> list[str]:
     """The last NUM_LOG_LINES lines of a log, and one for a message of the supervisor."""
-    log = _file(name, "log")
     lines: list[str] = []
     for file in (log, _rotated(log)):
         if len(lines) <= NUM_LOG_LINES and file.exists():
-            lines = file.read_text("utf-8", errors="replace").splitlines() + lines
+            with file.open("rb") as opened:
+                opened.seek(max(0, file.stat().st_size - MAX_TAIL))
+                lines = opened.read().decode("utf-8", "replace").splitlines() + lines
     return lines[-NUM_LOG_LINES - 1 :]
 
 
-def rotate_log(log: Path) -> None:
-    """Move the content of a log longer than MAX_LOG_BYTES to NAME.log.1.
+def rotate_log(log: Path, *, max_bytes: int = MAX_LOG_BYTES) -> None:
+    """Move the content of a log longer than `max_bytes` to NAME.log.1.
 
-    Replaces an earlier NAME.log.1. The log is truncated in place because its writers keep it open
-    in append mode; a line written between the copy and the truncation is lost.
+    It is truncated in place because its writers keep it open in append mode; a line written between
+    the copy and the truncation is lost.
     """
     # There is no log if a user started the supervisor in a terminal.
-    if not log.exists() or log.stat().st_size <= MAX_LOG_BYTES:
+    if not log.exists() or log.stat().st_size <= max_bytes:
         return
     problem, copy = "", log.with_name(f"{log.name}.tmp")
     try:
@@ -380,9 +426,9 @@ def tail_offset(log: Path, lines: int) -> int:
 
 
 def read_new_lines(log: Path, offset: int) -> tuple[list[str], int]:
-    """Return the complete lines after a byte offset, and the offset after them.
+    """The complete lines after a byte offset, and the offset after them.
 
-    If the log was rotated since the offset was taken, lines of the rotated file come first.
+    If the log was rotated in between, lines of the rotated file come first.
     """
     if log.stat().st_size >= offset:
         return _read_lines(log, offset)
@@ -392,7 +438,6 @@ def read_new_lines(log: Path, offset: int) -> tuple[list[str], int]:
 
 
 def _read_lines(log: Path, offset: int) -> tuple[list[str], int]:
-    """Return the complete lines of a file after a byte offset, and the next offset."""
     if not log.exists():
         return [], offset
     with log.open("rb") as file:
@@ -406,18 +451,15 @@ def _rotated(log: Path) -> Path:
     return log.with_name(f"{log.name}.1")
 
 
-def _read_state(name: str) -> State:
-    try:
-        return State(**json.loads(_file(name, "state").read_text("utf-8")))
-    except FileNotFoundError:
-        return State()
+def _state_of(name: str) -> State:
+    return read_state(_file(name, "state")) or State()
 
 
-def _write_state(name: str, state: State) -> None:
+def _write_state(file: Path, state: State) -> None:
     try:
-        replace_file(_file(name, "state"), json.dumps(asdict(state)).encode())
+        replace_file(file, json.dumps(asdict(state)).encode())
     except OSError as error:  # a full disk must not end the supervisor
-        write_output(sys.stderr, f"state of {name} not written: {error}\n")
+        write_output(sys.stderr, f"state of {file.stem} not written: {error}\n")
 
 
 def _file(name: str, kind: str) -> Path:

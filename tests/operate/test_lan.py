@@ -21,8 +21,8 @@ def test_dry_run_prints_every_command_and_runs_none(
     monkeypatch.setattr(ssh.subprocess, "run", None)
     monkeypatch.setattr(ssh.subprocess, "Popen", None)
     keys = SecuritySection(keys=str(tmp_path / "keys"))
-    fleet = lan.Fleet(HOSTS, config(security=keys), dry_run=True)
-    assert fleet.up() == 0
+    launcher = lan.SshLauncher(HOSTS, dry_run=True)
+    assert launcher.up(config(security=keys)) == 0
     out = capfd.readouterr().out
     titles = [line for line in out.splitlines() if line.startswith("# ")]
     assert titles == [f"# {host}: {title}" for title, hosts in [

@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-from peralta_zmq.config import Config
 from peralta_zmq.config.hosts import Host, Hosts
 from peralta_zmq.operate import lan, lan_monitor
 
@@ -19,6 +18,6 @@ def test_control_characters_of_a_host_are_escaped(capsys: pytest.CaptureFixture[
                             "restarts": 0, "tail": [hostile, hostile]}  # fmt: skip
     assert lan_monitor._status_text(row).count(escaped) == 2
     lan_monitor.LogReader(HOST, [], 0, threading.Event())._print(hostile)
-    lan.Fleet(Hosts(host=(HOST,)), Config())._report("pc", "doctor", hostile)
+    lan.SshLauncher(Hosts(host=(HOST,)))._report("pc", "doctor", hostile)
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == (f"{escaped}\n", f"pc: doctor: {escaped}\n")

@@ -11,9 +11,10 @@ from peralta_zmq.config.sections import EngineSection, GeneratorSection, RunSect
 from peralta_zmq.config.training_sections import TrainSection
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.metrics import read_rows
-from peralta_zmq.operate import forks, process_group
 from peralta_zmq.operate.local import local_workers, run_local
+from peralta_zmq.operate.process_group import RestartPolicy
 
+SHORT = RestartPolicy(retry_seconds=0.05)
 PAUSE = "import signal; signal.pause()"
 # A generator that fails, and a trainer that ends when one of two generators was started again.
 FAILS = "open('starts', 'a').write('x'); raise SystemExit(2)"
@@ -27,7 +28,6 @@ while not os.path.exists('starts') or os.path.getsize('starts') < 3: time.sleep(
 def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(programs, "CHECKOUT_BIN", tmp_path)
-    monkeypatch.setattr(forks, "import_libraries", lambda: False)  # forks would run real programs
 
 
 def write_programs(*, trainer: str, generator: str) -> None:
@@ -87,10 +87,7 @@ def test_generator_that_cannot_run_ends_no_run_and_keeps_its_log() -> None:
     assert Path("runs/test/logs/generator-0.log").read_text() == "no key\n"
 
 
-def test_generators_that_fail_after_the_first_step_are_started_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(process_group, "RETRY_SECONDS", 0.05)
+def test_generators_that_fail_after_the_first_step_are_started_again() -> None:
     steps = "print('{}', file=open('runs/test/metrics.jsonl', 'w'), flush=True)\n"
     waits = (
         "import os, time\n"
@@ -98,7 +95,7 @@ def test_generators_that_fail_after_the_first_step_are_started_again(
         "while not os.path.getsize('runs/test/metrics.jsonl'): time.sleep(0.01)\n"
     )
     write_programs(trainer=steps + WAITS_FOR_RESTART, generator=waits + FAILS)
-    assert run_local(config(), []) == 0
+    assert run_local(config(), [], policy=SHORT) == 0
     events = read_rows(Path("runs/test/events.jsonl"))
     assert {row["event"] for row in events} == {"failed", "restart"}
 
@@ -106,7 +103,6 @@ def test_generators_that_fail_after_the_first_step_are_started_again(
 def test_existing_run_continues_while_its_disk_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process_group, "RETRY_SECONDS", 0.05)
     Path("runs/test").mkdir(parents=True)
     write_programs(trainer=WAITS_FOR_RESTART, generator=FAILS)
 
@@ -118,7 +114,7 @@ def test_existing_run_continues_while_its_disk_does_not_answer(
         return stat(path, **options)
 
     monkeypatch.setattr(os, "stat", fails)
-    assert run_local(config(), []) == 0
+    assert run_local(config(), [], policy=SHORT) == 0
 
 
 def test_rejected_settings_keep_the_folder_of_an_earlier_run() -> None:

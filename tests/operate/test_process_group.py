@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,7 @@ import psutil
 import pytest
 from real_programs import until
 
-from peralta_zmq.operate import process_group
-from peralta_zmq.operate.process_group import Worker, supervise
+from peralta_zmq.operate.process_group import ProcessGroup, RestartPolicy, Worker, supervise
 
 ROOT = Path(__file__).parents[2]
 OPEN = """
@@ -38,6 +38,7 @@ def notify(name): open(name, "w").close()
 def stay():
     while True: time.sleep(0.05)  # short sleeps: a signal may arrive just before one
 """
+SHORT = RestartPolicy(first_delay=0.02)
 STAYS = "send('generator up'); stay()"
 SUPERVISOR = """
 import sys
@@ -54,7 +55,6 @@ sys.exit(supervise([leader, generator], record=recorder(Path())))
 def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Children:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(process_group, "FIRST_DELAY", 0.02)
     for name in ("alive", "go", "gone"):
         os.mkfifo(name)
     return Children()
@@ -118,7 +118,7 @@ def supervised(
     """Run a trainer and generators with these programs; returns the events."""
     record, names = Record(), ("trainer", "generator-0", "generator-1")
     workers = [worker(*each) for each in zip(names, codes, logs, strict=False)]
-    assert supervise(workers, record=record, **options) == code
+    assert supervise(workers, record=record, **{"policy": SHORT, **options}) == code
     return record.rows
 
 
@@ -173,9 +173,9 @@ def test_worker_whose_log_cannot_be_opened_prints_to_the_terminal(
     assert f"{log} cannot be written (No such file or directory); the output of" in printed.err
 
 
-def test_trainer_is_restarted_after_a_limited_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "LONGEST_DELAY", 0.05)
-    rows = supervised("sys.exit(1)", code=1)
+def test_trainer_is_restarted_after_a_limited_delay() -> None:
+    policy = replace(SHORT, longest_delay=0.05)
+    rows = supervised("sys.exit(1)", code=1, policy=policy)
     assert [(row["reason"], row["delay"]) for row in rows] == [
         ("exit code 1", delay) for delay in (0.02, 0.04, 0.05, 0.05)
     ]
@@ -184,7 +184,7 @@ def test_trainer_is_restarted_after_a_limited_delay(monkeypatch: pytest.MonkeyPa
 def test_own_kills_do_not_count_as_crashes(children: Children) -> None:
     record = Record()
 
-    def on_tick(group: process_group.ProcessGroup) -> None:
+    def on_tick(group: ProcessGroup) -> None:
         children.read()
         if children.messages.count("up\n") > len(killed()) and len(killed()) < 6:
             assert group["generator-0"].kill()
@@ -197,7 +197,7 @@ def test_own_kills_do_not_count_as_crashes(children: Children) -> None:
 
     ends = "if os.path.exists('mark'): sys.exit(0)\nopen('mark', 'w'); stay()"
     workers = [worker("trainer", ends), worker("generator-0", "send('up'); stay()")]
-    assert supervise(workers, record=record, on_tick=on_tick) == 0
+    assert supervise(workers, record=record, on_tick=on_tick, policy=SHORT) == 0
     restarts = [row for row in record.rows if row["event"] == "restart"]
     assert [row["worker"] for row in restarts] == ["generator-0"] * 6 + ["trainer"]
     assert {(row["delay"], row["killed"]) for row in restarts} == {(0.02, True)}
@@ -206,7 +206,7 @@ def test_own_kills_do_not_count_as_crashes(children: Children) -> None:
 def test_ended_worker_cannot_be_killed(children: Children) -> None:
     results = list[bool]()
 
-    def on_tick(group: process_group.ProcessGroup) -> None:
+    def on_tick(group: ProcessGroup) -> None:
         process = group["generator-0"].process
         if process and not results:
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -221,7 +221,7 @@ def test_ended_worker_cannot_be_killed(children: Children) -> None:
 def test_stopped_worker_stays_down_until_it_is_resumed(children: Children) -> None:
     calls = list[str]()
 
-    def on_tick(group: process_group.ProcessGroup) -> None:
+    def on_tick(group: ProcessGroup) -> None:
         children.read()
         if children.messages.count("up") == 1 and not calls:
             assert group["generator-0"].kill()
@@ -245,15 +245,13 @@ def test_stopped_worker_stays_down_until_it_is_resumed(children: Children) -> No
     assert children.until_all_have_ended()[:4] == ["up", "up", "left", "up"]
 
 
-def test_long_run_resets_delay_and_crash_count(
-    children: Children, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_group, "CALM_SECONDS", 0.0)  # every run counts as long
+def test_long_run_resets_delay_and_crash_count() -> None:
+    policy = replace(SHORT, calm_seconds=0.0)  # every run counts as long
     fails_six_times = (
         "starts = open('starts', 'a+'); starts.write('x'); starts.seek(0)\n"
         "sys.exit(len(starts.read()) <= 6)"
     )
-    assert [row["delay"] for row in supervised(fails_six_times)] == [0.02] * 6
+    assert [row["delay"] for row in supervised(fails_six_times, policy=policy)] == [0.02] * 6
 
 
 def test_error_of_the_only_generator_ends_a_new_group_with_code_2(
@@ -291,9 +289,9 @@ def test_trainer_that_is_out_of_memory_is_not_restarted(
 def test_group_continues_without_a_worker_that_cannot_run(
     children: Children, tmp_path: Path, capfd: pytest.CaptureFixture[str], fails: str, text: str
 ) -> None:
-    log, groups = tmp_path / "generator-0.log", list[process_group.ProcessGroup]()
+    log, groups = tmp_path / "generator-0.log", list[ProcessGroup]()
 
-    def on_tick(group: process_group.ProcessGroup) -> None:
+    def on_tick(group: ProcessGroup) -> None:
         children.read()
         is_up = "generator up" in children.messages
         if group["generator-0"].failure and is_up and not groups:
@@ -314,45 +312,39 @@ def test_group_continues_without_a_worker_that_cannot_run(
     ids=["error", "crashes"],
 )
 def test_last_generator_is_started_again_after_the_first_step(
-    children: Children, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str], code: int, num_failures: int, restarts: list[float],
+    children: Children, tmp_path: Path, capfd: pytest.CaptureFixture[str], code: int,
+    num_failures: int, restarts: list[float],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(process_group, "RETRY_SECONDS", 0.05)
+    policy = replace(SHORT, retry_seconds=0.05)
     fails = (
         "starts = open('starts', 'a+'); starts.write('x'); starts.seek(0)\n"
         f"if len(starts.read()) <= {num_failures}: sys.exit({code})\n"
         "notify('go'); stay()"
     )
     logs = (None, tmp_path / "generator-0.log")
-    rows = supervised("wait('go')", fails, logs=logs, has_trained=lambda: True)
+    rows = supervised("wait('go')", fails, logs=logs, has_trained=lambda: True, policy=policy)
     children.until_all_have_ended()
     assert [row["delay"] for row in rows if row["event"] == "restart"] == restarts
     assert [row["worker"] for row in rows if row["event"] == "failed"] == ["generator-0"]
     assert capfd.readouterr().out.count("the next start is in") == 1  # not once for each failure
 
 
-def test_failure_after_a_long_run_is_reported_again(
-    children: Children, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_group, "RETRY_SECONDS", 0.05)
-    monkeypatch.setattr(process_group, "CALM_SECONDS", 0.0)  # each run is long
+def test_failure_after_a_long_run_is_reported_again(children: Children) -> None:
+    policy = replace(SHORT, retry_seconds=0.05, calm_seconds=0.0)  # each run is long
     fails = (
         "starts = open('starts', 'a+'); starts.write('x'); starts.seek(0)\n"
         "if len(starts.read()) <= 2: sys.exit(2)\n"
         "notify('go'); stay()"
     )
-    rows = supervised("wait('go')", fails, has_trained=lambda: True)
+    rows = supervised("wait('go')", fails, has_trained=lambda: True, policy=policy)
     children.until_all_have_ended()
     assert [row["event"] for row in rows] == ["failed", "restart"] * 2
 
 
-def test_group_continues_while_a_generator_runs_that_failed_before(
-    children: Children, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_group, "RETRY_SECONDS", 0.05)
+def test_group_continues_while_a_generator_runs_that_failed_before() -> None:
     ended = list[bool]()
 
-    def on_tick(group: process_group.ProcessGroup) -> None:
+    def on_tick(group: ProcessGroup) -> None:
         if group["generator-1"].failure and not ended:
             ended.append(True)
             Path("go").write_text("")  # the trainer ends
@@ -360,7 +352,10 @@ def test_group_continues_while_a_generator_runs_that_failed_before(
     fails_once = (
         "if not os.path.exists('mark'): open('mark', 'w'); sys.exit(2)\nnotify('gone'); stay()"
     )
-    rows = supervised("wait('go')", fails_once, "wait('gone'); sys.exit(2)", on_tick=on_tick)
+    policy = replace(SHORT, retry_seconds=0.05)
+    rows = supervised(
+        "wait('go')", fails_once, "wait('gone'); sys.exit(2)", on_tick=on_tick, policy=policy
+    )
     failed = [row["worker"] for row in rows if row["event"] == "failed"]
     assert failed == ["generator-0", "generator-1"]
 
@@ -394,11 +389,9 @@ def test_end_of_the_trainer_ends_generators_and_their_children(children: Childre
     assert children.until_all_have_ended() == ["child", "ended"]
 
 
-def test_generator_that_ignores_sigterm_is_killed(
-    children: Children, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_group, "GRACE_SECONDS", 2.0)
-    supervised("wait('go')", "on(signal.SIGTERM, 'ignored'); notify('go'); stay()")
+def test_generator_that_ignores_sigterm_is_killed(children: Children) -> None:
+    policy = replace(SHORT, grace_seconds=2.0)
+    supervised("wait('go')", "on(signal.SIGTERM, 'ignored'); notify('go'); stay()", policy=policy)
     assert children.until_all_have_ended() == ["ignored"]
 
 
@@ -462,10 +455,7 @@ def test_children_of_a_crashed_worker_are_killed(children: Children) -> None:
     assert children.until_all_have_ended() == ["child"]
 
 
-def test_generator_killed_while_the_trainer_stops_is_not_restarted(
-    children: Children, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_group, "FIRST_DELAY", 0.0)
+def test_generator_killed_while_the_trainer_stops_is_not_restarted(children: Children) -> None:
     stops = (
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
         "gone = open('gone')\n"
@@ -478,7 +468,7 @@ def test_generator_killed_while_the_trainer_stops_is_not_restarted(
         "if os.fork() == 0: gone = open('gone', 'w'); stay()\n"
         "stay()"
     )
-    assert supervised(stops, has_a_child) == []
+    assert supervised(stops, has_a_child, policy=RestartPolicy(first_delay=0.0)) == []
     assert children.until_all_have_ended() == ["generator up"]
 
 

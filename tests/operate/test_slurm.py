@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,21 +21,23 @@ from peralta_zmq.config.hosts import Slurm, SlurmGenerators, SlurmTrainer
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate import lan
 from peralta_zmq.operate.slurm import SlurmLauncher, worker_row
-from peralta_zmq.operate.slurm_job import (
-    JobState,
-    generator_command,
-    main,
-    read_state,
-    trainer_command,
+from peralta_zmq.operate.slurm_commands import (
+    JobStatus,
+    check_array_size,
+    cluster_config,
+    parse_squeue,
+    plan_run,
+    sbatch,
 )
-from peralta_zmq.operate.slurm_queue import JobStatus, parse_squeue
-from peralta_zmq.operate.slurm_submit import check_array_size, cluster_config, plan_run, sbatch
+from peralta_zmq.operate.slurm_job import generator_command, main, read_state, trainer_command
+from peralta_zmq.operate.supervisor import State
 
 SETTINGS = Slurm(
     setup="module load cuda",
     trainer=SlurmTrainer(partition="gpu", nodes=2, gpus=4, cpus=8, time="1-00:00:00"),
     generators=SlurmGenerators(partition="spare", account="lab", count=3, options=("--mem=4G",)),
 )
+NODE: Any = {"job": "7", "node": "node1"}
 HOSTS = """
 config = "configs/demo.toml"
 [slurm.trainer]
@@ -113,7 +116,7 @@ def test_script_writes_the_first_state_before_the_setup(tmp_path: Path, name: st
     done = subprocess.run(["bash", "-c", script], env=environment, check=False)
     worker, job = ("trainer", "9") if name == "trainer" else ("generator-2", "8_2")
     assert done.returncode == 7
-    assert read_state(folder / "demo", worker, job) == JobState(job, "node1")
+    assert read_state(folder / "demo", worker, job) == State(job=job, node="node1")
 
 
 WORKER = """
@@ -125,11 +128,11 @@ while True: time.sleep(0.1)
 """
 JOB = """
 import os, signal, sys; from pathlib import Path; from peralta_zmq.operate import slurm_job
-limits = [float(word) for word in sys.argv[3:6]]
-slurm_job.REQUEUE_SECONDS, slurm_job.LAST_REQUEUE_SECONDS, slurm_job.CHECK_SECONDS = limits
-slurm_job.RETRY_SECONDS = 0.1
+requeue, last_requeue, check = (float(word) for word in sys.argv[3:6])
+times = slurm_job.JobTimes(requeue, last_requeue, retry=0.1, check=check)
 os.environ |= {"SLURM_JOB_ID": "9", "SLURMD_NODENAME": "node1"}
-job = slurm_job.Job(Path(sys.argv[1]), sys.argv[2], (sys.executable, *sys.argv[6:]), os.environ)
+command = (sys.executable, *sys.argv[6:])
+job = slurm_job.Job(Path(sys.argv[1]), sys.argv[2], command, os.environ, times)
 sys.exit(job.run())
 """
 
@@ -208,11 +211,12 @@ def test_job_on_a_lost_node_keeps_the_state_of_its_successor(
     tmp_path: Path, start_job: Callable[..., subprocess.Popen[str]]
 ) -> None:
     job = start_job("trainer")
-    assert read_state(tmp_path, "trainer") == JobState("9", "node1")
+    state = read_state(tmp_path, "trainer")
+    assert state and (state.job, state.node) == ("9", "node1")
     replace_file(tmp_path / "slurm/trainer.json", b'{"job": "9", "node": "node2"}')
     job.terminate()
     assert job.wait(timeout=20) == 0
-    assert read_state(tmp_path, "trainer") == JobState("9", "node2")
+    assert read_state(tmp_path, "trainer") == State(job="9", node="node2")
 
 
 def test_generator_that_starts_after_the_end_of_the_run_does_nothing(
@@ -255,21 +259,21 @@ def test_squeue_lines_are_parsed() -> None:
     ("status", "state", "shown", "last"),
     [
         (("PENDING", "Priority", 0), None, "queued", "waiting: Priority"),
-        (("RUNNING", "None", 9), JobState("7", "node1", restarts=2), "running", ""),
+        (("RUNNING", "None", 9), State(**NODE, restarts=2), "running", ""),
         (("RUNNING", "None", 99), None, "unshared", "the job has written nothing to "),
         (("FAILED", "JobLaunchFailure", 0), None, "unshared", "the job has written nothing to "),
         (("CONFIGURING", "None", 99), None, "configuring", ""),
-        (("COMPLETED", "None", 9), JobState("7", "node1", code=0), "done", ""),
-        (("COMPLETED", "None", 9), JobState("7", "node1", code=0, stopped=True), "stopped", ""),
-        (("FAILED", "None", 9), JobState("7", "node1", code=2), "failed", ""),
-        (("TIMEOUT", "None", 9), JobState("7", "node1"), "time limit", ""),
+        (("COMPLETED", "None", 9), State(**NODE, code=0), "done", ""),
+        (("COMPLETED", "None", 9), State(**NODE, code=0, stopped=True), "stopped", ""),
+        (("FAILED", "None", 9), State(**NODE, code=2), "failed", ""),
+        (("TIMEOUT", "None", 9), State(**NODE), "time limit", ""),
         (("CANCELLED", "None", 9), None, "stopped", ""),
-        (None, JobState("7", "node1", code=1), "gave up", ""),
+        (None, State(**NODE, code=1), "gave up", ""),
         (None, None, "ended", ""),
     ],
 )  # fmt: skip
 def test_row_combines_queue_and_state_file(
-    tmp_path: Path, status: tuple[str, str, int] | None, state: JobState | None,
+    tmp_path: Path, status: tuple[str, str, int] | None, state: State | None,
     shown: str, last: str,
 ) -> None:  # fmt: skip
     is_queued = status is not None and status[0] == "PENDING"

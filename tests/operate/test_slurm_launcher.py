@@ -12,8 +12,7 @@ from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.config.hosts import Slurm, SlurmGenerators
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.operate import slurm
-from peralta_zmq.operate.slurm import SlurmLauncher
+from peralta_zmq.operate.slurm import SlurmLauncher, Waits
 
 SETTINGS = Slurm(generators=SlurmGenerators(count=3))
 
@@ -21,13 +20,12 @@ SETTINGS = Slurm(generators=SlurmGenerators(count=3))
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmCommands:
     monkeypatch.chdir(tmp_path)  # .lan is there
-    for name in ("QUEUE_SECONDS", "STOP_SECONDS", "POLL_SECONDS", "FOLLOW_SECONDS"):
-        monkeypatch.setattr(slurm, name, 0.0)
     return SlurmCommands(tmp_path, monkeypatch)
 
 
-def launcher(settings: Slurm = SETTINGS) -> SlurmLauncher:
-    return SlurmLauncher(settings, Path("hosts.toml"))
+def launcher(settings: Slurm = SETTINGS, *, stop: float = 0.0) -> SlurmLauncher:
+    waits = Waits(queue=0.0, stop=stop, poll=0.0, follow=0.0)
+    return SlurmLauncher(settings, Path("hosts.toml"), waits=waits)
 
 
 def config_in(folder: Path, *options: str) -> Config:
@@ -128,9 +126,8 @@ def test_down_cancels_waiting_jobs_and_those_that_ignore_a_signal(
 
 
 def test_restart_signals_running_workers_and_submits_ended_ones(
-    tmp_path: Path, commands: SlurmCommands, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    tmp_path: Path, commands: SlurmCommands, capsys: pytest.CaptureFixture[str]
+) -> None:
     start(commands, tmp_path)
     commands.set_queue("2|0|RUNNING|node1|None|0:05", "2|1|RUNNING|node1|None|0:05",
                        "2|2|PENDING||Resources|0:00")  # fmt: skip
@@ -145,10 +142,9 @@ def test_restart_signals_running_workers_and_submits_ended_ones(
     assert launcher().control("restart", ["generator-0"]) == 1
     assert commands.take_calls() == ["scancel --batch --signal=USR2 2_0"]
     assert capsys.readouterr().out == "generator-0: not restarted\n"
-    monkeypatch.setattr(slurm, "STOP_SECONDS", 10.0)
     state = tmp_path / "demo/slurm/generator-0.json"
     commands.write("scancel", f"""echo '{{"job": "2_0", "node": "node1"}}' > {state}""")
-    assert launcher().control("restart", ["generator-0"]) == 0
+    assert launcher(stop=10.0).control("restart", ["generator-0"]) == 0
     assert capsys.readouterr().out == "generator-0: restarted\n"
 
 

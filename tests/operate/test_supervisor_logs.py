@@ -15,8 +15,8 @@ MAX_LOG_BYTES = 500
 SUPERVISOR = f"""
 import sys
 from peralta_zmq.operate import supervisor
-supervisor.MAX_LOG_BYTES = {MAX_LOG_BYTES}
-sys.exit(supervisor.run(supervisor.Job("pc-0", (sys.executable, "-u", "-c", sys.argv[1]), {{}})))
+job = supervisor.Job("pc-0", (sys.executable, "-u", "-c", sys.argv[1]), {{}})
+sys.exit(supervisor.run(job, max_log_bytes={MAX_LOG_BYTES}))
 """
 PRINTS = """
 import os, time
@@ -51,7 +51,7 @@ def test_supervisor_rotates_the_log_of_its_worker(
     assert ended.returncode == 0, log.read_text()
     assert (folder / "pc-0.log.1").read_text() == numbered(200, 300)
     assert log.read_text() == "the end\n"
-    assert supervisor._tail("pc-0")[-3:] == ["line 298", "line 299", "the end"]
+    assert supervisor.tail_of(log)[-3:] == ["line 298", "line 299", "the end"]
 
 
 def test_log_that_cannot_be_truncated_ends_no_supervisor(
@@ -59,29 +59,25 @@ def test_log_that_cannot_be_truncated_ends_no_supervisor(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".lan" / "pc-0.log").mkdir(parents=True)
-    code = SUPERVISOR.replace(f"= {MAX_LOG_BYTES}", "= -1")
+    code = SUPERVISOR.replace(f"={MAX_LOG_BYTES}", "=-1")
     ended = subprocess.run(
         [sys.executable, "-c", code, "pass"], env={"PYTHONPATH": str(ROOT)}, timeout=30, check=False
     )
     assert ended.returncode == 0
 
 
-def test_log_is_rotated_only_above_its_limit(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_is_rotated_only_above_its_limit(log: Path) -> None:
     log.write_text(numbered(0, 10))
-    monkeypatch.setattr(supervisor, "MAX_LOG_BYTES", log.stat().st_size)
-    supervisor.rotate_log(log)
+    size = log.stat().st_size
+    supervisor.rotate_log(log, max_bytes=size)
     assert log.read_text() == numbered(0, 10)
-    monkeypatch.setattr(supervisor, "MAX_LOG_BYTES", log.stat().st_size - 1)
-    supervisor.rotate_log(log)
+    supervisor.rotate_log(log, max_bytes=size - 1)
     assert log.read_text() == ""
     assert log.with_name("pc-0.log.1").read_text() == numbered(0, 10)
     supervisor.rotate_log(log.with_name("missing.log"))
 
 
-def test_reader_gets_each_line_once_across_a_rotation(
-    log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "MAX_LOG_BYTES", 100)
+def test_reader_gets_each_line_once_across_a_rotation(log: Path) -> None:
     log.write_text(numbered(0, 30))
     offset = supervisor.tail_offset(log, 2)
     lines, offset = supervisor.read_new_lines(log, offset)
@@ -92,7 +88,7 @@ def test_reader_gets_each_line_once_across_a_rotation(
     assert lines == ["line 30"]
     with log.open("a") as opened:
         opened.write(" 31\nline 32\n")
-    supervisor.rotate_log(log)
+    supervisor.rotate_log(log, max_bytes=100)
     with log.open("a") as opened:
         opened.write("line 33\n")
     lines, offset = supervisor.read_new_lines(log, offset)
@@ -107,12 +103,11 @@ def test_reader_replaces_invalid_utf8(log: Path) -> None:
 
 
 def test_log_that_cannot_be_copied_is_truncated_and_reported(
-    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    log: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(supervisor, "MAX_LOG_BYTES", 100)
     log.write_text(numbered(0, 30))
     log.with_name("pc-0.log.1").mkdir()
-    supervisor.rotate_log(log)
+    supervisor.rotate_log(log, max_bytes=100)
     assert log.read_text() == ""
     assert f"{log} was truncated without a copy: " in capsys.readouterr().err
     assert sorted(path.name for path in log.parent.iterdir()) == ["pc-0.log", "pc-0.log.1"]

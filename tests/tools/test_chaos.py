@@ -9,7 +9,7 @@ from peralta_zmq.config.sections import RunSection
 from peralta_zmq.config.training_sections import TrainSection
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.metrics import EVENTS, METRICS, Row, read_rows
-from peralta_zmq.operate import process_group
+from peralta_zmq.operate.process_group import RestartPolicy
 from tools.chaos import SEED, Kill, plan_kills, run_chaos, seconds_until_back
 
 ROOT = Path(__file__).parents[2]
@@ -45,8 +45,6 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("REWARD", "0.97")
     monkeypatch.setenv(SEED, "7")
-    monkeypatch.setattr(process_group, "FIRST_DELAY", 0.02)
-    monkeypatch.setattr(process_group, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(programs, "CHECKOUT_BIN", tmp_path)
     write_resolved(config(), Path("runs/chaos"))
 
@@ -59,7 +57,7 @@ def config(*, num_local_generators: int = 2) -> Config:
 def chaos(*, trainer: str = TRAINER, generator: str = GENERATOR) -> int:
     Path("trainer").write_text(trainer)
     Path("generator").write_text(generator)
-    return run_chaos(config(), [])
+    return run_chaos(config(), [], policy=RestartPolicy(first_delay=0.02, poll_seconds=0.01))
 
 
 def failed_lines(capfd: pytest.CaptureFixture[str]) -> list[str]:

@@ -1,8 +1,4 @@
-"""Checks of bin/doctor: result of a check, and the report that prints the results.
-
-A check is a function that returns a `Check`: whether it passed, what it found (detail), and what
-the user should do (remedy).
-"""
+"""Checks of bin/doctor: result of a check, and the report that prints the results."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ MOUNT_SECONDS = 120.0  # time limit of a check of a folder that may be on a dead
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Result of a check. The remedy of a check that passed is only advice."""
+    """Result of a check; the remedy of a check that passed is only advice."""
 
     ok: bool
     detail: str
@@ -64,9 +60,8 @@ class Report:
     def run_with_timeout(
         self, name: str, check: Callable[P, Check], *args: P.args, **kwargs: P.kwargs
     ) -> bool:
-        """Like `run`, for a check that may hang; it fails after MOUNT_SECONDS.
-
-        The check runs in a thread, because a system call on a dead mount cannot be interrupted.
+        """Like `run`, in a thread, for a check that a dead mount may block: it fails after a
+        while.
         """
         results: SimpleQueue[Check | None] = SimpleQueue()
         call = partial(check, *args, **kwargs)
@@ -90,7 +85,7 @@ class Report:
 
 
 def run_check(check: Callable[[], Check | None]) -> Check | None:
-    """Return the result of a check; an exception that it raises is a failed check."""
+    """The result of a check; an exception that it raises is a failed check."""
     try:
         return check()
     except PeraltaError as error:
@@ -100,9 +95,6 @@ def run_check(check: Callable[[], Check | None]) -> Check | None:
 
 
 def failed_check(error: PeraltaError, remedy: str = "see docs/troubleshooting.md") -> Check:
-    """Return the failed check for an error.
-
-    The error's message is "detail; remedy"; without a semicolon, the check gets `remedy`.
-    """
+    """The failed check for an error with the message "detail; remedy", or only a detail."""
     detail, _, own_remedy = str(error).partition("; ")
     return Check(False, detail, own_remedy or remedy)

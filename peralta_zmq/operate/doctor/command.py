@@ -1,8 +1,4 @@
-"""Command line of bin/doctor: the checks of a machine, `bin/doctor plan` and `bin/doctor keygen`.
-
-`keygen` makes the CURVE key pairs with which ZeroMQ encrypts and authenticates the connections
-between the generators and the trainer.
-"""
+"""Command line of bin/doctor: checks of a machine, `doctor plan`, and `keygen` of CURVE keys."""
 
 from __future__ import annotations
 
@@ -71,10 +67,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parse(
     program: str, usage: str, arguments: Sequence[str], *, number: str
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options --json, --role and `number`, and the other arguments, which are settings.
-
-    Prints `usage` before the help for the settings.
-    """
+    """The options --json, --role and `number`, and the other arguments, which are settings."""
     if {"-h", "--help"} & set(arguments):
         sys.stdout.write(usage)
     parser = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
@@ -101,10 +94,7 @@ def _serve(seconds: float) -> None:
 
 
 def keygen(config: Config) -> None:
-    """Make missing keys of trainer and `generator.name`; print which files to copy.
-
-    Raises ConfigError for invalid settings, WireError for a key file that cannot be used.
-    """
+    """Make missing keys of trainer and `generator.name`; print which files to copy."""
     from peralta_zmq.wire import auth
 
     folder, name = config.keys_folder, config.generator.name

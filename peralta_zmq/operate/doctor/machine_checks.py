@@ -1,7 +1,4 @@
-"""Checks of this machine: versions, device, memory, reward, sleep, local network.
-
-Most functions take the state of the system as arguments, so that tests can pass another one.
-"""
+"""Checks of this machine: versions, device, memory, reward, sleep, local network."""
 
 from __future__ import annotations
 
@@ -37,7 +34,6 @@ INHIBIT = "start the worker with systemd-inhibit --what=idle:sleep:handle-lid-sw
 
 
 def installed_version(library: str) -> str | None:
-    """The version of an installed library; None if it is not installed."""
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(library)
 
@@ -57,8 +53,7 @@ def check_versions(
 ) -> Check:
     """Check the version of Python and of every required library.
 
-    `requirements` are lines such as "torch>=2.4"; `version_of` returns the installed version of a
-    library, or None.
+    `requirements` are lines such as "torch>=2.4".
     """
     shown_python = ".".join(map(str, python[:3]))
     # Libraries with a marker are not checked: they belong to an extra, or to another Python.
@@ -101,10 +96,7 @@ def check_device(config: Config) -> Check:
 
 
 def check_memory(config: Config, role: Literal["trainer", "generator"]) -> Check | None:
-    """Compare the planned memory of a role with that of this machine.
-
-    Returns None if the model is not on this machine.
-    """
+    """Compare the planned memory of a role with this machine; None if the model is not here."""
     from peralta_zmq import build, models
     from peralta_zmq.memory import gib
 
@@ -141,10 +133,7 @@ def check_reward(config: Config) -> Check:
 
 
 def check_sleep(system: str, has_battery: bool) -> Check:
-    """Check whether the machine may fall asleep during a run.
-
-    `system` is a value of platform.system(), `has_battery` True for a machine with a battery.
-    """
+    """Check whether the machine may fall asleep; `system` is that of platform.system()."""
     if system == "Darwin":
         settings = output_of(["pmset", "-g"])
         minutes = re.search(r"^\s*sleep\s+(\d+)(.*)$", settings, re.MULTILINE)
@@ -163,10 +152,10 @@ def check_sleep(system: str, has_battery: bool) -> Check:
 
 
 def check_local_network(system: str, host: str) -> Check | None:
-    """Check the Local Network permission of a Mac by sending to a host.
+    """Check the Local Network permission of a Mac by sending to a host; None on other systems.
 
-    Returns None on other systems. Without the permission the send fails with
-    EHOSTUNREACH; macOS asks for this permission only in programs with a window.
+    Without the permission the send fails with EHOSTUNREACH; macOS asks for it only in programs with
+    a window.
     """
     if system != "Darwin":
         return None
@@ -188,7 +177,7 @@ def send_packet(host: str) -> int:
 
 
 def output_of(command: Sequence[str]) -> str:
-    """Return the output of a command; empty if the command does not exist or hangs."""
+    """The output of a command; empty if the command does not exist or hangs."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
     except (OSError, subprocess.TimeoutExpired):

@@ -1,8 +1,7 @@
 """`bin/doctor plan`: the memory that a run needs, before anything is loaded.
 
 Reads only the config.json of the model, and its tokenizer, if it has one, for a dry run of the
-prompts. For each role that does not fit, prints what each setting would save, the least costly
-first.
+prompts.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ not fit or a check fails.
 
 
 def main(options: argparse.Namespace, settings: Sequence[str]) -> int:
-    """Run `bin/doctor plan` with the options `json`, `role` and `memory`; returns the exit code.
+    """Run with the options `json`, `role` and `memory`; returns the exit code.
 
     Raises ConfigError for settings, a model or fractions that cannot be planned.
     """
@@ -125,7 +124,6 @@ def _print_plan(plan: Plan, *, count: int) -> None:
 
 
 def _print_advice(advice: Advice) -> None:
-    """Print what each setting saves, and which to choose."""
     from peralta_zmq.memory import gib
     from peralta_zmq.memory.remedies import NOTHING_HELPS
 

@@ -1,8 +1,7 @@
 """The checks of each role (trainer, generator), in the order of the output.
 
-The doctor (bin/doctor) of a generator's machine also checks the connection to the trainer, with
-probes: small messages to the trainer's machine. A running trainer answers these messages; before
-the run starts, the doctor of the trainer's machine answers them.
+The doctor of a generator's machine also checks the connection with probes: a running trainer
+answers them, or before the run the doctor of the trainer's machine.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ def default_role(config: Config) -> str:
 def check_trainer(config: Config, report: Report, stack: ExitStack, *, serve: bool) -> bool:
     """Run the checks of the trainer's machine.
 
-    With `serve`, a thread answers the doctors of generators until `stack` is closed. Returns True
-    if the thread was requested and is possible: the ports are free, and no trainer of this run is
-    running. A running trainer answers the doctors itself.
+    With `serve`, a thread answers the doctors of generators until `stack` is closed, unless a
+    trainer runs, which does that itself. Returns whether it does.
     """
     config = fitted(config, report)
     folder, run = _weights_folder(config), config.run_folder
@@ -70,7 +68,7 @@ def check_generator(
 ) -> None:
     """Run the checks of a generator's machine and of the connection to the trainer.
 
-    Retries for `wait_seconds` to connect to the trainer's machine.
+    Retries for `wait_seconds` to connect.
     """
     config = fitted(config, report)
     name = config.generator.full_name
@@ -127,7 +125,6 @@ def _check_machine(config: Config, report: Report) -> None:
 def add_findings(
     config: Config, report: Report, role: Role, *, weights: bool, prompts: bool
 ) -> None:
-    """Add the results of the dry run to the report. Raises ConfigError or TaskError."""
     from peralta_zmq.build import dry_run
 
     findings = dry_run.check_run(config, role, with_weights=weights, with_prompts=prompts)
@@ -136,10 +133,7 @@ def add_findings(
 
 
 def _check_run(config: Config) -> Check | None:
-    """Check that an existing run can be resumed; returns None for a new run.
-
-    Raises ConfigError if the settings or the tokenizer of the existing run differ.
-    """
+    """Check that an existing run can be resumed; None for a new run. Raises ConfigError."""
     from peralta_zmq import models
     from peralta_zmq.trainer.session import check_tokenizer
 
@@ -160,10 +154,7 @@ def _check_run(config: Config) -> Check | None:
 def _probe_trainer(
     config: Config, report: Report, client: wire.ProbeClient
 ) -> wire.ProbeReply | None:
-    """Check the connection to the trainer's machine; returns the reply to a probe.
-
-    Returns None if the probes failed or were answered for another run.
-    """
+    """Check the connection to the trainer's machine; None if no probe is answered for this run."""
     try:
         result = network_checks.send_probes(client)
     except WireError as error:
@@ -177,10 +168,7 @@ def _probe_trainer(
 
 
 def _create_file(client: wire.ProbeClient) -> str:
-    """Make the trainer's machine create a file for `check_visible`; returns its name.
-
-    The file is in the weights folder. Raises WireError if no file was created.
-    """
+    """Make the trainer's machine create a file in the weights folder; returns its name."""
     reply, _ = client.request("create_file", timeout=network_checks.PROBE_SECONDS)
     if reply.error:
         raise WireError(f"the trainer's machine: {reply.error}; run {program_name('doctor')} there")
@@ -190,10 +178,7 @@ def _create_file(client: wire.ProbeClient) -> str:
 def _check_address(
     config: Config, report: Report, model_bytes: int | None, *, reply: wire.ProbeReply | None
 ) -> None:
-    """Run the checks of a weight store with a URL.
-
-    `reply` is the reply of the trainer's machine to a probe; None if there is none.
-    """
+    """Run the checks of a weight store with a URL; `reply` is that of a probe."""
     address, token = config.weights_address, config.weights.token_file
     port, run_id = config.weights.serve_port, reply.run_id if reply else ""
     # If a doctor replied, the trainer that will serve this URL is not running yet.
