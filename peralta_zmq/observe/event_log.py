@@ -1,13 +1,9 @@
 """events.jsonl of a run, with limits on the events that other machines can cause.
 
-A generator that restarts again and again, for example, causes events without end. LIMITS lists
-these events, each with its maximum number of lines per minute and generator; an event that names no
-generator has one limit. Further events are only counted. After the minute, one line has the fields
-of the newest omitted event and, as `count`, the number of omitted events. A line without `count`
-stands for one event.
-
-If no keys are configured, a client can also use any number of generator names. Therefore all lines
-of one event together take at most MAX_BYTES in a run.
+LIMITS has the maximum number of lines per minute and generator, for a generator that restarts again
+and again. Further events are only counted: after the minute, one line has the fields of the newest
+one and their number as `count`. A client without keys can use any number of names, so all lines of
+one event together take at most MAX_BYTES in a run.
 """
 
 from __future__ import annotations
@@ -69,7 +65,7 @@ class EventLog:
         self.flush(at_end=True)
 
     def append(self, event: str, **fields: object) -> bool:
-        """Write a line and return True; return False instead if a limit is reached."""
+        """Write a line; False if a limit is reached."""
         if event not in LIMITS:
             self._write(event, fields)
             return True
@@ -87,9 +83,8 @@ class EventLog:
         return False
 
     def flush(self, *, at_end: bool = False) -> None:
-        """If the minute is over, write one line for the omitted events of each generator.
-
-        With `at_end`, write these lines before the minute is over.
+        """If the minute is over, or `at_end`, write a line for the omitted events of each
+        generator.
         """
         if time.monotonic() < self._minute_end and not at_end:
             return
@@ -101,7 +96,7 @@ class EventLog:
                 self._write_limited(key[0], {**count.newest, "count": count.num_omitted})
 
     def _write_limited(self, event: str, fields: Mapping[str, object]) -> bool:
-        """Write a line and return True; return False if the event's lines have MAX_BYTES."""
+        """Write a line; False if the event's lines have MAX_BYTES."""
         if self._num_bytes[event] >= MAX_BYTES:
             return False
         self._num_bytes[event] += len(json.dumps(self._write(event, fields)))

@@ -2,11 +2,9 @@
 
 metrics.jsonl   one row for each training step: metric name -> number
 events.jsonl    start, resume, a generator that joins or leaves, published weights, ...
-samples.jsonl   one row for each sampled group (all rollouts of one problem)
+samples.jsonl   one row for each sampled group
 eval.jsonl      one row for each evaluation on held-out problems
 answers.jsonl   one row for each held-out problem of an evaluation, with the answers
-
-`read_toml` reads the settings of a run and data files of this package.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ class JsonLines:
             logger.warning("row not written to %s: %s", self._file.name, error.strerror)
 
     def append_event(self, event: str, **fields: object) -> Row:
-        """Append `{"time": now in unix seconds, "event": event, **fields}` and return it."""
+        """Append `{"time": unix seconds, "event": event, **fields}` and return it."""
         row: Row = {"time": time.time(), "event": event, **fields}
         self.append(row)
         return row
@@ -73,7 +71,7 @@ class JsonLines:
     def trim(self, max_bytes: int) -> None:
         """Replace a file of more than `max_bytes` by one with fewer rows.
 
-        The rows of the first step are kept, and the newest rows, each up to a quarter of
+        The rows of the first step and the newest rows are kept, each up to a quarter of
         `max_bytes`. A failure is logged, and the file keeps all rows.
         """
         try:
@@ -101,15 +99,12 @@ class JsonLines:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return all complete rows, oldest first; none if the file does not exist."""
+    """All complete rows, oldest first; none if the file does not exist."""
     return parse_rows(path.read_bytes()) if path.exists() else []
 
 
 def parse_rows(block: bytes) -> list[Row]:
-    """Parse the lines of `block`; lines that are not a JSON object are skipped.
-
-    A short write to a full disk leaves the beginning of a row as a line of its own.
-    """
+    """Parse the lines of `block`; lines that are no JSON object, as on a full disk, are skipped."""
     rows: list[Row] = []
     for line in block.split(b"\n")[:-1]:  # the last part has no newline yet
         with suppress(ValueError, RecursionError):
@@ -119,12 +114,12 @@ def parse_rows(block: bytes) -> list[Row]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the content of a TOML file. Raises OSError or ValueError."""
+    """The content of a TOML file. Raises OSError or ValueError."""
     return tomllib.loads(path.read_text("utf-8"))
 
 
 def number(row: Mapping[str, object], key: str, default: float = math.nan) -> float:
-    """Return a field as a finite float; `default` if this is not possible."""
+    """A field as a finite float; `default` if this is not possible."""
     value = row.get(key)
     if isinstance(value, (int, float)) and abs(value) <= sys.float_info.max:  # not NaN, not inf
         return float(value)
@@ -132,17 +127,14 @@ def number(row: Mapping[str, object], key: str, default: float = math.nan) -> fl
 
 
 def generator_numbers(row: Mapping[str, object], metric: str) -> dict[str, float]:
-    """Return the values of `gen/NAME/METRIC` in a row, by NAME; NaN for a null."""
+    """The values of `gen/NAME/METRIC` in a row, by NAME; NaN for a null."""
     prefix, suffix = "gen/", f"/{metric}"
     keys = [key for key in row if key.startswith(prefix) and key.endswith(suffix)]
     return {key[len(prefix) : -len(suffix)]: number(row, key) for key in keys}
 
 
 def finite_mean(values: Iterable[float], *, default: float = math.nan) -> float:
-    """Return the mean of the finite values; `default` if there are none.
-
-    Also returns `default` if the sum of the values is too large for a float.
-    """
+    """The mean of the finite values; `default` if there is none, or their sum is too large."""
     finite = [value for value in values if math.isfinite(value)]
     try:
         return fmean(finite) if finite else default
@@ -161,19 +153,18 @@ def format_rate(value: float) -> str:
 
 
 def nan_to_null(content: Any) -> Any:
-    """Return a deep copy with None for each NaN and infinity, which JSON lacks."""
+    """A deep copy with None for each NaN and infinity, which JSON lacks."""
     return json.loads(json.dumps(content), parse_constant=lambda name: None)
 
 
 def _step_of(line: bytes) -> object:
-    """Return the step of a row; None if there is none."""
     return next((row.get("step") for row in parse_rows(line)), None)
 
 
 def first_within(
     max_size: int, contents: Iterable[Content], size_of: Callable[[Content], int]
 ) -> list[Content]:
-    """Return the first contents whose sizes are at most `max_size` together."""
+    """The first contents whose sizes are at most `max_size` together."""
     kept: list[Content] = []
     for content in contents:
         max_size -= size_of(content)

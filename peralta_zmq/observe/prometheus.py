@@ -1,10 +1,8 @@
 """Documented metric names, and export of the newest metrics to Prometheus.
 
-metric_names.toml lists the name and meaning of every metric in metrics.jsonl; docs/metrics.md has
-the same lists. The export has the text format 0.0.4, which is documented at
-prometheus.io/docs/instrumenting/exposition_formats. Metric `a/b` becomes peralta_a_b, and the name
-of a generator or reward becomes a label. Cumulative counts are counters, with names that end in
-_total; all other metrics are gauges.
+metric_names.toml lists the name and meaning of every metric in metrics.jsonl. The text format 0.0.4
+of the export is documented at prometheus.io/docs/instrumenting/exposition_formats. Metric `a/b`
+becomes peralta_a_b, and the name of a generator or reward becomes a label.
 """
 
 from __future__ import annotations
@@ -32,10 +30,7 @@ PATTERNS = {
 
 
 def documented_name(key: str) -> str | None:
-    """Return a metric's name in MEANINGS; None for a metric that a custom loss added.
-
-    For example, the documented name of gen/a/step is gen/NAME/step.
-    """
+    """A metric's name in MEANINGS, such as gen/NAME/step; None for one that custom code added."""
     if key in MEANINGS:
         return key
     return next((name for name, pattern in PATTERNS.items() if pattern.fullmatch(key)), None)
@@ -44,8 +39,7 @@ def documented_name(key: str) -> str | None:
 def exposition(rows: Mapping[str, Mapping[str, object]]) -> str:
     """Format all finite numbers of `rows` (run name -> newest row of metrics.jsonl).
 
-    Each number is labelled with its run. If two metrics of a row get the same Prometheus name and
-    labels, only the first is exported.
+    If two metrics of a row get the same Prometheus name and labels, only the first is exported.
     """
     # Prometheus name -> labels -> line with the number; the key "" has the HELP and TYPE lines.
     families: dict[str, dict[str, str]] = {}
@@ -62,7 +56,6 @@ def exposition(rows: Mapping[str, Mapping[str, object]]) -> str:
 
 
 def _name_and_labels(key: str) -> tuple[str, dict[str, str]]:
-    """Return the Prometheus name and labels of a metric; gen/a/step has generator="a"."""
     labels: dict[str, str] = {}
     if match := LABELLED.fullmatch(key):
         prefix, label, metric = match.groups()

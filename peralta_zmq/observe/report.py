@@ -1,9 +1,4 @@
-"""Results of a run: summary.json, reward.png and the results printed at the end.
-
-A held-out evaluation is a row of eval.jsonl with its step, the accuracy (mean reward) and some
-answers. The evaluation of step 0 is that of the base model. A group is all rollouts of one problem;
-it has no learning signal if its rewards are equal. A session is one process of the trainer.
-"""
+"""Results of a run: summary.json, reward.png and the results printed at the end."""
 
 # matplotlib annotates its parameters only in part
 # pyright: reportUnknownMemberType=false
@@ -54,9 +49,8 @@ def write_summary(
 ) -> Summary:
     """Write summary.json atomically and return it.
 
-    `accounting` counts groups by outcome: `made` is the sum of the other outcomes except
-    `duplicates` (groups received twice, counted once). `final_statuses` maps each ended generator
-    process (name/incarnation) to the number of groups it made.
+    `accounting` counts groups by outcome: `made` is the sum of the others except `duplicates`.
+    `final_statuses` has the number of groups that each ended generator process made.
     """
     rows, events = read_rows(folder / METRICS), read_rows(folder / EVENTS)
     rewards = [number(row, "reward") for row in rows]
@@ -79,7 +73,7 @@ def write_summary(
 
 
 def made_before(folder: Path) -> int:
-    """Return the number of groups made, from summary.json; 0 before it is written."""
+    """The number of groups made, from summary.json; 0 before it is written."""
     return _read_summary(folder).get("accounting", {}).get("made", 0)
 
 
@@ -118,7 +112,7 @@ def write_reward_plot(folder: Path) -> Path | None:
 
 
 def closing_text(folder: Path, summary: Summary, weights_folder: Path) -> str:
-    """Return the text printed at the end, with answers before and after training."""
+    """The text printed at the end, with answers before and after training."""
     base, trained = _base_and_trained_evaluation(folder)
     files = [("plot", folder / PLOT), ("report", folder / REPORT), ("metrics", folder / METRICS)]
     return "\n".join(
@@ -146,13 +140,13 @@ def change_text(summary: Mapping[str, object], first: str, last: str) -> str:
 
 
 def _base_and_trained_evaluation(folder: Path) -> tuple[Evaluation, Evaluation]:
-    """Return the evaluation of step 0 and the newest evaluation; {} for a missing one."""
+    """The evaluation of step 0, which is of the base model, and the newest one; {} if missing."""
     rows: Sequence[Evaluation] = read_rows(folder / EVALUATIONS)
     return next((row for row in rows if row["step"] == 0), {}), rows[-1] if rows else {}
 
 
 def _active_seconds(rows: Sequence[Row], events: Sequence[Row]) -> float:
-    """Add up the seconds of each session, from its start to its last row or event."""
+    """Sum of the seconds of each session, from its start to its last row or event."""
     times = [(number(row, "time"), row.get("event")) for row in [*rows, *events] if "time" in row]
     total, previous = 0.0, math.nan
     for time, event in sorted(times, key=lambda pair: pair[0]):
@@ -184,10 +178,9 @@ def _draw_rewards(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _answer_lines(base: Evaluation, trained: Evaluation) -> list[str]:
-    """Return lines that compare the answers to the problems in both evaluations, at full length.
+    """Lines that compare the answers to the problems in both evaluations, at full length.
 
     They are a table, in which long problems are wrapped, if all answers fit into its columns.
-    Otherwise each problem and answer has a line of its own.
     """
     base_answers = {answer["problem"]: answer for answer in base.get("answers", [])}
     titles = ("problem", "base answer", "trained answer", "reward")
@@ -210,7 +203,6 @@ def _answer_lines(base: Evaluation, trained: Evaluation) -> list[str]:
 
 
 def _columns(problem: str, base: str, trained: str, reward: str) -> list[str]:
-    """Lines of a row of the table, of which further ones have the rest of a long problem."""
     first, *others = textwrap.wrap(problem, WIDTHS[0]) or [""]
     cells = zip((first, base, trained), WIDTHS, strict=True)
     padded = [f"{text:<{width}}" for text, width in cells]

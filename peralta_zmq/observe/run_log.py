@@ -1,10 +1,8 @@
 """RunLog: the log files, terminal output, trackers and report of a run.
 
-A session is one process of the trainer; a resumed run has several. A resumed trainer replays steps
-from its journal (its log of received groups); a step that is already in the files is not written
-again. A roll-back returns to a checkpoint and lets the trainer repeat the later steps; the lineage
-is the number of roll-backs so far. A group is all rollouts of one problem. An incarnation is one
-start of a generator. A weights_id identifies the content of one published weight version.
+A resumed trainer replays steps from its journal; a step that is already in the files is not written
+again. A roll-back returns to a checkpoint and repeats the later steps; the lineage is the number of
+roll-backs so far.
 """
 
 from __future__ import annotations
@@ -46,11 +44,10 @@ STALL_CHECK_SECONDS = 30.0  # between two verdicts shown while no step is taken
 class RunLog:
     """Writer of all logs and terminal output in one session. Use with `with`.
 
-    Attributes: `resuming` is True if an earlier session trained, `was_complete` if the newest one
-    completed the run. `final_statuses` maps each ended generator process (name/incarnation) to the
-    number of groups it made. `made_before` is the number of groups made until an earlier session
-    completed the run; 0 if none did. `lineage` is the number of roll-backs. `last_step` is the
-    newest step in metrics.jsonl that no roll-back undid.
+    `resuming` is True if an earlier session trained, `was_complete` if the newest one completed the
+    run. `final_statuses` maps each ended generator process (name/incarnation) to the number of
+    groups it made; `made_before` is the number of all groups until an earlier session completed the
+    run. `last_step` is the newest step in metrics.jsonl that no roll-back undid.
     """
 
     def __init__(
@@ -97,7 +94,7 @@ class RunLog:
         return self._events.append(name, **fields)
 
     def end(self, name: str, *, step: int) -> None:
-        """Append the event that ends the session, if the session started and is not over."""
+        """Append the event that ends the session, if it has started and is not over."""
         if self._is_training:
             self._is_training = False
             self.event(name, step=step)
@@ -116,15 +113,13 @@ class RunLog:
         self.note(f"settings changed from step {first_step} on: {', '.join(changes)}")
 
     def note(self, text: str) -> None:
-        """Print a line on the terminal."""
         self._terminal.note(text)
 
     def wait(self, text: str) -> None:
-        """Show what a wait is for; see Terminal.wait."""
         self._terminal.wait(text)
 
     def progress(self, description: str, total: int) -> Progress:
-        """Return a progress display on the terminal for an operation between steps."""
+        """A progress display on the terminal for an operation between steps."""
         return self._terminal.progress(description, total)
 
     def step(
@@ -135,10 +130,9 @@ class RunLog:
         *,
         tracked: int = 0,
     ) -> bool:
-        """Write a step's metrics and sampled groups; False if already written.
+        """Write a step's metrics and sampled groups; False if an earlier session wrote the step.
 
         The trackers get the group at index `tracked`, and histograms of `values` by name.
-        False means that an earlier session wrote the step, and this session replays it.
         """
         step = int(number(row, "step"))
         if step <= self.last_step:
@@ -155,16 +149,12 @@ class RunLog:
         return True
 
     def _write_texts(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
-        """Append rows to a file of texts, whose size is limited."""
         for row in rows:
             self._files[name].append(row)
         self._files[name].trim(MAX_TEXTS_BYTES)
 
     def check_stall(self) -> None:
-        """Show the verdict if no step was taken for STALL_CHECK_SECONDS; call this often.
-
-        Also write the lines for events that EventLog only counted in the last minute.
-        """
+        """Show the verdict if no step was taken for STALL_CHECK_SECONDS; call this often."""
         self._events.flush()
         if time.monotonic() >= self._next_stall_check:
             self._next_stall_check = time.monotonic() + STALL_CHECK_SECONDS
@@ -172,7 +162,7 @@ class RunLog:
             self._terminal.stall(self.verdict(now=now), now=now)
 
     def verdict(self, *, now: float | None = None) -> Verdict:
-        """Return the verdict on the newest rows and events; with `now`, it can be a stall."""
+        """The verdict on the newest rows and events; with `now`, it can be a stall."""
         return verdict(list(self._newest_rows), list(self._events.newest), now=now)
 
     def rewind(self, step: int) -> None:
@@ -182,7 +172,7 @@ class RunLog:
         self.last_step = min(self.last_step, step)
 
     def has_evaluation(self, step: int) -> bool:
-        """True if `step` was evaluated and no later roll-back undid that step."""
+        """Whether `step` was evaluated and no later roll-back undid that step."""
         # Step that each roll-back returned to.
         targets = [number(row, "step") for row in _roll_backs(read_rows(self._folder / EVENTS))]
         rows = [row for row in read_rows(self._folder / EVALUATIONS) if row["step"] == step]
@@ -231,10 +221,7 @@ class RunLog:
     def close_run(
         self, weights_folder: Path, accounting: Mapping[str, int], final_statuses: Mapping[str, int]
     ) -> None:
-        """Write the summary, plot and report of a complete run, and print the results.
-
-        See `report.write_summary` for the arguments.
-        """
+        """Write the summary (see `report.write_summary`), plot and report; print the results."""
         summary = report.write_summary(
             self._folder,
             accounting=accounting,
@@ -260,7 +247,6 @@ class RunLog:
 
 
 def _answers_row(step: int, problem: Problem, answers: Sequence[Answer]) -> dict[str, object]:
-    """Row of answers.jsonl."""
     return {
         "step": step,
         "task": problem.task,
@@ -279,11 +265,10 @@ def recorded_versions(folder: Path) -> dict[str, int]:
 
 
 def abandoned_weights(folder: Path, step: int) -> set[str]:
-    """Return the weights_id of all published weights whose step a later resume undid.
+    """The weights_id of all published weights whose step a later resume undid.
 
-    A resume undoes the steps after the step that it continues from. `step` is that step for the
-    current resume, which events.jsonl does not have yet. A weights_id that was published again
-    after the resume is not abandoned.
+    `step` is the step from which the current resume continues, which events.jsonl does not have
+    yet. A weights_id that was published again after the resume is not abandoned.
     """
     steps: dict[str, float] = {}  # weights_id -> step of the weights
     abandoned: set[str] = set()
@@ -303,7 +288,7 @@ def _roll_backs(events: Sequence[Row]) -> list[Row]:
 
 
 def _last_written_step(rows: Sequence[Row], events: Sequence[Row]) -> int:
-    """Return the newest step in the metrics that no roll-back undid; 0 if none."""
+    """The newest step in the metrics that no roll-back undid; 0 if none."""
     last = int(number(rows[-1], "step")) if rows else 0
     roll_backs = _roll_backs(events)
     # The event has the number of rows at the roll-back. If no row was added since, the newest rows

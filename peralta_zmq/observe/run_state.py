@@ -1,10 +1,9 @@
 """State of a run, computed from the newest rows of metrics.jsonl and events.jsonl.
 
-The verdict and the dashboard are computed from this state. A session is one process of the trainer:
-it begins with the event "start" or "resume" and ends with "stop" or "complete". Before "resume", a
-trainer may replay steps from its journal (its log of received groups): the event "replay" begins
-that part, and these steps have step_time 0. An incarnation is one start of a generator: a generator
-that restarts keeps its name and gets a new incarnation. A group is all rollouts of one problem.
+The verdict and the dashboard use it. A session is one process of the trainer: it begins with the
+event "start" or "resume" and ends with "stop" or "complete". Before "resume", a trainer may replay
+steps from its journal: the event "replay" begins that part, and these steps have step_time 0. An
+incarnation is one start of a generator.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ class GeneratorStats:
 
 @dataclass(frozen=True, slots=True)
 class SessionState:
-    """The trainer's newest session, according to its events."""
-
     start: float  # unix seconds; NaN if unknown
     active_since: float  # newest begin or end of a held-out evaluation; `start` if there was none
     is_evaluating: bool  # a held-out evaluation is running; no step is expected until it ends
@@ -76,7 +73,7 @@ class SessionState:
         return "training" if is_training else "waiting"
 
     def why_no_generator(self, now: float) -> str:
-        """Return why no generator is up; empty if one is up or may still join soon."""
+        """Why no generator is up; empty if one is up or may still join soon."""
         if self.up:
             return ""
         if self.left:
@@ -105,10 +102,9 @@ class RunState:
         return seconds / total if total else math.nan
 
     def growth(self, key: str) -> float:
-        """Increase of a cumulative count from the first to the last row; never negative.
+        """Increase of a cumulative count over the rows, of which there must be one.
 
-        A restart of the trainer may reset the count; the result is then too small, or 0. There must
-        be a row.
+        A restart of the trainer may reset the count; the result is then too small, or 0.
         """
         return max(0.0, number(self.rows[-1], key, 0.0) - number(self.rows[0], key, 0.0))
 
@@ -119,7 +115,6 @@ class RunState:
 
     @property
     def waiting(self) -> float:
-        """Share of its time that the trainer waits for groups."""
         return self.share("time/wait_for_batch")
 
     @property
@@ -129,11 +124,7 @@ class RunState:
 
 
 def run_state(rows: Rows, events: Rows, *, now: float | None = None) -> RunState:
-    """Return the state of a run.
-
-    Pass `now` (unix seconds) only for a trainer that should be running: without it, `idle_seconds`
-    is NaN.
-    """
+    """The state of a run; `now` (unix seconds) only for a trainer that should be running."""
     session, trained = newest_session(events), _without_replayed(rows[-2 * WINDOW :])
     recent = _recent(trained, events)
     if not recent:
@@ -150,7 +141,7 @@ def run_state(rows: Rows, events: Rows, *, now: float | None = None) -> RunState
 
 
 def membership(events: Rows) -> tuple[dict[str, float], dict[str, float]]:
-    """Return when each generator that is up joined, and when each of the others left.
+    """When each generator that is up joined, and when each of the others left.
 
     If an old process leaves after the generator's new process joined, the generator is up.
     """
@@ -169,15 +160,14 @@ def membership(events: Rows) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def stall_limit(step_seconds: float) -> float:
-    """Return the seconds without a step after which a run counts as stalled."""
+    """Seconds without a step after which a run counts as stalled."""
     return max(STALL_SECONDS, STALL_STEPS * step_seconds)
 
 
 def seconds_left(rows: Rows, steps_left: float) -> float:
-    """Estimate the seconds for `steps_left` steps from the newest WINDOW steps.
+    """Estimated seconds for `steps_left` steps; NaN before the first step of the session.
 
-    All `rows` must be of one session, so that the pause between two sessions does not count. NaN
-    before the first step of the session.
+    All `rows` must be of one session, so that the pause between two sessions does not count.
     """
     trained = _without_replayed(rows)[-WINDOW - 1 :]
     if not trained:
@@ -200,7 +190,7 @@ def format_duration(seconds: float) -> str:
 
 
 def newest_session(events: Rows) -> SessionState:
-    """Return the state of the newest session; `events` may begin in the middle of it."""
+    """The state of the newest session; `events` may begin in the middle of it."""
     starts = [index for index, event in enumerate(events) if event.get("event") in SESSION_STARTS]
     start = number(events[starts[-1]], "time") if starts else math.nan
     session = events[starts[-1] :] if starts else events
@@ -224,10 +214,9 @@ def newest_session(events: Rows) -> SessionState:
 
 
 def _recent(trained: Rows, events: Rows) -> Rows:
-    """Return the newest WINDOW rows.
+    """The newest WINDOW rows, without first steps of sessions, which include the start.
 
-    The time of a session's first step includes the start of the trainer. Such steps are excluded
-    too, unless fewer than MIN_ROWS rows would remain.
+    Those are kept if fewer than MIN_ROWS rows would remain.
     """
     starts = [event for event in events if event.get("event") in SESSION_STARTS]
     first_steps = {number(event, "step") + 1 for event in starts}
@@ -240,7 +229,7 @@ def _without_replayed(rows: Rows) -> Rows:
 
 
 def _stats(rows: Rows, name: str) -> GeneratorStats:
-    """Return a generator's means over the rows: a single report covers only two seconds."""
+    """A generator's means over the rows: a single report covers only two seconds."""
 
     def mean(metric: str) -> float:
         return finite_mean((number(row, f"gen/{name}/{metric}") for row in rows), default=0.0)
@@ -256,7 +245,7 @@ def _stats(rows: Rows, name: str) -> GeneratorStats:
 
 
 def _gone(rows: Rows, events: Rows) -> list[str]:
-    """Return generators that left since the first row, or are silent and not up."""
+    """Generators that left since the first row, or are silent and not up."""
     up, left = membership(events)
     reported = [generator_numbers(row, REPORTED).keys() for row in rows]
     silent = set[str]().union(*reported) - reported[-1] - up.keys()

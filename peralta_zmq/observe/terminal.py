@@ -1,7 +1,4 @@
-"""Terminal output of a run: a live table, or plain lines in a file or pipe.
-
-The module also has progress displays with an ETA, and the line that describes a generator.
-"""
+"""Terminal output of a run: a live table, or plain lines in a file or pipe; progress displays."""
 
 from __future__ import annotations
 
@@ -51,9 +48,8 @@ logger = logging.getLogger(__name__)
 class Terminal:
     """Display of a run on `stream` (default: standard output). Use with `with`.
 
-    If the stream is a terminal, a table is redrawn in place ("live"). Otherwise each step, each
-    note and each new kind of verdict is printed as one line. The verdict is a sentence on the run's
-    bottleneck or fault. Control characters are escaped: texts may come from other machines.
+    On a terminal, a table is redrawn in place. Otherwise each step, note and new kind of verdict is
+    one line. Control characters are escaped: texts may come from other machines.
     """
 
     def __init__(
@@ -98,7 +94,6 @@ class Terminal:
             os.write(self._stream.fileno(), b"\n" * height)
 
     def note(self, text: str) -> None:
-        """Print one line; on a terminal it appears above the table."""
         text = printable(text)
         if self._live:
             self._live.console.print(text, markup=False, soft_wrap=True)
@@ -107,9 +102,8 @@ class Terminal:
             self._print(text)
 
     def wait(self, text: str) -> None:
-        """Show a wait: on a terminal below the table, else as a line, at most one a minute.
-
-        On a terminal, the next step, verdict or wait replaces it.
+        """Show a wait: on a terminal below the table until the next update, else one line a
+        minute.
         """
         if self._live:
             self._show_progress(printable(text))
@@ -118,7 +112,6 @@ class Terminal:
             self._print(text)
 
     def progress(self, description: str, total: int) -> Progress:
-        """Return a progress display of an operation; on a terminal it is below the table."""
         return Progress(description, total, self._show_progress, in_place=bool(self._live))
 
     def step(self, row: Row, verdict: Verdict | None = None) -> None:
@@ -129,15 +122,11 @@ class Terminal:
         self._show_verdict(verdict, number(row, "time", 0.0))
 
     def stall(self, verdict: Verdict, *, now: float) -> None:
-        """Show the verdict between two steps (as a line only if its level is "bad").
-
-        `now` is in unix seconds.
-        """
+        """Show the verdict between two steps (as a line only if its level is "bad")."""
         if self._live or verdict.level == "bad":
             self._show_verdict(verdict, now)
 
     def close(self, text: str) -> None:
-        """Print the closing report below the table, which stays visible."""
         if isinstance(self._live, Live):
             self._live.stop()
         self._print(text)
@@ -158,7 +147,7 @@ class Terminal:
             self._print(text)
 
     def _is_new(self, verdict: Verdict, now: float) -> bool:
-        """False if the last printed verdict, or one in the last minute, was of the same kind.
+        """Whether no verdict of this kind was the last one or was printed in the last minute.
 
         The kind of a verdict is its sentence without the numbers.
         """
@@ -222,8 +211,8 @@ class Terminal:
 class Progress:
     """Progress with ETA for operations longer than two seconds. Use with `with`.
 
-    `show` is called with each new text. If `in_place` is True, each text replaces the previous text
-    and an empty text clears the display; otherwise each text is a new line.
+    `show` is called with each new text. With `in_place`, it replaces the previous text, and an
+    empty text clears the display.
     """
 
     def __init__(
@@ -235,7 +224,6 @@ class Progress:
         self._next_update = self._start + PROGRESS_DELAY
 
     def update(self, done: int) -> None:
-        """Report that `done` of `total` items are finished."""
         now = time.monotonic()
         if now < self._next_update or done >= self._total:
             return
@@ -258,7 +246,6 @@ class Progress:
 
 
 def progress_on_stderr(description: str, total: int) -> Progress:
-    """Return a progress display on standard error."""
     in_place = sys.stderr.isatty()
 
     def show(text: str) -> None:
@@ -272,20 +259,16 @@ def progress_on_stderr(description: str, total: int) -> Progress:
 
 
 def _rewrite_line(text: str) -> None:
-    """Replace the current line of standard error, a terminal, by what fits into it.
-
-    The cursor stays at its start, so that a log line replaces it (see programs.py).
-    """
+    """Replace the current line of a terminal by what fits; a log line replaces it in turn."""
     width = shutil.get_terminal_size().columns - 1
     sys.stderr.write(f"\r{printable(text[:width])}\x1b[K\r")
     sys.stderr.flush()
 
 
 class WaitReport:
-    """Reports of waits: on a terminal one line that is rewritten, else one log line a minute.
+    """Reports of waits: one log line a minute; on a terminal one line that is rewritten.
 
-    On a terminal, a new wait (at most once a minute) and a new reason are logged at full length
-    before.
+    There, a new wait (at most once a minute) and a new reason are also logged at full length.
     """
 
     def __init__(self, log: Callable[[str], None]) -> None:
@@ -315,7 +298,6 @@ class WaitReport:
 
 
 def _without_numbers(text: str) -> str:
-    """Remove numbers and durations, so that repetitions of a text are equal."""
     return re.sub(r"([0-9.]+[hms]?)+", "", text)
 
 
@@ -331,8 +313,7 @@ def worker_info_text(generator: str, info: Mapping[str, str], *, trainer: Mappin
     """Describe a generator: device, threads, versions other than the trainer's.
 
     For example 'generator jetson: cuda:0 float16, threads: 6; torch 2.6.0 (trainer: 2.13.0)'.
-    `trainer` has the same fields for the trainer. `info` comes from another machine and may lack
-    fields.
+    `info` comes from another machine and may lack fields.
     """
     device = " ".join(info[key] for key in ("device", "dtype") if key in info) or "device unknown"
     threads = f", threads: {info['threads']}" if "threads" in info else ""
@@ -347,7 +328,6 @@ def worker_info_text(generator: str, info: Mapping[str, str], *, trainer: Mappin
 
 
 def _cells(row: Row) -> dict[str, str]:
-    """Return the formatted values of a row of metrics.jsonl, by column of the table."""
     seconds = number(row, "step_time")
     rollouts_per_s = number(row, "num_rollouts") / seconds if seconds > 0 else math.nan
     return {

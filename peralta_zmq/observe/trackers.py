@@ -1,8 +1,7 @@
 """Copies of the run's metrics and samples in TensorBoard, trackio or Weights & Biases.
 
-Each tracker works in its own thread, so that a slow or failing tracker does not delay training. No
-data leaves this machine unless the user sets an environment variable such as WANDB_MODE or
-TRACKIO_SPACE_ID.
+Each tracker has a thread, so that it cannot delay training. No data leaves this machine unless the
+user sets an environment variable such as WANDB_MODE or TRACKIO_SPACE_ID.
 """
 
 # The packages annotate their functions only in part.
@@ -43,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TrackedStep:
-    """What a tracker logs of a step."""
-
     step: int
     numbers: Numbers  # by name
     time: float  # unix seconds; NaN = now
@@ -78,11 +75,10 @@ def open_trackers(
     interval: int = 1,
     settings: Mapping[str, Any],
 ) -> list[Tracker]:
-    """Return a tracker for each name; entering its context starts it.
+    """A tracker for each name; entering its context starts it.
 
-    `title` is the name of the run in the trackers, by default `run_id`. `settings` are recorded
-    with the run. Later sessions of a resumed run have the same `run_id`. Samples and histograms are
-    logged every `interval` steps.
+    `title` is the name of the run in the trackers, by default `run_id`, which later sessions of the
+    run share. Samples and histograms are logged every `interval` steps.
     """
     title = title or run_id
     packages: dict[str, OpenTracker] = {
@@ -112,7 +108,7 @@ class Tracker:
     ) -> None:
         """Queue the finite numbers of a row of metrics.jsonl; never waits, never raises.
 
-        `sample` is the step's row of samples.jsonl. `values` has the values of histograms by name.
+        `sample` is the step's row of samples.jsonl; `values` has those of histograms by name.
         """
         # Step and time are the x axes of the curves.
         numbers = {key: number(row, key) for key in row if key not in ("step", "time")}
@@ -244,7 +240,6 @@ def _wandb(
 
 
 def _with_media(row: TrackedStep, package: Any) -> dict[str, Any]:
-    """Numbers, histograms and samples of a step, as objects of trackio or wandb."""
     media = {name: package.Histogram(values) for name, values in row.histograms.items()}
     if row.samples:
         media[SAMPLES] = package.Table(columns=list(COLUMNS), data=list(map(list, row.samples)))

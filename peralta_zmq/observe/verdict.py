@@ -1,13 +1,7 @@
 """The verdict: one sentence on a run's bottleneck or fault, with advice.
 
-`verdict` is a pure function of the newest rows of metrics.jsonl and events.jsonl. Each function in
-FINDINGS checks several conditions and yields a Verdict for every condition that holds. `verdict`
-returns the first Verdict of level "bad", or the first Verdict if none is "bad".
-
-A group is all rollouts of one problem. A group is stale if the weights that sampled it are older
-than train.max_off_policy_steps; it has no learning signal if its rewards are equal. A generator is
-blocked while it is too far ahead of the trainer, or while its send queue is full. The journal is
-the trainer's log of received groups in run.dir. The trainer publishes weights in weights.dir.
+Each function in FINDINGS yields a Verdict for every condition that holds. The first one of level
+"bad" counts, or else the first one.
 """
 
 from __future__ import annotations
@@ -65,15 +59,12 @@ START_GENERATOR = f"start one: {program_name('generator')} @ CONFIG"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One sentence on the run, advice on what to change (or ""), and the severity."""
-
     sentence: str
     advice: str
     level: Level = "warn"
 
     @property
     def text(self) -> str:
-        """Sentence and advice on one line."""
         return f"{self.sentence}; {self.advice}" if self.advice else self.sentence
 
 
@@ -81,11 +72,10 @@ REPLAYING = Verdict("replaying the journal of the earlier session", "", "ok")
 
 
 def verdict(rows: Rows, events: Rows = (), *, now: float | None = None) -> Verdict:
-    """Return the verdict on a run.
+    """The verdict on the newest WINDOW (20) rows of metrics.jsonl, and events.jsonl, oldest first.
 
-    `rows` and `events` are rows of metrics.jsonl and events.jsonl, oldest first. Only the newest
-    WINDOW (20) rows count. Pass `now` (unix seconds) if the trainer should be running: a run that
-    takes no more steps is then reported as stalled.
+    Pass `now` (unix seconds) if the trainer should be running: a run that takes no more steps is
+    then reported as stalled.
     """
     state = run_state(rows, events, now=now)
     if not state.rows:
@@ -219,7 +209,6 @@ def _collapse(state: RunState) -> Iterator[Verdict]:
 
 
 def _divergence(first: Mapping[str, object], recent: Rows) -> Iterator[str]:
-    """Yield the metrics that show a divergence, with their first and their worst value."""
     for key in ("grad_norm", "entropy"):
         start = number(first, key)
         worst = max((number(row, key, -math.inf) for row in recent), default=math.nan)
@@ -232,8 +221,6 @@ def _divergence(first: Mapping[str, object], recent: Rows) -> Iterator[str]:
 
 
 def _truncation(state: RunState) -> Iterator[Verdict]:
-    """Report completions that are cut off at their limit, and a missing end token."""
-
     def mean(metric: str) -> float:
         values = (number(row, f"completions/{metric}") for row in state.rows)
         return finite_mean(values, default=0.0)
@@ -341,15 +328,11 @@ def _solved(state: RunState) -> Iterator[Verdict]:
 
 
 def _is_solved(share: float, reward: float) -> bool:
-    """True for these results of `_equal_groups`."""
     return share >= NO_SIGNAL and reward >= SOLVED
 
 
 def _equal_groups(state: RunState) -> tuple[float, float]:
-    """Return the share of groups with equal rewards and the mean reward.
-
-    With fewer than MIN_ROWS (3) rows, the share is 0, so that nothing is reported.
-    """
+    """Share of groups with equal rewards (0 with few rows), and mean reward."""
     shares = [number(row, "frac_reward_zero_std", 0.0) for row in state.rows]
     reward = finite_mean((number(row, "reward", 0.5) for row in state.rows), default=0.5)
     return finite_mean(shares, default=0.0) if len(shares) >= MIN_ROWS else 0.0, reward
@@ -418,7 +401,6 @@ def _weights(state: RunState) -> Iterator[Verdict]:
 
 
 def _seconds(seconds: float) -> str:
-    """Format seconds as 2.0 s or 0.04 s; a short time is not rounded to 0.0."""
     return f"{seconds:.1f} s" if seconds >= 0.1 else f"{seconds:.1g} s"
 
 
@@ -514,12 +496,11 @@ def _slow_generator(state: RunState) -> str:
 
 
 def _is_queue_full(generator: GeneratorStats) -> bool:
-    """True if the full send queue is the cause of most of the time that it is blocked."""
+    """Whether the full send queue is the cause of most of the time that it is blocked."""
     return generator.queue > generator.blocked / 2
 
 
 def _cause(generator: GeneratorStats) -> str:
-    """Return the end of a sentence "... is blocked"."""
     return "by a full send queue" if _is_queue_full(generator) else "until the trainer catches up"
 
 

@@ -1,9 +1,7 @@
 """Charts of the dashboard: column store of the metrics, points for the browser.
 
-charts.toml lists the charts and their lines; each metric that only a custom loss or filter reports
-gets a chart of its own. A number that is missing, NaN or infinite is NaN in the columns here; the
-server sends NaN as null. After a roll-back to a checkpoint the trainer trains the later steps
-again, and Table replaces their rows.
+charts.toml lists the charts and their lines. A number that is missing, NaN or infinite is NaN here;
+the server sends NaN as null.
 """
 
 from __future__ import annotations
@@ -50,9 +48,8 @@ class Evaluation(NamedTuple):
 class Table:
     """Metrics of all steps as columns, ascending by step.
 
-    A step that is not larger than the previous one was trained again after a roll-back: its row
-    replaces the old row of this step and all later rows. `rewinds` counts these replacements. `own`
-    has the columns that are no documented metrics: those of custom losses and filters.
+    A step that was trained again after a roll-back replaces its old row and all later rows;
+    `rewinds` counts this. `own` has the columns that only custom losses and filters report.
     """
 
     def __init__(self) -> None:
@@ -93,23 +90,23 @@ class Table:
             column.append(value)
 
     def values(self, key: str, *, after: int = 0) -> Column:
-        """Return a column from row `after` on, NaN if missing: float64 [steps - after]."""
+        """A column from row `after` on, NaN if missing: float64 [steps - after]."""
         values = np.array(self.columns.get(key, array("d"))[after:], np.float64)
         num_missing = len(self.steps) - after - len(values)
         return np.concatenate([values, np.full(num_missing, np.nan)])
 
     def value(self, key: str, index: int | None) -> float:
-        """Return the number in row `index` of a column; NaN if there is none."""
+        """The number in row `index` of a column; NaN if there is none."""
         column = self.columns.get(key, ())
         return column[index] if index is not None and 0 <= index < len(column) else math.nan
 
     def index(self, step: float) -> int | None:
-        """Return the row number of a step; None if there is none."""
+        """The row number of a step; None if there is none."""
         index = bisect_left(self.steps, step)
         return index if index < len(self.steps) and self.steps[index] == step else None
 
     def total(self, key: str, step: float) -> float:
-        """Return a sum of TOTALS at the end of a step; 0 before the first row."""
+        """A sum of TOTALS at the end of a step; 0 before the first row."""
         index = bisect_right(self.steps, step) - 1
         return self.columns[key][index] if index >= 0 else 0.0
 
@@ -121,11 +118,9 @@ class Table:
 
 
 def derived_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Compute rates, sums and parts of the step time of one row, for the charts.
+    """Rates, sums and parts of the step time, from the finite numbers of one row.
 
-    `numbers` are the finite numbers of the row. Activities and counts of dropped groups that are
-    missing count as 0; time/other is 0 without step_time. Any other result is NaN if a number that
-    it needs is missing.
+    A result is NaN if a number that it needs is missing; missing activities count as 0.
     """
 
     def get(key: str, default: float = math.nan) -> float:
@@ -150,7 +145,7 @@ def derived_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
 
 
 def charts_of(table: Table) -> list[Json]:
-    """Return CHARTS without optional ones that have no data, and a chart for each own metric."""
+    """CHARTS without optional ones that have no data, and a chart for each own metric."""
     own = [
         {"id": f"own-{key}", "title": printable(key), "lines": [{"key": key, "label": "value"}]}
         for key in table.own[:MAX_OWN_CHARTS]
@@ -162,12 +157,10 @@ def charts_of(table: Table) -> list[Json]:
 def points(
     chart: Json, table: Table, evaluations: Mapping[float, Evaluation], *, after: int
 ) -> Json:
-    """Return a chart of `charts_of` with its points from row `after` of the table on.
+    """A chart of `charts_of` with `x`, the steps from row `after` on, and `columns`.
 
-    The result also has `x`, the steps, and `columns`, the values of each line that the run has, NaN
-    if missing; the last lines are TOTALS. Long columns are downsampled. `evaluations` are those on
-    held-out problems by step. A chart with the lines EVAL_KEYS has all of them, also those before
-    `after`; downsampling keeps the rows of their steps.
+    The last lines are TOTALS. Long columns are downsampled. A chart with the lines EVAL_KEYS has
+    all `evaluations` (by step), also those before `after`.
     """
     all_lines = _lines(chart, table)
     lines = [line for line in all_lines if evaluations or line["key"] not in EVAL_KEYS]
@@ -196,11 +189,10 @@ def points(
 
 
 def downsample(columns: Sequence[Column], *, num_buckets: int) -> NDArray[np.int64]:
-    """Return ascending row indices that preserve the extremes and gaps of the columns.
+    """Ascending row indices that preserve the extremes and gaps of long columns.
 
-    The rows are divided into buckets of adjacent rows. The result has the first row, the last row
-    and, for each column in each bucket, the rows of the minimum, of the maximum and of the first
-    missing value. A few other rows may be included. Short columns are not downsampled.
+    These are the first row, the last row and, for each column in each bucket of adjacent rows, the
+    rows of the minimum, of the maximum and of the first missing value.
     """
     size = len(columns[0]) if columns else 0
     if size <= 4 * num_buckets:
@@ -224,10 +216,7 @@ def downsample(columns: Sequence[Column], *, num_buckets: int) -> NDArray[np.int
 
 
 def _lines(chart: Json, table: Table) -> list[Json]:
-    """Return the lines of a chart that the run has, except that it may have no evaluation.
-
-    `named` stands for a line per name in its metric, MAX_CHART_LINES at most.
-    """
+    """The lines of a chart that the run has, except that it may have no evaluation yet."""
     if named := chart.get("named"):
         prefix, suffix = named.split("NAME")
         keys = [key for key in table.columns if key.startswith(prefix) and key.endswith(suffix)]

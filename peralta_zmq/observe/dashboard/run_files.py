@@ -1,7 +1,6 @@
 """Incremental reading of a run folder, and the status of the run.
 
-Each refresh reads only the lines that were added since the previous refresh, in limited time. The
-trainer that writes the files may be on another machine. The files may be replaced when a run is
+The trainer that writes the files may be on another machine, and may replace them when a run is
 started again.
 """
 
@@ -50,7 +49,7 @@ REFRESH_SECONDS = 0.8  # time limit of one refresh(); the next call continues
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the folder if it is that of a run, otherwise the run folders in it, by name."""
+    """The folder if it is that of a run, otherwise the run folders in it, by name."""
     if _is_run(folder):
         return [folder]
     try:
@@ -64,15 +63,11 @@ def _is_run(folder: Path) -> bool:
 
 
 def open_runs(folders: Sequence[Path], *, live: bool = False) -> list[RunFiles]:
-    """Return the runs in `folders`, with the names of `_names`."""
     return [RunFiles(*run, live=live) for run in zip(folders, _names(folders), strict=True)]
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the names of run folders.
-
-    If two folders have the same name, the names are paths relative to a common parent folder.
-    """
+    """Names of run folders; paths relative to a common parent if two names are equal."""
     paths = [folder.resolve() for folder in folders]
     names = [path.name for path in paths]
     if len(set(names)) < len(set(paths)):
@@ -82,7 +77,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 class RunList:
-    """The runs in `folders`: run folders, or folders of run folders, to which runs may be added.
+    """The runs in `folders`: run folders, or folders to which run folders may be added.
 
     `runs` only grows, so that the number of a run stays the same.
     """
@@ -93,7 +88,6 @@ class RunList:
         self.find()
 
     def find(self) -> None:
-        """Add the run folders that are new."""
         known = {run.folder for run in self.runs}
         found = (folder for parent in self._folders for folder in runs_in(parent))
         if added := [RunFiles(folder) for folder in dict.fromkeys(found) if folder not in known]:
@@ -110,11 +104,7 @@ class RunList:
 
 
 class RunFiles:
-    """Contents of a run folder.
-
-    `live` is True if this process is the trainer of the run. `samples` are the sampled groups (all
-    rollouts of one problem), `answers` those to the held-out problems of all evaluations.
-    """
+    """Contents of a run folder; `live` is True if this process is the trainer of the run."""
 
     def __init__(self, folder: Path, name: str = "", *, live: bool = False) -> None:
         self.folder, self.live = folder, live
@@ -123,7 +113,6 @@ class RunFiles:
         self._reset()
 
     def _reset(self) -> None:
-        """Discard all contents, so that all files are read from the start."""
         self._tails = {name: Tail(self.folder / name, size) for name, size in MAX_BYTES.items()}
         self.table = Table()
         self.rows: deque[Row] = deque(maxlen=NUM_ROWS)
@@ -135,16 +124,13 @@ class RunFiles:
 
     @property
     def generation(self) -> str:
-        """Text that changes when data already sent to a browser becomes invalid.
-
-        This happens if the files were replaced, or if a roll-back undid steps (`table.rewinds`).
-        """
+        """Text that changes when data already sent to a browser becomes invalid."""
         first = f"{self.table.value('step', 0)}-{self.table.value('time', 0)}"
         return f"{first}-{self._num_resets}-{self.table.rewinds}"
 
     @property
     def loading(self) -> bool:
-        """True if metrics.jsonl may have rows that were not read yet."""
+        """Whether metrics.jsonl may have rows that were not read yet."""
         return self._tails[METRICS].pending > 0
 
     @property
@@ -160,10 +146,7 @@ class RunFiles:
         return max((time for time in times if math.isfinite(time)), default=math.nan)
 
     def refresh(self, *, seconds: float = REFRESH_SECONDS) -> None:
-        """Read added lines for about `seconds`.
-
-        If a file was replaced, read all files again from the start.
-        """
+        """Read added lines for about `seconds`; all files from the start if one was replaced."""
         deadline = time.monotonic() + seconds
         if any(tail.is_replaced() for tail in self._tails.values()):
             self._num_resets += 1
@@ -188,14 +171,14 @@ class RunFiles:
                 break
 
     def modified(self, name: str) -> float:
-        """Return the unix seconds of the last change of a file; 0 if it cannot be read."""
+        """Unix seconds of the last change of a file; 0 if it cannot be read."""
         try:
             return (self.folder / name).stat().st_mtime
         except OSError:
             return 0.0
 
     def content(self, name: str) -> Mapping[str, Any]:
-        """Return the content of config.toml or summary.json; {} if it cannot be read."""
+        """Content of config.toml or summary.json; {} if it cannot be read."""
         path = self.folder / name
         try:
             return _parse(path, path.stat().st_mtime_ns)
@@ -205,17 +188,16 @@ class RunFiles:
 
 @lru_cache
 def _parse(path: Path, mtime_ns: int) -> Mapping[str, Any]:
-    """Parse a JSON or TOML file, again only after a change (another `mtime_ns`)."""
+    """`mtime_ns` is part of the key of the cache."""
     return json.loads(path.read_bytes()) if path.suffix == ".json" else metrics.read_toml(path)
 
 
 def status_of(run: RunFiles, *, now: float) -> str:
-    """Return the status of a run.
+    """An Activity of a running trainer, or another status.
 
-    "loading" (files not read yet), "empty" (no step yet), an Activity of the trainer ("training",
-    "evaluating", "replaying", "waiting"), "stalled" (the trainer runs but takes no step), "silent"
-    (no new data, and no way to check if the trainer runs), "crashed", "stopped" (by the user) or
-    "finished".
+    "loading" (files not read yet), "empty" (no step yet), "stalled" (the trainer runs but takes no
+    step), "silent" (no new data, and no way to check if the trainer runs), "crashed", "stopped" (by
+    the user) or "finished".
     """
     if run.loading:
         return "loading"
@@ -245,7 +227,7 @@ class Tail:
         self.pending = 1  # bytes left for the next read(); 0 once the end was reached
 
     def is_replaced(self) -> bool:
-        """True if the path now names another file than before, or the file was truncated."""
+        """Whether the path names another file than before, or the file was truncated."""
         try:
             stat = self._path.stat()
         except OSError:  # does not exist yet, or a network share is unavailable
@@ -254,11 +236,10 @@ class Tail:
         return self._inode >= 0 and not is_same
 
     def read(self) -> list[Row]:
-        """Return the next rows, from at most BLOCK bytes."""
         return metrics.parse_rows(self.read_lines()[1])
 
     def read_lines(self) -> tuple[int, bytes]:
-        """Return the next complete lines, of at most BLOCK bytes, and their position."""
+        """The next complete lines, of at most BLOCK bytes, and their position."""
         try:
             with self._path.open("rb") as file:
                 stat = os.fstat(file.fileno())
@@ -292,7 +273,6 @@ class RowIndex:
         self._positions = array("q")
 
     def refresh(self) -> None:
-        """Add the next rows, of at most BLOCK bytes."""
         position, lines = self._tail.read_lines()
         for line in lines.splitlines(keepends=True):
             for row in metrics.parse_rows(line):
@@ -301,7 +281,7 @@ class RowIndex:
             position += len(line)
 
     def read(self, index: int) -> Row:
-        """Return a row; {} if the file was replaced since the last refresh."""
+        """A row; {} if the file was replaced since the last refresh."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._positions[index])

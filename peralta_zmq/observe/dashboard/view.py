@@ -1,10 +1,7 @@
-"""Content of the dashboard: verdict, cards, charts, generators, events, samples, settings.
+"""Content of the dashboard as JSON for the page that app.py serves, or in one HTML file.
 
-`update` returns the content as JSON for the page that app.py serves; `write_report` writes the page
-with its data into one HTML file. Numbers shown as text are formatted here, so that the page and the
-file show the same. A NaN becomes null when the JSON is written. A sample is a sampled group (all
-rollouts of one problem). A session is one process of the trainer. Control characters in texts from
-other machines and from models are escaped.
+Numbers shown as text are formatted here, so that the page and the file show the same. Control
+characters in texts from other machines and from models are escaped.
 """
 
 from __future__ import annotations
@@ -78,11 +75,10 @@ ICON = re.compile(r'<link rel="icon"[^>]*>\n')
 
 
 def update(run: RunFiles, *, cursor: str = "", now: float) -> Json:
-    """Return a run's state and the chart points added since the update with `cursor`.
+    """A run's state, and the chart points added since the update with `cursor`.
 
-    A cursor identifies the points that the page has: RunFiles.generation (which changes when these
-    points become invalid), number of steps, number of evaluations. If the cursor is invalid or
-    outdated, all points are sent and `reset` is True.
+    A cursor identifies the points that the page has: RunFiles.generation, number of steps, number
+    of evaluations. If it is invalid or outdated, all points are sent and `reset` is True.
     """
     generation, num_steps, num_evaluations = _parse_cursor(cursor)
     available = (len(run.table.steps), len(run.evaluations))
@@ -106,9 +102,8 @@ def write_report(folders: Sequence[Path], path: Path) -> Path:
 
 
 def report(runs: Sequence[RunFiles]) -> str:
-    """Return the page and its data as one HTML document that loads no other files.
-
-    Its content security policy allows only the script and the style in the document.
+    """The page and its data as one HTML document, whose policy allows only its own script and
+    style.
     """
     html = ICON.sub("", (STATIC / "index.html").read_text("utf-8"))
     style = "".join((STATIC / name).read_text("utf-8") for name in STYLE.findall(html))
@@ -125,7 +120,6 @@ def report(runs: Sequence[RunFiles]) -> str:
 
 
 def state(run: RunFiles, *, now: float) -> Json:
-    """Return header, verdict, cards, generators, events and markers."""
     status, rows = status_of(run, now=now), list(run.rows)
     events = list(merge(run.events, run.frequent_events, key=lambda row: number(row, "time", 0.0)))
     is_over = status in ENDED
@@ -151,11 +145,10 @@ def state(run: RunFiles, *, now: float) -> Json:
 
 
 def generators_of(run: RunFiles, status: str) -> list[Json]:
-    """Return all generators that ever reported or joined, sorted by name.
+    """All generators that ever reported or joined, sorted by name.
 
-    `state` is "up" if the newest step has metrics of the generator, "new" if the generator joined
-    later, and "gone" if it left or neither holds. "unknown" replaces "up" and "new" while the
-    trainer is not running.
+    `state` is "up" if the newest step has metrics of the generator, "new" if it joined later, else
+    "gone"; "unknown" replaces "up" and "new" while the trainer is not running.
     """
     reported = {key.split("/")[1] for key in run.table.columns if key.startswith("gen/")}
     up, left = membership(run.events)
@@ -189,7 +182,7 @@ def generators_of(run: RunFiles, status: str) -> list[Json]:
 
 
 def overview(run: RunFiles, *, now: float) -> Json:
-    """Return what the list of runs shows of a run."""
+    """What the list of runs shows of a run."""
     status = status_of(run, now=now)
     header = _header(run, status, newest_session(list(run.events)), now)
     keys = ("run", "model", "task", "status", "status_text", "step", "max_steps", "age")
@@ -198,12 +191,12 @@ def overview(run: RunFiles, *, now: float) -> Json:
 
 
 def settings(run: RunFiles) -> dict[str, str]:
-    """Return the settings in the run's config.toml as text, by full name."""
+    """The settings in the run's config.toml as text, by full name."""
     return dict(_flattened("", run.content(CONFIG)))
 
 
 def _flattened(name: str, value: object) -> Iterator[tuple[str, str]]:
-    """Yield the settings in a value of config.toml; a table in a list has its index as name."""
+    """Yield the settings in a value; a table in a list has its index as name."""
     if isinstance(value, list) and any(isinstance(item, dict) for item in cast("Any", value)):
         value = dict(enumerate(cast("list[object]", value)))
     if isinstance(value, dict):
@@ -215,10 +208,9 @@ def _flattened(name: str, value: object) -> Iterator[tuple[str, str]]:
 
 
 def samples(run: RunFiles, *, first: int | None = None, step: int | None = None) -> list[Json]:
-    """Return up to MAX_SAMPLES samples in the order of samples.jsonl; their numbers begin with 1.
+    """Up to MAX_SAMPLES samples, from number `first` on (1 is the oldest), or from `step` on.
 
-    They begin with the one of number `first`, or with the first one of `step` or a later step;
-    without both, they are the newest.
+    Without both, they are the newest.
     """
     steps = run.samples.steps
     if step is not None:
@@ -253,10 +245,7 @@ def _sample(run: RunFiles, index: int) -> Json:
 
 
 def _rollouts(row: Row) -> list[Json]:
-    """Return texts, rewards and cut-off marks of a row of samples.jsonl or answers.jsonl.
-
-    The texts of samples.jsonl begin with the prompt, which is left out.
-    """
+    """Texts without the prompt, rewards and cut-off marks of a row of samples or answers."""
     keys = ("texts" if "texts" in row else "completions", "rewards", "cut_off")
     columns = (cast("list[Any]", row.get(key, [])) for key in keys)
     prompt = str(row.get("prompt", ""))
@@ -271,7 +260,7 @@ def _rollouts(row: Row) -> list[Json]:
 
 
 def answers(run: RunFiles, *, step: int) -> Json:
-    """Return the held-out problems of the newest evaluation of `step` with the model's answers.
+    """The held-out problems of the newest evaluation of `step` with the model's answers.
 
     `num_examples` is their number, also if they have too many characters to return all.
     """
@@ -297,10 +286,7 @@ def _num_characters(content: Json) -> int:
 
 
 def _data(runs: Sequence[RunFiles]) -> str:
-    """Return the data of all runs as JSON without `<`, for a script element.
-
-    Text that a model wrote therefore cannot end the element and become markup.
-    """
+    """The data of all runs as JSON without `<`, so that no text can end the script element."""
     now = time.time()
     for run in runs:
         run.refresh(seconds=REPORT_SECONDS)
@@ -310,7 +296,7 @@ def _data(runs: Sequence[RunFiles]) -> str:
 
 
 def _exported(run: RunFiles, now: float) -> Json:
-    """Return the data of one run: all but older samples and evaluations between first and last."""
+    """The data of one run, without older samples and evaluations between first and last."""
     newest = (_sample(run, index) for index in reversed(range(len(run.samples.steps))))
     evaluated = {min(run.evaluations), max(run.evaluations)} if run.evaluations else ()
     return {
@@ -323,7 +309,6 @@ def _exported(run: RunFiles, now: float) -> Json:
 
 
 def _hash(content: str) -> str:
-    """Return the hash with which the security policy allows a script or style."""
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 
@@ -352,7 +337,7 @@ def _header(run: RunFiles, status: str, session: SessionState, now: float) -> Js
 
 
 def _status_texts(run: RunFiles, now: float) -> dict[str, tuple[str, str]]:
-    """Return the name and the explanation, which may be empty, of each status."""
+    """Name and explanation of each status."""
     age, summary = format_duration(now - run.newest_time), run.content(SUMMARY)
     steps = format_number(number(summary, "steps"), ",.0f")
     duration = format_duration(number(summary, "seconds"))
@@ -381,10 +366,7 @@ def _status_texts(run: RunFiles, now: float) -> dict[str, tuple[str, str]]:
 
 
 def _eta(run: RunFiles, session: SessionState, steps_left: float) -> str:
-    """Return the estimated time left; empty before the first step of the session.
-
-    Rows of earlier sessions are ignored, so that a pause does not count.
-    """
+    """Estimated time left; empty before the first step of the session."""
     rows = [row for row in run.rows if not number(row, "time") < session.start]
     seconds = seconds_left(rows, steps_left)
     return format_duration(seconds) if math.isfinite(seconds) else ""
@@ -392,11 +374,9 @@ def _eta(run: RunFiles, session: SessionState, steps_left: float) -> str:
 
 def _cards(run: RunFiles, recent: RunState, generators: Sequence[Json]) -> list[Json]:
     def newest(key: str, spec: str = ",.0f") -> str:
-        """Format a metric of the newest step."""
         return format_number(number(run.last, key), spec)
 
     def derived(key: str) -> float:
-        """Return a number of the newest step that `derived_numbers` added to the table."""
         return run.table.value(key, len(run.table.steps) - 1)
 
     def card(id: str, label: str, value: str, note: str) -> Json:
@@ -436,7 +416,7 @@ def _reward_change(run: RunFiles) -> str:
 
 
 def _evaluation(run: RunFiles) -> tuple[str, str]:
-    """Return the newest held-out accuracy, and a note: its precision and step, the first one."""
+    """The newest held-out accuracy, and a note: its precision and step, the first accuracy."""
     evaluations = _evaluations(run)
     if not evaluations:
         return "-", "none yet"
@@ -448,7 +428,6 @@ def _evaluation(run: RunFiles) -> tuple[str, str]:
 
 
 def _evaluations(run: RunFiles) -> list[Json]:
-    """Return step, accuracy and its precision, such as "± 0.041, n = 64", of each evaluation."""
     return [
         {
             "step": step,
@@ -460,7 +439,6 @@ def _evaluations(run: RunFiles) -> list[Json]:
 
 
 def _event(row: Row) -> Json:
-    """Return time, name and fields of an event, the fields as one line of text."""
     fields: Row = {}
     for key, value in row.items():  # fields of a nested object are listed like top-level fields
         if key not in ("time", "event", "incarnation"):
@@ -475,10 +453,7 @@ def _event(row: Row) -> Json:
 
 
 def _markers(run: RunFiles) -> list[Json]:
-    """Return the events to mark in the charts, each with a step as its position.
-
-    For an event without a step, this is the step that was in progress at the time of the event.
-    """
+    """The events to mark in the charts; one without a step is marked at the step in progress."""
     marked = [row for row in run.events if row.get("event") not in UNMARKED][-MAX_MARKERS:]
     times, steps = run.table.values("time"), run.table.steps
     markers: list[Json] = []
@@ -492,12 +467,11 @@ def _markers(run: RunFiles) -> list[Json]:
 
 
 def _parse_cursor(cursor: str) -> tuple[str, int, int]:
-    """Split a cursor into generation, steps, evaluations; ("", 0, 0) if invalid."""
     match = re.fullmatch(r"(.*):([0-9]{1,11}):([0-9]{1,11})", cursor)
     return (match[1], int(match[2]), int(match[3])) if match else ("", 0, 0)
 
 
 def _truncate(text: str) -> str:
-    """Escape `text`; replace all after MAX_TEXT characters by their number."""
+    """Escape `text`, cut off after MAX_TEXT characters."""
     num_more, shown = len(text) - MAX_TEXT, printable(text[:MAX_TEXT], keep=KEPT)
     return shown if num_more <= 0 else f"{shown} ... ({num_more} more characters)"
