@@ -64,7 +64,8 @@ def host_and_port(address: str, *, option: str, default_port: int | None = None)
     """
     with suppress(ValueError):
         parts = urlsplit(address)
-        host, port = host_of(parts.hostname or ""), parts.port or default_port
+        host = host_of(parts.hostname or "")
+        port = parts.port or default_port
         if parts.scheme == "http" and port and not (parts.path.strip("/") or parts.query):
             return host, port
     raise ConfigError(f"{option} '{address}' is not of the form http://HOST:PORT")
@@ -79,7 +80,8 @@ def read_private_token(file: str | None, *, option: str = "weights.token_file") 
         return None
     path = Path(file).expanduser()
     try:
-        mode, token = path.stat().st_mode & 0o777, path.read_text("utf-8").strip()
+        mode = path.stat().st_mode & 0o777
+        token = path.read_text("utf-8").strip()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{option} {path} cannot be read ({error})") from None
     if mode & 0o077:

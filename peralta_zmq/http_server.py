@@ -79,7 +79,9 @@ class HttpServer:
         limits: Limits | None = None,
     ) -> None:
         self.port = int(listening.getsockname()[1])
-        self._name, self._socket, self._refuse = name, listening, refuse
+        self._name = name
+        self._socket = listening
+        self._refuse = refuse
         self._logged = set[str]()  # types of exceptions
         app = Starlette(
             routes=routes,
@@ -154,7 +156,9 @@ class AccessControl:
         refuse: Refuse,
         has_login: bool,
     ) -> None:
-        self._app, self._token, self._refuse = app, token, refuse
+        self._app = app
+        self._token = token
+        self._refuse = refuse
         self._reason = f"wrong or missing password; use the one in {token_setting}"
         self._cookie = ""  # empty: not accepted
         if has_login and token:

@@ -79,7 +79,8 @@ class EventLog:
         if count.num_lines < LIMITS[event]:
             count.num_lines += 1
             return self._write_limited(event, fields)
-        count.num_omitted, count.newest = count.num_omitted + 1, fields
+        count.num_omitted = count.num_omitted + 1
+        count.newest = fields
         return False
 
     def flush(self, *, at_end: bool = False) -> None:
@@ -89,7 +90,8 @@ class EventLog:
         if time.monotonic() < self._minute_end and not at_end:
             return
         self._minute_end = time.monotonic() + MINUTE
-        counts, self._counts = self._counts, {}
+        counts = self._counts
+        self._counts = {}
         for key, count in counts.items():
             if count.num_omitted:
                 self._counts[key] = _Count(num_lines=1)  # the line counts for the new minute

@@ -32,8 +32,11 @@ else:
 Row: TypeAlias = dict[str, object]
 Content = TypeVar("Content")
 
-METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
-SAMPLES, EVALUATIONS, ANSWERS = "samples.jsonl", "eval.jsonl", "answers.jsonl"
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+SAMPLES = "samples.jsonl"
+EVALUATIONS = "eval.jsonl"
+ANSWERS = "answers.jsonl"
 CONFIG_HISTORY = "config_history.jsonl"  # settings that a resumed run has changed
 LOCK = "lock"  # file in the run folder that the trainer keeps locked
 BLOCK = 1 << 16  # bytes that are searched at once for the end of the last whole line
@@ -128,7 +131,8 @@ def number(row: Mapping[str, object], key: str, default: float = math.nan) -> fl
 
 def generator_numbers(row: Mapping[str, object], metric: str) -> dict[str, float]:
     """The values of `gen/NAME/METRIC` in a row, by NAME; NaN for a null."""
-    prefix, suffix = "gen/", f"/{metric}"
+    prefix = "gen/"
+    suffix = f"/{metric}"
     keys = [key for key in row if key.startswith(prefix) and key.endswith(suffix)]
     return {key[len(prefix) : -len(suffix)]: number(row, key) for key in keys}
 

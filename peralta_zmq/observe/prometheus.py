@@ -59,7 +59,8 @@ def _name_and_labels(key: str) -> tuple[str, dict[str, str]]:
     labels: dict[str, str] = {}
     if match := LABELLED.fullmatch(key):
         prefix, label, metric = match.groups()
-        key, labels = f"{prefix}/{metric}", {LABELS[prefix]: label}
+        key = f"{prefix}/{metric}"
+        labels = {LABELS[prefix]: label}
     suffix = "_total" if key.startswith(COUNTER_PREFIX) else ""
     return "peralta_" + re.sub(r"[^a-zA-Z0-9_]", "_", key) + suffix, labels
 

@@ -33,7 +33,9 @@ from peralta_zmq.rollout import CUT_OFF
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SUMMARY, PLOT, REPORT = "summary.json", "reward.png", "report.html"
+SUMMARY = "summary.json"
+PLOT = "reward.png"
+REPORT = "report.html"
 Summary: TypeAlias = dict[str, Any]
 Evaluation: TypeAlias = dict[str, Any]  # row of eval.jsonl; `answers` has the fields of Answer
 WIDTHS = (44, 26, 26)  # characters of problem, base answer, trained answer
@@ -52,7 +54,8 @@ def write_summary(
     `accounting` counts groups by outcome: `made` is the sum of the others except `duplicates`.
     `final_statuses` has the number of groups that each ended generator process made.
     """
-    rows, events = read_rows(folder / METRICS), read_rows(folder / EVENTS)
+    rows = read_rows(folder / METRICS)
+    events = read_rows(folder / EVENTS)
     rewards = [number(row, "reward") for row in rows]
     base, trained = _base_and_trained_evaluation(folder)
     content = {
@@ -85,7 +88,8 @@ def write_reward_plot(folder: Path) -> Path | None:
     except ModuleNotFoundError:
         return None
     figure = Figure(figsize=(9.0, 4.8), dpi=150, layout="constrained")
-    canvas, axes = FigureCanvasAgg(figure), figure.add_subplot()
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
     axes.set_title(f"{folder.name}: reward of all sampled rollouts", loc="left")
     axes.set_xlabel("training step")
     axes.set_ylabel("mean reward; share of groups")
@@ -148,7 +152,8 @@ def _base_and_trained_evaluation(folder: Path) -> tuple[Evaluation, Evaluation]:
 def _active_seconds(rows: Sequence[Row], events: Sequence[Row]) -> float:
     """Sum of the seconds of each session, from its start to its last row or event."""
     times = [(number(row, "time"), row.get("event")) for row in [*rows, *events] if "time" in row]
-    total, previous = 0.0, math.nan
+    total = 0.0
+    previous = math.nan
     for time, event in sorted(times, key=lambda pair: pair[0]):
         is_start = event in SESSION_STARTS or math.isnan(previous)
         total += 0.0 if is_start else time - previous

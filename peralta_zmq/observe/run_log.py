@@ -53,7 +53,8 @@ class RunLog:
     def __init__(
         self, folder: Path, *, run: str, max_steps: int, trackers: Sequence[Tracker] = ()
     ) -> None:
-        rows, events = read_rows(folder / METRICS), read_rows(folder / EVENTS)
+        rows = read_rows(folder / METRICS)
+        events = read_rows(folder / EVENTS)
         self.resuming = any(row.get("event") == "start" for row in events)
         self.final_statuses = {
             f"{row.get('generator')}/{row.get('incarnation')}": int(number(row, "made"))

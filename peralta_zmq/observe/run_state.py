@@ -22,7 +22,8 @@ Activity: TypeAlias = Literal["training", "evaluating", "replaying", "waiting"]
 WINDOW = 20  # number of newest rows that the state covers
 MIN_ROWS = 3  # smallest number of rows from which the verdict computes means
 # A run has stalled after STALL_SECONDS, or the duration of STALL_STEPS steps if that is longer.
-STALL_SECONDS, STALL_STEPS = 30.0, 10.0
+STALL_SECONDS = 30.0
+STALL_STEPS = 10.0
 REPORTED = "tokens_per_s"  # metric in every report of a generator
 REPLAY, COMPLETE, STORE_ERROR = "replay", "complete", "store_error"  # events
 SESSION_STARTS, SESSION_ENDS = ("start", "resume", REPLAY), ("stop", COMPLETE)  # events
@@ -125,7 +126,8 @@ class RunState:
 
 def run_state(rows: Rows, events: Rows, *, now: float | None = None) -> RunState:
     """The state of a run; `now` (unix seconds) only for a trainer that should be running."""
-    session, trained = newest_session(events), _without_replayed(rows[-2 * WINDOW :])
+    session = newest_session(events)
+    trained = _without_replayed(rows[-2 * WINDOW :])
     recent = _recent(trained, events)
     if not recent:
         return RunState((), (), events, session, generators=(), gone=(), idle_seconds=math.nan)
@@ -149,9 +151,11 @@ def membership(events: Rows) -> tuple[dict[str, float], dict[str, float]]:
     left: dict[str, float] = {}
     incarnations: dict[str, object] = {}  # newest incarnation of each generator
     for event in events:
-        name, incarnation = str(event.get("generator")), event.get("incarnation")
+        name = str(event.get("generator"))
+        incarnation = event.get("incarnation")
         if event.get("event") == "join":
-            up[name], incarnations[name] = number(event, "time"), incarnation
+            up[name] = number(event, "time")
+            incarnations[name] = incarnation
             left.pop(name, None)
         elif event.get("event") == "leave" and incarnations.get(name, incarnation) == incarnation:
             up.pop(name, None)

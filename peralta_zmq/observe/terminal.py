@@ -35,7 +35,8 @@ FRAME_LINES = 9
 REPEAT_SECONDS = 60.0  # minimum time before a verdict of the same kind is printed again
 PROGRESS_DELAY = 2.0  # seconds; shorter operations show no progress
 # Seconds between two updates of a progress text: redrawn in place, or printed as a new line.
-REDRAW_SECONDS, LINE_SECONDS = 0.2, 10.0
+REDRAW_SECONDS = 0.2
+LINE_SECONDS = 10.0
 WAIT_LOG_SECONDS = 60.0  # between two log lines of one wait
 # Columns that a narrow terminal lacks, the first one first; "" = bar of the reward.
 DROPPED = ("", "generators", "queue", "staleness", "no signal", "wait", "rollouts/s")
@@ -61,7 +62,8 @@ class Terminal:
         live: Live | CellDisplay | None = None,
     ) -> None:
         """`live` is where to draw the table; None: on `stream`, if it is a terminal."""
-        self._max_steps, self._run = max_steps, run
+        self._max_steps = max_steps
+        self._run = run
         self._stream = stream or sys.stdout
         # The ETA needs the time of WINDOW steps, hence one more row.
         self._rows: deque[Row] = deque(maxlen=WINDOW + 1)
@@ -155,7 +157,8 @@ class Terminal:
         recent = {key: at for key, at in self._printed.items() if 0 <= now - at < REPEAT_SECONDS}
         if kind == self._kind or kind in recent:
             return False
-        self._kind, self._printed = kind, {**recent, kind: now}
+        self._kind = kind
+        self._printed = {**recent, kind: now}
         return True
 
     def _print(self, text: str) -> None:
@@ -218,8 +221,10 @@ class Progress:
     def __init__(
         self, description: str, total: int, show: Callable[[str], None], *, in_place: bool
     ) -> None:
-        self._description, self._total = description, total
-        self._show, self._in_place = show, in_place
+        self._description = description
+        self._total = total
+        self._show = show
+        self._in_place = in_place
         self._start = time.monotonic()
         self._next_update = self._start + PROGRESS_DELAY
 
@@ -272,20 +277,23 @@ class WaitReport:
     """
 
     def __init__(self, log: Callable[[str], None]) -> None:
-        self._log, self._in_place = log, sys.stderr.isatty()
+        self._log = log
+        self._in_place = sys.stderr.isatty()
         self._logged_at, self._kind = -math.inf, ""  # monotonic seconds and kind of the log line
         self._is_waiting = False
 
     def show(self, text: str) -> None:
         """Report the wait; call this every few seconds."""
-        now, kind = time.monotonic(), _without_numbers(text)
+        now = time.monotonic()
+        kind = _without_numbers(text)
         is_due = now - self._logged_at >= WAIT_LOG_SECONDS
         if self._in_place:
             is_due = kind != self._kind or (is_due and not self._is_waiting)
         if is_due:
             self.hide()
             self._log(text)
-            self._logged_at, self._kind = now, kind
+            self._logged_at = now
+            self._kind = kind
         elif self._in_place:
             _rewrite_line(text)
         self._is_waiting = True

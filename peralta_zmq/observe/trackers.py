@@ -93,7 +93,9 @@ class Tracker:
     """Thread that logs rows with one package until the first failure. Use with `with`."""
 
     def __init__(self, name: str, open_tracker: OpenTracker, *, interval: int = 1) -> None:
-        self._name, self._open, self._interval = name, open_tracker, interval
+        self._name = name
+        self._open = open_tracker
+        self._interval = interval
         self._rows: queue.Queue[TrackedStep | None] = queue.Queue(MAX_PENDING_ROWS)
         self._failed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
@@ -159,7 +161,8 @@ class Tracker:
 
 def _table_of(step: int, sample: Mapping[str, Any]) -> list[tuple[object, ...]]:
     """One row with the values of COLUMNS for each rollout in a row of samples.jsonl."""
-    prompt, rewards = sample["prompt"], sample["rewards"]
+    prompt = sample["prompt"]
+    rewards = sample["rewards"]
     advantages = sample["advantages"] or [0.0] * len(rewards)  # none for a group without signal
     marked = zip(sample["texts"], sample["cut_off"], strict=True)
     shown = [text.removeprefix(prompt) + CUT_OFF * cut_off for text, cut_off in marked]

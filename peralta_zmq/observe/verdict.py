@@ -47,7 +47,9 @@ MISMATCH = 0.05  # mismatch_kl of weights that are published in coarser numbers 
 # The policy diverges: its mismatch_kl was at most CALM in the first step of a
 # generator, with the same engine and dtype, and is above UNSTEADY in two recent steps, or above
 # DIVERGED in one; and the norm of the gradient or the entropy has grown, or the reward has fallen.
-CALM, UNSTEADY, DIVERGED = 0.025, 0.1, 0.3
+CALM = 0.025
+UNSTEADY = 0.1
+DIVERGED = 0.3
 RECENT = 5  # newest steps with a mismatch_kl that count
 GROWN, FALLEN = 2.0, 0.5  # factors from the first step
 TRUNCATED, ALL_TRUNCATED = 0.5, 0.9  # shares of completions that are cut off at their limit
@@ -102,7 +104,8 @@ def _before_first_step(state: RunState, now: float | None) -> Verdict:
         return found
     if not session.up:
         return Verdict("waiting for the first generator", START_GENERATOR, "ok")
-    names, seconds = ", ".join(sorted(session.up)), now - min(session.up.values())
+    names = ", ".join(sorted(session.up))
+    seconds = now - min(session.up.values())
     if seconds > FIRST_STEP_SECONDS:
         return Verdict(
             f"no step yet: {names} joined {format_duration(seconds)} ago",
@@ -120,7 +123,8 @@ def _unreadable_weights(state: RunState) -> Iterator[Verdict]:
 
 
 def _stalled(state: RunState) -> Iterator[Verdict]:
-    session, seconds = state.session, state.idle_seconds
+    session = state.session
+    seconds = state.idle_seconds
     has_no_step = session.start > number(state.rows[-1], "time") and not math.isnan(seconds)
     # Without a step in this session, `seconds` counts from `active_since`, so the sum is "now".
     if has_no_step and (reason := session.why_no_generator(session.active_since + seconds)):
@@ -195,7 +199,8 @@ def _collapse(state: RunState) -> Iterator[Verdict]:
     """Report a divergence before these rows: without any signal, rows have no mismatch_kl."""
     start = state.session.start
     for event in state.events:
-        initial, mismatch = number(event, "initial_kl"), number(event, "mismatch_kl")
+        initial = number(event, "initial_kl")
+        mismatch = number(event, "mismatch_kl")
         is_past = number(event, "time") < start or event.get("event") != "mismatch"
         if not is_past and initial <= CALM and _equal_groups(state)[0] == 1.0:
             yield Verdict(
@@ -225,7 +230,8 @@ def _truncation(state: RunState) -> Iterator[Verdict]:
         values = (number(row, f"completions/{metric}") for row in state.rows)
         return finite_mean(values, default=0.0)
 
-    share, equal = mean("clipped_ratio"), _equal_groups(state)
+    share = mean("clipped_ratio")
+    equal = _equal_groups(state)
     if len(state.rows) < MIN_ROWS or share < TRUNCATED or _is_solved(*equal):
         return
     longer = "raise sampling.max_completion_length"
@@ -258,7 +264,9 @@ def _truncation(state: RunState) -> Iterator[Verdict]:
 
 def _equal_reward(state: RunState) -> Iterator[Verdict]:
     """Report a reward that is the same for all completions of all recent steps."""
-    rows, first, share = state.rows, state.trained[0], _equal_groups(state)[0]
+    rows = state.rows
+    first = state.trained[0]
+    share = _equal_groups(state)[0]
     rewards = [number(row, "reward") for row in rows]
     # Groups with equal rewards may be trained, for a loss that needs no rewards.
     is_trained = any(number(row, "num_loss_tokens", 0.0) > 0.0 for row in rows)
@@ -340,7 +348,8 @@ def _equal_groups(state: RunState) -> tuple[float, float]:
 
 def _dropped_groups(state: RunState) -> Iterator[Verdict]:
     failed = {stats.name: state.growth(f"gen/{stats.name}/unscored") for stats in state.generators}
-    num_failed, num_stale = sum(failed.values()), state.growth("dropped/stale")
+    num_failed = sum(failed.values())
+    num_stale = state.growth("dropped/stale")
     if (share := num_failed / max(1.0, num_failed + state.num_groups)) >= DROPPED_GROUPS:
         yield Verdict(
             f"{share:.0%} of groups got no reward, most of them on "
@@ -430,7 +439,8 @@ def _balance(state: RunState) -> Iterator[Verdict]:
     yield from _one_blocked(state)
     blocked = finite_mean((stats.blocked for stats in state.generators), default=0.0)
     queue = finite_mean((stats.queue for stats in state.generators), default=0.0)
-    trainer, generators = f"{state.waiting:.0%}", f"{blocked:.0%}"
+    trainer = f"{state.waiting:.0%}"
+    generators = f"{blocked:.0%}"
     if state.waiting >= WAITING and queue >= WAITING:
         yield Verdict(
             f"the link to the trainer is saturated: generators are blocked {queue:.0%} of "

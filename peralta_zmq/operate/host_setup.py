@@ -32,7 +32,8 @@ EXCLUDED = (
 )
 INSTALL_MB, CODE_MB = 3000, 200  # free space for an environment with torch, and for the code alone
 KEYS, TOKEN = FOLDER / "keys", FOLDER / "weights-token"  # relative to the project folder
-PYTHON, OLDEST_PYTHON = ".venv/bin/python", (3, 10)
+PYTHON = ".venv/bin/python"
+OLDEST_PYTHON = (3, 10)
 # Seconds for --wait of bin/doctor: how long the trainer's doctor answers the doctors of generators,
 # and how long a generator's doctor tries to connect.
 DOCTOR_WAIT = {"trainer": "900", "generator": "20"}
@@ -178,7 +179,8 @@ def key_files(host: Host, keys: Path) -> list[str]:
         public = sorted(str(path) for path in keys.glob("*.public"))
         names = ["trainer", *host.generators]
     else:
-        public, names = [str(keys / "trainer.public")], host.generators
+        public = [str(keys / "trainer.public")]
+        names = host.generators
     return [*public, *(str(keys / f"{name}.secret") for name in names)]
 
 
@@ -211,7 +213,8 @@ def jobs_of(host: Host, hosts: Hosts, config: Config) -> list[Job]:
     env = {"HF_HUB_OFFLINE": "1", **host.env}
     options = settings_options(host, config)
     # The workers of the host share its cores; all generators of the run share the problems.
-    count, num_workers = str(len(hosts.generators)), len(host.workers)
+    count = str(len(hosts.generators))
+    num_workers = len(host.workers)
     jobs: list[Job] = []
     if host.role == "trainer":
         share = str(max(num_workers, config.train.num_workers))

@@ -32,7 +32,8 @@ from peralta_zmq.operate.slurm import SlurmLauncher
 
 PROGRAM = program_name("lan")
 STARTING = ("up", "sync")  # commands that need the code and the settings
-HOSTS_FILE, EXAMPLE = host_setup.HOSTS_FILE, Path("configs/hosts.example.toml")
+HOSTS_FILE = host_setup.HOSTS_FILE
+EXAMPLE = Path("configs/hosts.example.toml")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # not 127.0.0.2, which tests use for another machine
 FIRST_GPU = ("auto", "cuda", "cuda:0", "mps")  # names of the same GPU, on a machine that has one
 StepsOf: TypeAlias = Callable[[Host], list[ssh.Command]]  # commands of one phase for a host
@@ -90,7 +91,8 @@ class Launcher(Protocol):
 
 def choose_launcher(hosts: Hosts, path: Path, options: argparse.Namespace) -> Launcher:
     """The launcher that --launcher names; by default that of the tables of the hosts file."""
-    dry_run, partial = getattr(options, "dry_run", False), getattr(options, "partial", False)
+    dry_run = getattr(options, "dry_run", False)
+    partial = getattr(options, "partial", False)
     by_default = "slurm" if hosts.slurm and not hosts.host else "ssh"
     if (options.launcher or by_default) == "slurm":
         if partial:

@@ -83,7 +83,8 @@ def _query(host: Host) -> list[Row]:
 
 def _status_text(row: Row) -> str:
     lines = cast("list[str]", row["tail"])
-    since, state = row["since"], str(row["state"])
+    since = row["since"]
+    state = str(row["state"])
     age = format_duration(max(0.0, time.time() - since)) if isinstance(since, float) else ""
     last_line = lines[-1] if lines else ""
     text = _line(row["name"], row["host"], state, age, row["restarts"], last_line)
@@ -97,7 +98,8 @@ def _line(*columns: object) -> str:
 
 
 def print_detached(hosts_file: Path) -> None:
-    lan, hosts = program_name("lan"), f"--hosts {hosts_file}"
+    lan = program_name("lan")
+    hosts = f"--hosts {hosts_file}"
     sys.stdout.write(f"\nthe run continues; logs: {lan} logs {hosts}, stop: {lan} down {hosts}\n")
 
 
@@ -134,7 +136,9 @@ class LogReader:
     def __init__(
         self, host: Host, names: Sequence[str], lines: int, stopped: threading.Event
     ) -> None:
-        self._host, self._names, self._stopped = host, names, stopped
+        self._host = host
+        self._names = names
+        self._stopped = stopped
         self._num_earlier_lines = lines
         self._process: subprocess.Popen[str] | None = None
 

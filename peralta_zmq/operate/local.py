@@ -41,7 +41,8 @@ def run_local(
     """
     count = config.run.num_local_generators
     check_memory_fractions(config, has_trainer=True, num_generators=count, machine="this machine")
-    folder, is_new = config.run_folder, False
+    folder = config.run_folder
+    is_new = False
     try:
         earlier_config(config, folder)  # raises ConfigError for other settings
         is_new = not folder.exists()

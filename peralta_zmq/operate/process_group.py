@@ -117,8 +117,10 @@ class ProcessGroup:
             worker.name: ManagedProcess(worker, record, policy) for worker in workers
         }
         self._leader = self._processes[workers[0].name]
-        self._record, self._has_trained = record, has_trained
-        self._stop_signal, self._policy = stop_signal, policy
+        self._record = record
+        self._has_trained = has_trained
+        self._stop_signal = stop_signal
+        self._policy = policy
         self._guard_pipe = os.pipe()
         self.is_interrupted = False  # a SIGINT or SIGTERM was received
         self._notices: list[str] = []  # messages not yet printed, see `_print`
@@ -187,7 +189,9 @@ class ProcessGroup:
 
     def _start(self, process: ManagedProcess) -> None:
         if process.reason:  # a restart after a crash
-            name, reason, delay = process.worker.name, process.reason, process.delay
+            name = process.worker.name
+            reason = process.reason
+            delay = process.delay
             hint = "" if process.was_killed else HINTS.get(reason, "")
             self._print(f"restarted {name} ({reason}) after {delay:g} s{hint}")
             self._record(
@@ -217,7 +221,8 @@ class ProcessGroup:
 
     def _fail(self, process: ManagedProcess, failure: str, code: int) -> int | None:
         """Report a failure once; schedule the next start, or return `code` if it ends the group."""
-        is_repeated, process.failure = failure == process.failure, failure
+        is_repeated = failure == process.failure
+        process.failure = failure
         others = [each for each in self._processes.values() if each is not self._leader]
         all_others_failed = all(each.failure and not each.is_running for each in others)
         ends_group = process is self._leader or (all_others_failed and not self._has_trained())
@@ -275,7 +280,9 @@ class ManagedProcess:
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
             )
-        self.started, self.start_at, self.was_killed = time.monotonic(), None, False
+        self.started = time.monotonic()
+        self.start_at = None
+        self.was_killed = False
 
     def poll(self) -> int | None:
         """The exit code (negative for a signal), once after the process has ended.
@@ -296,7 +303,8 @@ class ManagedProcess:
             self.process = None
 
     def schedule_start(self, delay: float) -> None:
-        self.delay, self.start_at = delay, time.monotonic() + delay
+        self.delay = delay
+        self.start_at = time.monotonic() + delay
 
     def schedule_restart(self) -> bool:
         """Schedule a restart after a crash or `kill`; False if there are too many."""
@@ -328,7 +336,8 @@ class ManagedProcess:
 
     def stop(self) -> None:
         """Send SIGTERM; the process stays stopped until `resume`."""
-        self.is_stopped, self.start_at = True, None
+        self.is_stopped = True
+        self.start_at = None
         self.send_signal(signal.SIGTERM)
 
     def resume(self) -> bool:
@@ -337,7 +346,9 @@ class ManagedProcess:
             return True
         if self.is_running:
             return False
-        self.is_stopped, self.start_at, self.reason = False, time.monotonic(), ""
+        self.is_stopped = False
+        self.start_at = time.monotonic()
+        self.reason = ""
         return True
 
 

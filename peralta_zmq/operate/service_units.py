@@ -70,7 +70,8 @@ def _unit(name: str, command: str) -> tuple[Path, str, list[list[str]]]:
     if platform.system() == "Darwin":
         path = Path.home() / "Library/LaunchAgents" / f"{label}.plist"
         domain = f"gui/{os.getuid()}"
-        enable, disable = ["bootstrap", domain, str(path)], ["bootout", f"{domain}/{label}"]
+        enable = ["bootstrap", domain, str(path)]
+        disable = ["bootout", f"{domain}/{label}"]
         words = enable if command == "enable" else disable
         return path, _unit_text("worker.plist", name), [["launchctl", *words]]
     path = Path.home() / ".config/systemd/user" / f"{label}.service"

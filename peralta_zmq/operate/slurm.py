@@ -75,7 +75,9 @@ class SlurmLauncher:
         waits: Waits | None = None,
     ) -> None:
         """Raises ConfigError if Slurm's commands are missing on this machine."""
-        self._settings, self._hosts_file, self._dry_run = settings, hosts_file, dry_run
+        self._settings = settings
+        self._hosts_file = hosts_file
+        self._dry_run = dry_run
         self._waits = waits or Waits()
         self._log_sizes: dict[str, int] = {}  # before the jobs were submitted, by worker
         self._record_file = FOLDER / f"slurm-{hosts_file.stem}.json"
@@ -164,7 +166,9 @@ class SlurmLauncher:
 
     def _wait_for_trainer(self, run: SubmittedRun) -> int:
         """Wait until the trainer's job is queued or has written its state; else cancel all jobs."""
-        job, folder, started = run.jobs[TRAINER], Path(run.run_folder), time.monotonic()
+        job = run.jobs[TRAINER]
+        folder = Path(run.run_folder)
+        started = time.monotonic()
         while read_state(folder, TRAINER, job) is None:
             status = find_jobs([job]).get(job)
             log = log_file(folder, TRAINER)
@@ -199,7 +203,8 @@ class SlurmLauncher:
 
     def _states(self) -> list[Row]:
         run = self._submitted()
-        statuses, folder = find_jobs(run.jobs.values()), Path(run.run_folder)
+        statuses = find_jobs(run.jobs.values())
+        folder = Path(run.run_folder)
         return [
             worker_row(folder, name, statuses.get(job), read_state(folder, name, job))
             for name, job in run.jobs.items()
@@ -212,12 +217,14 @@ class SlurmLauncher:
         return 1 if state is None or state.code is None else state.code
 
     def follow_logs(self, names: Sequence[str], *, lines: int) -> bool:
-        run, reported = self._submitted(), set[str]()
+        run = self._submitted()
+        reported = set[str]()
         selected = self._select(run, names)
         logs = {name: log_file(Path(run.run_folder), name) for name in selected}
         offsets = {name: tail_offset(log, lines) for name, log in logs.items() if log.exists()}
         offsets |= self._log_sizes
-        polled_at, have_ended = float("-inf"), False
+        polled_at = float("-inf")
+        have_ended = False
         try:
             while not have_ended:
                 if time.monotonic() - polled_at > self._waits.poll:
@@ -226,7 +233,8 @@ class SlurmLauncher:
                     unshared = {str(row["name"]) for row in rows if row["state"] == UNSHARED}
                     for name in unshared - reported:
                         sys.stdout.write(f"{name}: {_unshared_text(logs[name])}\n")
-                    polled_at, reported = time.monotonic(), reported | unshared
+                    polled_at = time.monotonic()
+                    reported = reported | unshared
                 for name, log in logs.items():
                     if log.exists():
                         new_lines, offsets[name] = read_new_lines(log, offsets.get(name, 0))
@@ -265,14 +273,16 @@ class SlurmLauncher:
 
     def _restart(self, run: SubmittedRun, names: Sequence[str]) -> int:
         """Restart running workers within their jobs; submit new jobs for ended workers."""
-        folder, statuses = Path(run.run_folder), find_jobs(run.jobs.values())
+        folder = Path(run.run_folder)
+        statuses = find_jobs(run.jobs.values())
         found = {name: statuses[run.jobs[name]] for name in names if run.jobs[name] in statuses}
         ended = [name for name in names if name not in found or found[name].has_ended]
         running = [name for name in found if found[name].state == "RUNNING"]
         before = {name: read_state(folder, name, run.jobs[name]) for name in running}
         slurm_commands.signal_jobs([run.jobs[name] for name in running], "USR2")
         self._submit(run, ended)
-        deadline, waiting = time.monotonic() + self._waits.stop, set(running)
+        deadline = time.monotonic() + self._waits.stop
+        waiting = set(running)
         while waiting and time.monotonic() < deadline:
             time.sleep(self._waits.follow)
             waiting = {

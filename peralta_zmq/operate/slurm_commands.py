@@ -71,7 +71,8 @@ class SubmittedRun:
 def plan_run(settings: Slurm, config: Config) -> SubmittedRun:
     """The jobs of a run before they are submitted; `config` is from `cluster_config`."""
     folder = config.run_folder.resolve()
-    trainer, generators = settings.trainer, settings.generators
+    trainer = settings.trainer
+    generators = settings.generators
     ranks = max(1, trainer.gpus)
     log = log_file(folder, TRAINER)
     common = [
@@ -154,10 +155,12 @@ def job_script(settings: Slurm, config: Config, worker: Sequence[str]) -> str:
     has_nodes = worker[0] == TRAINER and settings.trainer.nodes > 1
     srun = 'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" '
     srun = srun if has_nodes else ""
-    name, job = TRAINER, "$SLURM_JOB_ID"
+    name = TRAINER
+    job = "$SLURM_JOB_ID"
     if worker[0] != TRAINER:
         task = "$SLURM_ARRAY_TASK_ID"
-        name, job = generator_name(task), f"${{SLURM_ARRAY_JOB_ID}}_{task}"
+        name = generator_name(task)
+        job = f"${{SLURM_ARRAY_JOB_ID}}_{task}"
     folder = shlex.quote(str(config.run_folder.resolve()))
     state = f'{folder}/"{state_file(Path(), name)}"'
     lines = [

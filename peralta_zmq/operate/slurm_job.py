@@ -36,7 +36,8 @@ TRAINER = "trainer"  # name of the trainer as a worker
 STATES, LOGS = Path("slurm"), Path("logs")  # in the run folder; STATES has all files of the jobs
 WARNING_SECONDS = 120  # from SIGUSR1 to the time limit, or up to 60 s more
 # Ports of torchrun's rendezvous: below the ephemeral ports of Linux, different for most jobs.
-FIRST_RENDEZVOUS_PORT, NUM_RENDEZVOUS_PORTS = 15_000, 15_000
+FIRST_RENDEZVOUS_PORT = 15_000
+NUM_RENDEZVOUS_PORTS = 15_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         )
         return EXIT_ERROR
     if kind == TRAINER:
-        name, command = kind, trainer_command(config_file, int(number), environment)
+        name = kind
+        command = trainer_command(config_file, int(number), environment)
     else:
         name = generator_name(environment["SLURM_ARRAY_TASK_ID"])
         if has_run_ended(run_folder):
@@ -108,7 +110,8 @@ def trainer_command(
     config_file: str, num_ranks: int, environment: Mapping[str, str]
 ) -> tuple[str, ...]:
     """Command of the trainer's `num_ranks` ranks on this node; torchrun's, if there are several."""
-    address, num_nodes = environment["PERALTA_ADDRESS"], int(environment["SLURM_JOB_NUM_NODES"])
+    address = environment["PERALTA_ADDRESS"]
+    num_nodes = int(environment["SLURM_JOB_NUM_NODES"])
     arguments = ("@", config_file, "--wire.host", address)
     program = program_command("trainer")
     if num_nodes * num_ranks == 1:
@@ -149,10 +152,13 @@ class Job:
         environment: Mapping[str, str],
         times: JobTimes | None = None,
     ) -> None:
-        self._name, self._run_folder, self._times = name, run_folder, times or JobTimes()
+        self._name = name
+        self._run_folder = run_folder
+        self._times = times or JobTimes()
         self._is_first_node = environment.get("SLURM_NODEID", "0") == "0"
         restarts = int(environment.get("SLURM_RESTART_COUNT", 0))
-        job, node = _job_id(environment), environment["SLURMD_NODENAME"]
+        job = _job_id(environment)
+        node = environment["SLURMD_NODENAME"]
         self._supervisor = Supervisor(
             Worker(name, (*WITHOUT_SIGNALS, *command)),
             State(since=time.time(), restarts=restarts, job=job, node=node),
@@ -191,7 +197,8 @@ class Job:
 
     def _requeue(self) -> None:
         """Queue this job again, after which Slurm ends it; an error is tried again."""
-        now, self._requeue_at = time.monotonic(), float("inf")
+        now = time.monotonic()
+        self._requeue_at = float("inf")
         if self._name != TRAINER and has_run_ended(self._run_folder):
             return
         write_output(sys.stdout, "the time limit is near; queueing the job again\n")

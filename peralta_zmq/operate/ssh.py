@@ -26,7 +26,9 @@ SSH = (
     *("-o", "RemoteCommand=none"),  # one in ~/.ssh/config would refuse ours
 )
 # Exit codes: ssh could not connect; time limit (as of `timeout`); missing program (as of a shell).
-SSH_FAILED, TIMED_OUT, NOT_FOUND = 255, 124, 127
+SSH_FAILED = 255
+TIMED_OUT = 124
+NOT_FOUND = 127
 SHORT_SECONDS, LONG_SECONDS = 60.0, 3600.0  # time limits of commands; long: copy, install
 SHOWN_LINES = 12  # longest standard input that a dry run prints in full
 
@@ -213,7 +215,8 @@ def _problem_on_host(host: Host, find_problem: FindProblem, result: Result) -> s
     """The problem and remedy of a failed ssh connection, else of the command."""
     if not host.ssh or result.returncode != SSH_FAILED:
         return find_problem(result)
-    error, by_hand = " ".join(result.stderr.split()), f"ssh {host.ssh}"
+    error = " ".join(result.stderr.split())
+    by_hand = f"ssh {host.ssh}"
     remedies = {
         "Permission denied": f"the host does not accept your ssh key; run ssh-copy-id {host.ssh}",
         "HOST IDENTIFICATION HAS CHANGED": f"the host key has changed; run {by_hand} by hand",

@@ -112,8 +112,11 @@ class Supervisor:
         policy: RestartPolicy = DEFAULT_POLICY,
         max_log_bytes: int = MAX_LOG_BYTES,
     ) -> None:
-        self.worker, self.state = worker, state
-        self._file, self._log, self._max_log_bytes = file, log, max_log_bytes
+        self.worker = worker
+        self.state = state
+        self._file = file
+        self._log = log
+        self._max_log_bytes = max_log_bytes
         self._record_in_run = recorder(run) if run else None
         self._policy = policy
 
@@ -275,7 +278,8 @@ def follow(names: Sequence[str], *, lines: int) -> None:
     offsets = {name: tail_offset(_file(name, "log"), lines) for name in names}
     last_alive = float("-inf")  # monotonic seconds
     while True:
-        is_alive, has_printed = any(map(supervisor_pid, names)), False
+        is_alive = any(map(supervisor_pid, names))
+        has_printed = False
         for name in names:
             new_lines, offsets[name] = read_new_lines(_file(name, "log"), offsets[name])
             sys.stdout.writelines(f"{name} | {line}\n" for line in new_lines)
@@ -407,7 +411,8 @@ def rotate_log(log: Path, *, max_bytes: int = MAX_LOG_BYTES) -> None:
     # There is no log if a user started the supervisor in a terminal.
     if not log.exists() or log.stat().st_size <= max_bytes:
         return
-    problem, copy = "", log.with_name(f"{log.name}.tmp")
+    problem = ""
+    copy = log.with_name(f"{log.name}.tmp")
     try:
         shutil.copyfile(log, copy)
         os.replace(copy, _rotated(log))

@@ -34,7 +34,8 @@ class ChatCompletion:
     """A completion that a client waits for."""
 
     def __init__(self, prompt_ids: Int32Array, sampling: Sampling) -> None:
-        self.prompt_ids, self.sampling = prompt_ids, sampling
+        self.prompt_ids = prompt_ids
+        self.sampling = sampling
         self.tokens: list[SampledToken] = []  # so far; written by the engine's thread only
         self.is_cancelled = False
         self.result: Future[Completion] = Future()

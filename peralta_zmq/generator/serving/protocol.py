@@ -162,7 +162,8 @@ def parse_request(
         stop=_stop_strings(fields.take("stop")),
         max_completion_length=limit,
     )
-    stream, logprobs = fields.flag("stream"), fields.flag("logprobs")
+    stream = fields.flag("stream")
+    logprobs = fields.flag("logprobs")
     include_usage = _stream_options(fields.take("stream_options"), stream=stream)
     fields.finish()
     completions = [
@@ -270,9 +271,12 @@ class Replies:
     """Makes the reply to a request, or the chunks of its stream."""
 
     def __init__(self, request: ChatRequest, tokenizer: models.Tokenizer, model: str) -> None:
-        self._chats, self._has_logprobs = request.completions, request.logprobs
-        self._tokenizer, self._model = tokenizer, model
-        self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+        self._chats = request.completions
+        self._has_logprobs = request.logprobs
+        self._tokenizer = tokenizer
+        self._model = model
+        self._id = f"chatcmpl-{secrets.token_hex(12)}"
+        self._created = int(time.time())
 
     def whole(self) -> dict[str, Any]:
         """The reply; all completions must have ended."""
@@ -344,7 +348,9 @@ class ChoiceStream:
     """The chunks of one choice, as its tokens are sampled."""
 
     def __init__(self, index: int, chat: ChatCompletion, tokenizer: models.Tokenizer) -> None:
-        self._index, self._chat, self._tokenizer = index, chat, tokenizer
+        self._index = index
+        self._chat = chat
+        self._tokenizer = tokenizer
         self._num_tokens = 0  # in the chunks so far, as `_num_characters`
         self._num_characters = 0
         self.has_ended = False
@@ -389,5 +395,6 @@ def fingerprint(chats: Sequence[ChatCompletion]) -> str:
     The steps of a completion never decrease.
     """
     steps = [chat.tokens[index][2] for chat in chats if chat.tokens for index in (0, -1)]
-    oldest, newest = min(steps), max(steps)
+    oldest = min(steps)
+    newest = max(steps)
     return f"step-{oldest}" if oldest == newest else f"step-{oldest}..{newest}"

@@ -65,7 +65,9 @@ class ChatServer:
         template_kwargs: Mapping[str, Any],
         limits: Limits | None = None,
     ) -> None:
-        self._chats, self._model, self._template_kwargs = chats, model, template_kwargs
+        self._chats = chats
+        self._model = model
+        self._template_kwargs = template_kwargs
         self._tokenizer = deepcopy(tokenizer)  # a tokenizer cannot be used in two threads
         self._created = int(time.time())
         routes = [

@@ -110,7 +110,8 @@ class Dashboard:
 
     async def samples(self, request: Request) -> Response:
         """Return sampled groups of one run."""
-        first, step = _number_in(request, "first"), _number_in(request, "step")
+        first = _number_in(request, "first")
+        step = _number_in(request, "step")
         return _json({"samples": view.samples(self._run_of(request), first=first, step=step)})
 
     async def answers(self, request: Request) -> Response:

@@ -107,7 +107,8 @@ class RunFiles:
     """Contents of a run folder; `live` is True if this process is the trainer of the run."""
 
     def __init__(self, folder: Path, name: str = "", *, live: bool = False) -> None:
-        self.folder, self.live = folder, live
+        self.folder = folder
+        self.live = live
         self.name = name or folder.resolve().name
         self._num_resets = 0
         self._reset()
@@ -222,8 +223,10 @@ class Tail:
     """Reader of a growing JSON-lines file that returns each complete line once."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        self._path, self._max_bytes = path, max_bytes
-        self._inode, self._offset = -1, 0
+        self._path = path
+        self._max_bytes = max_bytes
+        self._inode = -1
+        self._offset = 0
         self.pending = 1  # bytes left for the next read(); 0 once the end was reached
 
     def is_replaced(self) -> bool:

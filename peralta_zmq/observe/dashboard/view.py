@@ -120,14 +120,16 @@ def report(runs: Sequence[RunFiles]) -> str:
 
 
 def state(run: RunFiles, *, now: float) -> Json:
-    status, rows = status_of(run, now=now), list(run.rows)
+    status = status_of(run, now=now)
+    rows = list(run.rows)
     events = list(merge(run.events, run.frequent_events, key=lambda row: number(row, "time", 0.0)))
     is_over = status in ENDED
     if status in NOT_RUNNING:  # an evaluation or replay without an end has been killed
         activities = {*EVALUATION_EVENTS, REPLAY}
         events = [row for row in events if row.get("event") not in activities]
         is_over = is_over or not rows
-    recent, generators = run_state(rows, events), generators_of(run, status)
+    recent = run_state(rows, events)
+    generators = generators_of(run, status)
     return {
         "header": _header(run, status, recent.session, now),
         "verdict": {
@@ -314,10 +316,12 @@ def _hash(content: str) -> str:
 
 def _header(run: RunFiles, status: str, session: SessionState, now: float) -> Json:
     config = run.content(CONFIG)
-    train, model = config.get("train", {}), config.get("model", {})
+    train = config.get("train", {})
+    model = config.get("model", {})
     tasks = [str(env.get("task")) for env in config.get("env", [])]
     task = str(config.get("task", {}).get("name", ""))  # "None": that of the data's columns
-    max_steps, step = number(train, "max_steps"), number(run.last, "step", 0.0)
+    max_steps = number(train, "max_steps")
+    step = number(run.last, "step", 0.0)
     status_text, explanation = _status_texts(run, now)[status]
     return {
         "run": run.name,
@@ -338,7 +342,8 @@ def _header(run: RunFiles, status: str, session: SessionState, now: float) -> Js
 
 def _status_texts(run: RunFiles, now: float) -> dict[str, tuple[str, str]]:
     """Name and explanation of each status."""
-    age, summary = format_duration(now - run.newest_time), run.content(SUMMARY)
+    age = format_duration(now - run.newest_time)
+    summary = run.content(SUMMARY)
     steps = format_number(number(summary, "steps"), ",.0f")
     duration = format_duration(number(summary, "seconds"))
     accuracy = change_text(summary, "eval_before", "eval_after")
@@ -383,9 +388,11 @@ def _cards(run: RunFiles, recent: RunState, generators: Sequence[Json]) -> list[
         return {"id": id, "label": label, "value": value, "note": note}
 
     states = [generator["state"] for generator in generators]
-    up, seen = str(sum(state != "gone" for state in states)), f"of {len(states)} seen"
+    up = str(sum(state != "gone" for state in states))
+    seen = f"of {len(states)} seen"
     if "unknown" in states:
-        up, seen = "-", f"unknown, {len(states)} seen"
+        up = "-"
+        seen = f"unknown, {len(states)} seen"
     rate = span = oldest = "no step yet"
     if recent.rows:
         rate = f"{format_rate(derived('tokens_per_s'))} generated tokens/s"
@@ -420,7 +427,8 @@ def _evaluation(run: RunFiles) -> tuple[str, str]:
     evaluations = _evaluations(run)
     if not evaluations:
         return "-", "none yet"
-    first, last = evaluations[0], evaluations[-1]
+    first = evaluations[0]
+    last = evaluations[-1]
     note = f"step {last['step']:.0f}"
     if first["step"] < last["step"]:
         note += f"; {first['accuracy']} at {first['step']:.0f}"
@@ -455,7 +463,8 @@ def _event(row: Row) -> Json:
 def _markers(run: RunFiles) -> list[Json]:
     """The events to mark in the charts; one without a step is marked at the step in progress."""
     marked = [row for row in run.events if row.get("event") not in UNMARKED][-MAX_MARKERS:]
-    times, steps = run.table.values("time"), run.table.steps
+    times = run.table.values("time")
+    steps = run.table.steps
     markers: list[Json] = []
     for row in marked:
         step = number(row, "step")
@@ -473,5 +482,6 @@ def _parse_cursor(cursor: str) -> tuple[str, int, int]:
 
 def _truncate(text: str) -> str:
     """Escape `text`, cut off after MAX_TEXT characters."""
-    num_more, shown = len(text) - MAX_TEXT, printable(text[:MAX_TEXT], keep=KEPT)
+    num_more = len(text) - MAX_TEXT
+    shown = printable(text[:MAX_TEXT], keep=KEPT)
     return shown if num_more <= 0 else f"{shown} ... ({num_more} more characters)"

@@ -97,7 +97,8 @@ def keygen(config: Config) -> None:
     """Make missing keys of trainer and `generator.name`; print which files to copy."""
     from peralta_zmq.wire import auth
 
-    folder, name = config.keys_folder, config.generator.name
+    folder = config.keys_folder
+    name = config.generator.name
     if folder is None:
         raise ConfigError("keygen needs a folder for the keys; add --security.keys DIR")
     if name == auth.TRAINER:

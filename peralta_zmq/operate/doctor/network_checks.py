@@ -30,7 +30,8 @@ NUM_PROBES = 5
 CONNECT_SECONDS, RETRY_SECONDS = 3.0, 0.5  # timeout of a TCP connection; pause before a retry
 THROUGHPUT_SECONDS, THROUGHPUT_TIMEOUT = 1.0, 60.0  # duration of the measurement; its time limit
 # A difference of two clocks above the first is reported with a remedy, above the second as failed.
-CLOCK_NOTE_SECONDS, CLOCK_FAIL_SECONDS = 2.0, 3600.0
+CLOCK_NOTE_SECONDS = 2.0
+CLOCK_FAIL_SECONDS = 3600.0
 
 
 def is_this_machine(host: str) -> bool:
@@ -51,8 +52,10 @@ def check_ports(config: Config, stack: ExitStack) -> Check:
 
     Other machines can then check the connection. The last port is closed again, for `serve_probes`.
     """
-    bind, port = config.wire.bind, config.wire.port
-    address, ports = wire.interface_address(bind), range(port, port + NUM_PORTS)
+    bind = config.wire.bind
+    port = config.wire.port
+    address = wire.interface_address(bind)
+    ports = range(port, port + NUM_PORTS)
     try:
         for port in ports:
             server = stack.enter_context(listen(address, port, host_setting="wire.bind"))
@@ -168,7 +171,8 @@ def check_keys(config: Config, role: str, name: str) -> Check:
     """Check the key files of a role; `name` is the generator's name. Raises WireError."""
     from peralta_zmq.wire import auth
 
-    folder, bind = config.keys_folder, config.wire.bind
+    folder = config.keys_folder
+    bind = config.wire.bind
     if folder is None:
         remedy = f"make keys with {program_name('doctor')} keygen --security.keys DIR"
         is_exposed = role == "trainer" and not is_loopback(bind)

@@ -92,7 +92,9 @@ def main(options: argparse.Namespace, settings: Sequence[str]) -> int:
 def _print_model(config: Config, planner: MemoryPlanner) -> None:
     from peralta_zmq.memory import gib
 
-    shape, machine, work = planner.shape, planner.machine, planner.workload(config)
+    shape = planner.shape
+    machine = planner.machine
+    work = planner.workload(config)
     layers = f"{shape.num_layers} layers of hidden size {shape.hidden_size}"
     size = f"{shape.num_parameters / 1e6:.1f} M parameters"
     _write(f"{config.model.name}: {shape.model_type}, {layers}, {size}")
@@ -142,7 +144,8 @@ def _print_together(config: Config, planner: MemoryPlanner, plans: Sequence[Plan
     from peralta_zmq.memory.remedies import changed
 
     trainer, generator = (plan.peak for plan in plans)
-    memory, count = planner.machine.memory, config.run.num_local_generators
+    memory = planner.machine.memory
+    count = config.run.num_local_generators
     total = trainer + count * generator
     fits = total <= memory
     title = f"trainer and {count} generator{'s' * (count > 1)} together (bin/lan local)"

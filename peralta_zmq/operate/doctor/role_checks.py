@@ -37,7 +37,8 @@ def check_trainer(config: Config, report: Report, stack: ExitStack, *, serve: bo
     trainer runs, which does that itself. Returns whether it does.
     """
     config = fitted(config, report)
-    folder, run = _weights_folder(config), config.run_folder
+    folder = _weights_folder(config)
+    run = config.run_folder
     model_bytes = weights_checks.model_bytes_of(config)
     report.run("keys", network_checks.check_keys, config, "trainer", "trainer")
     has_ports = report.run("ports", network_checks.check_ports, config, stack)
@@ -74,7 +75,8 @@ def check_generator(
     name = config.generator.full_name
     _check_machine(config, report)
     report.run("memory", machine_checks.check_memory, config, "generator")
-    system, host = platform.system(), config.wire.host
+    system = platform.system()
+    host = config.wire.host
     report.run("localnet", machine_checks.check_local_network, system, host)
     opened = report.run("reward", machine_checks.check_reward, config)
     report.run("model", add_findings, config, report, "generator", weights=False, prompts=opened)
@@ -84,7 +86,8 @@ def check_generator(
     if reached and has_keys:
         client = stack.enter_context(closing(network_checks.open_probe_client(config, name)))
         reply = _probe_trainer(config, report, client)
-    folder, model_bytes = _weights_folder(config), weights_checks.model_bytes_of(config)
+    folder = _weights_folder(config)
+    model_bytes = weights_checks.model_bytes_of(config)
     if folder is None:
         _check_address(config, report, model_bytes, reply=reply)
         return
@@ -179,8 +182,10 @@ def _check_address(
     config: Config, report: Report, model_bytes: int | None, *, reply: wire.ProbeReply | None
 ) -> None:
     """Run the checks of a weight store with a URL; `reply` is that of a probe."""
-    address, token = config.weights_address, config.weights.token_file
-    port, run_id = config.weights.serve_port, reply.run_id if reply else ""
+    address = config.weights_address
+    token = config.weights.token_file
+    port = config.weights.serve_port
+    run_id = reply.run_id if reply else ""
     # If a doctor replied, the trainer that will serve this URL is not running yet.
     if reply and reply.role == "doctor" and port and address.startswith("http://"):
         report.run("weights", weights_checks.check_future_address, address, token, port)

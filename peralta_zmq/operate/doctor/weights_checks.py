@@ -59,7 +59,8 @@ def check_folder(folder: Path, *, role: str) -> Check:
 def check_writing(folder: Path, *, num_bytes: int = SAMPLE_BYTES) -> Check:
     """Check that this user can write, fsync and rename in the folder, or its nearest parent."""
     parent = nearest_folder(folder)
-    content, started = os.urandom(num_bytes), time.monotonic()
+    content = os.urandom(num_bytes)
+    started = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="doctor-", dir=parent) as work:
             created = Path(work) / "created"
@@ -80,7 +81,8 @@ def check_owner(folder: Path, run: Path, *, is_running: bool) -> Check:
     """
     store = _open_store(str(folder))
     # The run folder has a file RUN.json with the run's id, like a weights folder.
-    owner, run_id = store.run_id, _open_store(str(run)).run_id
+    owner = store.run_id
+    run_id = _open_store(str(run)).run_id
     if owner and owner != run_id:
         detail = f"{folder} belongs to run {owner}, not to {run_id or run}"
         return Check(False, detail, "choose another folder with weights.dir, or delete this one")
@@ -135,7 +137,8 @@ def check_address(address: str, token_file: str | None, run_id: str) -> Check:
     """Check that weights at a URL can be listed and belong to `run_id` (empty = any)."""
     store = _open_store(address, token_file)
     try:
-        names, owner = store.backend.names(), store.run_id
+        names = store.backend.names()
+        owner = store.run_id
     except PermissionError as error:
         return Check(False, str(error), "set it to a file with the password of the trainer")
     except OSError as error:
@@ -229,7 +232,8 @@ def _read(backend: StorageBackend, path: str, folder: Path | None) -> tuple[int,
     if folder is not None and hasattr(os, "posix_fadvise"):
         with os.fdopen(atomic_files.open_regular(folder / path), "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    started, num_bytes = time.monotonic(), 0
+    started = time.monotonic()
+    num_bytes = 0
     for chunk in backend.read(path):
         num_bytes += len(chunk)
         if num_bytes >= MAX_READ_BYTES:
