@@ -197,7 +197,18 @@ class RunLog:
         has avg@k and pass@k. `policy_steps` has the step of the oldest and of the newest weights
         that sampled the answers.
         """
-        rows = [_answers_row(step, *result) for result in results]
+        rows = [
+            {
+                "step": step,
+                "task": problem.task,
+                "question": problem.question,
+                "expected": problem.answer,
+                "completions": [answer.answer for answer in answers],
+                "rewards": [answer.reward for answer in answers],
+                "cut_off": [answer.cut_off for answer in answers],
+            }
+            for problem, answers in results
+        ]
         self._write_texts(ANSWERS, rows)
         firsts = [answers[0] for _, answers in results[:NUM_ANSWERS]]
         self._files[EVALUATIONS].append(
@@ -245,18 +256,6 @@ class RunLog:
                 f"reward.png or report.html not written ({error}); "
                 f"try {program_name('dashboard')} {self._folder}"
             )
-
-
-def _answers_row(step: int, problem: Problem, answers: Sequence[Answer]) -> dict[str, object]:
-    return {
-        "step": step,
-        "task": problem.task,
-        "question": problem.question,
-        "expected": problem.answer,
-        "completions": [answer.answer for answer in answers],
-        "rewards": [answer.reward for answer in answers],
-        "cut_off": [answer.cut_off for answer in answers],
-    }
 
 
 def recorded_versions(folder: Path) -> dict[str, int]:

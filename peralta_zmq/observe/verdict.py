@@ -231,8 +231,7 @@ def _truncation(state: RunState) -> Iterator[Verdict]:
         return finite_mean(values, default=0.0)
 
     share = mean("clipped_ratio")
-    equal = _equal_groups(state)
-    if len(state.rows) < MIN_ROWS or share < TRUNCATED or _is_solved(*equal):
+    if len(state.rows) < MIN_ROWS or share < TRUNCATED or _is_solved(state):
         return
     longer = "raise sampling.max_completion_length"
     if mean("mean_turns") > 1.0:
@@ -254,7 +253,7 @@ def _truncation(state: RunState) -> Iterator[Verdict]:
             "bad",
         )
     else:
-        is_useless = share >= ALL_TRUNCATED and equal[0] >= NO_SIGNAL
+        is_useless = share >= ALL_TRUNCATED and _equal_groups(state)[0] >= NO_SIGNAL
         yield Verdict(
             f"{share:.0%} of completions are cut off {limit}",
             f"{longer}, or ask for shorter answers in data.system_prompt",
@@ -294,7 +293,7 @@ def _equal_reward(state: RunState) -> Iterator[Verdict]:
 
 def _no_signal(state: RunState) -> Iterator[Verdict]:
     share, reward = _equal_groups(state)
-    if share < NO_SIGNAL or _is_solved(share, reward):
+    if share < NO_SIGNAL or _is_solved(state):
         return
     sentence = f"{share:.0%} of groups have equal rewards, mean reward {reward:.2f}"
     advice = "raise sampling.temperature or sampling.num_generations"
@@ -326,7 +325,7 @@ def _rounding(state: RunState) -> Iterator[Verdict]:
 
 def _solved(state: RunState) -> Iterator[Verdict]:
     share, reward = _equal_groups(state)
-    if _is_solved(share, reward):
+    if _is_solved(state):
         yield Verdict(
             f"the task is solved: mean reward {reward:.2f}, {share:.0%} of groups have equal "
             f"rewards; {next(_balance(state)).sentence}",
@@ -335,7 +334,8 @@ def _solved(state: RunState) -> Iterator[Verdict]:
         )
 
 
-def _is_solved(share: float, reward: float) -> bool:
+def _is_solved(state: RunState) -> bool:
+    share, reward = _equal_groups(state)
     return share >= NO_SIGNAL and reward >= SOLVED
 
 

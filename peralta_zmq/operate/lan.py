@@ -237,7 +237,12 @@ class SshLauncher:
                 lines = [f"# {name}: {title}", *(step.shown for step in steps)]
                 sys.stdout.writelines(f"{line}\n" for line in lines)
             return
-        for name, problem in in_parallel(_first_problem, steps_by_host).items():
+
+        def first_problem(steps: list[ssh.Command]) -> str | None:
+            problems = (step.find_problem(ssh.run(step)) for step in steps)
+            return next(filter(None, problems), None)
+
+        for name, problem in in_parallel(first_problem, steps_by_host).items():
             self._report(name, title, problem)
 
     def _report(self, name: str, title: str, problem: str | None) -> None:
@@ -273,13 +278,6 @@ def select_workers(hosts: Hosts, names: Sequence[str]) -> list[tuple[Host, list[
         for host in hosts.host
     ]
     return [(host, workers) for host, workers in selected if workers]
-
-
-def _first_problem(steps: list[ssh.Command]) -> str | None:
-    for step in steps:
-        if problem := step.find_problem(ssh.run(step)):
-            return problem
-    return None
 
 
 def check_addresses(hosts: Hosts, config: Config) -> None:

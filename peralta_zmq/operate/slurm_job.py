@@ -134,13 +134,6 @@ def generator_command(
     return (*program_command("generator"), "@", config_file, *identity, *sharing)
 
 
-def _job_id(environment: Mapping[str, str]) -> str:
-    """Id of this job as Slurm's commands take it: ID, or ARRAY_TASK."""
-    if array := environment.get("SLURM_ARRAY_JOB_ID"):
-        return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
-    return environment["SLURM_JOB_ID"]
-
-
 class Job:
     """Supervises the worker of this job; the first node of a job writes its state."""
 
@@ -157,7 +150,9 @@ class Job:
         self._times = times or JobTimes()
         self._is_first_node = environment.get("SLURM_NODEID", "0") == "0"
         restarts = int(environment.get("SLURM_RESTART_COUNT", 0))
-        job = _job_id(environment)
+        job = environment["SLURM_JOB_ID"]  # ID, or ARRAY_TASK, as Slurm's commands take it
+        if array := environment.get("SLURM_ARRAY_JOB_ID"):
+            job = f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
         node = environment["SLURMD_NODENAME"]
         self._supervisor = Supervisor(
             Worker(name, (*WITHOUT_SIGNALS, *command)),

@@ -144,7 +144,10 @@ def parse_request(
         raise ApiError("the body must be a JSON object")
     fields = _Fields(parsed)
     check_model(fields.take("model"), model)
-    messages = _messages(fields.take("messages"))
+    rows = fields.take("messages")
+    if not isinstance(rows, list) or not rows:
+        raise ApiError("messages must be a list of at least one message", param="messages")
+    messages = [_message(row, f"messages[{index}]") for index, row in enumerate(rows)]
     try:
         prompt_ids = models.chat_prompt(tokenizer, messages, max_model_len, **template_kwargs)
     except ConfigError as error:
@@ -188,12 +191,6 @@ def check_model(requested: Any, model: str) -> None:
         )
 
 
-def _messages(value: Any) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise ApiError("messages must be a list of at least one message", param="messages")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
-
-
 def _message(value: Any, name: str) -> Message:
     """A message whose content is a string or a list of text parts."""
     if not isinstance(value, dict):
@@ -209,19 +206,16 @@ def _message(value: Any, name: str) -> Message:
         )
     if content is None and role == "assistant":  # a message of tool calls or a refusal alone
         content = ""
-    if isinstance(content, list) and all(_is_text(part) for part in content):
-        content = "".join(part["text"] for part in content)
+    if isinstance(content, list):
+        parts = [part if isinstance(part, dict) else {} for part in content]
+        texts = [part.get("text") if part.get("type") == "text" else None for part in parts]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
     if not isinstance(content, str):
         raise ApiError(f"{name}.content must be text", param=f"{name}.content")
     if not isinstance(author, str | None):
         raise ApiError(f"{name}.name must be text", param=f"{name}.name")
     fields.finish()
     return Message(role, content, author or "")
-
-
-def _is_text(part: Any) -> bool:
-    is_text = isinstance(part, dict) and part.get("type") == "text"
-    return is_text and isinstance(part.get("text"), str)
 
 
 def _limit(fields: _Fields, num_prompt: int, max_model_len: int) -> int:

@@ -80,7 +80,10 @@ def update(run: RunFiles, *, cursor: str = "", now: float) -> Json:
     A cursor identifies the points that the page has: RunFiles.generation, number of steps, number
     of evaluations. If it is invalid or outdated, all points are sent and `reset` is True.
     """
-    generation, num_steps, num_evaluations = _parse_cursor(cursor)
+    match = re.fullmatch(r"(.*):([0-9]{1,11}):([0-9]{1,11})", cursor)
+    generation = match[1] if match else ""
+    num_steps = int(match[2]) if match else 0
+    num_evaluations = int(match[3]) if match else 0
     available = (len(run.table.steps), len(run.evaluations))
     reset = generation != run.generation or num_steps > available[0]
     is_new = reset or available != (num_steps, num_evaluations)
@@ -115,7 +118,13 @@ def report(runs: Sequence[RunFiles]) -> str:
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     html = SCRIPT.sub("", STYLE.sub("", html))
     html = html.replace("<title>", f"{meta}\n<style>{style}</style>\n<title>", 1)
-    data = f'<script type="application/json" id="report">{_data(runs)}</script>'
+    now = time.time()
+    for run in runs:
+        run.refresh(seconds=REPORT_SECONDS)
+    content = {"written": now, "runs": [_exported(run, now) for run in runs]}
+    # Without `<`, no text that a model wrote can end the script element.
+    text = json.dumps(nan_to_null(content)).replace("<", "\\u003c")
+    data = f'<script type="application/json" id="report">{text}</script>'
     return html.replace("</body>", f"{data}\n<script>{script}</script>\n</body>", 1)
 
 
@@ -285,16 +294,6 @@ def answers(run: RunFiles, *, step: int) -> Json:
 
 def _num_characters(content: Json) -> int:
     return len(str(content))
-
-
-def _data(runs: Sequence[RunFiles]) -> str:
-    """The data of all runs as JSON without `<`, so that no text can end the script element."""
-    now = time.time()
-    for run in runs:
-        run.refresh(seconds=REPORT_SECONDS)
-    exported = [_exported(run, now) for run in runs]
-    data = json.dumps(nan_to_null({"written": now, "runs": exported}))
-    return data.replace("<", "\\u003c")
 
 
 def _exported(run: RunFiles, now: float) -> Json:
@@ -473,11 +472,6 @@ def _markers(run: RunFiles) -> list[Json]:
             step = steps[min(index, len(steps) - 1)] if steps else 0.0
         markers.append({**_event(row), "step": step})
     return markers
-
-
-def _parse_cursor(cursor: str) -> tuple[str, int, int]:
-    match = re.fullmatch(r"(.*):([0-9]{1,11}):([0-9]{1,11})", cursor)
-    return (match[1], int(match[2]), int(match[3])) if match else ("", 0, 0)
 
 
 def _truncate(text: str) -> str:

@@ -61,11 +61,12 @@ def check_versions(
     if not required:
         detail = f"{PACKAGE} is not installed in {sys.executable}"
         return Check(False, detail, "run make setup, then use .venv/bin/python")
-    wrong = [
-        f"{library.name} {version_of(library.name) or 'is missing'} (needs {library.specifier})"
-        for library in required
-        if not _is_satisfied(library, version_of(library.name))
-    ]
+    wrong: list[str] = []
+    for library in required:
+        version = version_of(library.name)
+        # NVIDIA's torch for Jetson is a pre-release (2.6.0a0+nv25.01); it counts as the release.
+        if version is None or Version(version).base_version not in library.specifier:
+            wrong.append(f"{library.name} {version or 'is missing'} (needs {library.specifier})")
     if wrong:
         remedy = "run make setup, or pip install --editable . in this Python"
         return Check(False, ", ".join(wrong), remedy)
@@ -74,11 +75,6 @@ def check_versions(
         detail = f"Python {shown_python} leaks the memory of field names in messages, {libraries}"
         return Check(True, detail, "use Python 3.12.6 or newer, or 3.11, for a trainer")
     return Check(True, f"Python {shown_python}, {libraries}")
-
-
-def _is_satisfied(library: Requirement, version: str | None) -> bool:
-    # NVIDIA's torch for Jetson is a pre-release (2.6.0a0+nv25.01); it counts as the release.
-    return version is not None and Version(version).base_version in library.specifier
 
 
 def check_device(config: Config) -> Check:

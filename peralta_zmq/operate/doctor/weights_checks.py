@@ -86,7 +86,9 @@ def check_owner(folder: Path, run: Path, *, is_running: bool) -> Check:
     if owner and owner != run_id:
         detail = f"{folder} belongs to run {owner}, not to {run_id or run}"
         return Check(False, detail, "choose another folder with weights.dir, or delete this one")
-    holder = None if is_running else store.backend.leases.holder(_folder_time(folder))
+    with tempfile.TemporaryFile(dir=folder) as file:
+        now = os.fstat(file.fileno()).st_mtime  # by the clock of the folder's file system
+    holder = None if is_running else store.backend.leases.holder(now)
     if holder:
         detail = f"another trainer ({holder}) publishes to {folder}"
         remedy = "stop it; if it has already ended, wait 30 s, or choose another weights.dir"
@@ -216,12 +218,6 @@ def _open_store(address: str, token_file: str | None = None) -> WeightStore:
     from peralta_zmq.weights.store import WeightStore
 
     return WeightStore.open(address, token=addresses.read_private_token(token_file))
-
-
-def _folder_time(folder: Path) -> float:
-    """Unix seconds by the clock of the folder's file system, such as that of a NAS."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        return os.fstat(file.fileno()).st_mtime
 
 
 def _read(backend: StorageBackend, path: str, folder: Path | None) -> tuple[int, float]:
