@@ -47,9 +47,18 @@ class EventLog:
     `rows` are the lines already in `file`. `newest` has the newest NUM_NEWEST lines, oldest first.
     """
 
-    def __init__(self, file: JsonLines, rows: Sequence[Row]) -> None:
+    def __init__(
+        self,
+        file: JsonLines,
+        rows: Sequence[Row],
+        *,
+        max_bytes: int = MAX_BYTES,
+        max_counts: int = MAX_COUNTS,
+    ) -> None:
         self.newest = deque(rows, maxlen=NUM_NEWEST)
         self._file = file
+        self._max_bytes = max_bytes
+        self._max_counts = max_counts
         self._num_bytes: Counter[str] = Counter()  # event -> size of its lines in this run
         for row in rows:
             if (event := str(row.get("event"))) in LIMITS:
@@ -73,7 +82,7 @@ class EventLog:
         # A drop has the field `sender` (NAME/INCARNATION), and an outcome, instead of `generator`.
         generator = fields.get("generator") or str(fields.get("sender")).rpartition("/")[0]
         key = event, str(generator), fields.get("outcome")
-        if key not in self._counts and len(self._counts) >= MAX_COUNTS:
+        if key not in self._counts and len(self._counts) >= self._max_counts:
             key = event, "", None  # shared by further generators
         count = self._counts.setdefault(key, _Count())
         if count.num_lines < LIMITS[event]:
@@ -99,12 +108,14 @@ class EventLog:
 
     def _write_limited(self, event: str, fields: Mapping[str, object]) -> bool:
         """Write a line; False if the event's lines have MAX_BYTES."""
-        if self._num_bytes[event] >= MAX_BYTES:
+        if self._num_bytes[event] >= self._max_bytes:
             return False
         self._num_bytes[event] += len(json.dumps(self._write(event, fields)))
-        if self._num_bytes[event] >= MAX_BYTES:
-            self._write("limit_reached", {"of": event, "bytes": MAX_BYTES})
-            logger.warning("no more lines in events.jsonl: event=%s bytes=%d", event, MAX_BYTES)
+        if self._num_bytes[event] >= self._max_bytes:
+            self._write("limit_reached", {"of": event, "bytes": self._max_bytes})
+            logger.warning(
+                "no more lines in events.jsonl: event=%s bytes=%d", event, self._max_bytes
+            )
         return True
 
     def _write(self, event: str, fields: Mapping[str, object]) -> Row:

@@ -92,8 +92,16 @@ def open_trackers(
 class Tracker:
     """Thread that logs rows with one package until the first failure. Use with `with`."""
 
-    def __init__(self, name: str, open_tracker: OpenTracker, *, interval: int = 1) -> None:
+    def __init__(
+        self,
+        name: str,
+        open_tracker: OpenTracker,
+        *,
+        interval: int = 1,
+        close_seconds: float = CLOSE_SECONDS,
+    ) -> None:
         self._name = name
+        self._close_seconds = close_seconds
         self._open = open_tracker
         self._interval = interval
         self._rows: queue.Queue[TrackedStep | None] = queue.Queue(MAX_PENDING_ROWS)
@@ -154,9 +162,9 @@ class Tracker:
     def __exit__(self, *exc_info: object) -> None:
         self._put(None)
         if not self._failed.is_set():
-            self._thread.join(CLOSE_SECONDS)
+            self._thread.join(self._close_seconds)
             if self._thread.is_alive():
-                self._fail(f"not closed within {CLOSE_SECONDS:.0f} s")
+                self._fail(f"not closed within {self._close_seconds:.0f} s")
 
 
 def _table_of(step: int, sample: Mapping[str, Any]) -> list[tuple[object, ...]]:

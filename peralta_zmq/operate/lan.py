@@ -215,7 +215,7 @@ class SshLauncher:
             if doctor.is_ready:
                 run_doctors(others)
             problem = step.find_problem(doctor.end())
-        self._report(trainer.name, "doctor", problem)
+        self.report(trainer.name, "doctor", problem)
         if not doctor.is_ready and not problem:
             run_doctors(others)  # answered by the running trainer
         return self._can_continue()
@@ -243,9 +243,9 @@ class SshLauncher:
             return next(filter(None, problems), None)
 
         for name, problem in in_parallel(first_problem, steps_by_host).items():
-            self._report(name, title, problem)
+            self.report(name, title, problem)
 
-    def _report(self, name: str, title: str, problem: str | None) -> None:
+    def report(self, name: str, title: str, problem: str | None) -> None:
         if problem:
             self.failed[name] = problem
             sys.stderr.write(f"{name}: {title}: {printable(problem)}\n")

@@ -145,7 +145,7 @@ class LogReader:
     def run(self) -> None:
         # A host without `ssh` is this machine, which has no connection to lose.
         while self._read() == ssh.SSH_FAILED and self._host.ssh:
-            self._print(
+            self.print_line(
                 f"{self._host.name}: connection lost, its workers continue; "
                 f"reconnecting in {RECONNECT_SECONDS:.0f} s"
             )
@@ -167,10 +167,10 @@ class LogReader:
             self._process = process
             assert process.stdout
             for line in process.stdout:
-                self._print(line.rstrip("\n"))
+                self.print_line(line.rstrip("\n"))
             return process.wait()
 
-    def _print(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         if not self._stopped.is_set():
             try:
                 sys.stdout.write(f"{printable(line)}\n")

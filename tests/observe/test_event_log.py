@@ -59,10 +59,9 @@ def test_join_after_a_quick_restart_is_written_at_once(tmp_path: Path) -> None:
 
 
 def test_names_above_the_limit_share_one_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: Callable[[float], None]
+    tmp_path: Path, wait: Callable[[float], None]
 ) -> None:
-    monkeypatch.setattr(event_log, "MAX_COUNTS", 3)
-    with JsonLines(tmp_path / EVENTS) as file, EventLog(file, []) as events:
+    with JsonLines(tmp_path / EVENTS) as file, EventLog(file, [], max_counts=3) as events:
         assert [drop(events, f"g{number}", 0) for number in range(6)] == [True] * 4 + [False] * 2
         wait(MINUTE)
         events.flush()
@@ -83,12 +82,14 @@ def test_events_without_a_generator_are_limited_per_minute(
 
 @pytest.mark.parametrize("event", ["join", "mismatch", "silent", "skip", "pool_refilled"])
 def test_lines_of_one_event_are_bounded_in_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, event: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, event: str
 ) -> None:
-    monkeypatch.setattr(event_log, "MAX_BYTES", 2000)
     for session in range(3):  # also after a restart of the trainer
         rows = read_rows(tmp_path / EVENTS)
-        with JsonLines(tmp_path / EVENTS) as file, EventLog(file, rows) as events:
+        with (
+            JsonLines(tmp_path / EVENTS) as file,
+            EventLog(file, rows, max_bytes=2000) as events,
+        ):
             for number in range(100):
                 events.append(event, generator=f"g{session}-{number}", incarnation="00ff")
             assert events.append("publish", step=session)

@@ -221,7 +221,7 @@ def test_stall_and_progress_are_shown_below_the_table() -> None:
     def show(terminal: Terminal) -> None:
         terminal.stall(stalled("31s"), now=1031.0)
         terminal.step(ROW, BALANCED)
-        terminal._show_progress("evaluating step 12: 5 of 10")
+        terminal.wait("evaluating step 12: 5 of 10")
         terminal.stall(stalled("1m01s"), now=1061.0)  # replaces the progress
 
     seen = on_a_terminal(show)
@@ -280,8 +280,10 @@ def test_progress_on_a_terminal_is_erased_by_hide(monkeypatch: pytest.MonkeyPatc
     screen = io.StringIO()
     screen.isatty = lambda: True
     monkeypatch.setattr("sys.stderr", screen)
+    seconds = 0.0
+    monkeypatch.setattr("peralta_zmq.observe.terminal.time.monotonic", lambda: seconds)
     progress = progress_on_stderr("drawing", 10)
-    progress._next_update = 0.0
+    seconds = 3.0
     progress.update(0)
     progress.hide()
     assert screen.getvalue() == "\rdrawing: 0 of 10 (0%)\x1b[K\r\r\x1b[K\r"

@@ -55,8 +55,8 @@ class RecordingTracker:
         self.closed = True
 
 
-def track(open_tracker: OpenTracker, rows: Sequence[Row]) -> None:
-    with Tracker("recording", open_tracker) as tracker:
+def track(open_tracker: OpenTracker, rows: Sequence[Row], **options: float) -> None:
+    with Tracker("recording", open_tracker, **options) as tracker:
         for row in rows:
             tracker.log(int(str(row["step"])), row)
 
@@ -121,17 +121,15 @@ def test_failing_tracker_logs_one_warning_and_stops(caplog: pytest.LogCaptureFix
     assert refused.startswith("no more metrics for recording: OSError: no room")
 
 
-def test_hanging_tracker_blocks_neither_steps_nor_close(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.1)
+def test_hanging_tracker_blocks_neither_steps_nor_close(caplog: pytest.LogCaptureFixture) -> None:
     release = threading.Event()
     hanging = RecordingTracker(hangs=release).open
-    track(hanging, [{"step": 1, "reward": 0.5}])
+    track(hanging, [{"step": 1, "reward": 0.5}], close_seconds=0.1)
     assert caplog.messages == ["no more metrics for recording: not closed within 0 s"]
     caplog.clear()
     num_rows = trackers.MAX_PENDING_ROWS + 5
-    track(hanging, [{"step": step, "reward": 0.5} for step in range(1, num_rows)])
+    many = [{"step": step, "reward": 0.5} for step in range(1, num_rows)]
+    track(hanging, many, close_seconds=0.1)
     release.set()
     assert caplog.messages == ["no more metrics for recording: 1000 rows are pending"]
 

@@ -16,8 +16,9 @@ def test_control_characters_of_a_host_are_escaped(capsys: pytest.CaptureFixture[
     hostile, escaped = "a\x1b[2Jb", r"a\x1b[2Jb"
     row: lan_monitor.Row = {"name": "pc-0", "host": "pc", "state": "crashed", "since": None,
                             "restarts": 0, "tail": [hostile, hostile]}  # fmt: skip
-    assert lan_monitor._status_text(row).count(escaped) == 2
-    lan_monitor.LogReader(HOST, [], 0, threading.Event())._print(hostile)
-    lan.SshLauncher(Hosts(host=(HOST,)))._report("pc", "doctor", hostile)
+    lan_monitor.print_status([row])
+    assert capsys.readouterr().out.count(escaped) == 2
+    lan_monitor.LogReader(HOST, [], 0, threading.Event()).print_line(hostile)
+    lan.SshLauncher(Hosts(host=(HOST,))).report("pc", "doctor", hostile)
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == (f"{escaped}\n", f"pc: doctor: {escaped}\n")

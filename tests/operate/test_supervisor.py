@@ -89,7 +89,8 @@ def test_status_of_repeated_crashes_shows_twenty_lines_and_the_reason(
     assert reason == (
         f"{NAME} crashed 5 times in 60 s, last: exit code 9; giving up; its output is above"
     )
-    lines = lan_monitor._status_text({**row, "host": "pc"}).splitlines()
+    assert lan_monitor.print_status([{**row, "host": "pc"}]) == 1
+    _, *lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:4] == [NAME, "pc", "gave", "up"] and lines[0].endswith(reason)
     assert lines[1:] == [f"    {line}" for line in shown]
 

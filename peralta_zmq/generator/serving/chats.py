@@ -64,6 +64,11 @@ class ChatQueue:
         self._lock = threading.Lock()  # of `_waiting` and `_is_closed`
         self._is_closed = False
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of completions that wait."""
+        return len(self._waiting)
+
     def submit(self, chats: Sequence[ChatCompletion]) -> None:
         """Queue completions, all or none.
 

@@ -18,7 +18,6 @@ CRASHED = "this is a bug of the doctor, or of the code that it called; the other
 HANGS = "a mount hangs: is the NAS on? Unmount it (umount -l) and mount it again"
 # Start of the line that the trainer's doctor prints when the doctors of generators can connect.
 SERVING = "waiting for the checks of generators"
-MOUNT_SECONDS = 120.0  # time limit of a check of a folder that may be on a dead mount
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,9 @@ P = ParamSpec("P")
 class Report:
     """Runs checks, prints each result at once, and counts the failures."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, mount_seconds: float = 120.0) -> None:
         self.checks: list[tuple[str, Check]] = []  # with their names
+        self._mount_seconds = mount_seconds  # for a check of a folder on a mount that may be dead
 
     def add(self, name: str, check: Check) -> bool:
         """Print a result; returns True if the check passed."""
@@ -60,16 +60,14 @@ class Report:
     def run_with_timeout(
         self, name: str, check: Callable[P, Check], *args: P.args, **kwargs: P.kwargs
     ) -> bool:
-        """Like `run`, in a thread, for a check that a dead mount may block: it fails after a
-        while.
-        """
+        """Like `run`, in a thread, for a check that a dead mount may block."""
         results: SimpleQueue[Check | None] = SimpleQueue()
         call = partial(check, *args, **kwargs)
         threading.Thread(target=lambda: results.put(run_check(call)), daemon=True).start()
         try:
-            result = results.get(timeout=MOUNT_SECONDS)
+            result = results.get(timeout=self._mount_seconds)
         except Empty:
-            result = Check(False, f"no answer within {MOUNT_SECONDS:g} s", HANGS)
+            result = Check(False, f"no answer within {self._mount_seconds:g} s", HANGS)
         return result is None or self.add(name, result)
 
     def close(self, *, as_json: bool) -> int:

@@ -128,12 +128,12 @@ def open_probe_client(config: Config, name: str) -> wire.ProbeClient:
     return wire.ProbeClient(wire.next_port(address, NUM_PORTS - 1), keys=keys)
 
 
-def send_probes(client: wire.ProbeClient) -> ProbeResult:
+def send_probes(client: wire.ProbeClient, *, timeout_seconds: float = PROBE_SECONDS) -> ProbeResult:
     """Send NUM_PROBES probes; returns the fastest. Raises WireError without a reply."""
     results: list[ProbeResult] = []
     for _ in range(NUM_PROBES):
         sent = time.time()
-        reply, seconds = client.request("info", timeout=PROBE_SECONDS)
+        reply, seconds = client.request("info", timeout=timeout_seconds)
         results.append(ProbeResult(reply, sent, seconds))
     return min(results, key=lambda result: result.seconds)
 

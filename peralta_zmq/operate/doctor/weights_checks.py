@@ -26,9 +26,7 @@ NUM_VERSIONS = 3  # the weights folder must have room for this many models
 NUM_REPLICAS = 2  # the folder of a generator's local replica must have room for this many models
 SAMPLE_BYTES = 32 << 20  # size of a file that is written and read for a measurement
 MAX_READ_BYTES = 256 << 20  # read at most from a published version for a measurement
-VISIBLE_SECONDS = 30.0  # time limit for a file of the trainer's machine to appear here
 EVENT_SECONDS = 2.0  # time limit for the file system event of that file after it appeared
-LIST_SECONDS = 0.02  # between two listings of the folder
 # Remedies.
 NOT_WRITABLE = "give this user write permission, free some space, or choose another weights.dir"
 OTHER_FOLDER = "it is another folder: mount the same one, and set weights.dir to it"
@@ -109,7 +107,9 @@ def check_space(folder: Path, model_bytes: int | None, num_models: int = NUM_VER
     return Check(free >= needed, detail, remedy)
 
 
-def check_visible(folder: Path, create_file: Callable[[], str]) -> Check:
+def check_visible(
+    folder: Path, create_file: Callable[[], str], *, timeout_seconds: float = 30.0
+) -> Check:
     """Check that a file which `create_file` creates on the trainer's machine appears here."""
     from peralta_zmq.weights.backends import FolderWatcher
 
@@ -118,13 +118,13 @@ def check_visible(folder: Path, create_file: Callable[[], str]) -> Check:
         name = create_file()
         started = time.monotonic()
         while name not in os.listdir(folder):
-            if time.monotonic() - started > VISIBLE_SECONDS:
+            if time.monotonic() - started > timeout_seconds:
                 detail = (
                     f"{name}, which the trainer's machine created in its weights folder, does not "
-                    f"appear in {folder} within {VISIBLE_SECONDS:.0f} s"
+                    f"appear in {folder} within {timeout_seconds:.0f} s"
                 )
                 return Check(False, detail, OTHER_FOLDER)
-            time.sleep(LIST_SECONDS)
+            time.sleep(0.02)
         seconds = time.monotonic() - started
         try:
             event_seconds = max(0.0, event_times.get(timeout=EVENT_SECONDS) - started)

@@ -225,12 +225,12 @@ def test_full_queue_is_a_rate_limit_and_a_hang_up_makes_room(
     options: Any = {"messages": HELLO, "model": "demo"}
     with pytest.raises(openai.APITimeoutError):  # the client hangs up
         client.chat.completions.create(**options, n=MAX_WAITING)
-    until(lambda: not scene.chats._waiting)
+    until(lambda: scene.chats.num_waiting == 0)
     stream = client.chat.completions.create(**options, n=MAX_WAITING, stream=True)
     with pytest.raises(openai.RateLimitError, match="32 completions are waiting already"):
         client.chat.completions.create(**options)
     stream.close()
-    until(lambda: not scene.chats._waiting)
+    until(lambda: scene.chats.num_waiting == 0)
 
 
 def test_client_that_hangs_up_frees_its_slot(scene: Scene, client_of: ClientOf) -> None:

@@ -129,14 +129,11 @@ def test_unreachable_port_gets_a_remedy(
     assert check.remedy.startswith(remedy.format(closed))
 
 
-def test_other_program_on_the_port_fails(
-    config: Config, port: int, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(network_checks, "PROBE_SECONDS", 0.3)
+def test_other_program_on_the_port_fails(config: Config, port: int, stack: ExitStack) -> None:
     stack.enter_context(socket.create_server(("127.0.0.1", port + 3)))
     client = stack.enter_context(closing(network_checks.open_probe_client(config, "ann")))
     with pytest.raises(WireError) as error:
-        network_checks.send_probes(client)
+        network_checks.send_probes(client, timeout_seconds=0.3)
     check = failed_check(error.value)
     assert check.detail.endswith("does not answer the probe")
     assert check.remedy.startswith("use the same version on both sides")
