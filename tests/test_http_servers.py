@@ -23,7 +23,7 @@ from peralta_zmq.environments.verifier_service import Verifier
 from peralta_zmq.errors import RewardError, RewardUnavailableError, TaskError
 from peralta_zmq.generator.serving.chats import ChatQueue
 from peralta_zmq.generator.serving.server import ChatServer
-from peralta_zmq.http_server import Limits
+from peralta_zmq.http_server import MAX_HEADER_BYTES, Limits
 from peralta_zmq.observe.dashboard.app import Dashboard
 from peralta_zmq.weights.http_backend import HttpBackend
 from peralta_zmq.weights.server import serve_weights
@@ -86,7 +86,7 @@ def one_byte_clients(kind: str, port: int, stack: ExitStack) -> list[socket.sock
     return clients
 
 
-def is_closed_for(client: socket.socket, byte: bytes) -> bool:
+def is_closed(client: socket.socket, byte: bytes = b"") -> bool:
     """Whether the server has closed a connection, to which the client sends a byte if not."""
     try:
         client.sendall(byte)
@@ -105,7 +105,7 @@ def test_connections_that_send_a_byte_now_and_then_are_closed(
     kind: str, token: str | None, serve: Serve, stack: ExitStack
 ) -> None:
     clients = one_byte_clients(kind, serve(kind, token, header_seconds=0.5), stack)
-    until(lambda: all([is_closed_for(client, b"E") for client in clients]), seconds=30)
+    until(lambda: all([is_closed(client, b"E") for client in clients]), seconds=30)
 
 
 @EVERY_SERVER
@@ -117,6 +117,27 @@ def test_new_client_is_served_beside_64_connections_that_wait(
     one_byte_clients(kind, port, stack)
     authorization = {"Authorization": f"Bearer {TOKEN}"} if token else {}
     assert [status_of(kind, port, **authorization) for _ in range(3)] == [200] * 3
+
+
+@EVERY_SERVER
+@pytest.mark.parametrize(("header_seconds", "num_kept"), [(300.0, 64), (0.5, 0)])
+def test_idle_connections_are_bounded_and_closed_without_a_request(
+    kind: str, serve: Serve, stack: ExitStack, header_seconds: float, num_kept: int
+) -> None:
+    port = serve(kind, header_seconds=header_seconds)
+    address = ("127.0.0.1", port)
+    clients = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(150)]
+    for client in clients:
+        client.setblocking(False)
+    until(lambda: sum(is_closed(client) for client in clients) >= len(clients) - num_kept)
+    assert num_kept or status_of(kind, port) == 200
+
+
+@EVERY_SERVER
+def test_large_headers_are_refused_before_their_end(kind: str, serve: Serve) -> None:
+    with socket.create_connection(("127.0.0.1", serve(kind)), 20) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * MAX_HEADER_BYTES)
+        assert client.recv(12) == b"HTTP/1.1 400"
 
 
 def test_connection_that_reads_no_response_is_closed(serve: Serve, stack: ExitStack) -> None:
@@ -144,7 +165,7 @@ def test_slow_body_of_a_request_is_not_waited_for(serve: Serve, stack: ExitStack
             "Content-Length: 10000\r\n\r\n{".encode()
         )
         client.setblocking(False)
-        until(lambda: is_closed_for(client, b" "), seconds=30)  # noqa: B023
+        until(lambda: is_closed(client, b" "), seconds=30)  # noqa: B023
 
 
 # Names.

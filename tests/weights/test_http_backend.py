@@ -6,12 +6,9 @@ import http.client
 import itertools
 import os
 import shutil
-import socket
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from slow_links import Link
 from weight_sets import COMPANIONS, publish, publish_chain, same, weights_at
 
 from peralta_zmq.errors import ConfigError, StoreError
-from peralta_zmq.http_server import MAX_HEADER_BYTES, HttpServer, Limits
+from peralta_zmq.http_server import HttpServer
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.server import serve_weights
 from peralta_zmq.weights.store import WeightStore, open_backend
@@ -194,51 +191,6 @@ def test_malformed_address_is_refused(address: str) -> None:
         ConfigError, match=r"is (neither a folder nor|not of the form) http://HOST:PORT"
     ):
         open_backend(address)
-
-
-# Clients without the password.
-
-
-def connect(server: HttpServer) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
-
-
-def test_server_closes_the_oldest_of_too_many_idle_connections(
-    store: WeightStore, server: HttpServer, stack: ExitStack
-) -> None:
-    clients = [stack.enter_context(connect(server)) for _ in range(65)]
-    assert clients[0].recv(1) == b""
-    assert get(server, "/") == (200, b"[]")
-
-
-def test_server_closes_connections_without_a_request_in_time(
-    store: WeightStore, stack: ExitStack
-) -> None:
-    options: Any = {"host": "127.0.0.1", "port": 0, "token": TOKEN}
-    server = serve_weights(store.folder, **options, limits=Limits(header_seconds=0.5))
-    stack.enter_context(closing(server))
-    stranger = stack.enter_context(connect(server))
-    stranger.sendall(b"GET / HTTP/1.1\r\nX: ")
-    stranger.settimeout(0.05)
-    is_closed, deadline = False, time.monotonic() + 20
-    while not is_closed and time.monotonic() < deadline:
-        try:
-            stranger.sendall(b"x")
-            is_closed = stranger.recv(1) == b""
-        except ConnectionError:
-            is_closed = True
-        except TimeoutError:
-            pass
-    assert is_closed
-    assert get(server, "/") == (200, b"[]")
-
-
-def test_server_refuses_large_headers_before_their_end(
-    store: WeightStore, server: HttpServer
-) -> None:
-    with connect(server) as client:
-        client.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * MAX_HEADER_BYTES)
-        assert client.recv(12) == b"HTTP/1.1 400"
 
 
 # Slow links.
