@@ -20,14 +20,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, TextIO, TypeAlias
+from typing import BinaryIO, TypeAlias
 
 from peralta_zmq import errors
 from peralta_zmq.errors import EXIT_ERROR, printable, program_name
 from peralta_zmq.observe.metrics import EVENTS, JsonLines
+from peralta_zmq.operate.worker_logs import NUM_LOG_LINES, tail_of, write_output
 
 MAX_CRASHES = 5  # within RestartPolicy.calm_seconds, after which a worker has failed
-NUM_LOG_LINES = 20  # last lines of a log that are printed after a failure
 SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 HINTS = {  # by the cause of a crash
     "killed by SIGKILL": (
@@ -234,7 +234,10 @@ class ProcessGroup:
         result = "giving up" if ends_group else retry
         # A worker without a log has itself printed its error on the terminal.
         if (ends_group or not is_repeated) and (process.worker.log or code != EXIT_ERROR):
-            self._print(f"{failure}; {result}; {_log_tail(process.worker)}")
+            log = process.worker.log
+            lines = tail_of(log)[-NUM_LOG_LINES:] if log else []
+            end = "\n".join([f"the end of {log}:", *map(printable, lines)])
+            self._print(f"{failure}; {result}; {end if lines else 'its output is above'}")
         return code if ends_group else None
 
     def _print(self, text: str) -> None:
@@ -395,13 +398,6 @@ def recorder(folder: Path) -> Record:
     return record
 
 
-def write_output(stream: TextIO, text: str) -> None:
-    """Write text; a full disk or a closed terminal must not end the supervisor."""
-    with contextlib.suppress(OSError):
-        stream.write(text)
-        stream.flush()
-
-
 def _open_log(worker: Worker) -> contextlib.AbstractContextManager[BinaryIO | None]:
     """Open the log of a worker; None (the terminal) if it has none or that fails."""
     try:
@@ -413,11 +409,3 @@ def _open_log(worker: Worker) -> contextlib.AbstractContextManager[BinaryIO | No
             "to the terminal\n",
         )
         return contextlib.nullcontext()
-
-
-def _log_tail(worker: Worker) -> str:
-    if worker.log:
-        with contextlib.suppress(OSError):  # for example, a disk that is gone
-            lines = worker.log.read_text(encoding="utf-8", errors="replace").splitlines()
-            return "\n".join([f"the end of {worker.log}:", *map(printable, lines[-NUM_LOG_LINES:])])
-    return "its output is above"

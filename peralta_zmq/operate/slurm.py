@@ -40,10 +40,8 @@ from peralta_zmq.operate.supervisor import (
     State,
     activity_of,
     name_of,
-    read_new_lines,
-    tail_of,
-    tail_offset,
 )
+from peralta_zmq.operate.worker_logs import LogPrinter, tail_of
 
 SHARED_SECONDS = 60.0  # for the state of a started job to appear in the run folder
 UNSHARED = "unshared"  # state of a worker whose started job has not written its state
@@ -221,8 +219,8 @@ class SlurmLauncher:
         reported = set[str]()
         selected = self._select(run, names)
         logs = {name: log_file(Path(run.run_folder), name) for name in selected}
-        offsets = {name: tail_offset(log, lines) for name, log in logs.items() if log.exists()}
-        offsets |= self._log_sizes
+        printer = LogPrinter(logs, lines=lines)
+        printer.offsets |= self._log_sizes
         polled_at = float("-inf")
         have_ended = False
         try:
@@ -235,12 +233,7 @@ class SlurmLauncher:
                         sys.stdout.write(f"{name}: {_unshared_text(logs[name])}\n")
                     polled_at = time.monotonic()
                     reported = reported | unshared
-                for name, log in logs.items():
-                    if log.exists():
-                        new_lines, offsets[name] = read_new_lines(log, offsets.get(name, 0))
-                        shown = (f"{printable(f'{name} | {line}')}\n" for line in new_lines)
-                        sys.stdout.writelines(shown)
-                sys.stdout.flush()
+                printer.print_new()
                 time.sleep(self._waits.follow)
         except KeyboardInterrupt:
             print_detached(self._hosts_file)

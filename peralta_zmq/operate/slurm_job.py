@@ -27,8 +27,9 @@ from types import FrameType
 from peralta_zmq.config.programs import program_command
 from peralta_zmq.errors import EXIT_ERROR, prepare_streams, printable
 from peralta_zmq.operate import supervisor
-from peralta_zmq.operate.process_group import ProcessGroup, Worker, write_output
+from peralta_zmq.operate.process_group import ProcessGroup, Worker
 from peralta_zmq.operate.supervisor import State, Supervisor
+from peralta_zmq.operate.worker_logs import write_output
 
 # Starts a worker that ignores this module's signals, which srun sends to all processes of a job.
 WITHOUT_SIGNALS = ("/bin/sh", "-c", "trap '' USR1 USR2; exec \"$@\"", "sh")

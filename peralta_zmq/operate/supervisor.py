@@ -17,7 +17,6 @@ import fcntl
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -35,12 +34,17 @@ from peralta_zmq.observe.run_state import newest_session
 from peralta_zmq.operate import service_units
 from peralta_zmq.operate.process_group import (
     DEFAULT_POLICY,
-    NUM_LOG_LINES,
     ProcessGroup,
     RestartPolicy,
     Worker,
     recorder,
     supervise,
+)
+from peralta_zmq.operate.worker_logs import (
+    MAX_LOG_BYTES,
+    LogPrinter,
+    rotate_log,
+    tail_of,
     write_output,
 )
 
@@ -48,8 +52,6 @@ FOLDER = Path(".lan")
 COPY_MARKER = FOLDER / "copying"  # exists while the code is being copied
 STOP_SECONDS = 60.0  # for a trainer to finish its step and save, after SIGTERM
 RESTART_SECONDS = 10.0  # for `restart` or systemd to start an ended supervisor again
-MAX_LOG_BYTES = 8 << 20  # longer logs are rotated
-MAX_TAIL = 64 << 10  # bytes of the end of a log that are read for the status
 # In the last log line of a generator that waits for the trainer.
 WAITING_TEXTS = ("waiting for trainer", "waiting for a trainer", "no announcement from the trainer")
 
@@ -273,18 +275,11 @@ def follow(names: Sequence[str], *, lines: int) -> None:
 
     Ends when no worker runs, or when standard input is closed, which a lost ssh connection does.
     """
-    for name in names:
-        _file(name, "log").touch()
-    offsets = {name: tail_offset(_file(name, "log"), lines) for name in names}
+    printer = LogPrinter({name: _file(name, "log") for name in names}, lines=lines)
     last_alive = float("-inf")  # monotonic seconds
     while True:
         is_alive = any(map(supervisor_pid, names))
-        has_printed = False
-        for name in names:
-            new_lines, offsets[name] = read_new_lines(_file(name, "log"), offsets[name])
-            sys.stdout.writelines(f"{name} | {line}\n" for line in new_lines)
-            has_printed |= bool(new_lines)
-        sys.stdout.flush()
+        has_printed = printer.print_new()
         if is_alive:
             last_alive = time.monotonic()
         elif not has_printed and time.monotonic() - last_alive > _restart_grace(names):
@@ -389,71 +384,6 @@ def activity_of(run: Path | None, tail: Sequence[str]) -> str:
         return "running"
     activity = session.activity({})
     return "running" if session.is_over or activity == "training" else activity
-
-
-def tail_of(log: Path) -> list[str]:
-    """The last NUM_LOG_LINES lines of a log, and one for a message of the supervisor."""
-    lines: list[str] = []
-    for file in (log, _rotated(log)):
-        if len(lines) <= NUM_LOG_LINES and file.exists():
-            with file.open("rb") as opened:
-                opened.seek(max(0, file.stat().st_size - MAX_TAIL))
-                lines = opened.read().decode("utf-8", "replace").splitlines() + lines
-    return lines[-NUM_LOG_LINES - 1 :]
-
-
-def rotate_log(log: Path, *, max_bytes: int = MAX_LOG_BYTES) -> None:
-    """Move the content of a log longer than `max_bytes` to NAME.log.1.
-
-    It is truncated in place because its writers keep it open in append mode; a line written between
-    the copy and the truncation is lost.
-    """
-    # There is no log if a user started the supervisor in a terminal.
-    if not log.exists() or log.stat().st_size <= max_bytes:
-        return
-    problem = ""
-    copy = log.with_name(f"{log.name}.tmp")
-    try:
-        shutil.copyfile(log, copy)
-        os.replace(copy, _rotated(log))
-    except OSError as error:  # usually a full disk; truncate the log anyway, to free space
-        problem = f"{log} was truncated without a copy: {error}\n"
-        copy.unlink(missing_ok=True)
-    os.truncate(log, 0)
-    write_output(sys.stderr, problem)
-
-
-def tail_offset(log: Path, lines: int) -> int:
-    """Byte offset at which the last `lines` lines of a log begin."""
-    with log.open("rb") as file:
-        all_lines = file.readlines()
-    return sum(map(len, all_lines[: max(0, len(all_lines) - lines)]))
-
-
-def read_new_lines(log: Path, offset: int) -> tuple[list[str], int]:
-    """The complete lines after a byte offset, and the offset after them.
-
-    If the log was rotated in between, lines of the rotated file come first.
-    """
-    if log.stat().st_size >= offset:
-        return _read_lines(log, offset)
-    rotated_lines, _ = _read_lines(_rotated(log), offset)
-    new_lines, offset = _read_lines(log, 0)
-    return rotated_lines + new_lines, offset
-
-
-def _read_lines(log: Path, offset: int) -> tuple[list[str], int]:
-    if not log.exists():
-        return [], offset
-    with log.open("rb") as file:
-        file.seek(offset)
-        complete, newline, _ = file.read().rpartition(b"\n")
-    lines = complete.decode("utf-8", errors="replace").split("\n") if newline else []
-    return lines, offset + len(complete) + len(newline)
-
-
-def _rotated(log: Path) -> Path:
-    return log.with_name(f"{log.name}.1")
 
 
 def _state_of(name: str) -> State:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peralta_zmq.operate import supervisor
+from peralta_zmq.operate import worker_logs
 
 ROOT = Path(__file__).parents[2]
 MAX_LOG_BYTES = 500
@@ -51,7 +51,7 @@ def test_supervisor_rotates_the_log_of_its_worker(
     assert ended.returncode == 0, log.read_text()
     assert (folder / "pc-0.log.1").read_text() == numbered(200, 300)
     assert log.read_text() == "the end\n"
-    assert supervisor.tail_of(log)[-3:] == ["line 298", "line 299", "the end"]
+    assert worker_logs.tail_of(log)[-3:] == ["line 298", "line 299", "the end"]
 
 
 def test_log_that_cannot_be_truncated_ends_no_supervisor(
@@ -69,37 +69,37 @@ def test_log_that_cannot_be_truncated_ends_no_supervisor(
 def test_log_is_rotated_only_above_its_limit(log: Path) -> None:
     log.write_text(numbered(0, 10))
     size = log.stat().st_size
-    supervisor.rotate_log(log, max_bytes=size)
+    worker_logs.rotate_log(log, max_bytes=size)
     assert log.read_text() == numbered(0, 10)
-    supervisor.rotate_log(log, max_bytes=size - 1)
+    worker_logs.rotate_log(log, max_bytes=size - 1)
     assert log.read_text() == ""
     assert log.with_name("pc-0.log.1").read_text() == numbered(0, 10)
-    supervisor.rotate_log(log.with_name("missing.log"))
+    worker_logs.rotate_log(log.with_name("missing.log"))
 
 
 def test_reader_gets_each_line_once_across_a_rotation(log: Path) -> None:
     log.write_text(numbered(0, 30))
-    offset = supervisor.tail_offset(log, 2)
-    lines, offset = supervisor.read_new_lines(log, offset)
+    offset = worker_logs.tail_offset(log, 2)
+    lines, offset = worker_logs.read_new_lines(log, offset)
     assert lines == ["line 28", "line 29"]
     with log.open("a") as opened:
         opened.write("line 30\nline")  # an incomplete line is not returned
-    lines, offset = supervisor.read_new_lines(log, offset)
+    lines, offset = worker_logs.read_new_lines(log, offset)
     assert lines == ["line 30"]
     with log.open("a") as opened:
         opened.write(" 31\nline 32\n")
-    supervisor.rotate_log(log, max_bytes=100)
+    worker_logs.rotate_log(log, max_bytes=100)
     with log.open("a") as opened:
         opened.write("line 33\n")
-    lines, offset = supervisor.read_new_lines(log, offset)
+    lines, offset = worker_logs.read_new_lines(log, offset)
     assert lines == ["line 31", "line 32", "line 33"]
-    assert supervisor.read_new_lines(log, offset) == ([], offset)
-    assert supervisor.tail_offset(log, 0) == len("line 33\n")
+    assert worker_logs.read_new_lines(log, offset) == ([], offset)
+    assert worker_logs.tail_offset(log, 0) == len("line 33\n")
 
 
 def test_reader_replaces_invalid_utf8(log: Path) -> None:
     log.write_bytes(b"50%\r\xff100%\n")
-    assert supervisor.read_new_lines(log, 0) == (["50%\r\ufffd100%"], 10)
+    assert worker_logs.read_new_lines(log, 0) == (["50%\r\ufffd100%"], 10)
 
 
 def test_log_that_cannot_be_copied_is_truncated_and_reported(
@@ -107,7 +107,7 @@ def test_log_that_cannot_be_copied_is_truncated_and_reported(
 ) -> None:
     log.write_text(numbered(0, 30))
     log.with_name("pc-0.log.1").mkdir()
-    supervisor.rotate_log(log, max_bytes=100)
+    worker_logs.rotate_log(log, max_bytes=100)
     assert log.read_text() == ""
     assert f"{log} was truncated without a copy: " in capsys.readouterr().err
     assert sorted(path.name for path in log.parent.iterdir()) == ["pc-0.log", "pc-0.log.1"]
