@@ -234,10 +234,11 @@ class ProcessGroup:
         result = "giving up" if ends_group else retry
         # A worker without a log has itself printed its error on the terminal.
         if (ends_group or not is_repeated) and (process.worker.log or code != EXIT_ERROR):
-            log = process.worker.log
-            lines = tail_of(log)[-NUM_LOG_LINES:] if log else []
-            end = "\n".join([f"the end of {log}:", *map(printable, lines)])
-            self._print(f"{failure}; {result}; {end if lines else 'its output is above'}")
+            end = "its output is above"
+            if log := process.worker.log:
+                lines = tail_of(log)[-NUM_LOG_LINES:]
+                end = "\n".join([f"the end of {log}:", *map(printable, lines)])
+            self._print(f"{failure}; {result}; {end}")
         return code if ends_group else None
 
     def _print(self, text: str) -> None:
