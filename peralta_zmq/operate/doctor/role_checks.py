@@ -47,10 +47,7 @@ def check_trainer(config: Config, report: Report, stack: ExitStack, *, serve: bo
     if serve:
         worker_info = _worker_info(config)
         report.run("answers", network_checks.serve_probes, config, stack, folder, worker_info)
-    _check_machine(config, report)
-    report.run("memory", machine_checks.check_memory, config, "trainer")
-    opened = report.run("reward", machine_checks.check_reward, config)
-    report.run("model", add_findings, config, report, "trainer", weights=True, prompts=opened)
+    _check_machine(config, report, "trainer")
     report.run("run", _check_run, config)
     if folder is None:
         _check_address(config, report, model_bytes, reply=None)
@@ -73,13 +70,8 @@ def check_generator(
     """
     config = fitted(config, report)
     name = config.generator.full_name
-    _check_machine(config, report)
-    report.run("memory", machine_checks.check_memory, config, "generator")
-    system = platform.system()
-    host = config.wire.host
-    report.run("localnet", machine_checks.check_local_network, system, host)
-    opened = report.run("reward", machine_checks.check_reward, config)
-    report.run("model", add_findings, config, report, "generator", weights=False, prompts=opened)
+    _check_machine(config, report, "generator")
+    report.run("localnet", machine_checks.check_local_network, platform.system(), config.wire.host)
     has_keys = report.run("keys", network_checks.check_keys, config, "generator", name)
     reached = report.run("reach", network_checks.check_reach, config, wait_seconds=wait_seconds)
     client = reply = None
@@ -118,11 +110,15 @@ def fitted(config: Config, report: Report, memory_gib: float | None = None) -> C
     return config
 
 
-def _check_machine(config: Config, report: Report) -> None:
+def _check_machine(config: Config, report: Report, role: Role) -> None:
     has_battery = psutil.sensors_battery() is not None
     report.run("versions", machine_checks.check_versions, *machine_checks.this_python())
     report.run("device", machine_checks.check_device, config)
     report.run("sleep", machine_checks.check_sleep, platform.system(), has_battery)
+    report.run("memory", machine_checks.check_memory, config, role)
+    opened = report.run("reward", machine_checks.check_reward, config)
+    weights = role == "trainer"
+    report.run("model", add_findings, config, report, role, weights=weights, prompts=opened)
 
 
 def add_findings(
