@@ -13,16 +13,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "peralta_zmq"
-TYPES = {"rollout", "errors", "atomic_files", "addresses", "http_server", "compiler", "imports"}
+TYPES = {"rollout", "errors", "atomic_files", "addresses", "compiler", "imports"}
 LEAVES = {
     *("config", "registry", "wire", "weights"),
     *("models", "learning", "environments", "observe"),
 }
 LOOPS = {"generator", "trainer"}
-BELOW_LOOPS = TYPES | LEAVES | {"engines", "memory", "build"}
+BELOW_LOOPS = TYPES | LEAVES | {"http_server"} | {"engines", "memory", "build"}
 MAY_IMPORT = {
     **dict.fromkeys(TYPES, TYPES),
-    **dict.fromkeys(LEAVES, TYPES),
+    "http_server": TYPES,
+    **dict.fromkeys(LEAVES, TYPES | {"http_server"}),
     "engines": TYPES | {"models", "registry"},  # the registry defines the protocol Engine
     "memory": TYPES | {"config", "learning", "models", "weights", "engines"},  # counts tensors
     "build": BELOW_LOOPS,
