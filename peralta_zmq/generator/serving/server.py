@@ -187,7 +187,8 @@ def _refuse(request: Request, error: HTTPException) -> Response:
         message = error.detail
         if error.status_code in (404, 405):
             message = f"unknown request: {request.method} {request.scope['path']}"
-        error = ApiError(message, status=error.status_code)
+        kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+        error = ApiError(message, status=error.status_code, kind=kind)
     headers = {"Retry-After": "1"} if error.status_code in (429, 503) else None
     return _json(error.body, status=error.status_code, headers=headers)
 
