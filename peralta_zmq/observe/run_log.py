@@ -36,7 +36,6 @@ from peralta_zmq.observe.trackers import Tracker
 from peralta_zmq.observe.verdict import Verdict, verdict
 from peralta_zmq.rollout import Answer, Problem
 
-NUM_ANSWERS = 6  # answers of an evaluation that are in eval.jsonl and in the closing report
 MAX_TEXTS_BYTES = 64 << 20  # size of samples.jsonl, and of answers.jsonl
 STALL_CHECK_SECONDS = 30.0  # between two verdicts shown while no step is taken
 
@@ -210,7 +209,7 @@ class RunLog:
             for problem, answers in results
         ]
         self._write_texts(ANSWERS, rows)
-        firsts = [answers[0] for _, answers in results[:NUM_ANSWERS]]
+        firsts = [answers[0] for _, answers in results[:6]]
         self._files[EVALUATIONS].append(
             {
                 "step": step,

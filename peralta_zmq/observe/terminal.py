@@ -29,10 +29,6 @@ from peralta_zmq.observe.verdict import Level, Verdict
 
 Item = TypeVar("Item")
 
-MAX_TABLE_ROWS = 12
-# Lines around the rows: title, rules, header, a verdict of up to three lines, and one spare line.
-FRAME_LINES = 9
-REPEAT_SECONDS = 60.0  # minimum time before a verdict of the same kind is printed again
 PROGRESS_DELAY = 2.0  # seconds; shorter operations show no progress
 # Seconds between two updates of a progress text: redrawn in place, or printed as a new line.
 REDRAW_SECONDS = 0.2
@@ -154,7 +150,7 @@ class Terminal:
         The kind of a verdict is its sentence without the numbers.
         """
         kind = _without_numbers(verdict.sentence)
-        recent = {key: at for key, at in self._printed.items() if 0 <= now - at < REPEAT_SECONDS}
+        recent = {key: at for key, at in self._printed.items() if 0 <= now - at < 60.0}
         if kind == self._kind or kind in recent:
             return False
         self._kind = kind
@@ -186,7 +182,8 @@ class Terminal:
         share = f"{step / self._max_steps:.0%}"
         title = f"{self._run}  step {step:.0f} of {self._max_steps} ({share})  {self._eta()} left"
         table = Table(title=title.strip(), title_justify="left")
-        num_rows = max(1, min(MAX_TABLE_ROWS, live.console.height - FRAME_LINES))
+        # 9 lines: title, rules, header, a verdict of up to three lines, and a spare one.
+        num_rows = max(1, min(12, live.console.height - 9))
         bar = "\N{FULL BLOCK}" if live.console.encoding.startswith("utf") else "#"
         lines: list[dict[str, str]] = []
         for row in list(self._rows)[-num_rows:]:

@@ -33,17 +33,10 @@ Level: TypeAlias = Literal["ok", "warn", "bad"]
 
 # Thresholds of the findings.
 WAITING = 0.25  # share of time that the trainer or a generator waits
-ONE_BLOCKED = 0.5  # share of time that one generator is blocked, the others less than WAITING
 BLOCKING = 0.15  # share of the trainer's time spent on publishing, or on the journal
 DROPPED_GROUPS = 0.10  # share of groups that were dropped as stale, or whose reward failed
-FIRST_STEP_SECONDS = 120.0  # from the first join until the missing first step is reported
-OLD_SECONDS, OLD_STEPS = 10.0, 3  # a generator's weights are old if they have both ages
-SATURATED_SECONDS = 0.5  # time to publish a version; faster publishing is never a bottleneck
-RELOAD_SECONDS = 0.1  # time to load a version; faster loading is never a bottleneck
-SLOW = 0.5  # fraction of the generators' median speed; a generator below it is reported
 NO_SIGNAL = 0.8  # share of groups with equal rewards
 MOVED = 0.5  # share of the masters' move that is published; less is reported
-MISMATCH = 0.05  # mismatch_kl of weights that are published in coarser numbers than the trainer's
 # The policy diverges: its mismatch_kl was at most CALM in the first step of a
 # generator, with the same engine and dtype, and is above UNSTEADY in two recent steps, or above
 # DIVERGED in one; and the norm of the gradient or the entropy has grown, or the reward has fallen.
@@ -51,10 +44,9 @@ CALM = 0.025
 UNSTEADY = 0.1
 DIVERGED = 0.3
 RECENT = 5  # newest steps with a mismatch_kl that count
-GROWN, FALLEN = 2.0, 0.5  # factors from the first step
-TRUNCATED, ALL_TRUNCATED = 0.5, 0.9  # shares of completions that are cut off at their limit
-UNENDED = 0.1  # share of completions with a special token that is no end token
-SOLVED, HOPELESS = 0.9, 0.1  # mean reward: at least SOLVED, at most HOPELESS
+ALL_TRUNCATED = 0.9  # share of completions that are cut off at their limit
+SOLVED = 0.9  # mean reward, at least
+HOPELESS = 0.1  # mean reward, at most
 FORK = "in a new run, which may continue (run.fork, run.from_step) from a step that is kept"
 START_GENERATOR = f"start one: {program_name('generator')} @ CONFIG"
 
@@ -106,7 +98,7 @@ def _before_first_step(state: RunState, now: float | None) -> Verdict:
         return Verdict("waiting for the first generator", START_GENERATOR, "ok")
     names = ", ".join(sorted(session.up))
     seconds = now - min(session.up.values())
-    if seconds > FIRST_STEP_SECONDS:
+    if seconds > 120.0:
         return Verdict(
             f"no step yet: {names} joined {format_duration(seconds)} ago",
             "the first step of a large model takes long; otherwise check the last lines of "
@@ -217,11 +209,11 @@ def _divergence(first: Mapping[str, object], recent: Rows) -> Iterator[str]:
     for key in ("grad_norm", "entropy"):
         start = number(first, key)
         worst = max((number(row, key, -math.inf) for row in recent), default=math.nan)
-        if start > 0.0 and worst >= GROWN * start:
+        if start > 0.0 and worst >= 2.0 * start:
             yield f"{key} from {start:.2g} to {worst:.2g}"
     start = number(first, "reward")
     worst = min((number(row, "reward", math.inf) for row in recent), default=math.nan)
-    if start > 0.0 and worst <= FALLEN * start:
+    if start > 0.0 and worst <= 0.5 * start:
         yield f"reward from {start:.2f} to {worst:.2f}"
 
 
@@ -231,13 +223,13 @@ def _truncation(state: RunState) -> Iterator[Verdict]:
         return finite_mean(values, default=0.0)
 
     share = mean("clipped_ratio")
-    if len(state.rows) < MIN_ROWS or share < TRUNCATED or _is_solved(state):
+    if len(state.rows) < MIN_ROWS or share < 0.5 or _is_solved(state):
         return
     longer = "raise sampling.max_completion_length"
     if mean("mean_turns") > 1.0:
         longer += " or task.max_turns"
     limit = f"at their limit, after {mean('mean_length'):.0f} tokens on average"
-    if share >= ALL_TRUNCATED and (ends := mean("special_token_ratio")) >= UNENDED:
+    if share >= ALL_TRUNCATED and (ends := mean("special_token_ratio")) >= 0.1:
         yield Verdict(
             f"the end token never comes: {share:.0%} of completions are cut off {limit}, and "
             f"{ends:.0%} go on after a special token that should have ended them",
@@ -314,7 +306,7 @@ def _rounding(state: RunState) -> Iterator[Verdict]:
         return
     mismatch = median(number(row, "mismatch_kl", 0.0) for row in state.rows)
     cause = ""
-    if mismatch >= MISMATCH:
+    if mismatch >= 0.05:
         cause = f"; the trainer computes with finer weights than these, mismatch_kl {mismatch:.2f}"
     yield Verdict(
         f"updates are lost in rounding: {moved:.0%} of the move of the master weights is in the "
@@ -379,7 +371,7 @@ def _weights(state: RunState) -> Iterator[Verdict]:
     published = number(state.rows[-1], "weights/step", number(state.rows[-1], "step"))
     steps = published - oldest.step if oldest else 0.0
     seconds = steps * state.step_seconds
-    if oldest and steps >= OLD_STEPS and seconds >= OLD_SECONDS:
+    if oldest and steps >= 3 and seconds >= 10.0:
         yield Verdict(
             f"{oldest.name} still samples from the weights of step {oldest.step:.0f}, which are "
             f"{steps:.0f} steps or {seconds:.0f} s old",
@@ -392,7 +384,7 @@ def _weights(state: RunState) -> Iterator[Verdict]:
         )
     keys = ("weights/encode_seconds", "weights/write_seconds")
     seconds = median(sum(number(row, key, 0.0) for key in keys) for row in state.rows)
-    if seconds >= max(SATURATED_SECONDS, state.step_seconds):
+    if seconds >= max(0.5, state.step_seconds):
         size = decimal(int(median(number(row, "weights/bytes", 0.0) for row in state.rows)))
         yield Verdict(
             f"the disk or link of weights.dir is saturated: a version ({size}) takes "
@@ -401,7 +393,7 @@ def _weights(state: RunState) -> Iterator[Verdict]:
             "weights.dir",
         )
     slowest = max(state.generators, key=lambda generator: generator.reload_seconds, default=None)
-    if slowest and slowest.reload_seconds >= max(RELOAD_SECONDS, WAITING * state.step_seconds):
+    if slowest and slowest.reload_seconds >= max(0.1, WAITING * state.step_seconds):
         yield Verdict(
             f"{slowest.name} takes {slowest.reload_seconds:.1f} s to load new weights, a step "
             f"takes {_seconds(state.step_seconds)}",
@@ -478,7 +470,7 @@ def _balance(state: RunState) -> Iterator[Verdict]:
 def _one_blocked(state: RunState) -> Iterator[Verdict]:
     """Report a single blocked generator, which the mean of all would not show."""
     worst = max(state.generators, key=lambda generator: generator.blocked, default=None)
-    if worst is None or len(state.generators) < 2 or worst.blocked < ONE_BLOCKED:
+    if worst is None or len(state.generators) < 2 or worst.blocked < 0.5:
         return
     blocked = (stats.blocked for stats in state.generators if stats is not worst)
     others = finite_mean(blocked, default=0.0)
@@ -496,7 +488,7 @@ def _one_blocked(state: RunState) -> Iterator[Verdict]:
 def _slow_generator(state: RunState) -> str:
     """Describe the slowest generator; empty unless it is much slower than the median."""
     slowest = min(state.generators, key=lambda generator: generator.speed, default=None)
-    if not slowest or slowest.speed >= SLOW * median(stats.speed for stats in state.generators):
+    if not slowest or slowest.speed >= 0.5 * median(stats.speed for stats in state.generators):
         return ""
     total = sum(generator.tokens_per_s for generator in state.generators)
     return (

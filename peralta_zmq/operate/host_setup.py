@@ -30,7 +30,6 @@ EXCLUDED = (
     *("/.git", "/.venv", "/.venv-other", "/.lan", "/runs", "/keys", "*.secret", "*.public"),
     *("*.egg-info", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"),
 )
-INSTALL_MB, CODE_MB = 3000, 200  # free space for an environment with torch, and for the code alone
 KEYS, TOKEN = FOLDER / "keys", FOLDER / "weights-token"  # relative to the project folder
 PYTHON = ".venv/bin/python"
 OLDEST_PYTHON = (3, 10)
@@ -271,7 +270,7 @@ def _probe_problem(host: Host, result: Result) -> str | None:
         )
     if not facts.get("writable"):
         return f"{host.folder} cannot be written; choose another dir"
-    needed = CODE_MB if facts.get("ready") else INSTALL_MB
+    needed = 200 if facts.get("ready") else 3000  # MB; the environment has torch
     free = int(facts["free"] or 0) // 1024  # df prints KiB
     if free < needed:
         return (

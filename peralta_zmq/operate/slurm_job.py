@@ -36,9 +36,6 @@ WITHOUT_SIGNALS = ("/bin/sh", "-c", "trap '' USR1 USR2; exec \"$@\"", "sh")
 TRAINER = "trainer"  # name of the trainer as a worker
 STATES, LOGS = Path("slurm"), Path("logs")  # in the run folder; STATES has all files of the jobs
 WARNING_SECONDS = 120  # from SIGUSR1 to the time limit, or up to 60 s more
-# Ports of torchrun's rendezvous: below the ephemeral ports of Linux, different for most jobs.
-FIRST_RENDEZVOUS_PORT = 15_000
-NUM_RENDEZVOUS_PORTS = 15_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +114,8 @@ def trainer_command(
     program = program_command("trainer")
     if num_nodes * num_ranks == 1:
         return (*program, *arguments)
-    port = FIRST_RENDEZVOUS_PORT + int(environment["SLURM_JOB_ID"]) % NUM_RENDEZVOUS_PORTS
+    # Below the ephemeral ports of Linux, and different for most jobs.
+    port = 15_000 + int(environment["SLURM_JOB_ID"]) % 15_000
     torchrun = (
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(num_nodes)),
         *("--node-rank", environment["SLURM_NODEID"], "--nproc-per-node", str(num_ranks)),

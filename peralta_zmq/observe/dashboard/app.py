@@ -46,7 +46,6 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-NUM_TRIED_PORTS = 20  # ports that are tried, starting with the requested one
 LAST_PORT = 65_535
 
 
@@ -177,7 +176,7 @@ def _listen(host: str, port: int) -> socket.socket:
     """Return a listening socket on `port`, or on the next free port."""
     if not 0 <= port <= LAST_PORT:
         raise ConfigError(f"dashboard.port {port} is invalid; choose one from 1 to {LAST_PORT}")
-    last = min(port + NUM_TRIED_PORTS - 1, LAST_PORT)
+    last = min(port + 20 - 1, LAST_PORT)
     for candidate in range(port, last + 1) if port else [0]:
         with suppress(OSError):  # in use
             return listen(host, candidate, host_setting="dashboard.host")

@@ -27,9 +27,6 @@ EVAL_KEYS = ("eval", "eval/low", "eval/high")
 # Sums since the begin of the run, for the x axis: seconds of all steps, tokens of all batches.
 TOTALS = {"total/seconds": "step_time", "total/tokens": "num_tokens"}
 MAX_COLUMNS = 2000  # limits the memory if many generators with different names join
-MAX_CHART_LINES = 12  # lines in one chart
-MAX_OWN_CHARTS = 24  # charts of metrics that only custom code reports
-NUM_BUCKETS = 120  # buckets of the x axis for downsampling
 
 # Title, unit and lines of each chart; the comment in charts.toml explains the fields.
 CHARTS: list[Json] = read_toml(Path(__file__).with_name("charts.toml"))["charts"]
@@ -148,7 +145,7 @@ def charts_of(table: Table) -> list[Json]:
     """CHARTS without optional ones that have no data, and a chart for each own metric."""
     own = [
         {"id": f"own-{key}", "title": printable(key), "lines": [{"key": key, "label": "value"}]}
-        for key in table.own[:MAX_OWN_CHARTS]
+        for key in table.own[:24]
     ]
     shown = [chart for chart in CHARTS if not chart.get("optional") or _lines(chart, table)]
     return shown + own
@@ -166,7 +163,7 @@ def points(
     lines = [line for line in all_lines if evaluations or line["key"] not in EVAL_KEYS]
     keys = [line["key"] for line in lines]
     values = [table.values(key, after=after) for key in keys if key not in EVAL_KEYS]
-    indices = {after + int(index) for index in downsample(values, num_buckets=NUM_BUCKETS)}
+    indices = {after + int(index) for index in downsample(values, num_buckets=120)}
     held_out = evaluations if EVAL_KEYS[0] in keys else {}  # may have steps before `after`
     indices |= {index for step in held_out if (index := table.index(step)) is not None}
     index_of = {table.steps[index]: index for index in sorted(indices)}
@@ -220,7 +217,7 @@ def _lines(chart: Json, table: Table) -> list[Json]:
     if named := chart.get("named"):
         prefix, suffix = named.split("NAME")
         keys = [key for key in table.columns if key.startswith(prefix) and key.endswith(suffix)]
-        names = sorted(key[len(prefix) : -len(suffix)] for key in keys)[:MAX_CHART_LINES]
+        names = sorted(key[len(prefix) : -len(suffix)] for key in keys)[:12]
         return [{"key": prefix + name + suffix, "label": printable(name)} for name in names]
     lines: list[Json] = chart["lines"]
     return [line for line in lines if line["key"] in table.columns or line["key"] in EVAL_KEYS]

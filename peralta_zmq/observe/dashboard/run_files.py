@@ -33,7 +33,6 @@ from peralta_zmq.observe.metrics import (
 from peralta_zmq.observe.run_state import newest_session, stall_limit
 
 CONFIG = "config.toml"
-NUM_ROWS = 64  # newest rows kept for the verdict and the cards
 NUM_EVENTS = 400  # newest events kept
 FREQUENT_EVENTS = ("publish", "drop")  # kept separately, so that they do not displace other events
 BLOCK = 4 << 20  # bytes of one read; a longer line is skipped
@@ -116,7 +115,7 @@ class RunFiles:
     def _reset(self) -> None:
         self._tails = {name: Tail(self.folder / name, size) for name, size in MAX_BYTES.items()}
         self.table = Table()
-        self.rows: deque[Row] = deque(maxlen=NUM_ROWS)
+        self.rows: deque[Row] = deque(maxlen=64)
         self.evaluations: dict[float, Evaluation] = {}  # on held-out problems, by step
         self.events: deque[Row] = deque(maxlen=NUM_EVENTS)
         self.frequent_events: deque[Row] = deque(maxlen=NUM_EVENTS)

@@ -56,15 +56,12 @@ from peralta_zmq.observe.run_state import (
 from peralta_zmq.observe.verdict import verdict
 
 NUM_CHANGE = 20  # the mean reward of the newest 20 steps is compared with that of the 20 before
-MAX_EVENTS, MAX_MARKERS = 60, 80  # newest events and markers in one update
-MAX_LISTED = 200  # first generators by name in one update
 MAX_SAMPLES = 12  # groups in one response
-MAX_ROLLOUTS, MAX_TEXT = 64, 6000  # rollouts of one group; characters of one text
+MAX_TEXT = 6000  # characters of one text
 MAX_ANSWERS_CHARACTERS = 1_000_000  # texts of an evaluation in one response
 MAX_REPORT_CHARACTERS = 1_000_000  # texts of the newest samples of a run in the HTML file
 MAX_EVENT_TEXT = 300  # characters
 KEPT = "\n\t\u00a0\u3000"  # white space that is not escaped in samples
-REPORT_SECONDS = 60.0  # time limit for reading the files of one run for the HTML file
 # Events that are listed but not marked in the charts; RunFiles.events lacks "publish" and "drop".
 UNMARKED = {*EVALUATION_EVENTS, "worker_info", "final_status", "pool_refilled", "pool_returned"}
 
@@ -120,7 +117,7 @@ def report(runs: Sequence[RunFiles]) -> str:
     html = html.replace("<title>", f"{meta}\n<style>{style}</style>\n<title>", 1)
     now = time.time()
     for run in runs:
-        run.refresh(seconds=REPORT_SECONDS)
+        run.refresh(seconds=60.0)
     content = {"written": now, "runs": [_exported(run, now) for run in runs]}
     # Without `<`, no text that a model wrote can end the script element.
     text = json.dumps(nan_to_null(content)).replace("<", "\\u003c")
@@ -146,8 +143,8 @@ def state(run: RunFiles, *, now: float) -> Json:
             for key, text in asdict(verdict(rows, events, now=None if is_over else now)).items()
         },
         "cards": _cards(run, recent, generators),
-        "generators": generators[:MAX_LISTED],
-        "events": [_event(row) for row in list(run.events)[: -MAX_EVENTS - 1 : -1]],
+        "generators": generators[:200],
+        "events": [_event(row) for row in list(run.events)[:-61:-1]],
         "markers": _markers(run),
         "num_samples": len(run.samples.steps),
         "evaluations": _evaluations(run),
@@ -267,7 +264,7 @@ def _rollouts(row: Row) -> list[Json]:
             "cut_off": bool(is_cut_off),
         }
         for text, reward, is_cut_off in zip(*columns, strict=False)
-    ][:MAX_ROLLOUTS]
+    ][:64]
 
 
 def answers(run: RunFiles, *, step: int) -> Json:
@@ -461,7 +458,7 @@ def _event(row: Row) -> Json:
 
 def _markers(run: RunFiles) -> list[Json]:
     """The events to mark in the charts; one without a step is marked at the step in progress."""
-    marked = [row for row in run.events if row.get("event") not in UNMARKED][-MAX_MARKERS:]
+    marked = [row for row in run.events if row.get("event") not in UNMARKED][-80:]
     times = run.table.values("time")
     steps = run.table.steps
     markers: list[Json] = []

@@ -27,11 +27,6 @@ NUM_PORTS = 4  # rollouts, announcements, generator status, probe
 # Timeout of a probe; longer than the 3 s after which ZeroMQ reports a refused handshake.
 PROBE_SECONDS = 10.0
 NUM_PROBES = 5
-CONNECT_SECONDS, RETRY_SECONDS = 3.0, 0.5  # timeout of a TCP connection; pause before a retry
-THROUGHPUT_SECONDS, THROUGHPUT_TIMEOUT = 1.0, 60.0  # duration of the measurement; its time limit
-# A difference of two clocks above the first is reported with a remedy, above the second as failed.
-CLOCK_NOTE_SECONDS = 2.0
-CLOCK_FAIL_SECONDS = 3600.0
 
 
 def is_this_machine(host: str) -> bool:
@@ -82,14 +77,14 @@ def check_reach(config: Config, *, wait_seconds: float = 0.0) -> Check:
         check = _connect_all(config.wire.host, config.wire.port)
         if check.ok or time.monotonic() > deadline:
             return check
-        time.sleep(RETRY_SECONDS)
+        time.sleep(0.5)
 
 
 def _connect_all(host: str, first: int) -> Check:
     started = time.monotonic()
     for port in range(first, first + NUM_PORTS):
         try:
-            socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
+            socket.create_connection((host, port), timeout=3.0).close()
         except OSError as error:
             remedy = _connect_remedy(error, host, port, is_first=port == first)
             return Check(False, f"{with_port(host, port)}: {error.strerror or error}", remedy)
@@ -151,7 +146,7 @@ def check_probe(result: ProbeResult, run: str) -> Check:
 
 
 def check_throughput(client: wire.ProbeClient) -> Check:
-    speed = client.measure_throughput(seconds=THROUGHPUT_SECONDS, timeout=THROUGHPUT_TIMEOUT)
+    speed = client.measure_throughput(seconds=1.0, timeout=60.0)
     return Check(True, f"{speed / 1e6:.2f} MB/s to the trainer")
 
 
@@ -163,8 +158,8 @@ def check_clock(result: ProbeResult) -> Check:
     detail = f"{abs(ahead):.3f} s {side} the trainer's (within {uncertainty:.3f} s)"
     remedy = "set the clock: sudo timedatectl set-ntp true (macOS: sudo sntp -sS time.apple.com)"
     difference = abs(ahead) - uncertainty
-    ok = difference <= CLOCK_FAIL_SECONDS
-    return Check(ok, detail, remedy if difference > CLOCK_NOTE_SECONDS else "")
+    ok = difference <= 3600.0
+    return Check(ok, detail, remedy if difference > 2.0 else "")
 
 
 def check_keys(config: Config, role: str, name: str) -> Check:

@@ -26,7 +26,6 @@ NUM_VERSIONS = 3  # the weights folder must have room for this many models
 NUM_REPLICAS = 2  # the folder of a generator's local replica must have room for this many models
 SAMPLE_BYTES = 32 << 20  # size of a file that is written and read for a measurement
 MAX_READ_BYTES = 256 << 20  # read at most from a published version for a measurement
-EVENT_SECONDS = 2.0  # time limit for the file system event of that file after it appeared
 # Remedies.
 NOT_WRITABLE = "give this user write permission, free some space, or choose another weights.dir"
 OTHER_FOLDER = "it is another folder: mount the same one, and set weights.dir to it"
@@ -127,7 +126,7 @@ def check_visible(
             time.sleep(0.02)
         seconds = time.monotonic() - started
         try:
-            event_seconds = max(0.0, event_times.get(timeout=EVENT_SECONDS) - started)
+            event_seconds = max(0.0, event_times.get(timeout=2.0) - started)
             event = f"by event {event_seconds:.2f} s"
         except Empty:
             event = "no event"
