@@ -39,7 +39,7 @@ REPORT = "report.html"
 Summary: TypeAlias = dict[str, Any]
 Evaluation: TypeAlias = dict[str, Any]  # row of eval.jsonl; `answers` has the fields of Answer
 WIDTHS = (44, 26, 26)  # characters of problem, base answer, trained answer
-BLUE, GREY, GREEN, RED = "#1f5fa8", "#8a8a8a", "#2a7d3f", "#b5482f"
+BLUE = "#1f5fa8"
 
 
 def write_summary(
@@ -100,7 +100,10 @@ def write_reward_plot(folder: Path) -> Path | None:
     rows = {number(row, "step"): row for row in read_rows(folder / METRICS)}
     _draw_rewards(axes, [rows[step] for step in sorted(rows)])
     summary = _read_summary(folder)
-    for key, label, color in (("eval_before", "before", RED), ("eval_after", "after", GREEN)):
+    for key, label, color in (
+        ("eval_before", "before", "#b5482f"),
+        ("eval_after", "after", "#2a7d3f"),
+    ):
         if math.isfinite(value := number(summary, key)):
             label = f"held-out {label}: {value:.3f}"
             axes.axhline(value, color=color, linewidth=1.2, linestyle=":", label=label)
@@ -177,7 +180,7 @@ def _draw_rewards(axes: Axes, rows: Sequence[Row]) -> None:
     high = [reward + spread for reward, spread in zip(rewards, spreads, strict=True)]
     axes.fill_between(steps, low, high, color=BLUE, alpha=0.12, linewidth=0, label="reward ± std")
     label = "groups without signal"
-    axes.plot(steps, no_signal, color=GREY, linewidth=1.0, linestyle="--", label=label)
+    axes.plot(steps, no_signal, color="#8a8a8a", linewidth=1.0, linestyle="--", label=label)
     marker = "o" if len(rows) == 1 else ""  # a single point has no line
     axes.plot(steps, rewards, color=BLUE, linewidth=2.2, marker=marker, label="reward")
 

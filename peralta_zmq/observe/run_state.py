@@ -25,8 +25,12 @@ MIN_ROWS = 3  # smallest number of rows from which the verdict computes means
 STALL_SECONDS = 30.0
 STALL_STEPS = 10.0
 REPORTED = "tokens_per_s"  # metric in every report of a generator
-REPLAY, COMPLETE, STORE_ERROR = "replay", "complete", "store_error"  # events
-SESSION_STARTS, SESSION_ENDS = ("start", "resume", REPLAY), ("stop", COMPLETE)  # events
+# Events.
+REPLAY = "replay"
+COMPLETE = "complete"
+STORE_ERROR = "store_error"
+SESSION_STARTS = ("start", "resume", REPLAY)
+SESSION_ENDS = ("stop", COMPLETE)
 EVALUATION_EVENTS = ("evaluate", "evaluated")  # begin and end of a held-out evaluation
 
 

@@ -276,7 +276,8 @@ class WaitReport:
     def __init__(self, log: Callable[[str], None]) -> None:
         self._log = log
         self._in_place = sys.stderr.isatty()
-        self._logged_at, self._kind = -math.inf, ""  # monotonic seconds and kind of the log line
+        self._logged_at = -math.inf  # monotonic seconds
+        self._kind = ""  # kind of the latest log line
         self._is_waiting = False
 
     def show(self, text: str) -> None:

@@ -30,7 +30,8 @@ EXCLUDED = (
     *("/.git", "/.venv", "/.venv-other", "/.lan", "/runs", "/keys", "*.secret", "*.public"),
     *("*.egg-info", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"),
 )
-KEYS, TOKEN = FOLDER / "keys", FOLDER / "weights-token"  # relative to the project folder
+KEYS = FOLDER / "keys"  # relative to the project folder
+TOKEN = FOLDER / "weights-token"  # relative to the project folder
 PYTHON = ".venv/bin/python"
 OLDEST_PYTHON = (3, 10)
 # Seconds for --wait of bin/doctor: how long the trainer's doctor answers the doctors of generators,

@@ -34,7 +34,7 @@ from peralta_zmq.operate.worker_logs import write_output
 # Starts a worker that ignores this module's signals, which srun sends to all processes of a job.
 WITHOUT_SIGNALS = ("/bin/sh", "-c", "trap '' USR1 USR2; exec \"$@\"", "sh")
 TRAINER = "trainer"  # name of the trainer as a worker
-STATES, LOGS = Path("slurm"), Path("logs")  # in the run folder; STATES has all files of the jobs
+STATES = Path("slurm")  # in the run folder, with all files of the jobs
 WARNING_SECONDS = 120  # from SIGUSR1 to the time limit, or up to 60 s more
 
 
@@ -55,7 +55,7 @@ def state_file(run_folder: Path, name: str) -> Path:
 
 def log_file(run_folder: Path, name: str) -> Path:
     """File to which Slurm writes the output of a worker's job."""
-    return run_folder / LOGS / f"{name}.log"
+    return run_folder / "logs" / f"{name}.log"
 
 
 def read_state(run_folder: Path, name: str, job: str | None = None) -> State | None:

@@ -29,7 +29,8 @@ SSH = (
 SSH_FAILED = 255
 TIMED_OUT = 124
 NOT_FOUND = 127
-SHORT_SECONDS, LONG_SECONDS = 60.0, 3600.0  # time limits of commands; long: copy, install
+SHORT_SECONDS = 60.0  # time limit of commands
+LONG_SECONDS = 3600.0  # time limit of copies and of the installation
 SHOWN_LINES = 12  # longest standard input that a dry run prints in full
 
 Result: TypeAlias = subprocess.CompletedProcess[str]
