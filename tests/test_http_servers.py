@@ -5,17 +5,15 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from real_programs import until
 from synthetic_runs import make_run
-from verifier_servers import PROBLEM, remote_at, reward_of
+from verifier_servers import PROBLEM, FixedResponse, remote_at, reward_of
 
 from peralta_zmq import models
 from peralta_zmq.config import load_config
@@ -233,33 +231,9 @@ def test_deeply_nested_request_is_refused(
 
 
 @pytest.fixture
-def respond(stack: ExitStack) -> Iterator[Callable[[bytes], int]]:
-    """Start a server that responds to all requests with this content; returns its port.
-
-    Content that begins with HTTP/ is the whole response.
-    """
-    contents = list[bytes]()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            if not contents[0].startswith(b"HTTP/"):
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(contents[0])))
-                self.end_headers()
-            self.wfile.write(contents[0])
-
-        do_POST = do_GET
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        yield lambda content: contents.append(content) or int(server.server_address[1])
-        server.shutdown()
-        thread.join()
+def respond(stack: ExitStack) -> Callable[[bytes], int]:
+    """Start a server that responds to all requests with this content; returns its port."""
+    return lambda content: stack.enter_context(FixedResponse(content)).port
 
 
 @DEPTHS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from verifier_servers import PROBLEM, remote, remote_at, reward_of, serving
+from verifier_servers import PROBLEM, FixedResponse, remote, remote_at, reward_of, serving
 
 from peralta_zmq.config import load_config
 from peralta_zmq.environments import calculator, verifier_client
@@ -25,28 +24,22 @@ REPO = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("reward", ["null", '"1"', "NaN", "1e9", '{"right": "1"}'])
-def test_response_without_a_number_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, verifier: Verifier, reward: str
-) -> None:
-    scores = [{"reward": json.loads(reward), "rewards": {}}]
-    monkeypatch.setattr(verifier, "score", lambda *_: scores)
-    environment = remote(verifier)
-    with pytest.raises(RewardError, match=r"unexpected response \(a reward "):
-        reward_of(environment, next(environment.problems("train", 0)), "1")
+def test_response_without_a_number_is_an_error(reward: str) -> None:
+    content = f'{{"scores": [{{"reward": {reward}, "rewards": {{}}}}]}}'.encode()
+    unexpected = pytest.raises(RewardError, match=r"unexpected response \(a reward ")
+    with FixedResponse(content) as server, unexpected:
+        reward_of(remote_at(server.port), PROBLEM, "1")
 
 
 @pytest.mark.parametrize("reply", [
     "[]", '"x"', '[["user", "x"]]', '[["assistant", "x", ""]]', '[["user", "\\ud800", ""]]',
     '[["tool", "1", "\\udcff"]]', "[" * 500 + "]" * 500,
 ])  # fmt: skip
-def test_response_without_messages_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, verifier: Verifier, reply: str
-) -> None:
-    monkeypatch.setattr(verifier, "reply", lambda *_: {"messages": json.loads(reply)})
-    environment = remote(verifier)
-    problem = next(environment.problems("train", 0))
-    with pytest.raises(RewardError, match=r"unexpected response \("):
-        environment.reply(problem, [*problem.messages, Message("assistant", "x")]).result()
+def test_response_without_messages_is_an_error(reply: str) -> None:
+    messages = [*PROBLEM.messages, Message("assistant", "x")]
+    unexpected = pytest.raises(RewardError, match=r"unexpected response \(")
+    with FixedResponse(f'{{"messages": {reply}}}'.encode()) as server, unexpected:
+        remote_at(server.port).reply(PROBLEM, messages).result()
 
 
 @pytest.mark.slow  # waits for a verifier that starts again
@@ -85,21 +78,13 @@ def test_client_waits_for_killed_verifier_and_gets_true_rewards(
 # Several verifiers.
 
 
-def test_verifiers_take_turns(monkeypatch: pytest.MonkeyPatch, verifier: Verifier) -> None:
-    calls: list[int] = []
-    with serving(load_config("bin/verifier", [])) as second:
-        for number, each in enumerate((verifier, second)):
-            score = each.score
-            monkeypatch.setattr(
-                each,
-                "score",
-                lambda *a, number=number, score=score: calls.append(number) or score(*a),
-            )
-        environment = remote(verifier, second)
-        problem = next(environment.problems("eval", 0))
+def test_verifiers_take_turns() -> None:
+    content = b'{"scores": [{"reward": 1.0, "rewards": {}, "turn_rewards": []}]}'
+    with FixedResponse(content) as first, FixedResponse(content) as second:
+        environment = remote_at(first.port, second.port)
         for _ in range(4):
-            reward_of(environment, problem, "7")
-    assert sorted(calls) == [0, 0, 1, 1]
+            assert reward_of(environment, PROBLEM, "7") == 1.0
+        assert (first.num_requests, second.num_requests) == (2, 2)
 
 
 def test_verifier_that_is_down_is_replaced_by_the_other(verifier: Verifier) -> None:

@@ -208,8 +208,9 @@ def _message(value: Any, name: str) -> Message:
         content = ""
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {} for part in content]
-        texts = [part.get("text") if part.get("type") == "text" else None for part in parts]
-        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
+        texts: list[Any] = [part.get("text") for part in parts if part.get("type") == "text"]
+        are_texts = len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
+        content = "".join(texts) if are_texts else None
     if not isinstance(content, str):
         raise ApiError(f"{name}.content must be text", param=f"{name}.content")
     if not isinstance(author, str | None):
