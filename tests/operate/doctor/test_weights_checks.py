@@ -184,7 +184,7 @@ def test_weights_of_another_run_fail(tmp_path: Path) -> None:
 
 
 def test_weights_behind_a_url(tmp_path: Path) -> None:
-    from peralta_zmq.weights.http_backend import serve_weights
+    from peralta_zmq.weights.server import serve_weights
 
     claim(tmp_path)
     with closing(serve_weights(tmp_path, host="127.0.0.1", port=0, token=None)) as server:
