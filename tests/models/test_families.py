@@ -34,6 +34,8 @@ from peralta_zmq.rollout import PrefixTree, Request, Sampling, TreeSpan
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 OTHER_LIBRARIES = json.loads((Path(__file__).parent / "other_libraries.json").read_text("utf-8"))
+# Families whose files have other tensor names than transformers.
+NOT_PACKED = {"Qwen3-MoE", "Granite 4 hybrid", "DeepSeek-V3", "Nemotron-H"}
 # Largest difference of a logprob from that of a forward pass of its sequence alone, in fp32. The
 # logits are below 30, so that one of 2**-24 times their size is 2e-6.
 TOLERANCE = 1e-4
@@ -259,9 +261,10 @@ def measured(family: str, folder: Path) -> list[str]:
     assert max(error, engine_error, merged_error(model)) < TOLERANCE
     rows = "packed" if scorer.packs else scorer.padding_reason.replace("padded rows: ", "padded: ")
     name = "native" if isinstance(engine, NativeEngine) else "hf"
-    cells = [family, f"`{FAMILIES[family]['model_type']}`", rows, name, adapted_layers(model)]
-    cells.append("yes" if can_be_packed(folder) else "no")
-    return cells + [results[family] for results in OTHER_LIBRARIES.values()]
+    assert lora.has_adapters(with_adapters(model))
+    assert can_be_packed(folder) == (family not in NOT_PACKED)
+    others = [results[family] for results in OTHER_LIBRARIES.values()]
+    return [family, f"`{FAMILIES[family]['model_type']}`", rows, name, *others]
 
 
 def with_adapters(model: Any) -> Any:
@@ -272,12 +275,6 @@ def with_adapters(model: Any) -> Any:
     for parameter in lora.trained_parameters(adapted).values():
         parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=random))
     return adapted
-
-
-def adapted_layers(model: Any) -> str:
-    """Which layers lora.target_modules all-linear adapts."""
-    has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
-    return "without experts" if has_experts else "all" * lora.has_adapters(with_adapters(model))
 
 
 def merged_error(model: Any) -> float:
@@ -302,7 +299,7 @@ def can_be_packed(folder: Path) -> bool:
 def table(rows: list[list[str]]) -> str:
     """The table of docs/models.md."""
     libraries = [results["version"] for results in OTHER_LIBRARIES.values()]
-    titles = ["family", "model_type", "trainer", "engine", "LoRA", "int8 base", *libraries]
+    titles = ["family", "model_type", "trainer", "engine", *libraries]
     lines = [f"| {' | '.join(cells)} |" for cells in [titles, *rows]]
     return "\n".join([lines[0], "|---" * len(titles) + "|", *lines[1:]])
 
