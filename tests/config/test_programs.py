@@ -292,12 +292,16 @@ def test_program_runs_without_standard_streams(closed: str) -> None:
     {"PYTHONIOENCODING": "ascii"},
     {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
 ])  # fmt: skip
-def test_output_escapes_what_its_encoding_lacks(environment: dict[str, str]) -> None:
-    shell = 'exec "$@" 2>&1'
-    result = run_in_shell(shell, "doctor", "--train.optim=\xfc", **environment)
-    assert result.returncode == 1 and "train.optim = '\\" in result.stdout
-    result = run_in_shell(shell, "trainer", "--train.optim=\xfc", **environment)
-    assert result.returncode == 2 and "train.optim = '\\" in result.stdout
+def test_output_escapes_what_its_encoding_lacks(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('[train]\noptim = "\xfc"\n', "utf-8")
+    shell, problem = 'exec "$@" 2>&1', r"train.optim = '\xfc' is wrong"
+    result = run_in_shell(shell, "doctor", "@", str(file), **environment)
+    assert result.returncode == 1 and result.stdout.startswith(f"FAIL  config    {problem}")
+    result = run_in_shell(shell, "trainer", "@", str(file), **environment)
+    assert result.returncode == 2 and result.stdout.startswith(f"bin/trainer: error: {problem}")
 
 
 def test_raise_open_files_limit_raises_the_soft_limit(open_file_limits: tuple[int, int]) -> None:
