@@ -21,12 +21,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from peralta_zmq.atomic_files import PLAIN_PATH, open_regular
+from peralta_zmq.atomic_files import CHUNK, PLAIN_PATH, open_regular
 from peralta_zmq.http_server import HttpServer, Limits, open_port
 from peralta_zmq.weights.backends import LocalBackend
 from peralta_zmq.weights.version import RUN_FILE, VERSION_NAME
 
-CHUNK = 256 << 10  # bytes that a client must read within Limits.idle_seconds
 RANGE = re.compile(r"bytes=(\d{1,18})-")
 VERSION_FILE = re.compile(rf"({VERSION_NAME.pattern})/({PLAIN_PATH.pattern})")
 
