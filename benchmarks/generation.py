@@ -3,8 +3,7 @@
 A model with the Qwen3-0.6B shape and random weights; prompts of 110 tokens (90 of them common, as
 with a system prompt and a worked example), 4 completions each, 48 new tokens or 8 to 48. `--quick`
 uses a shape a tenth as large. The original samples one prompt at a time in fp32 and computes the
-logprobs in a second forward; batched transformers returns no logprobs. On a GPU a step is one CUDA
-graph, so its parts cannot be timed.
+logprobs in a second forward; batched transformers returns no logprobs.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import statistics
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,20 +37,24 @@ from benchmarks.harness import (
     interleaved,
     progress,
     seconds,
-    spread,
 )
 from benchmarks.limits import bandwidth_meter, flops
 from benchmarks.peers import environment
 from peralta_zmq import models
-from peralta_zmq.engines.hf_engine import HfEngine
-from peralta_zmq.engines.native import NativeEngine, decoder, packed_linears
-from peralta_zmq.engines.native.kernels import decode_layer, gemm
+from peralta_zmq.engines.completion_rows import Rows
+from peralta_zmq.engines.hf_engine import hf_engine
+from peralta_zmq.engines.native.decoder import Decoder
+from peralta_zmq.engines.native.kernels import gemm
+from peralta_zmq.engines.native.native_engine import CachedRows, native_engine
+from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS
+from peralta_zmq.engines.row_engine import RowEngine
 from peralta_zmq.environments import calculator
-from peralta_zmq.registry import Engine, WeightUpdate
+from peralta_zmq.registry import Engine, EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Completion, Int32Array, Request, Sampling
 from peralta_zmq.weights.tensor_set import FileTensors, check_finite
 from tools.base_model import new_model
 
+SLOTS = 32
 NUM_PROMPT, NUM_COMMON, NUM_NEW, SIBLINGS = 110, 90, 48, 4
 LENGTHS = (8, NUM_NEW)  # of the variant with varying lengths, uniform
 NUM_NEW_MLX = 8
@@ -101,26 +104,6 @@ def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
     yield tiny(repeats=rounds, device=device)
 
 
-class Step(NamedTuple):
-    """Seconds of a decode step and of its parts."""
-
-    whole: float
-    products: float
-    attention: float
-
-    @property
-    def rest(self) -> float:
-        """Norms, activations, rotary embedding and the sampler."""
-        return self.whole - self.products - self.attention
-
-
-@dataclass(slots=True)
-class Stopwatch:
-    """Accumulated seconds."""
-
-    seconds: float = 0.0
-
-
 class Setting:
     """The same weights three times: in fp32 for the original, twice in the engine's dtype."""
 
@@ -131,8 +114,11 @@ class Setting:
         self.hf = copy.deepcopy(self.plain).to(self.dtype)
         own = copy.deepcopy(self.hf)
         self.num_parameters = sum(each.numel() for each in models.weights_of(own).values())
-        self.native = NativeEngine(own, tokenizer, slots=32, max_model_len=NUM_PROMPT + NUM_NEW)
-        self.native._end_ids = []  # pyright: ignore[reportPrivateUsage]  only lengths end completions
+        length = NUM_PROMPT + NUM_NEW
+        decoder = Decoder(own, num_rows=SLOTS + PROMPT_ROWS, capacity=length)
+        self.rows = CachedRows(decoder, num_rows=SLOTS, max_kept=0)
+        # Without end tokens: only lengths end completions.
+        self.native = RowEngine(self.rows, Rows(SLOTS, tokenizer, [], max_model_len=length))
 
     def original(self, num_new: int) -> float:
         """Seconds of one prompt x 4 in fp32, then a second forward for the logprobs."""
@@ -158,8 +144,7 @@ class Setting:
     ) -> float:
         """Tokens per second of the native engine, without a prefix cache from earlier calls."""
         batch = requests(num_prompts, num_new, sampling=sampling)
-        if (rows := self.native._rows) is not None:  # pyright: ignore[reportPrivateUsage]
-            rows.invalidate()
+        self.rows.invalidate()
         started = time.perf_counter()
         completions = completed(self.native, batch)
         seconds = time.perf_counter() - started
@@ -167,40 +152,11 @@ class Setting:
         assert num_tokens == sum(request.sampling.max_completion_length for request in batch)
         return num_tokens / seconds
 
-    def step(self, num_prompts: int) -> Step:
-        """Median times of a decode step with 4 rows per prompt.
-
-        The parts are measured in other steps, with a call for each operation.
-        """
-        decoder = self.native._decoder  # pyright: ignore[reportPrivateUsage]
-        assert decoder is not None
-        whole = self._timed_step(num_prompts).whole
-        layers, decoder._compiled_layers = decoder._compiled_layers, None  # pyright: ignore[reportPrivateUsage]
-        try:
-            return self._timed_step(num_prompts)._replace(whole=whole)
-        finally:
-            decoder._compiled_layers = layers  # pyright: ignore[reportPrivateUsage]
-
-    def _timed_step(self, num_prompts: int) -> Step:
-        times: list[tuple[float, ...]] = []
-        linear = (packed_linears.PackedLinear, "forward"), (torch.nn.Linear, "forward")
-        attend = (decode_layer.CompiledLayerOps, "attend"), (decoder.TorchLayerOps, "attend")
-        with timed(*linear) as products, timed(*attend) as attention:
-            self._decode(
-                num_prompts,
-                lambda: times.append((time.perf_counter(), products.seconds, attention.seconds)),
-            )
-        return Step(*np.median(np.diff(np.array(times), axis=0), axis=0).tolist())
-
-    def step_by_torch(self, num_prompts: int) -> Step:
-        """The same with torch's operators instead of decode_layer.c."""
-        decoder = self.native._decoder  # pyright: ignore[reportPrivateUsage]
-        assert decoder is not None
-        library, decoder.library = decoder.library, None  # pyright: ignore[reportPrivateUsage]
-        try:
-            return self._timed_step(num_prompts)
-        finally:
-            decoder.library = library  # pyright: ignore[reportPrivateUsage]
+    def step(self, num_prompts: int) -> float:
+        """Median seconds of a decode step with 4 rows per prompt."""
+        times: list[float] = []
+        self._decode(num_prompts, lambda: times.append(time.perf_counter()))
+        return statistics.median(after - before for before, after in pairwise(times))
 
     def stall(self, weights: Mapping[str, torch.Tensor], *, check: bool = False) -> float:
         """Extra seconds of the decode step before which newer weights are applied.
@@ -257,31 +213,6 @@ def completed(
         completions += engine.advance()
         between_steps()
     return completions
-
-
-@contextmanager
-def timed(*functions: tuple[Any, str]) -> Generator[Stopwatch, None, None]:
-    """Accumulate the time spent in functions, given by owner and name."""
-    plain = [getattr(owner, name) for owner, name in functions]
-    watch = Stopwatch()
-
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*arguments: Any, **options: Any) -> Any:
-            started = time.perf_counter()
-            result = function(*arguments, **options)
-            watch.seconds += time.perf_counter() - started
-            return result
-
-        return call
-
-    for (owner, name), function in zip(functions, plain, strict=True):
-        setattr(owner, name, wrap(function))
-    try:
-        yield watch
-    finally:
-        for (owner, name), function in zip(functions, plain, strict=True):
-            setattr(owner, name, function)
 
 
 def token_logprobs(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
@@ -481,7 +412,7 @@ def peers() -> dict[str, str]:
 
 def against_bounds(setting: Setting, rounds: int) -> Iterator[Claim]:
     """Decode steps against the machine's memory bandwidth and arithmetic throughput, measured just
-    before and after each round; and the shares of matmuls, attention and the rest of a step.
+    before and after each round.
     """
     size = setting.num_parameters * setting.dtype.itemsize  # tied: the head is the embedding
     read = bandwidth_meter(size, setting.device)
@@ -495,15 +426,12 @@ def against_bounds(setting: Setting, rounds: int) -> Iterator[Claim]:
             fastest = max(flops(dtype, setting.device) for dtype in dtypes)
             return Bound(rows * read() / size, fastest / per_token)
 
-        steps, by_torch, bounds = list[Step](), list[Step](), list[Bound]()
+        rates, bounds = list[float](), list[Bound]()
         for _ in range(rounds):
             step, limit = with_bound(bound, functools.partial(setting.step, num_prompts))
-            steps.append(step)
+            rates.append(rows / step)
             bounds.append(limit)
-            if setting.device == CPU and num_prompts in OLD_SHARES:
-                by_torch.append(setting.step_by_torch(num_prompts))
-            progress(f"{rows} rows: {rows / step.whole:.4g} of {limit.roofline:.4g} tokens/s")
-        rates = [rows / step.whole for step in steps]
+            progress(f"{rows} rows: {rows / step:.4g} of {limit.roofline:.4g} tokens/s")
         roofline = [limit.roofline for limit in bounds]
         yield bounded(f"roofline_share_{rows}_rows", rates, roofline, "tokens/s")
         if num_prompts not in OLD_SHARES:
@@ -511,32 +439,14 @@ def against_bounds(setting: Setting, rounds: int) -> Iterator[Claim]:
         kind, field = OLD_SHARES[num_prompts]
         limits = [getattr(limit, field) for limit in bounds]
         yield bounded(f"{kind}_share_{rows}_rows", rates, limits, "tokens/s")
-        if setting.device != CPU:
-            continue
-        products = [rows / step.products for step in steps]
-        yield bounded(f"products_alone_{rows}_rows", products, roofline, "tokens/s")
-        yield from step_parts(f"step_{rows}_rows", steps)
-        torch_rates = [rows / step.whole for step in by_torch]
-        yield compared(f"compiled_vs_torch_{rows}_rows", rates, torch_rates, "tokens/s")
 
 
-def with_bound(bound: Callable[[], Bound], work: Callable[[], Step]) -> tuple[Step, Bound]:
+def with_bound(bound: Callable[[], Bound], work: Callable[[], float]) -> tuple[float, Bound]:
     """The result of `work`, and the mean of the bound before and after it: the bandwidth available
     on a shared machine changes within minutes.
     """
     before, step, after = bound(), work(), bound()
     return step, Bound(*(statistics.fmean(pair) for pair in zip(before, after, strict=True)))
-
-
-def step_parts(name: str, steps: Sequence[Step]) -> Iterator[Claim]:
-    """The seconds of each part and its share of the step."""
-    for part in ("products", "attention", "rest"):
-        times = [float(getattr(step, part)) for step in steps]
-        shares = [time / step.whole for time, step in zip(times, steps, strict=True)]
-        yield Claim(
-            f"{name}_{part}", statistics.median(times), "s", share=statistics.median(shares),
-            n=len(times), spread=spread(times),
-        )  # fmt: skip
 
 
 def against_onednn(setting: Setting, rounds: int) -> Iterator[Claim]:
@@ -605,15 +515,16 @@ def tiny(*, repeats: int, device: torch.device) -> Claim:
         )
     ]
     rates: dict[str, Callable[[], float]] = {}
-    for kind in (NativeEngine, HfEngine):
+    for new_engine in (native_engine, hf_engine):
         model = models.load_model(models.EMBEDDED, device=device, dtype=dtype)
-        rates[kind.__name__] = functools.partial(rate, kind(model, tokenizer), batch)
-        rates[kind.__name__]()
+        engine = new_engine(model, tokenizer, EngineSettings())
+        rates[new_engine.__name__] = functools.partial(rate, engine, batch)
+        rates[new_engine.__name__]()
     results = interleaved(rates, repeats=repeats)
-    ours, peer = results["NativeEngine"], results["HfEngine"]
+    ours, peer = results["native_engine"], results["hf_engine"]
     return compared("native_tiny_vs_hf_batched", ours, peer, "rollouts/s")
 
 
-def rate(engine: NativeEngine | HfEngine, batch: Sequence[Request]) -> float:
+def rate(engine: Engine, batch: Sequence[Request]) -> float:
     """Completions per second."""
     return len(batch) / seconds(lambda: completed(engine, batch))

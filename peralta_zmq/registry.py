@@ -47,7 +47,7 @@ TABLES: dict[Kind, dict[str, str]] = {
         "rows": "peralta_zmq.environments.rows_task",
     },
     "engine": {
-        "native": "peralta_zmq.engines.native:NativeEngine",
+        "native": "peralta_zmq.engines.native.native_engine:NativeEngine",
         "hf": "peralta_zmq.engines.hf_engine:HfEngine",
         "mlx": "peralta_zmq.engines.mlx:MlxEngine",
         "vllm": "peralta_zmq.engines.vllm:VllmEngine",
@@ -248,9 +248,7 @@ class LiveEngineFactory(EngineFactory, Protocol):
     def open_live(self, model: Any, tokenizer: Any, settings: EngineSettings) -> Engine:
         """An engine that samples with the weights of a torch model without copying them.
 
-        For evaluation, the trainer opens this engine on the model that it trains: the weights
-        change while no request is in flight, without a call of `apply`. Meanwhile the engine keeps
-        no memory for keys and values.
+        The trainer opens it for each evaluation of the model that it trains.
         """
         ...
 

@@ -16,6 +16,11 @@ from exactness import LARGEST_LOGIT, Float64, exact_result, is_as_exact_as_torch
 from sample_data import tiny_model, token_logprobs
 
 from peralta_zmq import models, registry
+from peralta_zmq.engines.completion_rows import Rows
+from peralta_zmq.engines.native.decoder import Decoder
+from peralta_zmq.engines.native.native_engine import CachedRows
+from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS
+from peralta_zmq.engines.row_engine import RowEngine
 from peralta_zmq.engines.vllm.refusals import installed_version
 from peralta_zmq.registry import Engine, EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Completion, Request, SampledToken, Sampling
@@ -93,6 +98,22 @@ class Opener:
             sizes["vllm_args"] = {"enforce_eager": True}
         factory = registry.resolve("engine", self.name)
         return factory.open(folder, EngineSettings(**{**sizes, **settings}), step=step)
+
+
+def engine_on(
+    model: Any,
+    tokenizer: Any,
+    *,
+    slots: int = 4,
+    max_model_len: int = 64,
+    max_kept: int = 0,
+    **options: Any,
+) -> RowEngine:
+    """A native engine whose decoder has the given options."""
+    decoder = Decoder(model, num_rows=slots + PROMPT_ROWS, capacity=max_model_len, **options)
+    end_ids = models.end_token_ids(model.generation_config, tokenizer)
+    rows = Rows(slots, tokenizer, end_ids, max_model_len=max_model_len)
+    return RowEngine(CachedRows(decoder, num_rows=slots, max_kept=max_kept), rows)
 
 
 def requests(prompts: Sequence[Sequence[int]] = PROMPTS, siblings: int = 1) -> list[Request]:

@@ -13,9 +13,9 @@ from sample_data import group_of, tiny_model
 
 from peralta_zmq import build, models, registry
 from peralta_zmq.config import Config, load_config
-from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.engines.native.native_engine import native_engine
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.registry import WeightUpdate
+from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Request, Rollout, Sampling, TemperatureSchedule, rollout_of
 
 SCHEDULED = ("--sampling.temp-scheduler=linear", "--sampling.temp-start=1.2",
@@ -60,7 +60,7 @@ def test_engine_logprobs_equal_trainer_logprobs_across_weight_changes(
 ) -> None:
     config, model = config_of("--weights.dtype=float32", *arguments), sharp_model()
     tokenizer = models.load_tokenizer(models.EMBEDDED)
-    engine = NativeEngine(sharp_model(), tokenizer, slots=8, max_model_len=64)
+    engine = native_engine(sharp_model(), tokenizer, EngineSettings(slots=8, max_model_len=64))
     calls: list[int] = []
 
     def next_step() -> None:

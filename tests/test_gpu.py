@@ -26,7 +26,8 @@ from sample_data import packed, siblings, step_gradient, tiny_model
 from weight_sets import COMPANIONS, reports_of, same
 
 from peralta_zmq import models
-from peralta_zmq.engines.native import NativeEngine, decoder
+from peralta_zmq.engines.native import decoder
+from peralta_zmq.engines.native.native_engine import native_engine
 from peralta_zmq.learning.losses import preset
 from peralta_zmq.learning.optimizer import make_optimizer, set_options
 from peralta_zmq.learning.packing import MicroBatch, Packing, make_micro_batches
@@ -34,6 +35,7 @@ from peralta_zmq.learning.update import update_parameters
 from peralta_zmq.models import base_formats, tree_attention
 from peralta_zmq.models.base_formats import PACKED_FORMATS
 from peralta_zmq.models.scorer import Scorer
+from peralta_zmq.registry import EngineSettings
 from peralta_zmq.rollout import Completion, Sampling
 from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
 from peralta_zmq.weights.replica import load_version
@@ -55,7 +57,9 @@ SMALL = {"head_dim": 8}  # settings of sharp_model
 def generated(device: str) -> list[Completion]:
     """Greedy completions in three rows with a shared prefix, while weights are updated."""
     tokenizer = models.load_tokenizer(models.EMBEDDED)
-    engine = NativeEngine(sharp_model(**SMALL).to(device), tokenizer, slots=3, max_model_len=100)
+    engine = native_engine(
+        sharp_model(**SMALL).to(device), tokenizer, EngineSettings(slots=3, max_model_len=100)
+    )
     sampling = Sampling(temperature=0.0, min_tokens=70, max_completion_length=70)
     return across_weights(engine, lambda step: sharp_model(seed=step, **SMALL), sampling)
 

@@ -37,7 +37,6 @@ class Machine(NamedTuple):
 
 
 def this_machine() -> Machine:
-    """This machine and the libraries of this Python."""
     is_apple = (platform.system(), platform.machine()) == ("Darwin", "arm64")
     return Machine(
         is_apple,
@@ -58,14 +57,14 @@ def choose_engine(
 ) -> tuple[str, str]:
     """The engine for `engine.name`, and the reason.
 
-    The automatic choice takes the native engine for sampling options (`samplings`) that vLLM lacks,
-    and, with the `folder` of the model, for models that mlx-lm or vLLM lack. Raises ConfigError if
-    the engine lacks a setting, a sampling option, its library or, engine mlx, the model, and
-    StoreError for a folder without a readable config.json. Engine vllm may run models that vLLM
-    lacks with transformers' code; its start shows whether it can.
+    `auto` takes the native engine where vLLM or mlx-lm lack a sampling option or the model in
+    `folder`. Raises ConfigError if the engine lacks a setting, a sampling option, its library or,
+    engine mlx, the model, and StoreError for a folder without a readable config.json. Engine vllm
+    may run models that vLLM lacks with transformers' code; its start shows whether it can.
     """
     machine = machine or this_machine()
-    chosen, reason = name, "set by engine.name"
+    chosen = name
+    reason = "set by engine.name"
 
     merges = folder if merges_adapters else None
     check_vllm = partial(_check_vllm, settings, samplings, machine, merges)
@@ -83,11 +82,11 @@ def choose_engine(
 
 
 def _fallback(folder: Path) -> str:
-    """The model in `folder` if the native engine uses transformers for it, as part of a reason."""
+    """The model in `folder` as part of a reason, if the native engine lacks it."""
     from peralta_zmq.engines.native.decoder import FAMILIES
 
     family = read_config(folder).get("model_type")
-    return "" if family in FAMILIES else f"; it samples {family} with transformers' generate"
+    return "" if family in FAMILIES else f"; it samples {family} with transformers' code"
 
 
 def _automatic(
@@ -97,7 +96,6 @@ def _automatic(
     check_vllm: Callable[[], None],
     check_mlx: Callable[[], None],
 ) -> tuple[str, str]:
-    """The engine for a machine, and the reason."""
     if machine.is_apple:
         if not machine.has_mlx:
             return "native", "auto: mlx-lm is not installed; pip install 'peralta_zmq[mlx]'"
@@ -153,10 +151,7 @@ def _check_merge(name: str, folder: Path) -> None:
 
 
 def _check(name: str, settings: EngineSettings, why: str) -> None:
-    """Raise ConfigError if an engine lacks a setting of [engine] or its library.
-
-    `why` says in the message why the engine was chosen.
-    """
+    """Raise ConfigError if an engine, chosen because of `why`, lacks a setting or its library."""
     for option, engines in ENGINES_WITH.items():
         value = getattr(settings, option)
         if value and registry.is_shipped("engine", name) and name not in engines:
@@ -169,9 +164,9 @@ def _check(name: str, settings: EngineSettings, why: str) -> None:
 
 
 def live_engine(name: str) -> LiveEngineFactory:
-    """The class with which a trainer that has `engine.name` set to `name` evaluates its model.
+    """The class with which a trainer with `engine.name` `name` evaluates its model.
 
-    It is the named engine if that can open a torch model in memory, else the native engine.
+    The native engine where the named one cannot open a torch model in memory.
     """
     factory = registry.resolve("engine", "native" if name == AUTO else name)
     if not hasattr(factory, "open_live"):

@@ -1,9 +1,4 @@
-"""Rows of a batch: the completions in progress, their ends, and their policy steps.
-
-The engines that decode token by token keep a completion in progress in a row of their KV cache and
-of `Rows`. The policy step of a token is the number of training steps of the weights that sampled
-the token. An end token ends a completion, and so does the token that completes a stop string.
-"""
+"""Rows of a batch: the completions in progress, their ends, and the policy step of each token."""
 
 from __future__ import annotations
 
@@ -23,7 +18,6 @@ _decode = models.text_of  # text of generated tokens, for rewards and stop strin
 
 
 def max_new_tokens(request: Request, max_model_len: int) -> int:
-    """Maximum length of a completion: as its sampling parameters say, at most the context."""
     room = max_model_len - len(request.prompt_ids)
     assert 0 < len(request.prompt_ids) < max_model_len, (len(request.prompt_ids), max_model_len)
     return min(request.sampling.max_completion_length, room)
@@ -38,10 +32,9 @@ def completion_of(
     policy_steps: NDArray[np.integer],  # [T]
     ended: bool,
 ) -> Completion:
-    """Build the completion of one request.
+    """The completion of a request; `ended`: the last token is an end token.
 
-    Its text is cut before the first stop string or the end token; its tokens are not cut. `ended`
-    says whether the last token is an end token.
+    Its text is cut before the first stop string or the end token; its tokens are not cut.
     """
     sampling = request.sampling
     written = token_ids[:-1] if ended else token_ids
@@ -79,8 +72,7 @@ def check_cache_memory(
 ) -> None:
     """Raise ConfigError if the keys and values of all rows do not fit into the free memory.
 
-    `row_bytes` is the size of one row of `max_model_len` tokens. An engine needs `rows_per_slot`
-    rows for each slot, and `extra_rows` others.
+    `row_bytes` is the size of one row of `max_model_len` tokens.
     """
     needed = row_bytes * (slots * rows_per_slot + extra_rows)
     if needed > free_bytes:
@@ -95,7 +87,7 @@ def check_cache_memory(
 
 @lru_cache(maxsize=1024)  # so that rows with equal options mostly have the same object
 def _token_options(sampling: Sampling) -> Sampling:
-    """The parameters with which `sample` samples a token, without those of whole completions."""
+    """The parameters that `sample` reads, without those of whole completions."""
     return replace(
         sampling,
         min_tokens=0,
@@ -110,7 +102,7 @@ def _token_options(sampling: Sampling) -> Sampling:
 class Rows:
     """The completions in progress as arrays with one entry per row.
 
-    The first `count` rows are running, the remaining rows are free.
+    The first `count` rows are running. An end token, a stop string or a limit ends a completion.
     """
 
     def __init__(
@@ -124,7 +116,8 @@ class Rows:
         shape = (num_rows, max_model_len)
         self._tokenizer = tokenizer
         self._end_ids = np.array(end_ids, np.int64)
-        self._max_model_len = max_model_len
+        self.num_rows = num_rows
+        self.max_model_len = max_model_len
         self.count = 0
         self.requests: list[Request] = []
         self._options: list[Sampling] = []  # of each row's tokens
@@ -147,13 +140,14 @@ class Rows:
         The random number of a token depends only on its position, the seed and, unless the request
         is standalone, its index.
         """
-        sampling, row = request.sampling, self.count
+        sampling = request.sampling
+        row = self.count
         self.count += 1
         self.requests.append(request)
         self._options.append(_token_options(sampling))
         self.num_tokens[row] = 0
         self.num_prompt[row] = len(request.prompt_ids)
-        self.limits[row] = limit = max_new_tokens(request, self._max_model_len)
+        self.limits[row] = limit = max_new_tokens(request, self.max_model_len)
         self._min_tokens[row] = sampling.min_tokens
         self._has_stop[row] = bool(sampling.stop)
         self._has_list[row] = request.sampled is not None
@@ -168,11 +162,10 @@ class Rows:
         return row
 
     def by_sampling(self, first_row: int, step: int) -> list[tuple[Sampling, np.ndarray | slice]]:
-        """Divide the rows from `first_row` on by the parameters of their next token.
+        """Divide the rows from `first_row` on by the sampling parameters of their next token at
+        `step`.
 
-        Returns parameters for weights of policy step `step`, with the indices of the rows that have
-        them, counted from `first_row`. Rows that differ only in seeds, limits or stop strings are
-        not divided.
+        Returns parameters, with the indices of their rows counted from `first_row`.
         """
         options = self._options[first_row:]
         if all(each is options[0] for each in options):
@@ -189,10 +182,7 @@ class Rows:
     def append(
         self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, *, step: int
     ) -> None:
-        """Add one token to each of `rows`, sampled by the weights of policy step `step`.
-
-        Raises EngineError, with nothing added, if a logprob is not finite.
-        """
+        """Add a token to each of `rows`; EngineError, with nothing added, for bad logprobs."""
         is_finite = np.isfinite(logprobs)
         if not is_finite.all():
             raise EngineError(
@@ -238,8 +228,8 @@ class Rows:
     def ended(self) -> list[int]:
         """Rows whose completion has ended, in descending order.
 
-        `remove` moves the last row into the place of the removed row. The descending order ensures
-        that the moved row is still running.
+        `remove` moves the last row into the place of a removed one; in this order, that one still
+        runs.
         """
         tokens, _ = self.newest()
         ended = (tokens[:, None] == self._end_ids).any(1)
@@ -249,14 +239,13 @@ class Rows:
         return np.flatnonzero(ended)[::-1].tolist()
 
     def _has_stopped(self, row: int) -> bool:
-        """Whether a row has at least min_tokens tokens and contains a stop string."""
-        stop, length = self.requests[row].sampling.stop, int(self.num_tokens[row])
+        stop = self.requests[row].sampling.stop
+        length = int(self.num_tokens[row])
         if not stop or length < self._min_tokens[row]:
             return False
         return has_stop(self._tokenizer, self.tokens[row, :length].tolist(), stop)
 
     def completion(self, row: int) -> Completion:
-        """The completion of a row."""
         length = self.num_tokens[row]
         return completion_of(
             self._tokenizer,
@@ -282,7 +271,6 @@ class Rows:
         return last
 
     def clear(self) -> None:
-        """Remove all rows."""
         self.count = 0
         self.requests.clear()
         self._options.clear()

@@ -27,8 +27,8 @@ def open_model(
 ) -> tuple[models.Model, models.Tokenizer, AdapterMerger]:
     """The model, its tokenizer and a merger of its adapters; logs device and dtype.
 
-    Raises StoreError if the files in `folder` cannot be loaded, and ConfigError for custom code
-    that is not trusted or a device that is not usable.
+    Raises StoreError for files that cannot be loaded, and ConfigError for untrusted code or an
+    unusable device.
     """
     device = models.choose_device(settings.device)
     models.limit_memory(device, settings.gpu_memory_utilization)
@@ -54,7 +54,7 @@ def open_model(
 
 
 def merger_of_files(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> AdapterMerger:
-    """A merger of adapters with the weights in the files of `folder`, for an engine of `dtype`."""
+    """A merger that reads the base weights from the files of `folder`, for an engine of `dtype`."""
 
     def load_base(base_dtype: str) -> BaseWeights:
         if base_dtype in PACKED_FORMATS:
@@ -72,7 +72,6 @@ def merger_of_files(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool
 
 @contextmanager
 def loading_errors(folder: Path) -> Generator[None]:
-    """Turn errors about the files in `folder` into StoreError of one line."""
     try:
         with models.model_loading_errors(f"model folder {folder} cannot be loaded"):
             yield
@@ -87,11 +86,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 class AdapterMerger:
-    """Merges adapters into the base weights.
+    """Merges adapters into the base weights, which `load_base(base_dtype)` loads for the first one.
 
-    An engine overwrites its own weights with merged ones, and every adapter is merged into the
-    unchanged base weights. These are loaded for the first adapter, in the format of its trainer's
-    base model, by `load_base(base_dtype)`. The engine rounds merged weights to its `dtype`, so they
+    An engine overwrites its own weights with merged ones. It rounds them to its `dtype`, so they
     start off its grid (models/rounding.py): otherwise most of a small adapter is lost.
     """
 
@@ -105,13 +102,13 @@ class AdapterMerger:
     def weights_of(self, update: WeightUpdate) -> Mapping[str, Tensor]:
         """All weights of the model after the update; merged ones are computed when read.
 
-        Raises ValueError if the adapter belongs to another model, or to a base model with other
-        values than the one in use.
+        Raises ValueError if the adapter belongs to another model, or to other base values.
         """
         if not update.is_adapter:
             return update.tensors
         if self._base is None:
-            self._base, self._base_dtype = self._load_base(update.base_dtype), update.base_dtype
+            self._base = self._load_base(update.base_dtype)
+            self._base_dtype = update.base_dtype
         if update.base_dtype != self._base_dtype:
             raise ValueError(
                 f"its base model is stored as {update.base_dtype}, and the one in use as "
@@ -126,7 +123,6 @@ class AdapterMerger:
         return lora.merged_weights(self._base.tensors, update.tensors, base_in_fp32=self._off_grid)
 
     def _off_grid(self, name: str, weight: Tensor) -> Tensor:
-        """The base weight in fp32, off the grid of the engine's dtype."""
         if name not in self._noise:
             self._noise[name] = grid_noise(weight, self._dtype, seed=name)
         return off_grid(weight, self._noise[name])

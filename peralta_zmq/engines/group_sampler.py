@@ -1,11 +1,9 @@
 """Sampler: groups of completions for problems, over one engine, with turns.
 
-A group has all completions of one problem. An episode is one of them: one turn, or several if the
-task replies. A turn is one request and its completion. When a turn ends, the reply of the task is
-computed in the background while the engine samples on. The reply is inserted as tokens, in the form
-of the chat template, after the sampled tokens; together they are the prompt of the next turn.
-Sampled tokens are never tokenized again. An episode ends when the task has no reply, after
-`max_turns` turns, or when the context of the engine is full.
+An episode is one completion of a group: one turn (a request and its completion), or several if the
+task replies. The reply is computed in the background while the engine samples on, and inserted as
+tokens in the form of the chat template. Sampled tokens are never tokenized again. An episode ends
+when the task has no reply, after `max_turns` turns, or when the context of the engine is full.
 """
 
 from __future__ import annotations
@@ -89,7 +87,9 @@ class Sampler:
     """Samples groups with an engine that has no other user meanwhile."""
 
     def __init__(self, engine: Engine, tokenizer: models.Tokenizer, *, max_turns: int = 1) -> None:
-        self._engine, self._tokenizer, self._max_turns = engine, tokenizer, max_turns
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._max_turns = max_turns
         self._num_started = 0  # episodes of groups
         self._num_alone = 0  # of single completions, whose indices are negative
         self._groups: list[Group] = []  # in flight
@@ -106,7 +106,7 @@ class Sampler:
 
     @property
     def has_room(self) -> bool:
-        """Whether the engine could start a completion of another group now."""
+        """Whether the engine could start another group now."""
         return self._engine.num_free() > len(self._queue)
 
     def start(
@@ -138,7 +138,7 @@ class Sampler:
     ) -> Group:
         """Start a single completion, before those that wait; `sampled` gets its tokens at once.
 
-        The random numbers of others do not depend on it.
+        The random numbers of other completions do not depend on it.
         """
         self._num_alone += 1
         request = Request(
@@ -153,8 +153,8 @@ class Sampler:
     def advance(self) -> list[Group]:
         """Take a decode step of the engine; returns the groups that have ended.
 
-        If only replies are missing, waits up to WAIT_SECONDS for one. Raises EngineError and
-        EngineProcessError as the engine: then the groups in flight must be dropped or interrupted.
+        If only replies are missing, waits up to WAIT_SECONDS for one. After an EngineError or
+        EngineProcessError, the groups in flight must be dropped or interrupted.
         """
         self._receive_replies()
         self._submit()
@@ -164,7 +164,8 @@ class Sampler:
         elif self._answered and not self._ended:
             replies = [episode.reply for episode in self._answered if episode.reply is not None]
             wait(replies, timeout=WAIT_SECONDS, return_when=FIRST_COMPLETED)
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended
 
     def interrupt(self, groups: Collection[Group]) -> None:
@@ -209,7 +210,6 @@ class Sampler:
         }
 
     def _submit(self) -> None:
-        """Give the engine as many requests as it can start."""
         requests: list[Request] = []
         for _ in range(min(self._engine.num_free(), len(self._queue))):
             episode = self._queue.popleft()
@@ -220,7 +220,6 @@ class Sampler:
             self._engine.submit(requests)
 
     def _end_turn(self, episode: Episode, completion: Completion) -> None:
-        """Add the completion of a turn, and begin to compute the reply if the task has turns."""
         replies = episode.group.replies
         if replies is None:
             self._end(episode, completion)
@@ -232,7 +231,6 @@ class Sampler:
         self._answered.append(episode)
 
     def _receive_replies(self) -> None:
-        """Continue or end the episodes whose reply is there."""
         for episode in list(self._answered):
             assert episode.reply is not None
             if not episode.reply.done():
@@ -252,7 +250,8 @@ class Sampler:
 
         Raises RewardError if the chat template cannot append the reply.
         """
-        problem, last = episode.group.problem, episode.turns[-1]
+        problem = episode.group.problem
+        last = episode.turns[-1]
         room = self._engine.max_model_len - len(last.prompt_ids) - len(last.token_ids)
         if len(episode.turns) == self._max_turns or len(reply) >= room:
             return False
@@ -281,7 +280,6 @@ class Sampler:
         return True
 
     def _end(self, episode: Episode, completion: Completion) -> None:
-        """Add the completion of an episode to its group, which may be the last one."""
         group = episode.group
         group.episodes.remove(episode)
         group.completions.append(completion)
@@ -292,8 +290,8 @@ class Sampler:
 
 
 def _joined(episode: Episode) -> Completion:
-    """The completion of an ended episode, from those of its turns."""
-    first, last = episode.turns[0], episode.turns[-1]
+    first = episode.turns[0]
+    last = episode.turns[-1]
     num_prompt = len(first.prompt_ids)
     token_ids = np.concatenate([last.prompt_ids, last.token_ids])[num_prompt:]
     logprobs = np.zeros(len(token_ids), np.float32)

@@ -47,6 +47,7 @@ from peralta_zmq.models.model_folders import (
     check_weights,
     converted_weights,
     folder_weights,
+    forward_options,
     load_model,
     load_tokenizer,
     max_positions,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -61,9 +62,8 @@ MAX_REASON = 400  # characters of transformers' error messages, which may list a
 
 
 def model_folder(name: str) -> Path:
-    """Folder of a model.
+    """Folder of 'embedded', 'embedded_turns', a path, or a model in the Hugging Face cache.
 
-    `name` is 'embedded', 'embedded_turns', a path, or a name in the local Hugging Face cache.
     Raises ConfigError if there is no such model; nothing is downloaded.
     """
     embedded = {each.name: each for each in (EMBEDDED, EMBEDDED_TURNS)}
@@ -114,9 +114,8 @@ def load_model(
 ) -> Model:
     """Load the causal language model in `folder`, or the text part of a multimodal model.
 
-    The model is in evaluation mode. Raises ConfigError if transformers cannot load it, if its
-    tensors are not those of its config, or if the folder has custom Python code and
-    `trust_remote_code` is False.
+    In evaluation mode. Raises ConfigError if transformers cannot load it, if its tensors are not
+    those of its config, or for custom Python code that is not trusted.
     """
     weight_files(folder)
     config = text_config(folder, trust_remote_code=trust_remote_code)
@@ -140,9 +139,9 @@ def load_model(
 def text_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """The config of the model in `folder`, or of the text part of a multimodal model.
 
-    With trusted custom code, that of the whole model. Raises ConfigError if it cannot be read, if
-    transformers has no causal language model for it, if its weights are quantized in a format that
-    transformers does not convert, or for custom code as in `load_model`.
+    With trusted custom code, that of the whole model. Raises ConfigError for a config that cannot
+    be read, without a causal language model in transformers, or with a quantized format that
+    transformers does not convert.
     """
     check_code(folder, trust_remote_code=trust_remote_code)
     with model_loading_errors(f"model folder {folder} cannot be loaded"):
@@ -178,8 +177,7 @@ def published_config(folder: Path, *, dtype: str | None = None) -> dict[str, Any
     """The config.json of models that are trained from the model in `folder`.
 
     A multimodal model is published as a text model, and a quantized one with full weights. `dtype`
-    is that of the tensors, if they have another one than in `folder`. Raises ConfigError, as
-    `text_config`.
+    is that of the tensors, if another one than in `folder`. Raises ConfigError, as `text_config`.
     """
     with model_loading_errors(f"model folder {folder} cannot be loaded"):
         config: dict[str, Any] = read_config_file(folder / "config.json")
@@ -205,8 +203,8 @@ def published_config(folder: Path, *, dtype: str | None = None) -> dict[str, Any
 def check_tensors(folder: Path, model: Model, report: Mapping[str, Any]) -> None:
     """Raise ConfigError if the tensors in `folder` are not those of the model's config.
 
-    `report` is transformers' loading info: transformers initializes missing tensors at random.
-    Tensors of other parts, such as an image encoder, are permitted.
+    `report` is transformers' loading info: it initializes missing tensors at random. Tensors of
+    other parts, such as an image encoder, are permitted.
     """
     modules = dict(model.named_modules())
     settings = cast(Any, model.config).get_text_config()
@@ -241,13 +239,17 @@ def max_positions(model: Model) -> int:
     return int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
 
 
+def forward_options(model: Model) -> frozenset[str]:
+    """Names of the parameters of a model's forward pass, such as logits_to_keep."""
+    return frozenset(inspect.signature(model.forward).parameters)
+
+
 def load_tokenizer(
     folder: Path, *, trust_remote_code: bool = False, needs_template: bool = True
 ) -> Tokenizer:
     """Load the tokenizer in `folder`.
 
-    Raises ConfigError if the tokenizer has no chat template and `needs_template`, or for custom
-    code as in `load_model`.
+    Raises ConfigError if it has no chat template and `needs_template`, and as `load_model`.
     """
     check_code(folder, trust_remote_code=trust_remote_code)
     with model_loading_errors(f"model folder {folder} has no usable tokenizer"):
@@ -306,7 +308,6 @@ def model_loading_errors(message: str) -> Generator[None]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder. Raises ConfigError if there is none."""
     if paths := sorted(folder.glob(WEIGHT_FILES)):
         return paths
     remedy = "download the model again"
@@ -345,16 +346,17 @@ def tensor_locations(folder: Path) -> dict[str, tuple[Path, str]]:
 
 
 def converted_weights(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> LazyWeights:
-    """Weights in another dtype on the CPU; a tensor is converted when it is read."""
     return LazyWeights(weights, lambda name: weights[name].detach().to("cpu", dtype).contiguous())
 
 
 def save_weights(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write model*.safetensors files in `folder`, each with about SHARD_BYTES of tensors.
+    """Write model*.safetensors files in `folder`, each with about `shard_bytes` of tensors.
 
     Reads one shard at a time from `weights`, which may be a lazy mapping. Raises OSError.
     """
-    shard, num_bytes, num_shards = dict[str, torch.Tensor](), 0, 0
+    shard = dict[str, torch.Tensor]()
+    num_bytes = 0
+    num_shards = 0
     for number, (name, tensor) in enumerate(weights.items(), start=1):
         shard[name] = tensor.detach().contiguous()
         num_bytes += tensor.nbytes
@@ -365,14 +367,14 @@ def save_weights(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
                 save_file(shard, file, {"format": "pt"})
             except SafetensorError as error:
                 raise OSError(str(error)) from None
-            shard, num_bytes = {}, 0
+            shard = {}
+            num_bytes = 0
 
 
 def apply_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy `weights` into the model.
+    """Copy `weights`, which may be a lazy mapping, into the model one tensor at a time.
 
-    Raises ValueError, with nothing changed, if they do not fit. Reads one tensor at a time from
-    `weights`, so a lazy mapping needs no memory for a second copy of the model.
+    Raises ValueError, with nothing changed, if they do not fit.
     """
     live = weights_of(model)
     check_weights({name: tensor.shape for name, tensor in live.items()}, weights)
@@ -384,8 +386,7 @@ def apply_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -
 def check_weights(shapes: Mapping[str, torch.Size], weights: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError unless `weights` are floats of these names and shapes.
 
-    Does not check whether the values are finite, because that takes longer: a generator checks them
-    before it pauses sampling and calls this function.
+    Whether the values are finite takes longer: a generator checks it before it pauses sampling.
     """
     if different := sorted(shapes.keys() ^ weights.keys()):
         raise ValueError(f"tensor names differ, first {different[0]}")

@@ -1,19 +1,17 @@
 """Differentiable logprobs of packed token sequences: the trainer's forward pass.
 
-Completions of one problem share their prompt: a packed row is several prefix trees, one after the
-other, in which a token attends only to itself and its ancestors (tree_attention.py). If a model
-cannot compute packed rows correctly, each sequence becomes a row of its own, padded to the longest
-sequence.
+A packed row is several prefix trees, one after the other, in which a token attends only to itself
+and its ancestors (tree_attention.py). If a model cannot compute packed rows correctly, each
+sequence becomes a row of its own, padded to the longest sequence.
 
 The hidden state at a token predicts the next token of the sequence. Only this module accounts for
-this shift: it takes the hidden state at the predecessor of each token. The output head of the model
-is replaced by `head_logprobs` (head.py) during a forward pass, so that it returns logprobs instead
-of logits. A model for which this is not correct computes whole logits.
+this shift: it takes the hidden state at the predecessor of each token. During a forward pass, the
+output head of the model is replaced by `head_logprobs` (head.py), so that it returns logprobs; a
+model for which this is not correct computes whole logits.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -30,7 +28,7 @@ from peralta_zmq.models.device import is_out_of_memory
 from peralta_zmq.models.head import head_logprobs, sparse_embedding_gradient
 from peralta_zmq.models.layer_ops import replace_norms, replace_rotary
 from peralta_zmq.models.logprobs import logprobs_and_entropies, selected_logprobs
-from peralta_zmq.models.model_folders import Model
+from peralta_zmq.models.model_folders import Model, forward_options
 from peralta_zmq.models.rotary import length_limit, split_rotary
 from peralta_zmq.models.tree_attention import (
     BASE_ATTENTION,
@@ -61,12 +59,10 @@ class Scorer:
     """Computes the logprobs of tokens in packed rows under one model.
 
     With `dtype` float32 the model computes in fp32; any other dtype is used by autocast, with fp32
-    weights. `padding_reason` is empty if the model computes packed rows correctly; otherwise the
-    text says why sequences are padded instead. `whole_logits_reason` is empty if the head is
-    computed in chunks; otherwise the text says why whole logits are. Both are found by a comparison
-    with the logprobs of each sequence alone. Its sequences are longer than the windows of the
-    model, if those are shorter than `max_length`, the limit of the sequences to score. Raises
-    ConfigError if no way agrees.
+    weights. `padding_reason` says why sequences are padded, `whole_logits_reason` why whole logits
+    are computed; both are empty for the fast way. They are found by a comparison with the logprobs
+    of each sequence alone, among them one that is longer than the windows of the model, if those
+    are shorter than `max_length`. Raises ConfigError if no way agrees.
     """
 
     def __init__(
@@ -77,8 +73,9 @@ class Scorer:
         gradient_checkpointing: bool = False,
         max_length: int = 512,
     ) -> None:
-        self._model, self._dtype = cast(Any, model), dtype
-        self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._model = cast(Any, model)
+        self._dtype = dtype
+        self._has_logits_to_keep = "logits_to_keep" in forward_options(model)
         # A row with a longer sequence is padded: a shared prefix would have two embeddings.
         self._packed_length = length_limit(self._model.config.get_text_config())
         trials = self._trials(max_length)  # before anything is replaced
@@ -104,7 +101,6 @@ class Scorer:
         *,
         temperature: Tensor | float = 1.0,  # a scalar, or one per scored token [N]
     ) -> Tensor:
-        """Logprobs [N] of the tokens at `scored`, given the tokens before them."""
         return self._compute(token_ids, trees, scored, temperature=temperature)[0]
 
     def with_entropy(
@@ -115,10 +111,7 @@ class Scorer:
         *,
         temperature: Tensor | float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs [N] as in `__call__`, and entropies [N] in nats.
-
-        An entropy is that of the predicted distribution.
-        """
+        """Logprobs [N] as in `__call__`, and entropies [N] in nats of the distributions."""
         logprobs, entropies = self._compute(
             token_ids, trees, scored, temperature=temperature, with_entropy=True
         )
@@ -133,7 +126,6 @@ class Scorer:
         temperature: Tensor | float,
         with_entropy: bool = False,
     ) -> Sequence[Tensor]:
-        """Logprobs [N] of the scored tokens, and with `with_entropy` entropies [N]."""
         inverse: Tensor | slice = slice(None)
         if not isinstance(temperature, Tensor):
             # `scored` repeats the index of a token that completions share; compute it once.
@@ -167,7 +159,6 @@ class Scorer:
     def _from_whole_logits(
         self, inputs: _Inputs, targets: Tensor, temperature: Tensor | float, *, with_entropy: bool
     ) -> Sequence[Tensor]:
-        """Results of `_compute`, computed from the logits of all scored tokens."""
         logits = inputs.select(self._forward(inputs))
         if with_entropy:
             return logprobs_and_entropies(logits, targets, temperature=temperature)
@@ -188,7 +179,6 @@ class Scorer:
         )
 
     def _padded(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> _Inputs:
-        """Inputs of the forward pass on padded rows."""
         indices, attention, cells = _padded_layout(trees, token_ids.device)
         row, column = cells[scored].unbind(1)
         width = indices.shape[1]
@@ -275,13 +265,14 @@ class Scorer:
 
     @torch.no_grad()
     def _new_trial(self, trees: tuple[PrefixTree, ...]) -> _Trial:
-        """Random tokens of the trees, and the logprobs of each sequence alone."""
         config = self._model.config.get_text_config()
-        random, length = torch.Generator().manual_seed(0), sum(tree.num_tokens for tree in trees)
+        random = torch.Generator().manual_seed(0)
+        length = sum(tree.num_tokens for tree in trees)
         token_ids = torch.randint(int(config.vocab_size), (length,), generator=random)
         token_ids = token_ids.to(self._model.device)
         start = 0
-        scored, logprobs = list[Tensor](), list[Tensor]()
+        scored = list[Tensor]()
+        logprobs = list[Tensor]()
         for tree in trees:
             layout = TreeLayout(tree)
             for span, (parent, _) in enumerate(tree.spans):
@@ -299,11 +290,9 @@ class Scorer:
 
     @torch.no_grad()
     def _difference(self, trial: _Trial) -> str:
-        """Compare the logprobs of the current way, in fp32, with those of a trial.
-
-        Returns '' if they agree, else the difference or the error.
-        """
-        dtype, self._dtype = self._dtype, torch.float32
+        """Compare the logprobs of the current way, in fp32, with a trial; '' if they agree."""
+        dtype = self._dtype
+        self._dtype = torch.float32
         try:
             (found,) = self._compute(trial.token_ids, trial.trees, trial.scored, temperature=1.0)
         except TRIAL_ERRORS as error:
@@ -347,10 +336,12 @@ def _padded_layout(
     """Layout of padded rows: one row per span, from its sequence's start to its end.
 
     Returns, for S spans whose sequences have at most T tokens: the index in the packed row of each
-    padded token, int64 [S, T]; the attention mask, int64 [S, T], 1 on tokens and 0 on padding; and
-    the padded row and column of each token of the packed row, int64 [M, 2].
+    padded token, int64 [S, T]; the attention mask, int64 [S, T], 1 on tokens; and the padded row
+    and column of each token of the packed row, int64 [M, 2].
     """
-    paths, cells, start = list[Int64Array](), list[Int64Array](), 0
+    paths = list[Int64Array]()
+    cells = list[Int64Array]()
+    start = 0
     for tree in trees:
         layout = TreeLayout(tree)
         cells.append(np.stack([len(paths) + layout.span, layout.position], 1))
@@ -383,8 +374,7 @@ def set_checkpointing(model: Model, *, enabled: bool) -> None:
 def _checkpoint_layers(model: Model) -> None:
     """Store only each layer's input and recompute the layer in the backward pass.
 
-    transformers does this only for layers in training mode, so the layers are set to training mode.
-    Their submodules stay in evaluation mode, without dropout.
+    transformers does this only for layers in training mode; submodules stay in evaluation mode.
     """
     set_checkpointing(model, enabled=True)
     for module in model.modules():

@@ -59,7 +59,7 @@ class EvaluationCoordinator:
         run_log.event("evaluate", step=step)
         self._samples_too = True
         answering = Answering(
-            self._session.config, self._policy.engine, self._policy.tokenizer, self.held_out
+            self._session.config, self._policy.open_engine(), self._policy.tokenizer, self.held_out
         )
         with (
             closing(answering),

@@ -7,9 +7,10 @@ the adapters are trained and published; the base model stays in its own folder.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,7 +47,7 @@ class Policy:
     manifest_fields: dict[str, str]  # additional fields of each version's manifest
     learner: PolicyLearner  # learning/learner.py, or its proxy if there are several ranks
     num_ranks: int  # processes that compute each step
-    engine: registry.Engine  # samples from the model, for the trainer's own evaluations
+    open_engine: Callable[[], registry.Engine]  # samples from the model, for one evaluation
     worker_info: Mapping[str, str]  # device and dtype, to show to users
     arithmetic: Mapping[str, str]  # what computes its steps
 
@@ -65,7 +66,8 @@ def open_policy(config: Config, tokenizer: models.Tokenizer, ranks: Ranks) -> Po
     companions, manifest_fields = version_files(config, folder, model, tokenizer)
     dtype, _ = models.training_dtype(model, config.train.dtype)
     learner = make_policy_learner(config, model, ranks)
-    engine = build.make_live_engine(config, model, tokenizer)
+    open_engine = partial(build.make_live_engine, config, model, tokenizer)
+    open_engine()  # raises ConfigError now if its keys and values do not fit into memory
     worker_info = models.worker_info(model.device, dtype)
     arithmetic = models.arithmetic(model.device, worker_info["dtype"], ranks.world_size)
     models.release_memory()  # loading leaves gaps that are too small for a step's tensors
@@ -77,7 +79,7 @@ def open_policy(config: Config, tokenizer: models.Tokenizer, ranks: Ranks) -> Po
         manifest_fields,
         learner,
         ranks.world_size,
-        engine,
+        open_engine,
         worker_info,
         arithmetic,
     )

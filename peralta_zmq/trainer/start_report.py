@@ -102,7 +102,8 @@ def _answers(
 ) -> Sequence[Answer]:
     """Answers before training; none after ANSWER_SECONDS or a stop."""
     deadline = time.monotonic() + ANSWER_SECONDS
-    with closing(Answering(config, policy.engine, policy.tokenizer, held_out)) as answering:
+    engine = policy.open_engine()
+    with closing(Answering(config, engine, policy.tokenizer, held_out)) as answering:
         answering.start(problem)
         while answering.is_busy and not is_stopped() and time.monotonic() < deadline:
             for _, answers in answering.advance():

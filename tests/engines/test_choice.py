@@ -10,7 +10,7 @@ import pytest
 
 from peralta_zmq.engines.choice import Machine, choose_engine, live_engine
 from peralta_zmq.engines.hf_engine import HfEngine
-from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.engines.native.native_engine import NativeEngine
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.registry import EngineSettings
 from peralta_zmq.rollout import Sampling, TemperatureSchedule
@@ -161,7 +161,7 @@ def test_reason_names_a_model_that_native_samples_with_transformers(
         chosen = choose_engine(name, EngineSettings(), machine=OTHER, folder=tmp_path)
         assert chosen[0] == "native"
         reasons.append(chosen[1])
-    assert reasons[1] == f"{reasons[0]}; it samples mistral with transformers' generate"
+    assert reasons[1] == f"{reasons[0]}; it samples mistral with transformers' code"
 
 
 @pytest.mark.skipif(find_spec("mlx_lm") is None, reason="mlx-lm is not installed")

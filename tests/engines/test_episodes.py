@@ -10,16 +10,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_data import Opener, TokenCounter, assert_exact_logprobs, trainer_logprobs
+from engine_data import (
+    Opener,
+    TokenCounter,
+    assert_exact_logprobs,
+    engine_on,
+    trainer_logprobs,
+)
 from sample_data import tiny_model
 
 from peralta_zmq import models
 from peralta_zmq.engines import Group, Sampler
 from peralta_zmq.engines.group_sampler import TURN_STRIDE
-from peralta_zmq.engines.hf_engine import HfEngine
-from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.engines.hf_engine import hf_engine
+from peralta_zmq.engines.native.native_engine import native_engine
+from peralta_zmq.engines.row_engine import RowEngine
 from peralta_zmq.errors import RewardError
-from peralta_zmq.registry import WeightUpdate
+from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Completion, Message, Problem, Request, Sampling, rollout_of
 
 # Longer than MIN_PREFIX in prefix_cache.py, so that its tokens are in the shared part of the cache.
@@ -73,14 +80,16 @@ def model_of(seed: int = 0) -> Any:
     return tiny_model(seed=seed, vocab_size=468, head_dim=32)
 
 
-def native(tokenizer: Any, model: Any = None, *, length: int = 128) -> NativeEngine:
-    return NativeEngine(
-        model or model_of(), tokenizer, slots=4, max_model_len=length, keeps_turns=True
+def native(tokenizer: Any, model: Any = None, *, length: int = 128) -> RowEngine:
+    return native_engine(
+        model or model_of(),
+        tokenizer,
+        EngineSettings(slots=4, max_model_len=length, keeps_turns=True),
     )
 
 
-def hf(tokenizer: Any) -> HfEngine:
-    return HfEngine(model_of(), tokenizer, slots=4, max_model_len=128)
+def hf(tokenizer: Any) -> RowEngine:
+    return hf_engine(model_of(), tokenizer, EngineSettings(slots=4, max_model_len=128))
 
 
 class Recorder:
@@ -184,30 +193,30 @@ def test_end_token_outside_of_the_special_ones_is_not_doubled(
         assert tokenizer.decode(completion.token_ids[first:]).startswith("\n<|im_start|>user")
 
 
-def test_earlier_turns_are_not_computed_again(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run() -> tuple[list[list[int]], int]:
-        engine, counts = native(tokenizer), list[int]()
-        decoder: Any = engine._decoder
-        forward = decoder.hidden_states
-        decoder.hidden_states = lambda batches: (
-            counts.append(max(batch.ids.shape[1] for batch in batches)) or forward(batches)
-        )
+def test_earlier_turns_are_not_computed_again(tokenizer: Any) -> None:
+    def run(max_kept: int) -> tuple[list[list[int]], int]:
+        """The tokens of all completions, and the number of tokens that were computed."""
+        model, counts = model_of(), list[int]()
+        engine = engine_on(model, tokenizer, max_model_len=128, max_kept=max_kept)
+        embed = model.model.embed_tokens
+        embed.register_forward_pre_hook(lambda module, ids: counts.append(ids[0].numel()))
         groups = play(engine, tokenizer, Game(), [TURNS])
-        return [each.token_ids.tolist() for each in groups["1"]], max(counts[1:])
+        return [each.token_ids.tolist() for each in groups["1"]], sum(counts)
 
-    fraction = "peralta_zmq.engines.native.native_engine.KEPT_FRACTION"
-    monkeypatch.setattr(fraction, 1.0)  # all turns, however long their replies take
-    kept, longest_kept = run()
-    monkeypatch.setattr(fraction, 0.0)
-    computed, longest_computed = run()
+    kept, num_kept = run(4 * 128)  # all turns, however long their replies take
+    computed, num_computed = run(0)
     assert kept == computed
-    reply = models.continuation_ids(
-        tokenizer, [*TURNS.messages, Message("assistant", "")], [Message("user", "no 1")],
-        ended=False, chat_template_kwargs={},
-    )  # fmt: skip
-    assert longest_kept == len(reply) + 1 < longest_computed
+    replies = [
+        models.continuation_ids(
+            tokenizer, [*TURNS.messages, Message("assistant", "")],
+            [Message("user", f"no {number}")], ended=False, chat_template_kwargs={},
+        )
+        for number in (1, 2)
+    ]  # fmt: skip
+    prompt = models.chat_prompt(tokenizer, TURNS.messages)
+    sampled = sum(map(len, kept)) - 3 * sum(map(len, replies))
+    new = len(prompt) + 3 * sum(map(len, replies)) + sampled
+    assert new - 3 <= num_kept <= new + 3 * 2 < num_computed  # batches of replies may be padded
 
 
 def test_weights_that_change_between_turns_compute_the_context_again(
@@ -245,7 +254,9 @@ def test_other_completions_are_sampled_while_a_reply_is_computed(tokenizer: Any)
 def test_next_turn_takes_a_slot_before_the_rest_of_a_group(tokenizer: Any) -> None:
     game = Held()
     game.future.set_result([Message("user", "no")])
-    one_slot = NativeEngine(model_of(), tokenizer, slots=1, max_model_len=128, keeps_turns=True)
+    one_slot = native_engine(
+        model_of(), tokenizer, EngineSettings(slots=1, max_model_len=128, keeps_turns=True)
+    )
     engine = Recorder(one_slot)
     play(engine, tokenizer, game, [TURNS], max_turns=2)
     assert engine.submitted == [0, TURN_STRIDE, 1, 1 + TURN_STRIDE, 2, 2 + TURN_STRIDE]
@@ -378,9 +389,12 @@ def play_in_parts(
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 5])
-def test_interrupted_groups_end_as_without_interruption(num_steps: int, tokenizer: Any) -> None:
-    whole = play(native(tokenizer), tokenizer, Game())
-    counter = TokenCounter(native(tokenizer))
+@pytest.mark.parametrize("opened", [native, hf])
+def test_interrupted_groups_end_as_without_interruption(
+    opened: Callable[[Any], RowEngine], num_steps: int, tokenizer: Any
+) -> None:
+    whole = play(opened(tokenizer), tokenizer, Game())
+    counter = TokenCounter(opened(tokenizer))
     parts = play_in_parts(counter, tokenizer, Game(), num_steps=num_steps)
     for problem_id, completions in whole.items():
         for each, complete in zip(parts[problem_id], completions, strict=True):
@@ -391,18 +405,6 @@ def test_interrupted_groups_end_as_without_interruption(num_steps: int, tokenize
     is_sampled = steps_of(completions) >= 0
     assert_exact_logprobs(completions, trainer_logprobs(model_of(), completions), is_sampled)
     assert counter.num_tokens == is_sampled.sum()  # none of them twice
-
-
-def test_interrupted_groups_of_an_engine_of_whole_batches_lose_no_turn(tokenizer: Any) -> None:
-    greedy = Sampling(temperature=0.0, max_completion_length=6)
-    whole = play(hf(tokenizer), tokenizer, Game(), sampling=greedy)
-    engine = Recorder(hf(tokenizer))
-    # A batch takes seven steps: an interruption within it would lose its tokens.
-    parts = play_in_parts(engine, tokenizer, Game(), num_steps=7, sampling=greedy)
-    for problem_id, completions in whole.items():
-        for each, complete in zip(parts[problem_id], completions, strict=True):
-            assert each.token_ids.tolist() == complete.token_ids.tolist()
-    assert len(engine.turns) == 3 * 3 + 3  # none of them twice
 
 
 @pytest.mark.parametrize("is_dropped", [False, True])

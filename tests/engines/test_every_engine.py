@@ -230,13 +230,10 @@ def test_request_has_its_own_sampling_parameters(opener: Opener, tokenizer: Any)
         expected = trainer_logprobs(sharp_model(), [mixed[index]], sampling.temperature or 1.0)
         assert_exact_logprobs([mixed[index]], expected)
         assert mixed[index].token_ids.tolist() == again[index - 9].token_ids.tolist()
-    if opener.name != "hf":  # whose random numbers depend on the batch
-        assert [mixed[index].token_ids.tolist() for index in range(len(alone))] == alone
+    assert [mixed[index].token_ids.tolist() for index in range(len(alone))] == alone
 
 
 def test_completion_does_not_depend_on_the_sampling_of_others(opener: Opener) -> None:
-    if opener.name == "hf":
-        pytest.skip("its random numbers depend on the batch")
     engine, own = opener(sharp_model()), Sampling(max_completion_length=9, seed=4)
     batch = [replace(each, index=2 * each.index) for each in requests(siblings=2)]
     alone = tokens(sampled(engine, own, batch))
@@ -250,8 +247,6 @@ def test_completion_does_not_depend_on_the_sampling_of_others(opener: Opener) ->
 
 
 def test_sampled_tokens_are_appended_to_the_list_of_the_request(opener: Opener) -> None:
-    if opener.name == "hf":
-        pytest.skip("engine hf decodes whole batches")
     sampling = replace(GREEDY, max_completion_length=9)  # without an end token
     prompt = np.array(PROMPTS[0], np.int32)
     batch = [Request(index, prompt, sampling, sampled=[]) for index in range(4)]
@@ -407,9 +402,6 @@ def resumed(
 def test_drop_returns_completions_in_flight_with_their_tokens(opener: Opener) -> None:
     engine = opener(sharp_model(), step=3)
     whole = sampled(engine, GREEDY)  # none of them has an end token
-    if opener.name == "hf":  # whose batches cannot be resumed
-        assert cut(engine) == [] and tokens(sampled(engine, GREEDY)) == tokens(whole)
-        return
     partial = cut(engine)
     assert [each.index for each in partial if each.is_partial] == [0, 1, 2, 3]
     for each, complete in zip(partial, whole, strict=False):
@@ -435,7 +427,7 @@ def test_resumed_completion_equals_the_uninterrupted_one(
     engine = opener(model)
     whole = sampled(engine, sampling)
     partial = cut(engine, sampling, num_steps=2)
-    assert opener.name == "hf" or partial[0].is_partial
+    assert partial[0].is_partial
     again = resumed(engine, partial, sampling)
     assert tokens(again) == tokens(whole)
     assert [each.text for each in again] == [each.text for each in whole]
@@ -446,8 +438,6 @@ def test_resumed_completion_equals_the_uninterrupted_one(
 
 def test_resumed_completion_has_exact_logprobs_of_both_versions(opener: Opener) -> None:
     """Its keys and values are computed again with the newer weights."""
-    if opener.name == "hf":
-        pytest.skip("engine hf decodes whole batches")
     engine, sampling = opener(sharp_model(), step=6), Sampling(max_completion_length=12, seed=4)
     partial = cut(engine, sampling)
     engine.apply(update(7, sharp_model(seed=8)))
@@ -463,8 +453,8 @@ def test_resumed_completion_has_exact_logprobs_of_both_versions(opener: Opener) 
 
 
 def test_resumed_samples_use_the_random_numbers_of_their_positions(opener: Opener) -> None:
-    if opener.name in ("hf", "vllm"):
-        pytest.skip("their random numbers depend on the batch, or begin again")
+    if opener.name == "vllm":
+        pytest.skip("its random numbers begin again")
     engine, sampling = opener(sharp_model()), Sampling(max_completion_length=12, seed=4)
     again = resumed(engine, cut(engine, sampling), sampling)
     assert tokens(again) == tokens(sampled(engine, sampling))
@@ -506,7 +496,7 @@ def test_swap_in_flight_applies_from_the_next_token_on(family: str, opener: Open
         scores.append(logprobs)
     assert_exact_logprobs(completions, np.concatenate(scores, 1))
     assert set(completions[-1].policy_steps.tolist()) == {7}
-    before = 5 if opener.name == "mlx" else 4  # in mlx, two come in the first step
+    before = 5 if opener.name in ("hf", "mlx") else 4  # two tokens come in their first step
     for each in completions[:2]:
         steps = [6] * before + [7] * (len(each.token_ids) - before)
         assert each.policy_steps.tolist() == steps

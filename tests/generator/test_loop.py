@@ -24,14 +24,15 @@ from sample_data import group_of, tiny_model
 from sockets import ANYWHERE
 
 from peralta_zmq import models, wire
-from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.engines.native.native_engine import native_engine
+from peralta_zmq.engines.row_engine import RowEngine
 from peralta_zmq.errors import EngineProcessError
 from peralta_zmq.generator import pacing, trainer_connection
 from peralta_zmq.generator.loop import MAX_ENGINE_FAILURES
 from peralta_zmq.generator.trainer_connection import Sockets
 from peralta_zmq.generator.weight_sync import SettingsChangedError
 from peralta_zmq.learning.admission import Admission
-from peralta_zmq.registry import WeightUpdate
+from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Completion, Problem, Request, RolloutGroup, SampledToken
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
@@ -160,8 +161,10 @@ class Loop:
         apply_until(self.engine, scene.subscriber, self.first, step)
         self.steps: list[int] = []  # the engine's step at each reward
 
-    def engine_of(self, model: Any) -> NativeEngine:
-        return NativeEngine(model, self.tokenizer, slots=self._slots, max_model_len=128)
+    def engine_of(self, model: Any) -> RowEngine:
+        return native_engine(
+            model, self.tokenizer, EngineSettings(slots=self._slots, max_model_len=128)
+        )
 
     def model(self, seed: int) -> Any:
         return tiny_model(seed=seed, vocab_size=468)
@@ -187,7 +190,7 @@ class Loop:
         return groups
 
 
-def greedy_logprobs(engine: NativeEngine) -> list[float]:
+def greedy_logprobs(engine: RowEngine) -> list[float]:
     request = Request(0, np.array(PROBLEM.input_token_ids, np.int32))
     (completion,) = sampled(engine, replace(GREEDY, max_completion_length=4), [request])
     return completion.logprobs.tolist()

@@ -21,13 +21,14 @@ from sockets import eventually
 from user_modules import UserModules
 
 from peralta_zmq import models, wire
-from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.engines.native.native_engine import native_engine
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.reward_functions import RewardFunction
 from peralta_zmq.environments.reward_pool import LocalReplies, LocalRewards, RewardPool
 from peralta_zmq.environments.turns import turns_of
 from peralta_zmq.errors import RewardError
 from peralta_zmq.generator.trainer_connection import Sockets
+from peralta_zmq.registry import EngineSettings
 from peralta_zmq.rollout import Message, Problem, RolloutGroup
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
@@ -83,7 +84,9 @@ class Game:
     ) -> None:
         self._sockets, self._module = sockets, module
         tokenizer = models.load_tokenizer(models.EMBEDDED)
-        engine = NativeEngine(self.model(seed=2), tokenizer, slots=4, max_model_len=128)
+        engine = native_engine(
+            self.model(seed=2), tokenizer, EngineSettings(slots=4, max_model_len=128)
+        )
         first = store.publish(1, models.weights_of(self.model()), companions={})
         apply_until(engine, subscriber, first, 1)
         self._start = lambda environments: generator_of(

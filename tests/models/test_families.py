@@ -23,7 +23,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from peralta_zmq import models
-from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.engines.native import decoder
+from peralta_zmq.engines.native.native_engine import NativeEngine
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.models import lora
 from peralta_zmq.models.frozen_base import load_frozen_base
@@ -260,7 +261,7 @@ def measured(family: str, folder: Path) -> list[str]:
     assert torch.equal(alone(again, row()[:60]), alone(model, row()[:60]))
     assert max(error, engine_error, merged_error(model)) < TOLERANCE
     rows = "packed" if scorer.packs else scorer.padding_reason.replace("padded rows: ", "padded: ")
-    name = "native" if isinstance(engine, NativeEngine) else "hf"
+    name = "native" if FAMILIES[family]["model_type"] in decoder.FAMILIES else "hf"
     assert lora.has_adapters(with_adapters(model))
     assert can_be_packed(folder) == (family not in NOT_PACKED)
     others = [results[family] for results in OTHER_LIBRARIES.values()]

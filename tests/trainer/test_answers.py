@@ -12,8 +12,9 @@ from sample_data import tiny_model
 
 from peralta_zmq import models
 from peralta_zmq.config import Config
-from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.engines.native.native_engine import native_engine
 from peralta_zmq.errors import TaskError
+from peralta_zmq.registry import EngineSettings
 from peralta_zmq.rollout import Answer, Completion, Message, Problem, Score
 from peralta_zmq.trainer.answers import Answering
 
@@ -52,7 +53,9 @@ class HeldOut:
 
 def answering(held_out: Any, **sections: Any) -> Answering:
     tokenizer = models.load_tokenizer(models.EMBEDDED)
-    engine = NativeEngine(tiny_model(vocab_size=468), tokenizer, slots=4, max_model_len=128)
+    engine = native_engine(
+        tiny_model(vocab_size=468), tokenizer, EngineSettings(slots=4, max_model_len=128)
+    )
     limits = {"max_completion_length": 6}
     config = Config.model_validate({"sampling": limits, "eval": limits, **sections})
     return Answering(config, engine, tokenizer, held_out)

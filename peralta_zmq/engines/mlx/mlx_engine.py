@@ -1,12 +1,9 @@
-"""MLX engine: continuous batching of completions over mlx-lm's KV caches.
-
-Row i of the decode loop is entry i of the cache of every layer.
-"""
+"""MLX engine: continuous batching of completions over mlx-lm's KV caches."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +13,24 @@ import torch
 
 from peralta_zmq import models
 from peralta_zmq.engines.completion_rows import GIB, Rows, check_cache_memory
-from peralta_zmq.engines.decode_loop import DecodeLoop
-from peralta_zmq.engines.engine_models import (
-    AdapterMerger,
-    loading_errors,
-    merger_of_files,
-    read_config,
-)
+from peralta_zmq.engines.engine_models import loading_errors, merger_of_files, read_config
 from peralta_zmq.engines.mlx.mlx_model import OTHERS, MlxModel, check_config
 from peralta_zmq.engines.mlx.mlx_token_sampler import sample
+from peralta_zmq.engines.row_engine import RowEngine
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.registry import EngineSettings, WeightUpdate
-from peralta_zmq.rollout import BoolArray, Completion, Request, Sampling
+from peralta_zmq.registry import EngineSettings
+from peralta_zmq.rollout import BoolArray, Request, Sampling
 
 logger = logging.getLogger(__name__)
 
 
-def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> Engine:
+def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> RowEngine:
     """An engine with the weights in `folder`; errors as in registry.EngineFactory."""
     device = models.choose_device(settings.device)
     mx.set_default_device(mlx_device(device))
     dtype, reason = models.choose_dtype(device, settings.dtype)
-    name, bits = str(dtype).removeprefix("torch."), settings.quantize
+    name = str(dtype).removeprefix("torch.")
+    bits = settings.quantize
     quantized = f" quantize={bits}" if bits else ""
     logger.debug("device=%s dtype=%s (%s)%s", device, name, reason, quantized)
     models.check_code(folder, trust_remote_code=settings.trust_remote_code)
@@ -66,8 +59,8 @@ def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> Engine:
         max_model_len=max_model_len,
         free_bytes=free_bytes(device, fraction),
     )
-    size = {"slots": settings.slots, "max_model_len": max_model_len}
-    return Engine(model, tokenizer, end_ids, merger, step=step, **size)
+    rows = Rows(settings.slots, tokenizer, end_ids, max_model_len=max_model_len)
+    return RowEngine(CachedRows(model), rows, step=step, merger=merger)
 
 
 def mlx_device(device: torch.device) -> Any:
@@ -86,7 +79,6 @@ def free_bytes(device: torch.device, fraction: float | None) -> int:
 
 
 def check_weights_memory(num_parameters: int, dtype: torch.dtype, free_bytes: int) -> None:
-    """Raise ConfigError if the weights do not fit into the free memory."""
     if (needed := num_parameters * dtype.itemsize) > free_bytes:
         raise ConfigError(
             f"the model needs {needed / GIB:.1f} GiB for its weights in "
@@ -95,58 +87,8 @@ def check_weights_memory(num_parameters: int, dtype: torch.dtype, free_bytes: in
         )
 
 
-class Engine:
-    """Samples up to `slots` completions at the same time; implements registry.Engine."""
-
-    def __init__(
-        self,
-        model: MlxModel,
-        tokenizer: models.Tokenizer,
-        end_ids: Sequence[int],
-        merger: AdapterMerger,
-        *,
-        step: int,
-        slots: int,
-        max_model_len: int,
-    ) -> None:
-        self.step = step
-        self._model, self._tokenizer = model, tokenizer
-        self._slots, self.max_model_len = slots, max_model_len
-        self._end_ids, self._merger = end_ids, merger
-        self._loop: DecodeLoop | None = None  # before the first request
-
-    def num_free(self) -> int:
-        """Number of requests that can be submitted now."""
-        return self._slots - (self._loop.num_in_flight if self._loop else 0)
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Start requests at the next `advance`."""
-        if self._loop is None:
-            rows = Rows(
-                self._slots, self._tokenizer, self._end_ids, max_model_len=self.max_model_len
-            )
-            self._loop = DecodeLoop(CachedRows(self._model), rows)
-        self._loop.submit(requests)
-
-    def advance(self) -> list[Completion]:
-        """Take a decode step; see registry.Engine."""
-        return [] if self._loop is None else self._loop.advance(self.step)
-
-    def drop(self, ids: Collection[int]) -> list[Completion]:
-        """End requests; returns the partial completions with a token."""
-        return [] if self._loop is None else self._loop.drop(ids)
-
-    def apply(self, update: WeightUpdate) -> None:
-        """Sample from the new weights from the next token on.
-
-        Raises ValueError, with nothing changed, if the weights belong to another model.
-        """
-        self._model.apply(self._merger.weights_of(update))
-        self.step = update.step
-
-
 class CachedRows:
-    """The rows of mlx-lm's caches (decode_loop.RowDecoder)."""
+    """The rows of mlx-lm's caches (row_engine.RowDecoder)."""
 
     def __init__(self, model: MlxModel) -> None:
         self._model = model
@@ -169,8 +111,10 @@ class CachedRows:
         self._entries = list(range(first_row + len(requests)))
         return list(requests), logits[prompt_of_row]
 
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._model.apply(weights)
+
     def decode(self, tokens: np.ndarray, positions: np.ndarray, waiting: Sequence[Request]) -> Any:
-        """Compute the newest tokens of all rows; no request is waiting."""
         self._compact()
         return self._model.logits(tokens, self._cache)
 
@@ -184,7 +128,6 @@ class CachedRows:
         seen: BoolArray | None,
         banned: BoolArray | None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Sample a token for each row of `part`."""
         tokens, logprobs = sample(
             logits[part if isinstance(part, slice) else mx.array(part)],
             sampling,
@@ -204,7 +147,6 @@ class CachedRows:
         self._is_scattered = True
 
     def reset(self, *, is_damaged: bool = False) -> None:
-        """Drop the caches."""
         self._cache = []
         self._entries = []
         self._is_scattered = False

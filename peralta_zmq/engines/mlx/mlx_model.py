@@ -46,7 +46,6 @@ def check_config(config: Mapping[str, Any], *, max_model_len: int) -> None:
 
 
 def supports(config: Mapping[str, Any]) -> bool:
-    """Whether mlx-lm has the architecture of a config.json."""
     family = str(config.get("model_type"))
     module = f"mlx_lm.models.{MODEL_REMAPPING.get(family, family)}"
     return importlib.util.find_spec(module) is not None
@@ -55,8 +54,7 @@ def supports(config: Mapping[str, Any]) -> bool:
 class MlxModel:
     """mlx-lm's model for a config.json with the weights of a folder, in `dtype`.
 
-    `quantize` is the number of bits of quantized weights. Raises ValueError for weights that do not
-    belong to the config.
+    `quantize` is the number of bits of quantized weights. Raises ValueError for other weights.
     """
 
     def __init__(
@@ -67,7 +65,8 @@ class MlxModel:
         dtype: torch.dtype,
         quantize: int | None = None,
     ) -> None:
-        self._model, self._dtype = _new_model(config), dtype
+        self._model = _new_model(config)
+        self._dtype = dtype
         if quantize:
             nn.quantize(self._model, GROUP_SIZE, quantize, class_predicate=_is_quantizable)
         self._shapes = {name: tensor.shape for name, tensor in weights.items()}
@@ -120,7 +119,6 @@ class MlxModel:
         return {name: _array_of(tensors[name].to(self._dtype)) for name in tensors}
 
     def _sanitized(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """The arrays under mlx-lm's names and in its shapes."""
         if not hasattr(self._model, "sanitize"):
             return dict(arrays)
         return self._model.sanitize(dict(arrays))
@@ -146,7 +144,7 @@ def _new_model(config: Mapping[str, Any]) -> Any:
 
 
 def _mlx_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings under the names that mlx-lm reads, of a config.json of transformers 5.
+    """Settings of a config.json of transformers 5 under the names that mlx-lm reads.
 
     transformers 5 nests those of rotary embeddings in `rope_parameters`, by layer type if these
     differ; many of mlx-lm's models would use their defaults instead.
@@ -154,7 +152,8 @@ def _mlx_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_parameters") or {}
     settings: dict[str, Any] = {}
     if "full_attention" in rope:
-        local, rope = rope.get("sliding_attention", {}), rope["full_attention"]
+        local = rope.get("sliding_attention", {})
+        rope = rope["full_attention"]
         settings["rope_local_base_freq"] = local.get("rope_theta")
     if rope.get("rope_type", "default") != "default":
         settings["rope_scaling"] = dict(rope)
@@ -167,7 +166,6 @@ def _mlx_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cache_bytes(cache: Any, max_model_len: int) -> int:
-    """Bytes of one row in a layer's cache with `max_model_len` tokens."""
     if not hasattr(cache, "keys"):  # a state that does not grow
         return cache.nbytes
     length = min(max_model_len, getattr(cache, "max_size", max_model_len))  # sliding window

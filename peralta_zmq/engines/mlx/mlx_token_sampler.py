@@ -21,11 +21,7 @@ def sample(
     seen: Any = None,  # [n, V] bool, True: the repetition penalty applies
     banned: Any = None,  # [n, V] bool, True: must not be sampled
 ) -> tuple[Any, Any]:
-    """Sample one token for each of n rows; returns tokens [n] and logprobs [n].
-
-    Logprobs are in float32, at the sampling temperature (1 if greedy), over the whole vocabulary,
-    before penalties, bans and truncation.
-    """
+    """Sample one token for each of n rows; returns tokens [n] and logprobs [n] in float32."""
     logits = logits.astype(mx.float32)
     scaled = logits / (sampling.temperature or 1.0)
     adjusted = logits
@@ -43,7 +39,6 @@ def sample(
 
 
 def _sample_tokens(logits: Any, sampling: Sampling, uniform: Any) -> Any:
-    """Sample from softmax(logits / temperature), truncated by top_k, top_p, min_p; [n]."""
     token_ids = None  # [n, k], most probable first; None = the whole vocabulary, in its order
     if sampling.top_k or sampling.top_p < 1:
         token_ids = mx.argsort(-logits, axis=-1)[:, : sampling.top_k or None]

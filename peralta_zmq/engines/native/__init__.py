@@ -11,7 +11,3 @@ packed_linears   weights in the memory order in which this machine multiplies fa
 graphs           CUDA graphs of a decode step
 kernels/         C code: decode_layer.c (between the matmuls), gemm.c and gemm_float.c (matmul)
 """
-
-from peralta_zmq.engines.native.native_engine import NativeEngine
-
-__all__ = ["NativeEngine"]

@@ -1,8 +1,8 @@
 """All decoder layers in one C call, for a few new tokens per row.
 
 With a call per operation, a decode step of Qwen3-0.6B takes 1.1 times as long, and one of a small
-model 1.4 times. The C code gets the addresses of all weights and of the KV cache in a table, which
-is made again when the layout of the cache has changed. New weights are loaded into the same memory.
+model 1.4 times. C gets the addresses of weights and KV cache in a table, made again when the layout
+of the cache changes. New weights are loaded into the same memory.
 """
 
 from __future__ import annotations
@@ -31,24 +31,28 @@ class CompiledLayers:
     """
 
     def __init__(self, library: ctypes.CDLL, model: Any, cache: KVCache) -> None:
-        self._library, self._model, self._cache = library, model, cache
+        self._library = library
+        self._model = model
+        self._cache = cache
         panels = model.layers[0].mlp.down_proj.fused.packed
         self._multiply = ctypes.cast(panels.library.multiply, POINTER)
         self._table: Any = None  # array of LayerStruct, valid for the cache's layout `_layout`
         self._layout = -1
 
     def __call__(self, hidden: Tensor, ops: CompiledLayerOps) -> Tensor:
-        """Return the last hidden states [T, hidden_size] of the T new tokens of `ops`.
-
-        `hidden` has the embeddings in this shape, contiguous; it is overwritten.
-        """
+        """Last hidden states [T, hidden_size] of T tokens; overwrites the embeddings `hidden`."""
         if self._cache.layout != self._layout:
-            self._table, self._layout = self._addresses(), self._cache.layout
-        attention, layer, norm = self._model.layers[0].self_attn, self._table[0], self._model.norm
-        arguments, out = ops.arguments, torch.empty_like(hidden)
+            self._table = self._addresses()
+            self._layout = self._cache.layout
+        attention = self._model.layers[0].self_attn
+        layer = self._table[0]
+        norm = self._model.norm
+        arguments = ops.arguments
+        out = torch.empty_like(hidden)
         arguments.heads, arguments.shared = self._cache.shared[0][0].shape[:2]
         arguments.group = layer.attention_out.inputs // (arguments.heads * arguments.width)
-        arguments.scaling, arguments.epsilon = attention.scaling, norm.variance_epsilon
+        arguments.scaling = attention.scaling
+        arguments.epsilon = norm.variance_epsilon
         sizes = (
             layer.qkv.outputs,
             layer.attention_out.inputs,
@@ -75,11 +79,11 @@ class CompiledLayers:
         return out
 
     def _addresses(self) -> Any:
-        """The table of all layers, an array of LayerStruct."""
         table = (LayerStruct * len(self._model.layers))()
         caches = zip(self._cache.layers, self._cache.shared, strict=True)
         for entry, layer, (own, shared) in zip(table, self._model.layers, caches, strict=True):
-            attention, mlp = layer.self_attn, layer.mlp
+            attention = layer.self_attn
+            mlp = layer.mlp
             tensors = {
                 "attention_norm": layer.input_layernorm.weight,
                 "mlp_norm": layer.post_attention_layernorm.weight,
@@ -101,10 +105,7 @@ class CompiledLayers:
 
 
 def can_compile(model: Any) -> bool:
-    """Whether all linear weights of the layers are in panels, fused as in LayerStruct.
-
-    `model` is a Llama-family model without its head.
-    """
+    """Whether all linear weights of the layers are in panels, fused as in LayerStruct."""
     return all(
         panels_of(*linears) is not None
         for layer in model.layers
@@ -119,7 +120,7 @@ def can_compile(model: Any) -> bool:
 
 
 def _linear_struct(linear: Any) -> LinearStruct:
-    """Addresses and sizes of the fused weight and bias that contain those of `linear`."""
-    panels, bias = linear.fused.packed, linear.fused.bias
+    panels = linear.fused.packed
+    bias = linear.fused.bias
     bias_address = None if bias is None else bias.data_ptr()
     return LinearStruct(panels.data_ptr(), bias_address, panels.inputs, panels.outputs)

@@ -1,16 +1,11 @@
 """Forward pass of a Hugging Face decoder model over the engine's KV cache.
 
 Llama, Qwen2 and Qwen3 models run through `decoder_forward`, which has fewer and larger operations
-than transformers' code. In transformers' code, Python between the operations takes a third of a
-small model's decode step. The other supported families run transformers' code with this module's
-attention and the KV cache.
-
-A row of the KV cache holds one sequence. The keys and values of the sequence have two parts: a span
-(start and end) of the shared part, and the own part of the row. The shared part stores the common
-prefix of the prompts, and all rows can read it.
+than transformers' code, in which Python takes a third of a small model's decode step. The other
+families run transformers' code with this module's attention.
 
 Letters in shapes: n rows, S new tokens per row, T new tokens of all rows, P positions of the shared
-part, W positions of a row's own part, H key heads, D head_dim, V vocabulary.
+part of the KV cache, W positions of a row's own part, H key heads, D head_dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from transformers import AttentionInterface
 
 from peralta_zmq import models
 from peralta_zmq.engines.native.compiled_layers import CompiledLayers, can_compile
-from peralta_zmq.engines.native.graphs import GraphCache, capture_for
+from peralta_zmq.engines.native.graphs import Capture, GraphCache, capture_for
 from peralta_zmq.engines.native.kernels.decode_layer import CompiledLayerOps, library_for
 from peralta_zmq.engines.native.kv_cache import KVCache, Part, RowWindow, cache_shape
 from peralta_zmq.engines.native.packed_linears import ModelWeights
@@ -37,7 +32,6 @@ LLAMA_FAMILIES = ("llama", "qwen2", "qwen3")
 ONE_MASK_FAMILIES = ("gemma",)  # take one mask; gemma2 and gemma3_text take one per layer type
 FAMILIES = (*LLAMA_FAMILIES, *ONE_MASK_FAMILIES, "gemma2", "gemma3_text")
 ATTENTION_NAME = "peralta_zmq"  # name of `_attention` in transformers' registry
-MAX_SCORES = 2**16  # new tokens of a row times positions, up to which the C attention is used
 
 
 class NewTokens(NamedTuple):
@@ -49,18 +43,33 @@ class NewTokens(NamedTuple):
 
 
 class Decoder:
-    """A model with packed weights, and the KV cache of `num_rows` sequences.
+    """A model and the KV cache of `num_rows` sequences of at most `capacity` tokens.
 
-    If `live`, a trainer owns and updates the weights, so the decoder does not pack the weights.
-    `capacity` is the maximum number of tokens of a sequence.
+    The weights are packed unless a trainer owns and updates them (`live`). `max_scores` is the
+    number of new tokens of a row times positions up to which attention in C, which computes one
+    query at a time, is faster than matmuls. `in_one_call`: compute all layers in one call of C if
+    possible. `capture` records CUDA graphs; None if the device has none.
     """
 
-    def __init__(self, model: models.Model, *, num_rows: int, capacity: int, live: bool) -> None:
+    def __init__(
+        self,
+        model: models.Model,
+        *,
+        num_rows: int,
+        capacity: int,
+        live: bool = False,
+        max_scores: int = 1 << 16,
+        in_one_call: bool = True,
+        capture: Capture | None = None,
+    ) -> None:
         config = cast(Any, model.config)
-        self._model, self._config = cast(Any, model), config
+        self._model = cast(Any, model)
+        self._config = config
+        self._max_scores = max_scores
         self._sliding_window = _sliding_window(config)
         self._softcap = getattr(config, "final_logit_softcapping", None)
-        self.device, self.dtype = model.device, model.dtype
+        self.device = model.device
+        self.dtype = model.dtype
         self.cache = KVCache(
             **cache_shape(config),
             num_rows=num_rows,
@@ -75,16 +84,15 @@ class Decoder:
         self._rotary_table = _rotary(model, self._positions) if is_llama else None
         self.library = _library_for(model)  # C kernels, or None
         self._compiled_layers = None
-        if self.library is not None and can_compile(self._model.model):
+        if in_one_call and self.library is not None and can_compile(self._model.model):
             self._compiled_layers = CompiledLayers(self.library, self._model.model, self.cache)
-        capture = capture_for(model.device) if is_llama else None
-        self._graphs = None if capture is None else GraphCache(capture, model.device)
+        capture = capture or capture_for(model.device)
+        self._graphs = GraphCache(capture, model.device) if capture and is_llama else None
 
     def hidden_states(self, batches: Sequence[NewTokens]) -> list[Tensor]:
-        """Last hidden states [n, S, hidden_size] of each of `batches`.
+        """Last hidden states [n, S, hidden_size] of each of `batches`, added to the KV cache.
 
-        The keys and values of the tokens are added to the KV cache. If the C kernels compute all
-        batches, the weights are read once for all.
+        If the C kernels compute all batches, the weights are read once for all.
         """
         for ids, positions, first_row in batches:
             start, end = self._spans(first_row, len(ids))
@@ -116,14 +124,12 @@ class Decoder:
         return torch.tanh(logits / self._softcap) * self._softcap
 
     def _spans(self, first_row: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Start and end, [n, 1] each, of the spans of `num_rows` rows."""
         spans = self.cache.spans[first_row : first_row + num_rows]
         return spans[:, :1], spans[:, 1:]
 
     def _forward_by_kernels(
         self, library: ctypes.CDLL, batches: Sequence[NewTokens]
     ) -> list[Tensor]:
-        """Hidden states as in `hidden_states`, of all batches in one pass."""
         inputs: list[np.ndarray] = []  # [6, n * S] of each batch
         for tokens, positions, first_row in batches:
             start, end = self._spans(first_row, len(tokens))
@@ -131,7 +137,9 @@ class Decoder:
             arrays = tokens, positions, rows, positions - (end - start), start, end
             inputs.append(np.stack(np.broadcast_arrays(*arrays)).reshape(6, -1))
         flat = torch.from_numpy(np.concatenate(inputs, 1))  # [6, T]
-        ids, positions, places = flat[0], flat[1], flat[2:]
+        ids = flat[0]
+        positions = flat[1]
+        places = flat[2:]
         ops = CompiledLayerOps(library, self.cache, rotary=self._rotary(positions), places=places)
         model = self._model.model
         if self._compiled_layers is None:
@@ -155,7 +163,8 @@ class Decoder:
         columns = positions - (end - start)  # [n, S], positions in the row's own part
         masks: Any = self._masks(columns, start, end)
         if self._config.model_type in LLAMA_FAMILIES:
-            rotary, window = self._rotary(positions), RowWindow(self.cache, first_row, columns)
+            rotary = self._rotary(positions)
+            window = RowWindow(self.cache, first_row, columns)
             ops = TorchLayerOps(RotaryEmbedding(*rotary), window, masks)
             return decoder_forward(self._model.model, ids, ops)
         if self._config.model_type in ONE_MASK_FAMILIES:
@@ -179,18 +188,15 @@ class Decoder:
         return self._rotary_table[0][positions], self._rotary_table[1][positions]
 
     def _is_short(self, num_new: int) -> bool:
-        """Whether the C attention, which computes one query at a time, is faster than matmuls.
-
-        `num_new` is the number of new tokens per row.
-        """
+        """Whether attention in C is faster for `num_new` new tokens per row."""
         num_positions = self.cache.shared[0][0].shape[1] + self.cache.width
-        return num_new == 1 or num_new * num_positions <= MAX_SCORES
+        return num_new == 1 or num_new * num_positions <= self._max_scores
 
     def _masks(self, columns: Tensor, start: Tensor, end: Tensor) -> dict[str, Tensor]:
         """Additive masks (0 or -inf), [n, 1, S, P + W], by layer type.
 
-        The last dimension is the shared part, then the row's own part. A token attends to its row's
-        span of the shared part, and to its row's own part up to the token itself.
+        A token attends to its row's span of the shared part, and to its row's own part up to
+        itself.
         """
         shared = self._positions[: self.cache.shared[0][0].shape[1]]  # [P]
         own = self._positions[: self.cache.width]  # [W]
@@ -206,7 +212,6 @@ class Decoder:
         return masks
 
     def _additive_mask(self, masked: Tensor) -> Tensor:
-        """Mask [n, 1, S, P + W] with -inf where `masked` [n, S, P + W] is True, else 0."""
         zeros = torch.zeros(masked.shape, dtype=self.dtype, device=self.device)
         return zeros.masked_fill_(masked, float("-inf"))[:, None]
 
@@ -220,7 +225,6 @@ def _rotary(model: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _library_for(model: Any) -> ctypes.CDLL | None:
-    """The compiled kernels; None if they do not support the model or this machine."""
     config = model.config
     if config.model_type not in LLAMA_FAMILIES or config.hidden_act != "silu":
         return None
@@ -244,31 +248,32 @@ def _sliding_window(config: Any) -> int | None:
 
 
 def decoder_forward(model: Any, ids: Tensor, ops: TorchLayerOps | CompiledLayerOps) -> Tensor:
-    """Last hidden states [..., hidden_size] of `ids` [...] for a Llama-family model.
+    """Last hidden states [..., hidden_size] of `ids` [...] for a Llama-family model without head.
 
-    `model` is the model without its head; `ops` computes everything between the matmuls.
+    `ops` computes everything between the matmuls.
     """
-    hidden, num_layers = model.embed_tokens(ids), len(model.layers)
+    hidden = model.embed_tokens(ids)
+    num_layers = len(model.layers)
     layer_types = getattr(model.config, "layer_types", None) or ["full_attention"] * num_layers
     for layer, layer_type in zip(model.layers, layer_types, strict=True):
-        normed, attention = ops.norm(layer.input_layernorm, hidden), layer.self_attn
+        normed = ops.norm(layer.input_layernorm, hidden)
+        attention = layer.self_attn
         qkv = attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed)
         hidden = hidden + attention.o_proj(ops.attend(attention, layer_type, *qkv))
-        normed, mlp = ops.norm(layer.post_attention_layernorm, hidden), layer.mlp
+        normed = ops.norm(layer.post_attention_layernorm, hidden)
+        mlp = layer.mlp
         gated = ops.gate(mlp, mlp.gate_proj(normed), mlp.up_proj(normed))
         hidden = hidden + mlp.down_proj(gated)
     return ops.norm(model.norm, hidden)
 
 
 class RotaryEmbedding:
-    """Rotary position embedding (RoFormer, arXiv 2104.09864) for given positions.
-
-    `cosines` and `sines` are [n, S, D].
-    """
+    """Rotary position embedding (RoFormer, arXiv 2104.09864); cosines and sines are [n, S, D]."""
 
     def __init__(self, cosines: Tensor, sines: Tensor) -> None:
         low, high = sines.chunk(2, -1)
-        self._cos, self._sin = cosines[:, None], torch.cat([-low, high], -1)[:, None]
+        self._cos = cosines[:, None]
+        self._sin = torch.cat([-low, high], -1)[:, None]
 
     def rotate(self, heads: Tensor) -> Tensor:
         """Rotate queries or keys [n, heads, S, D]."""
@@ -299,7 +304,8 @@ class TorchLayerOps(NamedTuple):
             joined.unflatten(-1, (-1, module.head_dim)) for joined in (query, key, value)
         )  # [n, S, heads, D]
         if hasattr(module, "q_norm"):
-            query, key = self.norm(module.q_norm, query), self.norm(module.k_norm, key)
+            query = self.norm(module.q_norm, query)
+            key = self.norm(module.k_norm, key)
         query, key = (self.rotary.rotate(heads.transpose(1, 2)) for heads in (query, key))
         keys, values = self.window.update(key, value.transpose(1, 2), module.layer_idx)
         out, _ = _attention(
@@ -322,8 +328,7 @@ def _attention(
     """Grouped-query attention of the new tokens to the shared part and the own parts.
 
     The query heads of a key head are stacked along the token dimension, so that keys need not be
-    repeated. Parameters and result (None instead of attention weights) follow transformers'
-    interface.
+    repeated. The signature is transformers'.
     """
     n, heads, num_new, head_dim = query.shape
     group_size = heads // key.own.shape[1]  # query heads per key head
@@ -351,9 +356,9 @@ def _attention_in_parts(
 ) -> Tensor:
     """Attention with separate matmuls for the shared part and the own parts.
 
-    One matmul reads the shared part for all rows. For one new token per row, these contiguous
-    matmuls take half the time of `scaled_dot_product_attention` on a CPU. On mps, that function was
-    wrong for masks that are broadcast over heads (pytorch pull 184180).
+    One matmul reads the shared part for all rows. For one new token per row, this takes half the
+    time of `scaled_dot_product_attention` on a CPU. On mps, that function was wrong for masks that
+    are broadcast over heads (pytorch pull 184180).
     """
     n, num_heads, num_queries, head_dim = query.shape
     num_shared = key.shared.shape[1]
@@ -374,7 +379,6 @@ def _attention_in_parts(
 
 
 def _concatenated(part: Part) -> Tensor:
-    """Shared and own part of each row in one tensor, [n, H, P + W, D]."""
     if not part.shared.shape[1]:
         return part.own
     return torch.cat([part.shared.expand(len(part.own), -1, -1, -1), part.own], 2)

@@ -1,7 +1,6 @@
 """CUDA graphs of decode steps: one launch instead of hundreds of small kernels.
 
-Capturing records the kernels of a forward pass; a replay launches all of these kernels again. A
-graph reads and writes the memory addresses of its capture, so it is dropped when tensors move.
+A graph reads and writes the memory addresses of its capture: it is dropped when tensors move.
 """
 
 from __future__ import annotations
@@ -26,26 +25,24 @@ class _Graph(NamedTuple):
 
 
 class GraphCache:
-    """Captured graphs by key.
-
-    The graphs are valid for one memory layout: a value that changes when tensors move.
-    """
+    """Captured graphs by key, valid for one memory layout."""
 
     def __init__(self, capture: Capture, device: torch.device) -> None:
-        self._capture, self._device = capture, device
+        self._capture = capture
+        self._device = device
         self._layout: Hashable = None
         self._graphs: dict[Hashable, _Graph | None] = {}  # None: first call done, no graph yet
 
     def run(self, forward: Forward, inputs: Tensor, *, key: Hashable, layout: Hashable) -> Tensor:
         """Return `forward(inputs)`, from a graph if possible; valid until the next call.
 
-        Functions with the same key must do the same operations on tensors of equal shapes, and must
-        not read a number back to the host. The first call with a key runs `forward` directly; the
-        second call captures a graph, for which `forward` runs twice. All graphs are dropped when
-        `layout` changes.
+        Functions with the same key must do the same operations on tensors of equal shapes, and read
+        no number back to the host. The first call with a key runs `forward`; the second captures a
+        graph, for which `forward` runs twice. A new `layout` drops all graphs.
         """
         if layout != self._layout:
-            self._layout, self._graphs = layout, {}
+            self._layout = layout
+            self._graphs = {}
         if key not in self._graphs:
             self._graphs[key] = None
             return forward(inputs.to(self._device))
@@ -59,14 +56,15 @@ class GraphCache:
 
 
 def capture_for(device: torch.device) -> Capture | None:
-    """The capture function of a device; None if the device does not support graphs.
+    """The capture function of a device; None if it does not support graphs.
 
-    All graphs can share one stream and one memory pool, because the result of a replay is not read
+    All graphs share one stream and one memory pool, because the result of a replay is not read
     after the next replay.
     """
     if device.type != "cuda":
         return None
-    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream(device)
+    pool = torch.cuda.graph_pool_handle()
 
     def capture(forward: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
         stream.wait_stream(torch.cuda.current_stream(device))

@@ -1,12 +1,9 @@
 """KV cache: keys and values of every row.
 
 Each row caches one sequence. A prefix that several rows have in common is stored once, in the
-shared part; the row's own part holds the rest of the sequence and starts at column 0. The memory of
-the own parts is allocated once; the shared part is allocated again for each new prefix.
-
-Rows are only as wide as the longest own part needs. When the width grows, the rows are moved, so
-that they remain contiguous. Slices of rows of full width would need no move, but they are not
-contiguous, and a CPU matmul would copy them.
+shared part, allocated again for each new prefix; the row's own part holds the rest and starts at
+column 0. Rows are only as wide as the longest own part needs, so that they are contiguous, which
+CPU matmuls need; when the width grows, they are moved.
 
 Letters in shapes: n rows, H key heads, P positions of the shared part, W width of a row in columns
 (one per token), D head_dim, S new tokens per row.
@@ -40,9 +37,9 @@ EMPTY_SPAN = Span(0, 0)
 class KVCache:
     """Keys and values of `num_rows` sequences of at most `capacity` tokens.
 
-    `layers[i]` is the pair (keys, values) of layer i for the own parts, [n, H, W, D] each;
-    `shared[i]` is the pair for the shared part, [H, P, D] each. `layout` is a counter that changes
-    whenever these tensors move in memory. `spans` has the Span of each row.
+    `layers[i]` is the pair (keys, values) of layer i for the own parts, [n, H, W, D]; `shared[i]`
+    for the shared part, [H, P, D]. `layout` changes whenever these tensors move in memory. `spans`
+    has the Span of each row.
     """
 
     def __init__(
@@ -59,20 +56,22 @@ class KVCache:
         size = num_rows * num_heads * capacity * head_dim
         # Not zeros: untouched memory costs nothing, and rows are often narrower than `capacity`.
         self._memory = torch.empty((num_layers, 2, size), dtype=dtype, device=device)
-        self._shape, self.capacity = (num_rows, num_heads, head_dim), capacity
+        self._shape = (num_rows, num_heads, head_dim)
+        self.capacity = capacity
         self.layout = 0
         self.clear()
 
     def widen(self, length: int) -> None:
-        """Make rows wide enough for `length` own tokens; they keep their content.
+        """Make rows wide enough for `length` own tokens; new columns are zero.
 
-        The new columns are zero. Raises ValueError if `length` exceeds the capacity.
+        Raises ValueError if `length` exceeds the capacity.
         """
         if length > self.capacity:
             raise ValueError(f"{length} tokens in a row of {self.capacity}")
         if length <= self.width:
             return
-        old_layers, width = self.layers, self.width
+        old_layers = self.layers
+        width = self.width
         self._set_width(length)
         for old_layer, layer in zip(old_layers, self.layers, strict=True):
             for old, new in zip(old_layer, layer, strict=True):
@@ -83,16 +82,14 @@ class KVCache:
     def clear(self) -> None:
         """Make all keys and values zero, and empty the shared part.
 
-        Rows become narrow; the columns that `widen` adds are zero. Needed after non-finite values:
-        a later sequence would multiply them by the probability 0 of a masked position, and 0 * inf
-        is NaN.
+        Needed after non-finite values: a later sequence would multiply them by the probability 0 of
+        a masked position, and 0 * inf is NaN.
         """
         self._set_width(0)
         self._own.zero_()
         self.drop_shared()
 
     def drop_shared(self) -> None:
-        """Empty the shared part and the span of every row."""
         num_rows, num_heads, head_dim = self._shape
         self.layout += 1
         empty = self._memory.new_zeros((2, num_heads, 0, head_dim))
@@ -102,17 +99,17 @@ class KVCache:
     def share(self, row: int, length: int) -> Span:
         """Copy the first `length` tokens of `row` to the end of the shared part.
 
-        The span of `row` must be empty. Returns the Span of the new tokens; the caller assigns this
-        Span to the rows that use the tokens. Also removes the ranges of the shared part that no row
-        uses, and shifts the spans of the rows accordingly. Returns EMPTY_SPAN, with nothing
-        changed, if the shared part would exceed the capacity.
+        Returns their Span. The span of `row` must be empty; the caller assigns the new Span to
+        rows. Also removes ranges that no row uses, and shifts the spans of the rows. Returns
+        EMPTY_SPAN, with nothing changed, if the shared part would exceed the capacity.
         """
         # Rows with the same start read one shared prefix, some of them only its beginning. Spans
         # with different starts do not overlap.
         used: dict[int, int] = {}  # start of each used range -> its end
         for start, end in self.spans[self.spans[:, 1] > 0].tolist():
             used[start] = max(end, used.get(start, 0))
-        offsets, total = dict[int, int](), 0  # start of each used range -> distance it moves
+        offsets = dict[int, int]()
+        total = 0  # start of each used range -> distance it moves
         for start, end in used.items():
             offsets[start] = total - start
             total += end - start
@@ -175,8 +172,8 @@ class Part(NamedTuple):
 class RowWindow:
     """Consecutive rows of the cache, in place of transformers' `Cache`.
 
-    `update` returns Parts, so only the native decoder's own attention function can use them.
-    `columns` [n, S] are the columns of the new tokens in the n rows from `first_row` on.
+    `update` returns Parts, which only the native decoder's attention can use. `columns` [n, S] are
+    the columns of the new tokens in the n rows from `first_row` on.
     """
 
     def __init__(self, cache: KVCache, first_row: int, columns: Tensor) -> None:
@@ -187,10 +184,7 @@ class RowWindow:
         self._columns = columns
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Part, Part]:
-        """Write the keys and values [n, H, S, D] of the new tokens in layer `layer`.
-
-        Returns the keys and the values of all tokens of these rows.
-        """
+        """Write keys and values [n, H, S, D] of new tokens; returns those of all tokens."""
         own_keys, own_values = self._cache.layers[layer]
         own_keys[self._rows, :, self._columns] = keys.transpose(1, 2)
         own_values[self._rows, :, self._columns] = values.transpose(1, 2)
@@ -201,7 +195,7 @@ class RowWindow:
         )
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Required by transformers, but not used, because the engine passes all positions."""
+        """Required by transformers; not used, because the decoder passes all positions."""
         return 0
 
 
@@ -226,11 +220,9 @@ def check_memory(
 ) -> None:
     """Raise ConfigError if the keys and values do not fit into the free memory.
 
-    `rows_per_slot` is above 1 if ended turns are kept. `extra_rows` are the rows that the engine
-    needs beyond its slots, for prompts and for the shared part. Other memory is not counted: the
-    model is loaded already, and the logits of a decode step are small. The check also
-    ignores memory for packing the weights (packed_linears.py): one matrix at a time and a second
-    copy of a tied head.
+    `rows_per_slot` is above 1 if ended turns are kept; `extra_rows` are for prompts and the shared
+    part. Not counted: logits, and packing of weights (one more matrix at a time, and a second copy
+    of a tied head).
     """
     row_bytes = capacity * 2 * math.prod(cache_shape(model.config).values()) * model.dtype.itemsize
     check_cache_memory(

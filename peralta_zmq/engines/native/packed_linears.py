@@ -1,8 +1,7 @@
 """Linear layers with packed weights, for fast matmuls on a CPU.
 
-A packed weight is stored in the memory order in which this machine multiplies it fastest. Layers
-with the same input (such as q_proj, k_proj and v_proj) are fused into one packed weight. Where
-packing is not supported, the model keeps its own layers.
+Layers with the same input (such as q_proj, k_proj and v_proj) are fused into one packed weight.
+Where packing is not supported, the model keeps its own layers.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class FusedLinear:
-    """Linear layers with the same input, stored as one packed weight.
+    """Linear layers with the same input, stored as one packed weight, which multiplies faster.
 
-    One wide matmul is faster than several narrow matmuls. The names of the layers' weights and
-    biases are those in the model: one weight per layer, and one bias per layer or no bias at all.
-    `packed` is the weight, and `bias` the bias or None, of all layers.
+    The names of weights and biases are those in the model: one bias per layer, or none at all.
     """
 
     def __init__(
@@ -34,7 +31,8 @@ class FusedLinear:
         weight_names: Sequence[str],
         bias_names: Sequence[str] = (),
     ) -> None:
-        self._weight_names, self._bias_names = weight_names, bias_names
+        self._weight_names = weight_names
+        self._bias_names = bias_names
         self._sizes = [linear.out_features for linear in linears]  # number of outputs by layer
         self._dtype = linears[0].weight.dtype
         self._input: Tensor | None = None  # its outputs are in `_outputs`
@@ -45,7 +43,6 @@ class FusedLinear:
         self.bias = self._concatenated(biases).clone() if biases else None
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the layers' weights [out, in] and biases [out]; panels keep their memory."""
         self.packed.load(self._concatenated([weights[name] for name in self._weight_names]))
         if self.bias is not None:
             self.bias.copy_(self._concatenated([weights[name] for name in self._bias_names]))
@@ -54,8 +51,8 @@ class FusedLinear:
     def output(self, index: int, rows: Tensor) -> Tensor:
         """The output [..., out] of layer `index` for the input `rows` [..., in].
 
-        The first call for an input computes the outputs of all layers; the call for the last layer
-        frees them. Callers must therefore read the outputs in the order of the layers.
+        The first call for an input computes the outputs of all layers, the call for the last layer
+        frees them: read them in the order of the layers.
         """
         if len(self._sizes) == 1:
             return self.packed.multiply(rows, self.bias)
@@ -64,7 +61,8 @@ class FusedLinear:
             self._outputs = self.packed.multiply(rows, self.bias).split(self._sizes, -1)
         output = self._outputs[index]
         if index == len(self._sizes) - 1:
-            self._input, self._outputs = None, ()
+            self._input = None
+            self._outputs = ()
         return output
 
     def _concatenated(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -78,10 +76,10 @@ class PackedLinear(nn.Module):
 
     def __init__(self, fused: FusedLinear, index: int) -> None:
         super().__init__()
-        self.fused, self._index = fused, index
+        self.fused = fused
+        self._index = index
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Multiply `rows`, [..., in], to [..., out]."""
         return self.fused.output(self._index, rows)
 
 
@@ -99,10 +97,9 @@ class ModelWeights:
             self._pack(model)
 
     def apply(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace all weights.
+        """Replace all weights, with extra memory for one fused weight at a time.
 
-        Needs extra memory for one fused weight at a time. Raises ValueError, with nothing changed,
-        if names or shapes differ from those of the model.
+        Raises ValueError, with nothing changed, if names or shapes differ from those of the model.
         """
         models.check_weights(self._shapes, weights)
         with torch.no_grad():
@@ -112,7 +109,6 @@ class ModelWeights:
                 fused.load(weights)
 
     def _pack(self, model: models.Model) -> None:
-        """Replace the linear layers of a model by PackedLinear layers."""
         # By address, so that each layer that uses a tied weight finds its name.
         names = {tensor.data_ptr(): name for name, tensor in self._plain.items()}
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -128,10 +124,7 @@ class ModelWeights:
     def _pack_group(
         self, parent: nn.Module, attributes: Sequence[str], names: Mapping[int, str]
     ) -> set[str]:
-        """Replace linear layers of a module by PackedLinear layers; returns their tensors' names.
-
-        `names` has the names of the model's tensors by address.
-        """
+        """Replace linear layers of a module by PackedLinear layers; returns the tensors' names."""
         linears = [cast(nn.Linear, getattr(parent, attribute)) for attribute in attributes]
         weight_names = [names[linear.weight.data_ptr()] for linear in linears]
         bias_names = [names[bias.data_ptr()] for bias in _biases_of(linears)]
@@ -152,10 +145,7 @@ def panels_of(*linears: nn.Module) -> PanelWeight | None:
 
 
 def _layer_groups(parent: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Attribute names of the linear layers of `parent`, grouped into layers to fuse.
-
-    A layer that is not in FUSED_LAYERS is a group of its own.
-    """
+    """Attribute names of the linear layers of `parent`, grouped into layers to fuse."""
     linears = {name: child for name, child in parent.named_children() if type(child) is nn.Linear}
     for names in FUSED_LAYERS:
         group = [linears[name] for name in names if name in linears]
@@ -167,6 +157,5 @@ def _layer_groups(parent: nn.Module) -> Iterator[tuple[str, ...]]:
 
 
 def _biases_of(linears: Sequence[nn.Linear]) -> list[Tensor]:
-    """The biases of those layers that have one."""
     biases = cast("list[Tensor | None]", [linear.bias for linear in linears])
     return [bias for bias in biases if bias is not None]

@@ -1,11 +1,9 @@
 """Prefix cache: computes shared prompt tokens once instead of once per completion.
 
-The common prefix of all prompts is computed once, and the remainder of each prompt once per group
-(the completions of one prompt). A prompt that begins otherwise shortens the common prefix; only
-prompts after an idle engine get another one. The keys and values of the prefix are in the shared
-part of the KV cache, which all rows can read. The remainder of a prompt is computed in a row
-reserved for prompts, together with the next token of the running rows, and copied from there to the
-rows of the prompt's completions.
+The common prefix of all prompts is computed once, into the shared part of the KV cache, and the
+rest of each prompt once per group, in a row reserved for prompts and in the same pass as the
+running rows. A prompt that begins otherwise shortens the common prefix; only an idle engine gets
+another one.
 """
 
 from __future__ import annotations
@@ -26,14 +24,12 @@ MIN_PREFIX = 16  # tokens; computing a shorter prefix separately costs more than
 
 
 class PrefixCache:
-    """Keys and values of the latest prompts, to copy to the rows of completions.
-
-    The prompts are in the PROMPT_ROWS rows of the KV cache from `first_row` on. The span of a row
-    is the range of the shared part that belongs to the row's sequence.
-    """
+    """Keys and values of the latest prompts, in the PROMPT_ROWS rows from `first_row` on."""
 
     def __init__(self, decoder: Decoder, first_row: int) -> None:
-        self._decoder, self._cache, self._first_row = decoder, decoder.cache, first_row
+        self._decoder = decoder
+        self._cache = decoder.cache
+        self._first_row = first_row
         self._prompt_rows = slice(first_row, first_row + PROMPT_ROWS)
         self._prefix = np.zeros(0, np.int32)
         self._may_replace = True  # the prefix, by that of the next prompts
@@ -54,14 +50,13 @@ class PrefixCache:
         self._may_replace = True
 
     def __contains__(self, prompt: Int32Array) -> bool:
-        """Whether the prompt is computed, so that `copy_to` can copy it."""
         return prompt.tobytes() in self._index
 
     def compute(self, prompts: Sequence[Int32Array], running: Sequence[NewTokens]) -> Tensor:
         """Compute the first PROMPT_ROWS distinct prompts; drops the earlier prompts.
 
-        `running` are the newest tokens of other rows, one each, which are computed in the same
-        pass. Returns the logits [n, V] of these rows.
+        `running` are the newest tokens of other rows, computed in the same pass. Returns the logits
+        [n, V] of these rows.
         """
         distinct = {prompt.tobytes(): prompt for prompt in prompts}
         prompts = list(distinct.values())[:PROMPT_ROWS]
@@ -89,8 +84,8 @@ class PrefixCache:
     def _prepare_prefix(self, prompts: Sequence[Int32Array]) -> int:
         """Shorten or replace the common prefix to fit `prompts`, and set the prompt rows' spans.
 
-        Returns the number of tokens that the prompt rows read from the shared part: the length of
-        the prefix, or 0 if the shared part has no room for it.
+        Returns the number of tokens that the prompt rows read from the shared part; 0 if it has no
+        room.
         """
         prefix = _shortened(self._prefix, prompts)
         if self._may_replace and len(prefix) == 0:
@@ -107,7 +102,6 @@ class PrefixCache:
         return end - start
 
     def _batch(self, tokens: np.ndarray, start: int) -> NewTokens:
-        """`tokens` [n, S] in the prompt rows, from position `start` on."""
         positions = np.tile(np.arange(start, start + tokens.shape[1]), (len(tokens), 1))
         return NewTokens(tokens, positions, self._first_row)
 
@@ -121,7 +115,6 @@ def _shortened(prefix: Int32Array, prompts: Sequence[Int32Array]) -> Int32Array:
 
 
 def _common_length(one: Int32Array, other: Int32Array) -> int:
-    """Length of the longest common prefix."""
     shorter = min(len(one), len(other))
     differing = np.flatnonzero(one[:shorter] != other[:shorter])
     return int(differing[0]) if len(differing) else shorter

@@ -1,14 +1,12 @@
 """Sampling: from logits to one token per row and its logprob.
 
 The options have the same effect as in transformers, which applies them in this order: repetition
-penalty, min_tokens (here `banned`), temperature, top_k, top_p, min_p. Here top_k comes before the
-temperature. The result is the same (except that exactly k tokens remain if several tie for the k-th
-place), but the later operations process k values, which are already sorted for top_p, instead of
-the whole vocabulary.
+penalty, min_tokens (here `banned`), temperature, top_k, top_p, min_p. Here top_k comes first, so
+that the others process k values (exactly k, also if several tie for the k-th place).
 
-On a CPU, a large vocabulary is divided into blocks. One pass over the logits computes each block's
-largest logit and its sum of exponentials. Logprobs, top_k up to MIN_BLOCKS, and sampling without
-other options then read only a few blocks.
+On a CPU, a large vocabulary is divided into blocks. One pass computes each block's largest logit
+and sum of exponentials; logprobs, top_k up to MIN_BLOCKS, and sampling without other options then
+read only a few blocks.
 
 Letters in shapes: n rows, V vocabulary, b blocks of B logits.
 """
@@ -17,15 +15,37 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from peralta_zmq.engines.native.kernels.decode_layer import BLOCK_SIZE, sum_blocks
-from peralta_zmq.rollout import Sampling
+from peralta_zmq.rollout import BoolArray, Sampling
 
 CHUNK_SIZE = 2**20  # logits per chunk, so that the fp32 copies of a chunk stay in the CPU cache
 MIN_BLOCKS = 64  # a vocabulary of fewer blocks is not divided
+
+
+def sample_rows(
+    logits: Tensor,
+    sampling: Sampling,
+    uniforms: np.ndarray,
+    *,
+    seen: BoolArray | None,
+    banned: BoolArray | None,
+    library: ctypes.CDLL | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `sample`, with arrays of NumPy except for the logits."""
+    uniform, *masks = (
+        None if array is None else torch.from_numpy(array).to(logits.device)
+        for array in (uniforms, seen, banned)
+    )
+    assert uniform is not None
+    tokens, logprobs = sample(
+        logits, sampling, uniform, seen=masks[0], banned=masks[1], library=library
+    )
+    return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
 
 def sample(
@@ -39,15 +59,15 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Sample one token for each of n rows; returns tokens [n] and logprobs [n].
 
-    Logprobs are computed as by the trainer (see Rollout.logprobs): from the original logits at the
-    sampling temperature (1 if greedy), before penalties, bans and truncation by top_k, top_p and
-    min_p.
+    Logprobs are as defined on Rollout.logprobs: at the sampling temperature (1 if greedy), before
+    penalties, bans and truncation.
     """
     temperature = sampling.temperature or 1.0
     blocks = _LogitBlocks(logits, temperature, library) if _LogitBlocks.supports(logits) else None
     adjusted = logits
     if seen is not None:
-        adjusted, penalty = adjusted.float(), sampling.repetition_penalty
+        adjusted = adjusted.float()
+        penalty = sampling.repetition_penalty
         penalized = torch.where(adjusted < 0, adjusted * penalty, adjusted / penalty)
         adjusted = torch.where(seen, penalized, adjusted)
     if banned is not None:
@@ -62,14 +82,14 @@ def sample(
 
 
 class _LogitBlocks:
-    """Logits [n, V] in blocks.
+    """Logits [n, V] in blocks, computed by `library`, or else by torch.
 
     Has each block's largest logit, and its sum of exp((logit - row's largest) / temperature).
-    `library` computes both; without it, torch does.
     """
 
     def __init__(self, logits: Tensor, temperature: float, library: ctypes.CDLL | None) -> None:
-        self._logits, self._temperature = logits.unflatten(-1, (-1, BLOCK_SIZE)), temperature
+        self._logits = logits.unflatten(-1, (-1, BLOCK_SIZE))
+        self._temperature = temperature
         if library is not None:
             self._largest, sums = sum_blocks(library, logits, temperature)  # [n, b]
         else:
@@ -124,7 +144,6 @@ class _LogitBlocks:
         return block[:, 0] * BLOCK_SIZE + torch.minimum(token, last)
 
     def _block(self, blocks: Tensor) -> Tensor:
-        """The logits [n, m, B] of `blocks` [n, m]."""
         return self._logits.gather(1, blocks[..., None].expand(-1, -1, BLOCK_SIZE))
 
 
@@ -142,8 +161,7 @@ def _sample_tokens(
 ) -> Tensor:
     """Sample from softmax(logits / temperature), truncated by top_k, top_p, min_p.
 
-    `blocks` are those of these logits; None if the vocabulary is not divided, or if the logits have
-    been adjusted.
+    `blocks` are those of these logits; None if there are none, or the logits were adjusted.
     """
     token_ids = None  # [n, k], most probable first; None = the whole vocabulary, in its order
     vocab_size = logits.shape[-1]
@@ -170,7 +188,6 @@ def _sample_tokens(
 def _first_above(sums: Tensor, target: Tensor) -> Tensor:
     """Index of the first of the non-decreasing `sums` [n, k] that is above `target` [n, 1]; [n].
 
-    It is below k if the last sum is positive and the target is that sum times a `uniform`, which is
-    at most 1 - 2^-24 in fp32: then the target, also when rounded, is below the last sum.
+    It is below k: a target is the last sum times a `uniform`, at most 1 - 2^-24 in fp32.
     """
     return (sums <= target).sum(-1)

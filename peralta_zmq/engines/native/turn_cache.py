@@ -1,7 +1,7 @@
 """Turn cache: keys and values of ended completions, for the requests that continue them.
 
-A turn is one request and its completion. The prompt of the next turn begins with the tokens of the
-earlier one, so that only the inserted tokens need to be computed.
+The prompt of the next turn begins with the tokens of the earlier one, so that only the inserted
+tokens need to be computed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ class TurnCache:
     """The newest ended turns, of at most `max_tokens` tokens together."""
 
     def __init__(self, decoder: Decoder, *, max_tokens: int) -> None:
-        self._decoder, self._max_tokens = decoder, max_tokens
+        self._decoder = decoder
+        self._max_tokens = max_tokens
         self._sequences: dict[int, Tensor] = {}  # by Request.index, oldest first; see KVCache.read
 
     def clear(self) -> None:
-        """Drop all sequences, because the weights have changed."""
         self._sequences.clear()
 
     def keep(self, request: Request, row: int, length: int) -> None:
-        """Keep the first `length` tokens of a row for the request that may continue `request`."""
         if not request.may_continue:
             return
         self._sequences[request.index] = self._cache.read(row, length)
@@ -42,7 +41,6 @@ class TurnCache:
             total -= self._sequences.pop(next(iter(self._sequences))).shape[3]
 
     def __contains__(self, request: Request) -> bool:
-        """Whether the turn that `request` continues is kept."""
         return request.continues in self._sequences
 
     def restore(self, requests: Sequence[Request], first_row: int) -> Tensor:

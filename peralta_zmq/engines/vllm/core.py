@@ -82,7 +82,8 @@ class Core:
             self._ids[request.index] = self._engine.add_request(number, prompt, sampling)
         tokens: list[Token] = []
         for output in self._engine.step():
-            index, (sampled,) = int(output.request_id), output.outputs
+            index = int(output.request_id)
+            (sampled,) = output.outputs
             for token_id, logprobs in zip(sampled.token_ids, sampled.logprobs, strict=True):
                 tokens.append(Token(index, token_id, logprobs[token_id].logprob))
             if output.finished:
@@ -105,10 +106,7 @@ class Core:
 
 
 def pack_shared_head(model: torch.nn.Module) -> None:
-    """Repack an output layer with the weight of the embeddings, which vLLM's reload does not.
-
-    vLLM keeps a packed copy of the weight on a CPU.
-    """
+    """Repack an output layer that shares the embeddings' weight, which vLLM's reload does not."""
     from vllm.model_executor.layers.vocab_parallel_embedding import (  # pyright: ignore
         UnquantizedEmbeddingMethod,
     )
@@ -122,16 +120,14 @@ def pack_shared_head(model: torch.nn.Module) -> None:
 class Comparison:
     """Compares a sample of a model's tensors with those in a folder.
 
-    Only tensors that vLLM keeps under their names and in their shapes are compared, and no
-    quantized ones. It fuses some linear layers, on a CPU it repacks all, and with tensor
-    parallelism it divides matrices.
+    Only tensors that vLLM keeps unquantized under their names and shapes: it fuses some linear
+    layers, repacks all on a CPU, and divides matrices with tensor parallelism.
     """
 
     def __init__(self, folder: str) -> None:
         self._folder = folder  # a worker process of vLLM opens it itself
 
     def __call__(self, model: torch.nn.Module) -> str | None:
-        """Name of the first tensor that differs."""
         published = models.folder_weights(Path(self._folder))
         for name, parameter in model.named_parameters():
             if name not in published or published[name].shape != parameter.shape:
@@ -148,7 +144,8 @@ class Comparison:
 def main(descriptor: int) -> None:
     """Make calls until the socket with this file descriptor, or the generator, ends."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    connection, core = Connection(descriptor), None
+    connection = Connection(descriptor)
+    core = None
     from torch._dynamo.callback import callback_handler  # slow to import
 
     callback_handler.register_start_callback(lambda _: connection.send((COMPILING, None)))
@@ -157,7 +154,8 @@ def main(descriptor: int) -> None:
             name, arguments = connection.recv()
             try:
                 if name == "open":
-                    core, result = Core(*arguments), None
+                    core = Core(*arguments)
+                    result = None
                 else:
                     result = getattr(core, name)(*arguments)
             except Exception as error:  # noqa: BLE001  (the generator reports it)

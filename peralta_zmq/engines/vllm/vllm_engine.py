@@ -1,8 +1,7 @@
 """vLLM engine: continuous batching in a process with vLLM (core.py), one step at a time.
 
-Each step samples a token for every running completion. Between two steps the caller may apply newer
-weights: running completions keep their keys and values. Adapters are merged into the base weights
-as in the other engines, because vLLM cannot exchange the adapter of a running completion.
+Running completions keep their keys and values when newer weights are applied between two steps.
+Adapters are merged, because vLLM cannot exchange the adapter of a running completion.
 """
 
 from __future__ import annotations
@@ -130,8 +129,12 @@ class Engine:
     ) -> None:
         self.step = step
         self.max_model_len: int = arguments["max_model_len"]
-        self._folder, self._arguments, self._shapes = folder, arguments, shapes
-        self._tokenizer, self._end_ids, self._slots = tokenizer, end_ids, slots
+        self._folder = folder
+        self._arguments = arguments
+        self._shapes = shapes
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids
+        self._slots = slots
         trusts = bool(arguments.get("trust_remote_code"))
         dtype = models.DTYPES[str(arguments["dtype"])]
         self._merger = merger_of_files(folder, dtype, trust_remote_code=trusts)
@@ -144,8 +147,7 @@ class Engine:
     def apply(self, update: WeightUpdate) -> None:
         """Sample from the new weights from the next step on; starts the process if it has failed.
 
-        Raises ValueError, with nothing changed, if the weights belong to another model, and
-        OutageError, with unchanged weights, if merged ones cannot be written.
+        Raises ValueError and OutageError with unchanged weights.
         """
         weights = self._merger.weights_of(update)
         models.check_weights(self._shapes, weights)
@@ -227,7 +229,6 @@ class Engine:
         self._dropped = []
 
     def _append(self, tokens: Sequence[Token]) -> None:
-        """Add sampled tokens to the rows of their requests; a first token starts a row."""
         for token in tokens:
             if token.index in self._waiting:
                 self._rows.start(self._waiting.pop(token.index))
@@ -240,7 +241,6 @@ class Engine:
         )
 
     def _running_core(self) -> CoreProcess:
-        """The process. Raises EngineProcessError if it has ended."""
         if self._core is None:
             raise EngineProcessError("the process of vLLM has failed")
         try:
@@ -251,7 +251,6 @@ class Engine:
         return self._core
 
     def _start(self) -> CoreProcess:
-        """Start the process. Raises ConfigError or StoreError."""
         arguments = {**self._arguments, "max_num_seqs": self._slots}
         try:
             return CoreProcess(arguments, self._end_ids, threads=torch.get_num_threads())
@@ -271,8 +270,7 @@ class Engine:
     ) -> Any:
         """The result of a method of the process, which ends if it fails.
 
-        Raises EngineProcessError; after it the next start has half the slots if the memory was too
-        small.
+        After EngineProcessError for too little memory, the next start has half the slots.
         """
         try:
             return core.call(name, *arguments, prompt_tokens=prompt_tokens)
@@ -311,7 +309,7 @@ def saved(weights: Mapping[str, torch.Tensor]) -> Generator[Path]:
 def new_request(request: Request, max_model_len: int) -> NewRequest:
     """A request for vLLM; its seed depends on the seed of the run, its index and what it resumes.
 
-    That of a standalone request does not depend on its index. Logprobs are after top_p.
+    That of a standalone request does not depend on its index.
     """
     sampling = request.sampling
     number = f"{sampling.seed}" if request.is_standalone else f"{sampling.seed}/{request.index}"
@@ -329,7 +327,6 @@ def new_request(request: Request, max_model_len: int) -> NewRequest:
 
 
 def start_error(error: CoreError, folder: Path, slots: int) -> ConfigError | StoreError:
-    """The error for an exception of vLLM at its start."""
     text = str(error)
     if error.is_out_of_memory or any(word in text for word in MEMORY_WORDS):
         return memory_error(error, slots)
@@ -341,7 +338,6 @@ def start_error(error: CoreError, folder: Path, slots: int) -> ConfigError | Sto
 
 
 def memory_error(error: CoreError, slots: int) -> ConfigError:
-    """The error for a memory that is too small."""
     return ConfigError(
         f"engine 'vllm' is out of memory with engine.slots {slots}: {error}; change "
         "engine.gpu_memory_utilization, engine.max_model_len or engine.slots"

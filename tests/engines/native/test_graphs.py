@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from engine_data import across_weights
+from engine_data import across_weights, engine_on
 from sample_data import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from peralta_zmq import models
-from peralta_zmq.engines.native import NativeEngine, decoder
 from peralta_zmq.engines.native.graphs import GraphCache
 from peralta_zmq.rollout import Sampling
 
@@ -61,9 +59,10 @@ class CountingCapture:
         return result, replay
 
 
-def generated() -> dict[int, tuple[list[int], list[float], list[int]]]:
+def generated(capture: Any = None) -> dict[int, tuple[list[int], list[float], list[int]]]:
     tokenizer = models.load_tokenizer(models.EMBEDDED)
-    engine = NativeEngine(tiny_model(), tokenizer, slots=3, max_model_len=100, live=True)
+    sizes = {"slots": 3, "max_model_len": 100}
+    engine = engine_on(tiny_model(), tokenizer, **sizes, live=True, capture=capture)
     sampling = Sampling(min_tokens=70, max_completion_length=70)
     return {
         each.index: (each.token_ids.tolist(), each.logprobs.tolist(), each.policy_steps.tolist())
@@ -71,10 +70,9 @@ def generated() -> dict[int, tuple[list[int], list[float], list[int]]]:
     }
 
 
-def test_captured_steps_give_identical_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_give_identical_completions() -> None:
     plain, capture = generated(), CountingCapture()
-    monkeypatch.setattr(decoder, "capture_for", lambda device: capture)
-    assert generated() == plain
+    assert generated(capture) == plain
     longest = max(len(tokens) for tokens, _, _ in plain.values())
     assert longest == 62  # wider than the first rows, which have 32 columns
     assert max(step for _, _, steps in plain.values() for step in steps) > 5

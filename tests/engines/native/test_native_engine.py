@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import re
@@ -22,6 +21,7 @@ from engine_data import (
     GREEDY,
     PROMPTS,
     assert_exact_logprobs,
+    engine_on,
     plain_greedy,
     requests,
     sampled,
@@ -36,12 +36,13 @@ from sample_data import tiny_model
 
 from peralta_zmq import models
 from peralta_zmq.compiler import INSTRUCTION_SET
-from peralta_zmq.engines.hf_engine import HfEngine
-from peralta_zmq.engines.native import NativeEngine, decoder
-from peralta_zmq.engines.native.decoder import NewTokens
+from peralta_zmq.engines.hf_engine import hf_engine
+from peralta_zmq.engines.native.compiled_layers import can_compile
+from peralta_zmq.engines.native.decoder import Decoder, NewTokens
 from peralta_zmq.engines.native.kernels import gemm
-from peralta_zmq.engines.native.kv_cache import KVCache
+from peralta_zmq.engines.native.native_engine import NativeEngine, native_engine
 from peralta_zmq.engines.native.packed_linears import PackedLinear
+from peralta_zmq.engines.row_engine import RowEngine
 from peralta_zmq.errors import ConfigError, EngineError
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Request, Sampling, TemperatureSchedule
@@ -51,12 +52,15 @@ USES_KERNELS = HAS_COMPILER and os.environ.get(INSTRUCTION_SET) != "none"
 SLOW = pytest.mark.slow  # other pairs of the same values
 
 
-def engine_of(model: Any, tokenizer: Any, **options: Any) -> NativeEngine:
-    return NativeEngine(model, tokenizer, **{"slots": 4, "max_model_len": 64, **options})
+def engine_of(
+    model: Any, tokenizer: Any, *, step: int = 0, live: bool = False, **settings: Any
+) -> RowEngine:
+    sizes = EngineSettings(**{"slots": 4, "max_model_len": 64, **settings})
+    return native_engine(model, tokenizer, sizes, step=step, live=live)
 
 
 @pytest.fixture
-def engine(tokenizer: Any) -> NativeEngine:
+def engine(tokenizer: Any) -> RowEngine:
     return engine_of(sharp_model(), tokenizer, step=3)
 
 
@@ -67,9 +71,8 @@ def assert_greedy_matches(engine: Any, model: Any, prompts: Sequence[Sequence[in
     assert_exact_logprobs(completions, trainer_logprobs(model, completions))
 
 
-def test_engine_uses_compiled_kernels_if_there_is_a_compiler(engine: NativeEngine) -> None:
-    decoder = engine._decoder
-    assert decoder is not None
+def test_decoder_uses_compiled_kernels_if_there_is_a_compiler() -> None:
+    decoder = Decoder(sharp_model(), num_rows=4, capacity=64)
     assert (decoder.library is not None) == USES_KERNELS
 
 
@@ -96,10 +99,9 @@ def test_common_prefix_changes_no_token_and_no_logprob(family: str, tokenizer: A
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_decoder_logits_are_as_exact_as_transformers(family: str, tokenizer: Any) -> None:
+def test_decoder_logits_are_as_exact_as_transformers(family: str) -> None:
     ids, logits = torch.tensor([PROMPTS[2], PROMPTS[2][::-1]]), list[torch.Tensor]()
-    decoder = engine_of(tiny_model(**FAMILIES[family]), tokenizer)._decoder
-    assert decoder is not None
+    decoder = Decoder(tiny_model(**FAMILIES[family]), num_rows=4, capacity=64)
     with torch.inference_mode():
         positions = np.tile(np.arange(8), (2, 1))
         decoder.hidden_states([NewTokens(ids[:, :5].numpy(), positions[:, :5], first_row=1)])
@@ -115,7 +117,7 @@ def test_decoder_logits_are_as_exact_as_transformers(family: str, tokenizer: Any
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_all_layers_in_one_call_compute_the_bits_of_a_call_per_operation(
-    family: str, dtype: torch.dtype, tokenizer: Any
+    family: str, dtype: torch.dtype
 ) -> None:
     if gemm.panel_kernel(dtype) is None:
         pytest.skip("panels are not used on this machine")
@@ -126,15 +128,13 @@ def test_all_layers_in_one_call_compute_the_bits_of_a_call_per_operation(
 
     def hidden_states(*, in_one_call: bool) -> Iterator[torch.Tensor]:
         """Of prompts, and of one token after another, with newer weights before the last ones."""
-        engine = engine_of(tiny_model(**settings).to(dtype), tokenizer)
-        decoder = engine._decoder
-        assert decoder is not None and decoder._compiled_layers is not None
-        if not in_one_call:
-            decoder._compiled_layers = None
+        model = tiny_model(**settings).to(dtype)
+        decoder = Decoder(model, num_rows=4, capacity=64, in_one_call=in_one_call)
+        assert can_compile(model.model)
         for first, last in [(0, 7), *((position, position + 1) for position in range(7, 20))]:
             if first == 15:
                 newer = models.weights_of(tiny_model(seed=5, **settings).bfloat16())
-                engine.apply(WeightUpdate(1, newer))
+                decoder.weights.apply(newer)
             new = slice(first, last)
             yield from decoder.hidden_states(
                 [NewTokens(ids[:, new], positions[:, new], first_row=1)]
@@ -191,7 +191,8 @@ def test_engine_without_packing_matches_transformers(
 def test_penalties_match_transformers(options: dict[str, Any], tokenizer: Any) -> None:
     sampling = Sampling(temperature=0.0, max_completion_length=12, **options)
     ours = tokens(sampled(engine_of(ending_soon(), tokenizer), sampling))
-    reference = tokens(sampled(HfEngine(ending_soon(), tokenizer, max_model_len=64), sampling))
+    hf = hf_engine(ending_soon(), tokenizer, EngineSettings(max_model_len=64))
+    reference = tokens(sampled(hf, sampling))
     without = tokens(sampled(engine_of(ending_soon(), tokenizer), GREEDY))
     assert ours == reference != without
 
@@ -222,20 +223,19 @@ def test_ended_row_is_refilled_at_the_next_step(tokenizer: Any) -> None:
     assert len(steps) <= max(free_at) + 1
 
 
-@pytest.mark.parametrize("max_scores", [decoder.MAX_SCORES, 0])
+@pytest.mark.parametrize("options", [{}, {"max_scores": 0}])  # 0: prompts are not short
 def test_completion_does_not_depend_on_the_number_of_slots(
-    max_scores: int, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
+    options: dict[str, int], tokenizer: Any
 ) -> None:
-    monkeypatch.setattr(decoder, "MAX_SCORES", max_scores)  # 0: prompts are not short
     sampling = Sampling(max_completion_length=9, top_k=9, seed=5)
-    one = tokens(sampled(engine_of(sharp_model(), tokenizer, slots=1), sampling))
-    seven = tokens(sampled(engine_of(sharp_model(), tokenizer, slots=7), sampling))
+    one = tokens(sampled(engine_on(sharp_model(), tokenizer, slots=1, **options), sampling))
+    seven = tokens(sampled(engine_on(sharp_model(), tokenizer, slots=7, **options), sampling))
     assert one == seven
 
 
 @pytest.mark.parametrize("stop", [(), ("never generated",)])
 def test_request_may_wait_while_another_is_sampled(
-    engine: NativeEngine, stop: tuple[str, ...]
+    engine: RowEngine, stop: tuple[str, ...]
 ) -> None:
     calls: list[int] = []
     sampling, batch = replace(GREEDY, stop=stop), requests()[:2]
@@ -251,22 +251,23 @@ def test_request_may_wait_while_another_is_sampled(
 # Prefix cache.
 
 
-def tokens_computed(engine: NativeEngine, batch: list[Request], *, length: int = 1) -> int:
+def tokens_computed(
+    tokenizer: Any, batch: list[Request], *, slots: int = 4, length: int = 1
+) -> int:
     """Tokens that went through the model before the first decode step."""
     computed: list[int] = []
-    embed = engine._model.model.embed_tokens
-    hook = embed.register_forward_pre_hook(lambda module, ids: computed.append(ids[0].numel()))
+    model = sharp_model()
+    engine = engine_of(model, tokenizer, slots=slots)
+    embed = model.model.embed_tokens
+    embed.register_forward_pre_hook(lambda module, ids: computed.append(ids[0].numel()))
     sampled(engine, Sampling(temperature=0.0, max_completion_length=length), batch)
-    hook.remove()
     return sum(computed)
 
 
 def test_prompts_and_their_common_prefix_are_computed_once(tokenizer: Any) -> None:
-    engine = engine_of(sharp_model(), tokenizer, slots=3)
-    assert tokens_computed(engine, requests([[5, 9, 33, 8]], siblings=8)) == 4
-    engine = engine_of(sharp_model(), tokenizer, slots=4)
+    assert tokens_computed(tokenizer, requests([[5, 9, 33, 8]], siblings=8), slots=3) == 4
     prompts = [[*range(10, 30), last, last + 1] for last in range(40, 52)]
-    assert tokens_computed(engine, requests(prompts)) == 20 + 12 * 2
+    assert tokens_computed(tokenizer, requests(prompts)) == 20 + 12 * 2
 
 
 def test_resumed_completions_share_the_common_prefix(tokenizer: Any) -> None:
@@ -277,14 +278,14 @@ def test_resumed_completions_share_the_common_prefix(tokenizer: Any) -> None:
     cut = engine.drop([request.index for request in batch])
     batch = [replace(each, resumes=cut[each.index]) for each in batch]
     num_cut = len(cut[0].token_ids)
-    engine = engine_of(sharp_model(), tokenizer, slots=4)
-    assert tokens_computed(engine, batch, length=num_cut + 1) == 20 + 4 * (1 + num_cut)
+    assert tokens_computed(tokenizer, batch, length=num_cut + 1) == 20 + 4 * (1 + num_cut)
 
 
 @pytest.mark.skipif(not USES_KERNELS, reason="torch computes prompts in passes of their own")
 def test_prompts_are_computed_in_the_pass_of_the_running_rows(tokenizer: Any) -> None:
-    engine, passes, steps = engine_of(ending_soon(head_dim=16), tokenizer, slots=2), [], []
-    engine._model.model.embed_tokens.register_forward_hook(lambda *_: passes.append(1))
+    model, passes, steps = ending_soon(head_dim=16), [], []
+    engine = engine_of(model, tokenizer, slots=2)
+    model.model.embed_tokens.register_forward_hook(lambda *_: passes.append(1))
     sampled(engine, GREEDY, between_steps=lambda: steps.append(1))
     assert len(passes) == len(steps)
 
@@ -371,7 +372,7 @@ def test_low_scheduled_temperature_samples_greedily(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.v_proj.weight"])
-def test_non_finite_logits_raise_and_leave_the_cache_clean(engine: NativeEngine, name: str) -> None:
+def test_non_finite_logits_raise_and_leave_the_cache_clean(engine: RowEngine, name: str) -> None:
     before = tokens(sampled(engine, GREEDY))
     good = models.weights_of(sharp_model())
     engine.apply(WeightUpdate(9, {**good, name: torch.full_like(good[name], 3e38)}))
@@ -390,20 +391,6 @@ def test_growing_rows_keep_their_content(tokenizer: Any) -> None:
 
 
 # Models in training.
-
-
-@pytest.mark.parametrize("are_dropped", [False, True])
-def test_live_engine_holds_no_cache_without_requests(are_dropped: bool, tokenizer: Any) -> None:
-    before = alive(KVCache)
-    engine = engine_of(sharp_model(), tokenizer, live=True)
-    engine.submit(with_sampling(GREEDY, requests([PROMPTS[0]], siblings=2)))
-    engine.advance()
-    assert alive(KVCache) == before + 1
-    if are_dropped:
-        assert [each.index for each in engine.drop([0, 1])] == [0, 1]
-    while engine.num_free() < 4:
-        engine.advance()
-    assert alive(KVCache) == before
 
 
 def test_live_engine_does_not_modify_the_model(tokenizer: Any) -> None:
@@ -427,7 +414,7 @@ def test_slots_that_do_not_fit_in_memory_raise(tokenizer: Any) -> None:
 
 def test_cache_beyond_the_fraction_of_the_memory_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"for keys and values, 0\.0 GiB are free; use a smaller"):
-        engine_of(sharp_model(), tokenizer, memory_fraction=1e-9)
+        engine_of(sharp_model(), tokenizer, gpu_memory_utilization=1e-9)
 
 
 def test_kept_turns_count_in_the_memory_check(tokenizer: Any) -> None:
@@ -444,13 +431,8 @@ def test_unsupported_architecture_falls_back_to_transformers(
 ) -> None:
     caplog.set_level(logging.INFO, "peralta_zmq")
     model = tiny_model(model_type="mistral")
-    assert isinstance(NativeEngine.open_live(model, tokenizer, EngineSettings()), HfEngine)
+    engine = NativeEngine.open_live(model, tokenizer, EngineSettings())
     assert [each.getMessage() for each in caplog.records] == [
-        "engine native does not support mistral; using transformers' generate"
+        "engine native does not support mistral; using transformers' code"
     ]
-
-
-def alive(kind: type) -> int:
-    """Number of live objects of a class."""
-    gc.collect()
-    return sum(type(each) is kind for each in gc.get_objects())
+    assert len(sampled(engine, GREEDY)) == len(PROMPTS)

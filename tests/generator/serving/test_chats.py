@@ -11,7 +11,7 @@ from engine_data import GREEDY, PROMPTS, sampled, sharp_model, tokens
 
 from peralta_zmq import models
 from peralta_zmq.engines import Group, Sampler
-from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.engines.native.native_engine import native_engine
 from peralta_zmq.generator.serving.chats import (
     MAX_WAITING,
     ChatCompletion,
@@ -19,6 +19,7 @@ from peralta_zmq.generator.serving.chats import (
     InterruptedChatError,
     QueueFullError,
 )
+from peralta_zmq.registry import EngineSettings
 from peralta_zmq.rollout import Completion, Problem, Request, Sampling
 
 PROMPT = np.array([5, 9, 33, 8], np.int32)
@@ -29,7 +30,9 @@ class Scene:
 
     def __init__(self, *, start_seconds: float = 0) -> None:
         tokenizer = models.load_tokenizer(models.EMBEDDED)
-        self.engine = NativeEngine(sharp_model(), tokenizer, slots=16, max_model_len=64, step=3)
+        self.engine = native_engine(
+            sharp_model(), tokenizer, EngineSettings(slots=16, max_model_len=64), step=3
+        )
         self.sampler = Sampler(self.engine, tokenizer)
         self.chats = ChatQueue(slots=16, max_model_len=64, start_seconds=start_seconds)
 

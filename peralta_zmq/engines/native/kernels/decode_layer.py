@@ -1,13 +1,8 @@
 """Python binding of decode_layer.c: the operations between a layer's matmuls, and all layers.
 
-For a few new tokens per row, the C code needs four calls per layer. torch needs about forty
-operations per layer and one matmul for each row's own keys. Without a C compiler, torch's operators
-are used. If all weights of the layers are in panels (gemm.py), one call computes all layers.
-
-A row of the KV cache holds one sequence. A prefix that several rows have in common is stored once,
-in the shared part; the span of a row is the range of the shared part that belongs to its sequence,
-and the own part of the row has the other keys and values. Letters in shapes: T new tokens of all
-rows, D head_dim.
+For a few new tokens per row, C needs four calls per layer, or one for all layers if their weights
+are in panels (gemm.py); torch needs about forty operations per layer. Letters in shapes: T new
+tokens of all rows, D head_dim.
 """
 
 from __future__ import annotations
@@ -28,7 +23,8 @@ from peralta_zmq.engines.native.kv_cache import KVCache
 
 SOURCE = Path(__file__).with_name("decode_layer.c")
 LANES = 16  # floats in a SIMD vector
-MAX_WIDTH, MAX_GROUP = 256, 8  # limits of decode_layer.c: head_dim; query heads per key head
+MAX_WIDTH = 256
+MAX_GROUP = 8  # limits of decode_layer.c: head_dim; query heads per key head
 BLOCK_SIZE = 128  # logits per block of `sum_blocks`
 SIZES = (
     f"-DLANES={LANES}",
@@ -49,7 +45,6 @@ CACHES = "shared_keys shared_values keys values row column start end"
 
 
 def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
-    """Fields of a struct, all of one type."""
     return [(name, kind) for name in names.split()]
 
 
@@ -107,8 +102,7 @@ ARGUMENTS = {
 class CompiledLayerOps:
     """Replaces `decoder.TorchLayerOps` for a few new tokens per row.
 
-    `arguments` are those of the C functions; they also contain what `attend` has set for the last
-    layer.
+    `arguments` are those of the C functions, with what `attend` has set for the last layer.
     """
 
     def __init__(
@@ -119,9 +113,11 @@ class CompiledLayerOps:
         rotary: tuple[Tensor, Tensor],  # cosines and sines, [T, D]
         places: Tensor,  # [4, T]: row, column in its own part, start and end in the shared part
     ) -> None:
-        self._library, self._cache = library, cache
+        self._library = library
+        self._cache = cache
         self._threads = torch.get_num_threads()
-        (cosine, sine), (row, column, start, end) = rotary, places
+        (cosine, sine) = rotary
+        (row, column, start, end) = places
         self._tensors = cosine, sine, places  # must stay alive while C reads them
         # The struct calls the width of the rows, in tokens, `capacity`.
         self.arguments = AttentionStruct(
@@ -136,7 +132,8 @@ class CompiledLayerOps:
         """RMS norm of [T, hidden_size]."""
         out = torch.empty_like(hidden)
         addresses = hidden.data_ptr(), norm.weight.data_ptr(), out.data_ptr()
-        num_tokens, size = hidden.shape[:-1].numel(), hidden.shape[-1]
+        num_tokens = hidden.shape[:-1].numel()
+        size = hidden.shape[-1]
         self._library.norm(*addresses, num_tokens, size, norm.variance_epsilon, self._threads)
         return out
 
@@ -144,7 +141,9 @@ class CompiledLayerOps:
         """SwiGLU: silu(gates) * ups; both are [T, intermediate_size]."""
         out = gates.new_empty(gates.shape)
         addresses = gates.data_ptr(), ups.data_ptr(), out.data_ptr()
-        num_tokens, stride, size = gates.shape[:-1].numel(), gates.stride(-2), gates.shape[-1]
+        num_tokens = gates.shape[:-1].numel()
+        stride = gates.stride(-2)
+        size = gates.shape[-1]
         self._library.gate(*addresses, num_tokens, stride, size, self._threads)
         return out
 
@@ -153,16 +152,18 @@ class CompiledLayerOps:
     ) -> Tensor:
         """Attention of the new tokens; query, key and value are [T, heads * D].
 
-        Also writes key and value to the KV cache. `layer_type` is not used: all layers have full
-        attention.
+        Also writes key and value to the KV cache. All layers have full attention.
         """
-        arguments, layer = self.arguments, module.layer_idx
+        arguments = self.arguments
+        layer = module.layer_idx
         shared_keys, shared_values = self._cache.shared[layer]
         keys, values = self._cache.layers[layer]
         arguments.heads, arguments.shared = shared_keys.shape[:2]
         arguments.group = query.shape[-1] // key.shape[-1]
-        arguments.query_stride, arguments.key_stride = query.stride(-2), key.stride(-2)
-        arguments.value_stride, arguments.scaling = value.stride(-2), module.scaling
+        arguments.query_stride = query.stride(-2)
+        arguments.key_stride = key.stride(-2)
+        arguments.value_stride = value.stride(-2)
+        arguments.scaling = module.scaling
         out = query.new_empty(query.shape)
         self._set_pointers(query=query, key=key, value=value, keys=keys, values=values, out=out)
         self._set_pointers(shared_keys=shared_keys, shared_values=shared_values)
@@ -173,7 +174,6 @@ class CompiledLayerOps:
         return out
 
     def _set_pointers(self, **tensors: Tensor) -> None:
-        """Set fields of the arguments to the addresses of `tensors`."""
         for name, tensor in tensors.items():
             setattr(self.arguments, name, tensor.data_ptr())
 
@@ -181,8 +181,8 @@ class CompiledLayerOps:
 def sum_blocks(library: ctypes.CDLL, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Each block's largest logit, and its sum of exp((logit - largest) / temperature).
 
-    `logits` are [n, V], contiguous, in the dtype of the library. The results are fp32, and have one
-    value per block of BLOCK_SIZE logits: [n, V / BLOCK_SIZE].
+    `logits` are [n, V], contiguous, in the dtype of the library; the results fp32 [n, V /
+    BLOCK_SIZE].
     """
     num_blocks = logits.shape[1] // BLOCK_SIZE
     largest, sums = logits.new_empty((2, len(logits), num_blocks), dtype=torch.float32)
@@ -197,8 +197,8 @@ def library_for(
 ) -> ctypes.CDLL | None:
     """The library of decode_layer.c for `queries_per_head` query heads per key head.
 
-    None if the C code does not support these sizes, dtype or device, cannot be compiled, or does
-    not reproduce torch's results.
+    None for unsupported sizes, dtype or device, without a compiler, or if results differ from
+    torch's.
     """
     supported = not head_dim % LANES and head_dim <= MAX_WIDTH and queries_per_head <= MAX_GROUP
     if device.type != "cpu" or dtype not in DEFINES or not supported:
@@ -210,7 +210,6 @@ def library_for(
 
 
 def _is_correct(library: ctypes.CDLL, *, dtype: torch.dtype, group: int, head_dim: int) -> bool:
-    """Whether the library gets torch's results for one row with a shared part."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -232,7 +231,8 @@ def _is_correct(library: ctypes.CDLL, *, dtype: torch.dtype, group: int, head_di
     )
     expected = torch.softmax(query.view(1, group, head_dim) @ keys.mT * 0.3, -1) @ values
     norm = SimpleNamespace(weight=key[0], variance_epsilon=1e-6)
-    sums, normed = value.clone(), torch.empty_like(value)
+    sums = value.clone()
+    normed = torch.empty_like(value)
     addresses = (tensor.data_ptr() for tensor in (sums, key, norm.weight, normed))
     library.add_and_norm(*addresses, 1, head_dim, 1e-6, 1)
     logits = random(2, 2 * BLOCK_SIZE)

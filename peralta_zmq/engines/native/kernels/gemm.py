@@ -1,12 +1,10 @@
 """Packed weights: stored in the memory order that this machine multiplies fastest.
 
-There are two packed orders, and both are faster than a plain weight. One is the order of oneDNN.
-The other is the order of our C files, which store a weight in panels: gemm.c in bfloat16, for
-processors with AVX512-BF16 or AMX (it multiplies float32 where that is faster than bfloat16), and
-gemm_float.c in float32. There, they are faster than oneDNN for every measured number of input rows
-(products_vs_onednn_* of `bin/bench generation`). Each implementation is checked against a plain
-matmul before use, because torch's operators for oneDNN are private, and ours depend on the local
-compiler.
+One packed order is oneDNN's. The other is that of our C files, which store a weight in panels:
+gemm.c in bfloat16, for AVX512-BF16 or AMX (it multiplies float32 where that is faster), and
+gemm_float.c in float32. There, they beat oneDNN for every measured number of input rows
+(products_vs_onednn_* of `bin/bench generation`). Each is checked against a plain matmul before use,
+because torch's operators for oneDNN are private, and ours depend on the local compiler.
 """
 
 from __future__ import annotations
@@ -46,7 +44,8 @@ class Variant(NamedTuple):
     step: int  # the number of inputs of a weight must be a multiple of it
 
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+FP32 = torch.float32
 GEMM, GEMM_FLOAT = (Path(__file__).with_name(name) for name in ("gemm.c", "gemm_float.c"))
 # Of those with one product dtype, the faster one first.
 VARIANTS = (
@@ -64,11 +63,9 @@ class OnednnWeight:
         self.load(weight)
 
     def load(self, weight: Tensor) -> None:
-        """Replace the weight by one of the same shape."""
         self._weight = cast(Any, torch.ops.mkldnn)._reorder_linear_weight(weight, ONEDNN_ROWS)
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply `rows`, [..., in], to [..., out]; `bias` is [out]."""
         operators = cast(Any, torch.ops.mkldnn)
         return operators._linear_pointwise(rows, self._weight, bias, "none", [], "")
 
@@ -77,7 +74,8 @@ class PanelWeight:
     """A weight [outputs, inputs] in the panels of a C file; `library` is that of `variant`."""
 
     def __init__(self, variant: Variant, library: ctypes.CDLL, weight: Tensor) -> None:
-        self.library, (self.outputs, self.inputs) = library, weight.shape
+        self.library = library
+        (self.outputs, self.inputs) = weight.shape
         num_panels = -(-self.outputs // variant.panel_width)  # rounded up
         self._panels = weight.new_empty(num_panels, self.inputs * variant.panel_width)
         self.load(weight)
@@ -89,7 +87,6 @@ class PanelWeight:
         self.library.pack(*addresses, self.outputs, self.inputs, torch.get_num_threads())
 
     def data_ptr(self) -> int:
-        """The address of the panels."""
         return self._panels.data_ptr()
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
@@ -157,10 +154,10 @@ def _reproduces_matmul(variant: Variant, library: ctypes.CDLL) -> bool:
 
 
 def _is_correct(make: Callable[[Tensor], PackedWeight], dtype: torch.dtype) -> bool:
-    """Whether a weight packed by `make` gives the outputs of a plain matmul."""
     # Full and partial panels and blocks of all variants.
     weight = torch.linspace(-1, 1, 80 * 64).reshape(80, 64).to(dtype)
     rows = torch.linspace(-1, 1, 41 * 64).reshape(41, 64).to(dtype)
     bias = torch.ones(80, dtype=dtype)
-    out, expected = make(weight).multiply(rows, bias), functional.linear(rows, weight, bias)
+    out = make(weight).multiply(rows, bias)
+    expected = functional.linear(rows, weight, bias)
     return torch.allclose(out, expected, rtol=0.02 if dtype != torch.float32 else 1e-5, atol=1e-4)

@@ -1,20 +1,22 @@
-"""Decode loop of the engines that sample one token per row and step: native and mlx.
+"""Engine that samples one token per row and decode step, over a decoder of native, hf or mlx.
 
-A row holds one completion in progress. A decode step adds one token to every row. When the
-completion of a row ends, another request takes the row at the next decode step. Running rows keep
-their keys and values when newer weights are applied between two steps.
+A row holds one completion in progress. When it ends, another request takes the row at a later step.
+Running rows keep their keys and values when newer weights are applied between two steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from peralta_zmq.engines.completion_rows import Rows
+from peralta_zmq.engines.engine_models import AdapterMerger
 from peralta_zmq.errors import EngineError
+from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.rollout import BoolArray, Completion, Request, Sampling
 
 
@@ -22,17 +24,17 @@ class RowDecoder(Protocol):
     """Computes logits [n, V], arrays of its own library, and keeps the keys and values of rows."""
 
     def start(self, requests: Sequence[Request], first_row: int) -> tuple[list[Request], Any]:
-        """Fill the rows from `first_row` on with the prefixes of requests, one per row.
+        """Fill the rows from `first_row` on with prefixes of requests, one per row.
 
-        Returns the requests in the order of their rows, and the logits of their next tokens.
-        Requests whose prompts `decode` must compute first are left out.
+        Returns the requests that were started, in the order of their rows, and the logits of their
+        next tokens. All others wait, and are passed again.
         """
         ...
 
     def decode(self, tokens: np.ndarray, positions: np.ndarray, waiting: Sequence[Request]) -> Any:
         """Add a token to each of the first n rows, [n] each; returns the next tokens' logits.
 
-        May compute prompts of `waiting`, the requests that `start` left out.
+        May compute the prompts of requests that wait.
         """
         ...
 
@@ -58,43 +60,55 @@ class RowDecoder(Protocol):
         ...
 
     def reset(self, *, is_damaged: bool = False) -> None:
-        """Drop what is kept for further rows; no row is in use.
+        """No row is in use. If `is_damaged`, keys and values may be not finite: drop them."""
+        ...
 
-        If `is_damaged`, the keys and values may have values that are not finite.
-        """
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Replace the weights. Raises ValueError, with nothing changed, if they do not fit."""
         ...
 
 
-class DecodeLoop:
-    """Starts requests in `rows`, advances all rows, and removes ended rows."""
+class RowEngine:
+    """Samples a completion in each of `rows`; implements registry.Engine.
 
-    def __init__(self, decoder: RowDecoder, rows: Rows) -> None:
-        self._decoder, self._rows = decoder, rows
-        self._submitted: list[Request] = []  # since the last decode step
-        self._waiting: list[Request] = []  # for their prompts to be computed
+    `step` is the policy step of the weights. Without a `merger`, adapters cannot be applied.
+    """
 
-    @property
-    def num_in_flight(self) -> int:
-        """Number of requests whose completions have not ended."""
-        return self._rows.count + len(self._waiting) + len(self._submitted)
+    def __init__(
+        self, decoder: RowDecoder, rows: Rows, *, step: int = 0, merger: AdapterMerger | None = None
+    ) -> None:
+        self.step = step
+        self.max_model_len = rows.max_model_len
+        self._decoder = decoder
+        self._rows = rows
+        self._merger = merger
+        self._waiting: list[Request] = []
+
+    def num_free(self) -> int:
+        """Number of requests that can be submitted now."""
+        return self._rows.num_rows - self._rows.count - len(self._waiting)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Add requests; there must be rows for them."""
-        self._submitted += requests
+        """Start requests at the next `advance`."""
+        self._waiting += requests
 
-    def advance(self, step: int) -> list[Completion]:
-        """Sample a token for every row with the weights of policy step `step`.
+    @torch.inference_mode()
+    def advance(self) -> list[Completion]:
+        """Sample a token for every row; returns the completions that have ended.
 
-        Returns the completions that have ended. Raises EngineError for logits that are not finite,
-        which drops all requests.
+        Raises EngineError for logits that are not finite, which drops all requests.
         """
-        if not self.num_in_flight:
-            return []
-        submitted, self._submitted = self._submitted, []
+        completions: list[Completion] = []
+        if self.num_free() == self._rows.num_rows:
+            return completions
         try:
-            self._start(submitted, step)
-            completions = self._pop_ended()
-            self._decode(step)
+            self._start()
+            completions += self._pop_ended()
+            if self._rows.count or self._waiting:
+                logits = self._decoder.decode(*self._rows.newest(), self._waiting)
+                if self._rows.count:
+                    self._sample(0, logits)
+                self._start()
         except EngineError:
             self._rows.clear()
             self._waiting = []
@@ -105,8 +119,7 @@ class DecodeLoop:
         return completions
 
     def drop(self, ids: Collection[int]) -> list[Completion]:
-        """Remove the requests with these indices; returns the partial completions with a token."""
-        self._submitted = [request for request in self._submitted if request.index not in ids]
+        """End requests; returns the partial completions with a token."""
         self._waiting = [request for request in self._waiting if request.index not in ids]
         rows = [row for row, request in enumerate(self._rows.requests) if request.index in ids]
         completions = [replace(self._rows.completion(row), is_partial=True) for row in rows]
@@ -115,35 +128,34 @@ class DecodeLoop:
         self._reset_if_idle()
         return completions
 
-    def _start(self, requests: Sequence[Request], step: int) -> None:
-        """Give each request a row and sample its first token, or let it wait for its prompt."""
-        if not requests:
+    def apply(self, update: WeightUpdate) -> None:
+        """Sample from the new weights from the next token on.
+
+        Raises ValueError, with nothing changed, if the weights belong to another model.
+        """
+        self._decoder.load(self._merger.weights_of(update) if self._merger else update.tensors)
+        self.step = update.step
+
+    def _start(self) -> None:
+        """Give waiting requests a row, and sample their first tokens."""
+        if not self._waiting:
             return
         first_row = self._rows.count
-        started, logits = self._decoder.start(requests, first_row)
-        is_started = {id(request) for request in started}
-        self._waiting += [request for request in requests if id(request) not in is_started]
+        started, logits = self._decoder.start(self._waiting, first_row)
+        is_started = {request.index for request in started}
+        self._waiting = [each for each in self._waiting if each.index not in is_started]
         for request in started:
             self._rows.start(request)
         if started:
-            self._sample(first_row, logits, step)
+            self._sample(first_row, logits)
 
-    def _decode(self, step: int) -> None:
-        """Sample one more token for every row, and start requests whose prompts were computed."""
-        waiting, self._waiting = self._waiting, []
-        if not (waiting or self._rows.count):
-            return
-        logits = self._decoder.decode(*self._rows.newest(), waiting)
-        if self._rows.count:
-            self._sample(0, logits, step)
-        self._start(waiting, step)
-
-    def _sample(self, first_row: int, logits: Any, step: int) -> None:
+    def _sample(self, first_row: int, logits: Any) -> None:
         """Sample the next token of all rows from `first_row` on; `logits` are [n, V]."""
-        rows, vocab_size = np.arange(first_row, self._rows.count), logits.shape[-1]
+        rows = np.arange(first_row, self._rows.count)
+        vocab_size = logits.shape[-1]
         tokens = np.empty(len(rows), np.int64)
         logprobs = np.empty(len(rows), np.float32)
-        for sampling, part in self._rows.by_sampling(first_row, step):
+        for sampling, part in self._rows.by_sampling(first_row, self.step):
             tokens[part], logprobs[part] = self._decoder.sample(
                 logits,
                 part,
@@ -152,7 +164,7 @@ class DecodeLoop:
                 seen=self._rows.seen_tokens(rows[part], sampling, vocab_size),
                 banned=self._rows.banned_tokens(rows[part], vocab_size),
             )
-        self._rows.append(rows, tokens, logprobs, step=step)
+        self._rows.append(rows, tokens, logprobs, step=self.step)
 
     def _pop_ended(self) -> list[Completion]:
         """Remove and return the completions that have ended."""
@@ -165,7 +177,7 @@ class DecodeLoop:
         return completions
 
     def _reset_if_idle(self) -> None:
-        if not self.num_in_flight:
+        if self.num_free() == self._rows.num_rows:
             self._decoder.reset()
 
     def _remove(self, row: int) -> None:
