@@ -31,18 +31,13 @@ MARKED = re.compile(  # a final answer, up to the end of its line or element
 )
 CLAUSE_END = re.compile(r"[.,;!?](?=\s|$)")
 # After and before a number that is only a part of a formula.
-CONTINUES, FOLLOWS = (
-    re.compile(r"\s*[*^+/]\s*[\d(]|\s*-\s*\d"),
-    re.compile(r"\S[ \t]*[-+*/^][ \t]*$"),
-)
+CONTINUES = re.compile(r"\s*[*^+/]\s*[\d(]|\s*-\s*\d")
+FOLLOWS = re.compile(r"\S[ \t]*[-+*/^][ \t]*$")
 MAX_SEARCHED = 4000  # characters at the end of a completion
 
 
 def answer_match(completions: Completions, answer: Sequence[Any], **columns: Any) -> list[float]:
-    """Rewards of a group: 1 for each completion whose final answer is the row's, else 0.
-
-    Has TRL's signature: see reward_functions.py.
-    """
+    """Rewards of a group, in TRL's signature: 1 for a completion with the row's answer, else 0."""
     pairs = zip(map(last_text, completions), answer, strict=True)
     return [match_reward(text, str(target)) for text, target in pairs]
 
@@ -101,8 +96,8 @@ def _marked(text: str) -> str:
 def _final_value(clause: str, text: str) -> Fraction | None:
     """The number in the final answer of a completion; None for a formula and without a number.
 
-    In a marked answer it is the first number after the last equals sign, because units may follow;
-    in a whole text it is the last one.
+    In a marked answer the first one after the last equals sign, because units may follow; in a
+    whole text the last one.
     """
     plain = _plain(clause.rpartition("=")[2] if clause else text[-MAX_SEARCHED:])
     matches = list(QUANTITY.finditer(plain))

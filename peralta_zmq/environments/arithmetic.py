@@ -1,8 +1,7 @@
 """Safe evaluation of untrusted arithmetic to an exact rational number.
 
-Accepts numbers, + - * / // % ** and parentheses, with Python's precedence; raises ValueError for
-other text. Bounds on length, depth and magnitude keep the run time below 10 ms. `eval` is never
-called.
+Accepts numbers, + - * / // % ** and parentheses, with Python's precedence. Bounds on length, depth
+and magnitude keep the run time below 10 ms. `eval` is never called.
 """
 
 from __future__ import annotations
@@ -94,11 +93,7 @@ def _literal(node: ast.Constant, lines: list[str]) -> Fraction:
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    """Return base ** exponent, after checking the exponent.
-
-    `_value` checks the magnitude only of the result, which therefore must not take long to compute:
-    it has at most MAX_EXPONENT times as many digits as the base.
-    """
+    """base ** exponent; its size, checked later, is at most MAX_EXPONENT times the base's."""
     if exponent.denominator != 1:
         raise ValueError("an exponent that is not a whole number")
     if abs(exponent) > MAX_EXPONENT:

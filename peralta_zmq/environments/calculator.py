@@ -21,10 +21,7 @@ problems = problems_from_files(
 
 
 def reward(problem: Problem, completion_text: str) -> float:
-    """1 for an expression with exactly the value of the target expression, else 0.
-
-    Raises TaskError for a problem whose target is not arithmetic.
-    """
+    """1 for an expression with exactly the value of the target expression, else 0."""
     target = parsed_answer(problem, evaluate)
     try:
         return float(evaluate(completion_text) == target)

@@ -17,10 +17,7 @@ FORBIDDEN = re.compile(r"\*\*|//|%|\.")  # arithmetic, but not part of the game
 
 
 def reward(problem: Problem, completion_text: str) -> float:
-    """1 for an expression that uses each number once and equals the target, else 0.
-
-    Raises TaskError for a problem without numbers or target.
-    """
+    """1 for an expression that uses each number once and equals the target, else 0."""
     numbers, target = parsed_answer(problem, _parse_answer)
     if FORBIDDEN.search(completion_text):
         return 0.0
@@ -33,10 +30,7 @@ def reward(problem: Problem, completion_text: str) -> float:
 
 
 def _parse_answer(answer: str) -> tuple[list[int], int]:
-    """The sorted numbers and the target of an answer `NUMBER NUMBER ... = TARGET`.
-
-    Raises ValueError for another form; `parsed_answer` converts the error to TaskError.
-    """
+    """The sorted numbers and the target of an answer such as 3 7 25 = 46. Raises ValueError."""
     if not ANSWER.fullmatch(answer):
         raise ValueError("not of the form NUMBERS = TARGET, as in 3 7 25 = 46")
     *numbers, target = map(int, NUMBER.findall(answer))

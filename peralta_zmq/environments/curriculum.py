@@ -1,11 +1,9 @@
 """Curriculum: order of problems, assignment to generators, difficulty pools.
 
-A sample is one draw of a problem from the train set. Samples are numbered through the whole run,
-and the sample index determines the problem. The trainer divides the sample indices between the
-generators. A generator without the trainer's division has a static share: generator i of n draws
-the sample indices i, i + n, i + 2n and so on. The train set concatenates the problems of all
-environments; a position is the index of a problem in the train set. A difficulty pool is a set of
-problems that are too easy or too hard to learn from.
+A sample is one draw of a problem; the sample index, counted through the whole run, determines the
+problem. The trainer divides the indices between the generators; without that, generator i of n
+draws i, i + n, i + 2n and so on. A position is the index of a problem in the train set, which
+concatenates all environments. A difficulty pool has problems too easy or too hard to learn from.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ EXCLUDED_POOLS: tuple[Pool, ...] = ("easy", "hard")
 
 @functools.lru_cache(maxsize=8)
 def problem_order(num_problems: int, *, seed: int, epoch: int, name: str = "") -> tuple[int, ...]:
-    """The indices 0 to num_problems - 1, shuffled by seed, epoch and environment name."""
     order = list(range(num_problems))
     random.Random(f"problem order {seed} {epoch}{name}").shuffle(order)
     return tuple(order)
@@ -43,9 +40,9 @@ def problem_order(num_problems: int, *, seed: int, epoch: int, name: str = "") -
 class ProblemSampler:
     """Maps the index of a sample to a position in the train set.
 
-    `sizes` are the numbers of problems of the environments. `ratios` (one per environment, not all
-    0) divide the samples of every block between the environments. Without `ratios`, the whole train
-    set is shuffled together. Every epoch has a new order. Raises TaskError for an empty train set.
+    `ratios` (one per environment, not all 0) divide the samples of every block between the
+    environments, whose numbers of problems are `sizes`; without `ratios`, the whole train set is
+    shuffled together. Every epoch has a new order. Raises TaskError for an empty train set.
     """
 
     def __init__(
@@ -53,13 +50,13 @@ class ProblemSampler:
     ) -> None:
         if not sum(sizes):
             raise TaskError("no problems to sample; choose a data set that is not empty")
-        self._seed, self._sizes = seed, tuple(sizes)
+        self._seed = seed
+        self._sizes = tuple(sizes)
         self._starts = (0, *accumulate(sizes))  # first position of each environment, and the end
         # Samples per block of each environment.
         self._block_counts = apportion(ratios, BLOCK_SIZE) if ratios else None
 
     def position(self, sample_index: int) -> int:
-        """The position of the problem that a sample has."""
         if self._block_counts is None:
             return self._position_in_epoch(sample_index, self._starts[-1])
         block, within = divmod(sample_index, BLOCK_SIZE)
@@ -83,8 +80,7 @@ def assigned_samples(
 ) -> Iterator[tuple[int, int] | None]:
     """Yield (sample index, position) for each sample index, and None for each None.
 
-    Skips samples at positions for which `excluded` is true. After `max_skipped - 1` skipped samples
-    in a row, the next sample is yielded even if it is excluded.
+    Skips samples at positions for which `excluded` is true, at most `max_skipped - 1` in a row.
     """
     num_skipped = 0
     for sample_index in sample_indices:
@@ -105,10 +101,7 @@ def static_share(*, index: int, count: int, start: int = 0) -> Iterator[int]:
 
 
 def apportion(ratios: Sequence[float], total: int) -> tuple[int, ...]:
-    """Divide `total` in proportion to `ratios`; a ratio above 0 gets at least 1.
-
-    Uses the largest remainder method.
-    """
+    """Divide `total` in proportion to `ratios`, each above 0 at least 1 (largest remainder)."""
     quotas = [total * ratio / sum(ratios) for ratio in ratios]
     counts = [max(int(quota), int(quota > 0)) for quota in quotas]
     by_remainder = sorted(range(len(ratios)), key=lambda env: counts[env] - quotas[env])
@@ -121,7 +114,6 @@ def apportion(ratios: Sequence[float], total: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _environment_order(counts: tuple[int, ...], seed: int, block: int) -> tuple[int, ...]:
-    """The environment index of each sample in a block, in random order."""
     order = [env for env, count in enumerate(counts) for _ in range(count)]
     random.Random(f"environments {seed} {block}").shuffle(order)
     return tuple(order)
@@ -133,10 +125,9 @@ def _environment_order(counts: tuple[int, ...], seed: int, block: int) -> tuple[
 class DifficultyPools:
     """Assigns each problem to a pool by the mean reward of its newest group.
 
-    A group is all rollouts (scored completions) of one problem. Problems of the normal pool are
-    sampled; easy and hard problems are excluded. A mean reward of at least `easy_threshold` makes a
-    problem easy, a mean reward of at most `hard_threshold` makes it hard; None disables the pool.
-    `ids` are the problem ids by position; equal ids are the same problem.
+    Only problems of the normal pool are sampled. A mean reward of at least `easy_threshold` makes a
+    problem easy, one of at most `hard_threshold` hard; None disables the pool. `ids` are the
+    problem ids by position; equal ids are the same problem.
     """
 
     def __init__(
@@ -146,7 +137,8 @@ class DifficultyPools:
         easy_threshold: float | None = None,
         hard_threshold: float | None = None,
     ) -> None:
-        self._easy_threshold, self._hard_threshold = easy_threshold, hard_threshold
+        self._easy_threshold = easy_threshold
+        self._hard_threshold = hard_threshold
         self._positions: dict[str, list[int]] = {}  # by problem id
         for position, problem_id in enumerate(ids):
             self._positions.setdefault(problem_id, []).append(position)
@@ -158,7 +150,6 @@ class DifficultyPools:
 
     @property
     def active(self) -> bool:
-        """Whether any threshold is set."""
         return self._easy_threshold is not None or self._hard_threshold is not None
 
     @property
@@ -167,16 +158,15 @@ class DifficultyPools:
         return bitmap(self._is_excluded) if self._excluded else b""
 
     def sizes(self) -> dict[Pool, int]:
-        """Number of problems in each pool."""
         pools = list(self._excluded.values())
-        easy, hard = pools.count("easy"), pools.count("hard")
+        easy = pools.count("easy")
+        hard = pools.count("hard")
         return {"normal": len(self._positions) - easy - hard, "easy": easy, "hard": hard}
 
     def update(self, problem_id: str, mean_reward: float) -> int:
         """Move a problem to the pool for the mean reward of its newest group.
 
-        If no normal problem is left, all problems become normal again. Returns the number of
-        problems that became normal for this reason.
+        If no normal problem is left, all become normal again; returns their number.
         """
         if problem_id not in self:
             return 0
@@ -197,7 +187,6 @@ class DifficultyPools:
         return self._move_to_normal(returned)
 
     def saved(self) -> dict[str, list[str]]:
-        """The ids of the excluded problems by pool, for a checkpoint."""
         return {pool: self._ids_in(pool) for pool in EXCLUDED_POOLS}
 
     def restore(self, saved: Mapping[str, Sequence[str]]) -> None:

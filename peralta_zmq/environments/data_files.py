@@ -1,8 +1,8 @@
 """The rows of data sets: CSV, JSONL and Parquet files, and folders of the library datasets.
 
-A data set has one problem per row, in a column for the prompt, a text or a chat, and a column for
-the answer. The column `input_token_ids` may hold the tokens of the prompt instead. The column
-`info` may hold an object for the reward functions: in CSV, and in a text of Parquet, as JSON.
+A row has a column for the prompt, a text or a chat, and one for the answer. The column
+`input_token_ids` may hold the tokens of the prompt instead, and `info` an object for the reward
+functions: in CSV, and in a text of Parquet, as JSON.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ class Record(NamedTuple):
 
 
 class DataRow(NamedTuple):
-    """One row of a data set."""
-
     line_number: int  # of the row's first line in the file
     prompt: str  # empty if the row has no text as prompt
     token_ids: str  # numbers separated by spaces; empty if the row has none
@@ -84,10 +82,9 @@ def read_rows(source: str, *, prompt_column: str, answer_column: str | None) -> 
 
 
 def read_records(source: str, split: str = "train") -> list[Record]:
-    """Read all records of a data set, in file order.
+    """Read all records of a data set, in file order; `split` chooses one of a folder.
 
-    `split` chooses one of a folder with several. Raises TaskError for a file that is missing, empty
-    or not UTF-8, and for a record that cannot be read.
+    Raises TaskError for a file that is missing, empty or not UTF-8, or with a damaged record.
     """
     path = _path(source)
     try:
@@ -122,7 +119,6 @@ def _records(path: Path, split: str) -> Iterator[Record]:
 
 
 def _path(source: str) -> Path:
-    """The file of a shipped data set, or the given path."""
     if source in SHIPPED:
         return DATA_FOLDER / f"{source}.csv"
     path = Path(os.path.expanduser(source))  # unlike Path.expanduser, it never raises
@@ -149,10 +145,7 @@ def _suggestion(path: Path) -> str:
 
 
 def _read_text(path: Path) -> str:
-    """The file as text without a byte order mark; newlines are not converted.
-
-    Raises ValueError for text that is not UTF-8.
-    """
+    """The file as text without a byte order mark; newlines are not converted."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -163,13 +156,10 @@ def _read_text(path: Path) -> str:
 
 
 def _csv_records(text: str) -> Iterator[Record]:
-    """Yield each record, with texts only.
-
-    The first record names the columns. Blank lines are skipped; quoted text may span lines. Raises
-    ValueError for a line that cannot be read.
-    """
+    """Yield each record, with texts only; blank lines are skipped, quoted text may span lines."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    number, header = 1, list[str]()
+    number = 1
+    header = list[str]()
     try:
         for fields in reader:
             if not header:
@@ -190,7 +180,6 @@ def _csv_records(text: str) -> Iterator[Record]:
 
 
 def _json_records(text: str) -> Iterator[Record]:
-    """Yield the object of each line. Raises ValueError for a line that cannot be read."""
     # Only "\n" ends a line: JSON text may contain the other separators of str.splitlines.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -229,13 +218,11 @@ def _whole_number(digits: str) -> int | float:
 
 
 def _parquet_records(path: Path) -> Iterator[Record]:
-    """Yield the rows. Raises ValueError for a file that cannot be read."""
     parquet = import_extra("pyarrow.parquet", extra="parquet", needed_by=f"'{path.name}'")
     return _table_records(lambda: [parquet.read_table(path)])
 
 
 def _folder_records(folder: Path) -> Iterator[Record]:
-    """Yield the rows of a folder that datasets.Dataset.save_to_disk made."""
     pyarrow = import_extra("pyarrow", extra="parquet", needed_by=f"'{folder.name}'")
 
     def read() -> list[Any]:
@@ -250,7 +237,6 @@ def _folder_records(folder: Path) -> Iterator[Record]:
 
 
 def _table_records(read: Callable[[], list[Any]]) -> Iterator[Record]:
-    """Yield the rows of Arrow tables. Raises ValueError if they cannot be read."""
     try:
         rows = [row for table in read() for row in table.to_pylist()]
     except Exception as error:  # noqa: BLE001  pyarrow raises many kinds
@@ -299,7 +285,6 @@ def row_of(record: Record, prompt_column: str, answer_column: str | None) -> Dat
 
 
 def missing_column(record: Record, column: str, *, setting: str) -> ValueError:
-    """The error for a column that is not there."""
     names = ", ".join(map(repr, record.values))
     names = f"the columns are {names}; name one with {setting}" if names else "the row is empty"
     return ValueError(f"line {record.line_number}: no column '{column}'; {names}")

@@ -1,9 +1,4 @@
-"""The problems of a run: its environments, and data sets in CSV, JSONL and Parquet files.
-
-An environment is a task with a data set; a run may mix several. A data set has one problem per row,
-in a column for the prompt and a column for the answer. The column `input_token_ids` may hold the
-tokens of the prompt instead. A split is 'train' or 'eval' (held-out problems).
-"""
+"""The problems of a run: its environments, each a task with a data set."""
 
 from __future__ import annotations
 
@@ -55,15 +50,12 @@ class RewardSource(Protocol):
     ) -> Future[list[Score]]:
         """The scores of completions, in order, or a RewardError if any of them failed.
 
-        `texts` and `token_ids` have one entry per completion, and `messages`, of a problem with
-        several turns, the messages after the prompt. The future has a TaskError if no
-        reward can be computed at all.
+        `messages` are those after the prompt, of a problem with several turns. The future has a
+        TaskError if no reward can be computed at all.
         """
         ...
 
-    def close(self) -> None:
-        """Cancel the futures."""
-        ...
+    def close(self) -> None: ...
 
 
 class ReplySource(Protocol):
@@ -85,10 +77,9 @@ class ReplySource(Protocol):
         ...
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
-        """The messages that follow a completion; None ends the episode.
+        """The messages that follow a completion, the last of `messages`; None ends the episode.
 
-        `messages` begin with those of the problem and end with the completion. Errors are as for
-        RewardSource.score.
+        Errors are as for RewardSource.score.
         """
         ...
 
@@ -111,7 +102,6 @@ class Environments:
         return all(source.has_room for source in sources)
 
     def score(self, problem: Problem, completions: Sequence[Completion]) -> Future[list[Score]]:
-        """The scores of completions in the problem's environment: see RewardSource."""
         for completion in completions:
             if completion.error is not None:
                 failed: Future[list[Score]] = Future()
@@ -128,15 +118,12 @@ class Environments:
         return score.reward
 
     def has_turns(self, problem: Problem) -> bool:
-        """Whether a completion may be followed by further turns."""
         return problem.task in self.reply_sources
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
-        """The reply in the problem's environment: see ReplySource; only if `has_turns`."""
         return self.reply_sources[problem.task].reply(problem, messages)
 
     def close(self) -> None:
-        """End the reward workers and close all reward sources."""
         self.pool.close()
         for source in self.reward_sources.values():
             source.close()
@@ -158,9 +145,8 @@ def load_problems(
 ) -> list[Problem]:
     """All problems of a split, as returned by the function `problems` of a task.
 
-    `options` are the settings in [data]. `wrap` may add a progress bar around the iterator. Raises
-    ConfigError for an option that the task does not have, and TaskError if the split is empty or
-    has a message that is not text.
+    `wrap` may add a progress bar around the iterator. Raises ConfigError for an option that the
+    task does not have, and TaskError if the split is empty or has a message that is not text.
     """
     _check_options(problems, split, seed, options)
     loaded = list(wrap(problems(split, seed, **options)))
@@ -172,7 +158,6 @@ def load_problems(
 
 
 def _check_text(problem: Problem, split: str, row: int) -> None:
-    """Raise TaskError for messages with images or other parts, and for lone surrogates."""
     for text in (problem.id, problem.answer, *(each.content for each in problem.messages)):
         try:
             str.encode(text)
@@ -186,7 +171,6 @@ def _check_text(problem: Problem, split: str, row: int) -> None:
 def _check_options(
     problems: Callable[..., object], split: str, seed: int, options: Mapping[str, Any]
 ) -> None:
-    """Raise ConfigError for an option that the function `problems` does not have."""
     parameters = list(inspect.signature(problems).parameters.values())
     names = [each.name for each in parameters[2:] if each.kind is not each.VAR_KEYWORD]
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
@@ -210,10 +194,7 @@ def problem_id(values: Sequence[str]) -> str:
 
 
 def labeled_problem(problem: Problem, label: str, keys: Sequence[str]) -> Problem:
-    """The problem with its environment's `label` as task, and a new id.
-
-    The new id is a hash of the fields named in `keys`, the setting curriculum.hash_keys.
-    """
+    """The problem with its environment's `label` as task, and the hash of fields `keys` as id."""
     contents = [message.content for message in problem.messages if message.role != "system"]
     values = {
         "task": label,
@@ -225,10 +206,9 @@ def labeled_problem(problem: Problem, label: str, keys: Sequence[str]) -> Proble
 
 
 def check_ids(problems: Sequence[Problem], label: str, keys: Sequence[str]) -> None:
-    """Check that problems of an environment with equal ids are one problem.
+    """Raise TaskError if problems of an environment with equal ids are different problems.
 
-    They are if they have one answer; without an answer, if they have one `info`. `label` and `keys`
-    are as for `labeled_problem`. Raises TaskError.
+    They are one problem if they have one answer; without an answer, if they have one `info`.
     """
 
     def num_ambiguous(*keys: str) -> int:
@@ -264,10 +244,9 @@ def problems_from_files(
 ) -> Callable[..., Iterator[Problem]]:
     """The function `problems` of a task whose problems are the rows of a file.
 
-    `task` is the task's name; `train`, `eval` and the columns are defaults of settings in [data].
-    `check` raises ValueError for an answer that the reward function cannot use. A row with an
-    unusable answer, an empty prompt or invalid `input_token_ids` is skipped and logged with its
-    line number.
+    `train`, `eval` and the columns are defaults of settings in [data]. `check` raises ValueError
+    for an unusable answer. A row with one, an empty prompt or invalid `input_token_ids` is skipped
+    and logged with its line number.
     """
 
     def problems(
@@ -280,10 +259,7 @@ def problems_from_files(
         answer_column: str = answer_column,
         system_prompt: str = "",
     ) -> Iterator[Problem]:
-        """Iterator over the problems of a split, with the number of unread rows as length hint.
-
-        Raises TaskError if the file cannot be read or, at the end, if no row was usable.
-        """
+        """Iterator over the problems of a split, with the number of unread rows as length hint."""
         source = train if split == "train" else eval
         rows = read_rows(source, prompt_column=prompt_column, answer_column=answer_column)
 
@@ -323,7 +299,8 @@ class _RowProblems:
     """Iterator over problems; the number of unread rows is its length hint."""
 
     def __init__(self, problems: Iterator[Problem], unread: Iterator[DataRow]) -> None:
-        self._problems, self._unread = problems, unread
+        self._problems = problems
+        self._unread = unread
 
     def __iter__(self) -> Iterator[Problem]:
         return self
@@ -338,11 +315,8 @@ class _RowProblems:
 def _usable_problems(
     source: str, rows: Iterator[DataRow], problem_of: Callable[[DataRow], Problem]
 ) -> Iterator[Problem]:
-    """Yield the problems of the rows for which `problem_of` raises no ValueError.
-
-    At the end, logs the refused rows, or raises TaskError if all rows were refused.
-    """
-    num_kept, refused = 0, list[str]()
+    num_kept = 0
+    refused = list[str]()
     for row in rows:
         try:
             problem = problem_of(row)
@@ -364,10 +338,7 @@ def _usable_problems(
 
 
 def problem_of_row(row: DataRow, task: str, system_prompt: str) -> Problem:
-    """The problem of a row; ValueError for an empty prompt or invalid token ids.
-
-    A chat that begins with a system message keeps it.
-    """
+    """The problem of a row; ValueError for an empty prompt or invalid token ids."""
     words = row.token_ids.split()
     if not all(word.isascii() and word.isdigit() and int(word) <= MAX_TOKEN_ID for word in words):
         raise ValueError(f"{TOKENS_COLUMN} must be integers from 0 to {MAX_TOKEN_ID}")

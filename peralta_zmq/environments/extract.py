@@ -17,10 +17,7 @@ OBJECT = re.compile(r"\{[^{}]*\}")  # without objects inside
 
 
 def reward(problem: Problem, completion_text: str) -> float:
-    """0.25 for each right field of the first JSON object, and 0.25 for no text around the object.
-
-    Raises TaskError for a problem whose answer is not an object with the three fields.
-    """
+    """0.25 for each right field of the first JSON object, and 0.25 for no text around it."""
     answer = parsed_answer(problem, _parse_answer)
     match = OBJECT.search(completion_text)
     if match is None:
@@ -34,7 +31,6 @@ def reward(problem: Problem, completion_text: str) -> float:
 
 
 def _parse_answer(answer: str) -> dict[str, Any]:
-    """The fields of an answer. Raises ValueError for other JSON, which becomes a TaskError."""
     fields = json.loads(answer)
     if not isinstance(fields, dict) or set(cast("dict[str, Any]", fields)) != set(FIELDS):
         raise ValueError(f"not a JSON object with the fields {', '.join(FIELDS)}")

@@ -1,7 +1,6 @@
 """Task guess_number: find a number in two turns.
 
-The first completion is a guess. The reply says how far it is from the number, and in which
-direction, so that the second completion can be right. One number of ten is right by chance.
+The reply says how far the first guess is from the number. One number of ten is right by chance.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ NUM_EVAL = 100  # problems held out from training
 
 
 def problems(split: str, seed: int) -> Iterator[Problem]:
-    """800 problems for training and 100 others to evaluate: tens, with a number in each.
-
-    The seed is not used: both splits are fixed.
-    """
+    """800 problems for training and 100 others to evaluate: tens, with a number in each."""
     numbers = random.Random(0)
     tens = [(low, low + numbers.randrange(10)) for low in range(1000, 10_000, 10)]
     numbers.shuffle(tens)
@@ -38,7 +34,6 @@ def reply(problem: Problem, messages: Sequence[Message]) -> list[Message] | None
 
 
 def feedback(guess: str, number: int) -> str:
-    """The reply to a wrong guess."""
     text = guess.strip()
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         return "That is no number."

@@ -1,10 +1,8 @@
 """Evaluation on held-out problems: assignment to generators, collected answers, avg@n, pass@k.
 
-An example is one held-out problem. A generator answers it with several completions and sends them
-with their rewards to the trainer, as one group. The weights of one step are evaluated while the
-training continues; a generator that has newer weights by then evaluates those. Each generator
-begins with its own share of the examples. The trainer announces which examples are answered, so
-that generators skip them.
+An example is one held-out problem; a generator sends its answers as one group. The weights of one
+step are evaluated while the training continues; a generator that has newer weights by then
+evaluates those.
 """
 
 from __future__ import annotations
@@ -38,11 +36,9 @@ class Evaluation:
         self._answers: dict[str, Sequence[tuple[str, float, bool]]] = {}  # by problem id
 
     def is_answered(self, problem_id: str) -> bool:
-        """Whether the example has answers."""
         return problem_id not in self._unanswered
 
     def expects(self, problem_id: str, num_answers: int) -> bool:
-        """Whether a group counts: the example is unanswered, and the group has full size."""
         return self._unanswered.get(problem_id) == num_answers
 
     def add(
@@ -55,12 +51,10 @@ class Evaluation:
 
     @property
     def num_answered(self) -> int:
-        """Number of examples with answers."""
         return len(self._answers)
 
     @property
     def complete(self) -> bool:
-        """Whether every example has answers."""
         return not self._unanswered
 
     @property
@@ -69,7 +63,6 @@ class Evaluation:
         return bitmap([problem.id in self._answers for problem in self._problems])
 
     def answers(self) -> list[tuple[Problem, list[Answer]]]:
-        """The answered examples with their answers, in data set order."""
         return [
             (problem, [Answer(problem.question, *answer) for answer in self._answers[problem.id]])
             for problem in self._problems
@@ -82,9 +75,9 @@ def examples_for(
 ) -> Iterator[int]:
     """Yield the positions of unanswered examples, for generator number `index` of `count`.
 
-    First come the examples of its own share: every `count`-th example from `index` on. Then come
-    the other shares in descending order, because their generators answer them in ascending order.
-    `answered` is checked when an example would be yielded.
+    First its own share, every `count`-th example from `index` on, then the others in descending
+    order, because their generators answer them in ascending order. `answered` is checked when an
+    example would be yielded.
     """
     own_share = range(index, num_examples, count)
     other_shares = (
@@ -109,7 +102,7 @@ def summarize(
     """Mean reward, its standard error over the examples (NaN for one), and other metrics.
 
     The metrics are avg@n and pass@1, 2, 4 ... n of every environment, as ENV/METRIC; n is the
-    smallest number of answers. An answer is correct if its reward is at least PASSING_REWARD.
+    smallest number of answers.
     """
     rewards: dict[str, list[list[float]]] = {}  # of the answers to each example, by environment
     for problem, answers in results:

@@ -23,9 +23,9 @@ TIMEOUT_SECONDS = 3  # for parsing one answer, and for comparing it
 def reward(problem: Problem, completion_text: str) -> float:
     """1 if the last answer in the text equals the target mathematically, else 0.
 
-    So does a text that is the target, or the same number (1e10). An answer that cannot be parsed
-    earns 0, and one that takes longer than TIMEOUT_SECONDS to parse or to compare; this limit holds
-    in the main thread only. Raises TaskError for a target that cannot be parsed.
+    So does a text that is the target, or the same number (1e10). An answer earns 0 if it cannot be
+    parsed, or in the main thread if it takes longer than TIMEOUT_SECONDS. Raises TaskError for a
+    target that cannot be parsed.
     """
     is_target = _is_target(last_box(completion_text) or completion_text, problem.answer)
     if is_target or ":" in problem.answer:  # a time or a ratio, for the library a quotient
@@ -37,7 +37,6 @@ def reward(problem: Problem, completion_text: str) -> float:
 
 
 def _is_target(text: str, target: str) -> bool:
-    """Whether a text is the target, or a number with the value of the target."""
     answer, expected = (each.strip().strip("$").strip() for each in (text, target))
     try:
         return answer == expected or float(answer) == float(expected)
@@ -46,11 +45,7 @@ def _is_target(text: str, target: str) -> bool:
 
 
 def boxed_answer(completions: Completions, answer: Sequence[str], **columns: Any) -> list[float]:
-    r"""Rewards of a group: 1 if the last \boxed{...} equals the answer mathematically, else 0.
-
-    Has TRL's signature: see reward_functions.py. Raises TaskError for a target that cannot be
-    parsed.
-    """
+    r"""Rewards of a group, in TRL's signature: 1 if the last \boxed{...} equals the answer."""
     boxes = map(last_box, map(last_text, completions))
     return [
         reward(Problem("", "", (), str(target)), f"${content}$") if content else 0.0
@@ -71,10 +66,7 @@ def last_box(text: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def parse_target(answer: str) -> tuple[Any, ...]:
-    """A target as math-verify represents it.
-
-    Raises ValueError if the target has no mathematics; `parsed_answer` converts it to TaskError.
-    """
+    """A target as math-verify represents it; ValueError if it has no mathematics."""
     text = answer if "$" in answer else f"${answer}$"
     parsed = _library().parse(text, parsing_timeout=_timeout())
     if not parsed:
@@ -83,10 +75,7 @@ def parse_target(answer: str) -> tuple[Any, ...]:
 
 
 def _timeout() -> int | None:
-    """TIMEOUT_SECONDS in the main thread, else None (no timeout).
-
-    math-verify implements timeouts with signals, which work only in the main thread.
-    """
+    """The library's timeouts are signals, which work only in the main thread."""
     return TIMEOUT_SECONDS if threading.current_thread() is threading.main_thread() else None
 
 

@@ -64,9 +64,9 @@ class ReasoningGymTask:
     ) -> Iterator[Problem]:
         """The items of a split; `config` has options of the data set.
 
-        `size` and `eval_size` are the numbers of items. The answer is the text in the last element
-        <answer_tag> of a completion; with an empty `answer_tag`, the whole completion. The default
-        of `system_prompt` asks for the element. Raises ConfigError for an unknown option.
+        The answer is the text in the last element <answer_tag> of a completion; with an empty
+        `answer_tag`, the whole completion. The default of `system_prompt` asks for the element.
+        Raises ConfigError for an unknown option.
         """
         if answer_tag and system_prompt is None:
             system_prompt = _default_prompt(answer_tag)
@@ -101,7 +101,6 @@ def reward(problem: Problem, completion_text: str) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _dataset(source: str) -> Any:
-    """The data set with the arguments in `source`, a JSON object."""
     return _library.create_dataset(**json.loads(source))
 
 
@@ -111,7 +110,6 @@ def _item(source: str, index: int) -> Any:
 
 
 def _answer_in(text: str, tag: str) -> str | None:
-    """The text in the last element <tag>; None if there is none."""
     if not tag:
         return text.strip()
     return _library.utils.extract_answer(text, tag_name=tag)
@@ -122,13 +120,11 @@ def _default_prompt(tag: str) -> str:
 
 
 def _datasets() -> dict[str, Any]:
-    """Classes of a data set and of its options, by name."""
     factory: Any = _library.factory
     return factory.DATASETS
 
 
 def _check_config(name: str, config: dict[str, Any]) -> None:
-    """Raise ConfigError for an option that the data set does not have, or its invalid value."""
     make_config: Callable[..., Any] = _datasets()[name][1]
     options = [each.name for each in dataclasses.fields(make_config)]  # type: ignore[arg-type]
     options = [*OWN_OPTIONS, *(each for each in options if each not in ("seed", "size"))]

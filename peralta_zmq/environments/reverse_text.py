@@ -13,11 +13,9 @@ REWARD_IS_BOUNDED = True
 
 
 def reward(problem: Problem, completion_text: str) -> float:
-    """Similarity of completion and answer, from 0 to 1.
+    """Similarity of completion and answer, 2 M / T (difflib's ratio); 0 for a long text.
 
-    The similarity is 2 M / T for M characters in matching blocks and T characters in both texts
-    together (difflib's ratio). Whitespace around the completion is ignored. A text longer than
-    MAX_ANSWER_LENGTH earns 0.
+    M are the characters in matching blocks, T those of both texts.
     """
     text = completion_text.strip()
     if max(len(text), len(problem.answer)) > MAX_ANSWER_LENGTH:
@@ -26,7 +24,6 @@ def reward(problem: Problem, completion_text: str) -> float:
 
 
 def _check_answer(answer: str) -> None:
-    """Raise ValueError for an empty or too long answer; its row is then skipped."""
     if not answer.strip():
         raise ValueError("the answer is empty")
     if len(answer) > MAX_ANSWER_LENGTH:

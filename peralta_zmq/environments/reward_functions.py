@@ -1,19 +1,18 @@
 """Reward functions: their signatures, calls, and the checks of what they return.
 
-The reward function of a task scores one completion:
+The reward function of a task scores one completion. It returns a number, a Score, or a dict of
+named terms to be summed:
 
-    reward(problem, completion_text, **options) -> number, or dict of named terms to be summed
+    reward(problem, completion_text, **options)
 
-Its further parameters get the entries of `problem.info` with their names. With several turns,
-`completion_text` is the text of the last one, and a parameter `messages` gets those after the
-prompt. A function may also return a Score, which may have a reward for each turn.
-A function with TRL's signature scores all completions of a problem (a group) in one call; None
-means that it does not apply to a completion:
+Its further parameters get the entries of `problem.info` with their names, and with several turns
+`messages`, those after the prompt; `completion_text` is then the text of the last turn. A function
+with TRL's signature scores all completions of a problem (a group) in one call; None means that it
+does not apply to a completion:
 
     f(prompts, completions, completion_ids, **columns) -> list of numbers or None
 
-A function that raises or returns something else causes a RewardError, never a reward. The name of a
-function is MODULE:NAME, by which a reward worker imports it.
+A function that raises or returns something else causes a RewardError, never a reward.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ Reward: TypeAlias = "float | dict[str, float] | Score | None"
 class RewardFunction:
     """A reward function with its options as keyword arguments.
 
-    The running time of a bounded function is limited by its own code. Any other function must be
-    importable by its module and name, because reward workers call it.
+    The running time of a bounded function is limited by its own code. Any other is called by reward
+    workers, which import it by its module and name.
     """
 
     function: Callable[..., Any]
@@ -50,12 +49,10 @@ class RewardFunction:
 
     @property
     def name(self) -> str:
-        """MODULE:NAME."""
         return self.path or f"{self.function.__module__}:{self.function.__qualname__}"
 
     @property
     def is_async(self) -> bool:
-        """Whether the function is a coroutine function (`async def`)."""
         return any(map(inspect.iscoroutinefunction, (self.function, self.function.__call__)))
 
     def calls(
@@ -97,7 +94,6 @@ class RewardCall:
             return f"raised {described(error)}"
 
     async def call_async(self, function: Callable[..., Any]) -> list[Reward] | str:
-        """Like a call, for a coroutine function."""
         try:
             return self._checked(await self._call(function))
         except Exception as error:  # noqa: BLE001  a user's function may raise anything
@@ -105,7 +101,6 @@ class RewardCall:
 
     @property
     def names(self) -> tuple[str]:
-        """The functions that the call needs."""
         return (self.name,)
 
     @property
@@ -115,7 +110,6 @@ class RewardCall:
 
     @property
     def num_completions(self) -> int:
-        """Number of completions that the call scores."""
         return len(self.texts)
 
     def result_of(self, result: list[Reward] | str) -> list[Reward]:
@@ -159,7 +153,6 @@ def is_group_function(function: Callable[..., Any]) -> bool:
 def completion_arguments(
     problem: Problem, messages: Sequence[Sequence[Message]] = ()
 ) -> dict[str, Any]:
-    """The keyword arguments for one completion: the entries of `info`, and messages of turns."""
     return {**problem.info, **({"messages": list(messages[0])} if messages else {})}
 
 
@@ -172,9 +165,8 @@ def group_arguments(
     """The arguments of a function with TRL's signature: lists with one entry per completion.
 
     Prompts and completions are lists of messages, as TRL passes them for conversational data, or
-    texts for the text of a row. With several turns, a completion has the messages of all turns, and
-    its ids those of all tokens after the prompt. The columns are the fields of the problem, and the
-    entries of its `info`, which come first.
+    texts for the text of a row. With several turns, a completion has the messages of all turns. The
+    columns are the fields of the problem, and the entries of its `info`, which come first.
     """
     prompt: object = problem.question if problem.is_text else _as_dicts(problem.messages)
     if problem.is_text and not messages:
@@ -192,7 +184,6 @@ def group_arguments(
 
 
 def _as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages with role, content, and the name of a tool whose result they are."""
     return [
         {"role": each.role, "content": each.content} | ({"name": each.name} if each.name else {})
         for each in messages
@@ -202,10 +193,7 @@ def _as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
 def accepted_arguments(
     function: Callable[..., Any], available: Mapping[str, Any], *, num_positional: int
 ) -> dict[str, Any]:
-    """The entries of `available` that a function takes after its positional parameters.
-
-    A function with `**columns` takes all of them.
-    """
+    """The entries of `available` that a function takes after its positional parameters."""
     parameters = list(inspect.signature(function).parameters.values())
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         taken = {parameter.name for parameter in parameters[:num_positional]}
@@ -222,9 +210,8 @@ def score_of(
 ) -> Score:
     """The score of a completion from the rewards that the functions gave it.
 
-    The weighted sum of the functions is the reward, and the unweighted rewards are its parts. The
-    terms of a single function keep their names. The rewards of turns are weighted, too. Raises
-    RewardError if no function applies to the completion, or if a sum is too large.
+    The weighted sum is the reward, the unweighted rewards are its parts; the terms of a single
+    function keep their names. Raises RewardError if no function applies, or if a sum is too large.
     """
     totals = {
         function.label: (function.weight, _total(reward))
@@ -267,14 +254,14 @@ def _total(reward: float | dict[str, float] | Score) -> float:
 
 
 def checked_reward(result: object, *, num_turns: int = 0) -> float | dict[str, float] | Score:
-    """Convert the result of a reward function for one completion to a reward.
+    """The result of a reward function for one completion as a reward.
 
-    A mapping holds the named terms of a reward. Raises ValueError unless the result, or each term,
-    is a number and their sum is within MAX_REWARD. The rewards of turns in a Score must be
-    `num_turns` numbers, or none.
+    Raises ValueError unless the result, or each named term, is a number and their sum is within
+    MAX_REWARD. The rewards of turns in a Score must be `num_turns` numbers, or none.
     """
     if isinstance(result, Score):
-        total, rewards = checked_reward(result.reward), checked_reward(result.rewards)
+        total = checked_reward(result.reward)
+        rewards = checked_reward(result.rewards)
         if not (isinstance(total, float) and isinstance(rewards, dict)):
             raise ValueError(f"{_short_repr(result)}, which is not a Score of numbers")
         return Score(total, rewards, _checked_turn_rewards(result.turn_rewards, num_turns))
@@ -301,7 +288,6 @@ def _checked_turn_rewards(result: object, num_turns: int) -> tuple[float, ...]:
 
 
 def _checked_rewards(result: object, count: int) -> list[Reward]:
-    """The rewards of a group, numbers or None; ValueError unless there are `count`."""
     values = _checked_list(result)
     if len(values) != count:
         raise ValueError(f"{len(values)} rewards for {count} completions")
@@ -309,7 +295,6 @@ def _checked_rewards(result: object, count: int) -> list[Reward]:
 
 
 def _checked_list(result: object) -> list[object]:
-    """The values of a list; ValueError if it is none, or if one cannot be a number."""
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
         raise ValueError(f"{_short_repr(result)}, which is not a list of numbers")
     try:
@@ -330,7 +315,6 @@ def _to_float(value: object) -> float:
 
 
 def _short_repr(value: object) -> str:
-    """The first 80 characters of the repr on one line; the type if repr() raises."""
     try:
         return f"{' '.join(repr(value).split()):.80}"
     except Exception:  # noqa: BLE001  e.g. an int of more than 4300 digits

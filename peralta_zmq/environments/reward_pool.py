@@ -1,14 +1,9 @@
-"""Pool of reward workers: processes that call reward functions while the engine samples.
+"""Pool of worker processes that call reward functions, replies and tools while the engine samples.
 
-They also call the functions that continue an episode: `reply` of its task, and tools.
-
-The calls are made in the order of submission, by any idle worker. A call that takes too long ends
-its worker, and the next call starts another one. Coroutine functions share one worker of their own,
-which awaits many calls at the same time; a call that blocks its event loop ends this worker and all
-of its calls.
-
-An event loop in a background thread exchanges messages with the workers. It never blocks: a worker
-that does not read is a call that takes too long.
+Any idle worker takes the next call. A call that takes too long ends its worker. Coroutine functions
+share one worker, which awaits many calls at the same time; a call that blocks its event loop ends
+this worker and all of its calls. An event loop in a background thread exchanges messages with the
+workers. It never blocks: a worker that does not read is a call that takes too long.
 """
 
 from __future__ import annotations
@@ -51,20 +46,22 @@ Result = TypeVar("Result")
 class RewardPool:
     """Calls reward functions in worker processes. Use with `closing`.
 
-    `num_workers` is the number of processes for ordinary functions, `concurrency` the number of
-    calls of coroutine functions that are awaited at the same time. If `queue_limit` completions
-    wait for one of the two kinds, it has no room. A process starts with its first call.
+    `num_workers` processes call ordinary functions; `concurrency` calls of coroutine functions are
+    awaited at the same time. If `queue_limit` completions wait for one of the two kinds, it has no
+    room. A process starts with its first call.
     """
 
     def __init__(
         self, *, num_workers: int, concurrency: int, timeout_seconds: float, queue_limit: int
     ) -> None:
-        self.num_workers, self._queue_limit = num_workers, queue_limit
+        self.num_workers = num_workers
+        self._queue_limit = queue_limit
         self._timeout = timeout_seconds
         ordinary = [_Worker(timeout_seconds, awaits=False) for _ in range(num_workers)]
         self._ordinary = _Workers(ordinary)
         self._awaiting = _Workers([_Worker(timeout_seconds, awaits=True)] * concurrency)
-        self._lock, self._loop = threading.Lock(), None
+        self._lock = threading.Lock()
+        self._loop = None
 
     def submit(
         self, calls: Sequence[RewardCall], combine: Callable[[list[list[Reward]]], list[Score]]
@@ -79,8 +76,7 @@ class RewardPool:
     def reply(self, turns: Turns, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
         """The messages that follow a completion, the last of `messages`; None ends the episode.
 
-        If the completion calls tools, the messages are their results. Errors and cancelling are as
-        for `submit`.
+        If the completion calls tools, the messages are their results. Errors are as for `submit`.
         """
         call = turns.call(problem, messages, tool_seconds=self._timeout)
         if call is None:
@@ -90,7 +86,6 @@ class RewardPool:
     def _run(
         self, calls: Sequence[WorkerCall], results: Coroutine[Any, Any, Result]
     ) -> Future[Result]:
-        """Run a coroutine that makes `calls`, which are counted until it ends."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -108,13 +103,13 @@ class RewardPool:
 
     @property
     def num_waiting(self) -> int:
-        """Number of completions that wait for a worker."""
         return self._ordinary.num_waiting + self._awaiting.num_waiting
 
     def close(self) -> None:
         """End all workers; the futures of unfinished calls are cancelled."""
         with self._lock:
-            loop, self._loop = self._loop, None
+            loop = self._loop
+            self._loop = None
         if loop is not None:
             asyncio.run_coroutine_threadsafe(self._stop(), loop).result()
             loop.call_soon_threadsafe(loop.stop)
@@ -130,13 +125,11 @@ class RewardPool:
                 self._workers(call.is_async).num_unfinished += sign * call.num_completions
 
     async def _call(self, call: WorkerCall) -> Any:
-        """The result of a call."""
         return await self._workers(call.is_async).call(call)
 
     async def _call_all(
         self, calls: Sequence[RewardCall], combine: Callable[[list[list[Reward]]], list[Score]]
     ) -> list[Score]:
-        """Make all calls; the first failure cancels those that still wait."""
         tasks = [asyncio.ensure_future(self._call(call)) for call in calls]
         try:
             return combine(await asyncio.gather(*tasks))
@@ -145,7 +138,6 @@ class RewardPool:
                 task.cancel()  # without effect on a finished task
 
     async def _stop(self) -> None:
-        """Cancel all calls and end all workers."""
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -164,11 +156,9 @@ class _Workers:
 
     @property
     def num_waiting(self) -> int:
-        """Number of completions that wait for a worker."""
         return max(0, self.num_unfinished - self._num_running)
 
     async def call(self, call: WorkerCall) -> Any:
-        """Wait for an idle worker and let it make the call."""
         if self._idle is None:
             # Last in, first out: no more processes are started than there are calls at a time.
             self._idle = asyncio.LifoQueue()
@@ -192,7 +182,8 @@ class _Worker:
     """A worker process, which is started when it is needed and replaced after it has ended."""
 
     def __init__(self, timeout_seconds: float, *, awaits: bool) -> None:
-        self._timeout, self._awaits = timeout_seconds, awaits
+        self._timeout = timeout_seconds
+        self._awaits = awaits
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = count()  # of requests
         self._starting: asyncio.Lock | None = None  # held while the process or a function is loaded
@@ -216,7 +207,6 @@ class _Worker:
         return call.result_of(cast(Any, result))
 
     async def _start(self) -> None:
-        """Start a process."""
         ours, theirs = socket.socketpair()
         timeout = [str(self._timeout)] if self._awaits else []
         with theirs:
@@ -228,7 +218,8 @@ class _Worker:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,
             )
-        self._loaded, self._replies = set[str](), dict[int, asyncio.Future[object]]()
+        self._loaded = set[str]()
+        self._replies = dict[int, asyncio.Future[object]]()
         self._reading = asyncio.ensure_future(self._read_replies(reader, self._process))
 
     async def _exchange(self, content: object, timeout_seconds: float) -> object:
@@ -250,7 +241,6 @@ class _Worker:
     async def _read_replies(
         self, reader: asyncio.StreamReader, process: subprocess.Popen[bytes]
     ) -> None:
-        """Pass replies on until the process ends."""
         with suppress(EOFError, OSError):
             while True:
                 number, content = await reward_worker.read_frame(reader)
@@ -292,16 +282,15 @@ class LocalRewards:
     """Rewards by functions on this machine: in a pool, or in this process if bounded."""
 
     def __init__(self, functions: Sequence[RewardFunction], pool: RewardPool) -> None:
-        self._functions, self._pool = tuple(functions), pool
+        self._functions = tuple(functions)
+        self._pool = pool
 
     @property
     def identity(self) -> str:
-        """Names, weights and options of the reward functions."""
         return repr([(each.name, each.weight, dict(each.options)) for each in self._functions])
 
     @property
     def has_room(self) -> bool:
-        """Whether the pool can take another group."""
         kinds = {each.is_async for each in self._functions if not each.is_bounded}
         return all(self._pool.has_room(is_async=is_async) for is_async in kinds)
 
@@ -312,16 +301,11 @@ class LocalRewards:
         token_ids: Sequence[Sequence[int]],
         messages: Sequence[Sequence[Message]] = (),
     ) -> Future[list[Score]]:
-        """The scores of the completions of a problem, or a RewardError or TaskError.
-
-        The arguments are those of RewardSource.score.
-        """
         calls = [each.calls(problem, texts, token_ids, messages) for each in self._functions]
         pooled: list[RewardCall] = []
         rewards: dict[int, list[Reward]] = {}  # of bounded functions, by number
 
         def combine(results: Sequence[list[Reward]]) -> list[Score]:
-            """The scores from the results of `pooled`."""
             remaining = iter(results)
             for number, of_function in enumerate(calls):
                 if number not in rewards:
@@ -351,32 +335,30 @@ class LocalReplies:
     """Replies by functions on this machine, in a pool."""
 
     def __init__(self, turns: Turns, pool: RewardPool) -> None:
-        self._turns, self._pool = turns, pool
+        self._turns = turns
+        self._pool = pool
 
     @property
     def identity(self) -> str:
-        """Names of the functions, and schemas of the tools."""
         return repr(self._turns)
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """The schemas of the tools."""
         return self._turns.schemas
 
     @property
     def has_room(self) -> bool:
-        """Whether the pool can take another reply."""
         return self._pool.has_room(is_async=self._turns.is_async)
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
-        """The messages that follow a completion: see RewardPool.reply."""
         return self._pool.reply(self._turns, problem, messages)
 
 
 class NoRewards:
     """Rewards of 0, for an objective that needs none."""
 
-    identity, has_room = "none", True
+    identity = "none"
+    has_room = True
 
     def score(
         self,
@@ -385,7 +367,6 @@ class NoRewards:
         token_ids: Sequence[Sequence[int]],
         messages: Sequence[Sequence[Message]] = (),
     ) -> Future[list[Score]]:
-        """A score of 0 for each completion."""
         return _finished([Score(0.0)] * len(texts))
 
     def close(self) -> None:
@@ -393,7 +374,6 @@ class NoRewards:
 
 
 def _finished(result: Result | TaskError) -> Future[Result]:
-    """A future with a result or an error."""
     future: Future[Result] = Future()
     if isinstance(result, TaskError):
         future.set_exception(result)

@@ -1,10 +1,8 @@
 """Main function of a reward worker: a process that imports and calls reward functions.
 
 RewardPool starts it with one end of a socket pair. A frame is the length of its content (8 bytes,
-big endian) and a pickled pair: the number of a request, and its content. The content is the name of
-a function to import, or a WorkerCall of imported functions; the reply has the same number. A
-worker for coroutine functions awaits many calls at the same time; any other worker makes one call
-after the other, in its main thread.
+big endian) and a pickled pair: the number of a request, and its content: the name of a function to
+import, or a WorkerCall of imported functions. The reply has the same number.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ NICENESS = 10  # rewards are computed in the CPU time that the sampling engine l
 
 
 def frame_of(number: int, content: object) -> bytes:
-    """The frame of a request or reply."""
     pickled = pickle.dumps((number, content), pickle.HIGHEST_PROTOCOL)
     return len(pickled).to_bytes(HEADER_BYTES, "big") + pickled
 
@@ -51,7 +48,6 @@ class _Functions:
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def load(self, name: str) -> str:
-        """Import a function; READY, or the reason of a failure."""
         try:
             self._functions[name] = import_object(name)
         except Exception as error:  # noqa: BLE001  a user's module may raise anything
@@ -59,7 +55,6 @@ class _Functions:
         return READY
 
     def call(self, content: str | WorkerCall) -> object:
-        """The reply to a request."""
         if isinstance(content, str):
             return self.load(content)
         return content(*map(self._functions.__getitem__, content.names))
@@ -76,8 +71,8 @@ class _Functions:
 
 
 def _serve(connection: socket.socket) -> None:
-    """Make one call after the other until the connection ends."""
-    functions, stream = _Functions(), connection.makefile("rwb")
+    functions = _Functions()
+    stream = connection.makefile("rwb")
     with suppress(EOFError, OSError, pickle.UnpicklingError):
         while header := stream.read(HEADER_BYTES):
             number, content = pickle.loads(stream.read(int.from_bytes(header, "big")))
@@ -87,8 +82,8 @@ def _serve(connection: socket.socket) -> None:
 
 
 async def _serve_async(connection: socket.socket, timeout_seconds: float) -> None:
-    """Await any number of calls at the same time until the connection ends."""
-    functions, tasks = _Functions(), set[asyncio.Task[None]]()
+    functions = _Functions()
+    tasks = set[asyncio.Task[None]]()
     reader, writer = await asyncio.open_connection(sock=connection)
 
     async def answer(number: int, content: str | WorkerCall) -> None:

@@ -1,8 +1,8 @@
 """Task rows: problems from any data set, scored by a reward function of the user or answer_match.
 
-A prompt is a text or a list of messages. Every other column reaches the reward function by its
-name. Without `data.prompt_column` and `data.answer_column`, the columns are found by the names
-that data sets for TRL, verl and open-r1 have.
+Every column but prompt and answer reaches the reward function by its name. Without
+`data.prompt_column` and `data.answer_column`, the columns are found by the names that data sets for
+TRL, verl and open-r1 have.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from peralta_zmq.rollout import Problem
 
 PROMPT_COLUMNS = ("prompt", "problem", "question", "instruction", "messages")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target", "label")
-VERL_COLUMN, VERL_ANSWER = "reward_model", "ground_truth"  # a column of objects with the answer
+VERL_COLUMN = "reward_model"
+VERL_ANSWER = "ground_truth"  # a column of objects with the answer
 EVAL_SPLITS = ("eval", "validation", "test")  # of a folder with several, in order of preference
 # Without `data.eval`, one row of HELD_OUT_FRACTION is held out, at most MAX_HELD_OUT.
-HELD_OUT_FRACTION, MAX_HELD_OUT = 10, 100
+HELD_OUT_FRACTION = 10
+MAX_HELD_OUT = 100
 
 
 def problems(
@@ -47,9 +49,8 @@ def problems(
     """Iterator over the problems of a split, with the number of unread rows as length hint.
 
     Without `eval`, the held-out problems are the split for it in the folder `train`, or rows at
-    equal distances that the training then lacks. Fewer rows than HELD_OUT_FRACTION are not divided:
-    training and evaluation both have all. Raises TaskError if a file cannot be read, for a missing
-    column, and at the end if no row was usable.
+    equal distances that the training then lacks; with fewer rows than HELD_OUT_FRACTION, both have
+    all. Raises TaskError if a file cannot be read, for a missing column, and if no row was usable.
     """
     if not train and not (eval and split == "eval"):
         raise TaskError("task rows has no data set; set data.train to a file")
@@ -88,7 +89,6 @@ def answer_forms(problems: Sequence[Problem]) -> str:
 
 
 def _records_of(split: Split, source: str, eval: str) -> list[Record]:
-    """The records of a split in `source`; `eval` is the data set for the evaluation, if any."""
     splits = folder_splits(source)
     held_out = next((name for name in EVAL_SPLITS if name in splits), "")
     if split == "eval" and held_out:
@@ -103,7 +103,6 @@ def _records_of(split: Split, source: str, eval: str) -> list[Record]:
 
 
 def _rows(records: Sequence[Record], prompt_column: str, answer_column: str) -> list[DataRow]:
-    """The rows with their answers. Raises ValueError for a missing column."""
     columns = records[0].values
     prompt = prompt_column or next((name for name in PROMPT_COLUMNS if name in columns), "prompt")
     answer = answer_column or next((name for name in ANSWER_COLUMNS if name in columns), "")

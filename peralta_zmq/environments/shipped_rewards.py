@@ -1,8 +1,4 @@
-"""Shipped reward functions, with TRL's signature: see reward_functions.py.
-
-The running time of those with REWARD_IS_BOUNDED is limited, so that they are called without a
-process and timeout.
-"""
+"""Shipped reward functions, with TRL's signature: see reward_functions.py."""
 
 from __future__ import annotations
 
@@ -27,10 +23,7 @@ def exact_match(
 
 
 def regex(completions: Completions, *, pattern: str, **columns: Any) -> list[float]:
-    """1 for a completion that matches `pattern` from its first to its last character, else 0.
-
-    A dot matches line breaks, too.
-    """
+    """1 for a completion that matches `pattern` as a whole, else 0; a dot matches line breaks."""
     compiled = re.compile(pattern, re.DOTALL)
     return [float(compiled.fullmatch(text) is not None) for text in map(last_text, completions)]
 

@@ -1,8 +1,8 @@
 """Tools of a task: their schemas, and the calls of tools in the text of a completion.
 
-A tool is a Python function with type hints and a docstring. The model reads its schema, in the
-format of OpenAI's function calls, which the chat template renders. It calls the tool in the format
-of Hermes and Qwen, any number of times in a completion:
+A tool is a Python function with type hints and a docstring. Its schema, in the format of OpenAI's
+function calls, is rendered by the chat template. The model calls it, any number of times in a
+completion, in the format of Hermes and Qwen:
 
     <tool_call>
     {"name": "add", "arguments": {"a": 1, "b": 2}}
@@ -39,10 +39,10 @@ ARGUMENT = re.compile(r"\s+\**(\w+)(?:\s*\([^)]*\))?:\s*(.*)")
 
 
 def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
-    """The schema of a tool, from its type hints and its docstring.
+    """The schema of a tool, from its type hints and its docstring with a section `Args:`.
 
-    The docstring describes the tool, and in a section `Args:` its arguments. Raises TaskError for a
-    coroutine function, a tool without docstring, and an argument without a type that JSON has.
+    Raises TaskError for a coroutine function, a tool without docstring, and an argument without a
+    type that JSON has.
     """
     if inspect.iscoroutinefunction(tool):
         raise TaskError(f"tool {tool.__name__} is a coroutine function; define it without async")
@@ -73,7 +73,6 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _documented(tool: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """The description of a tool, and those of its arguments, from its docstring."""
     text, _, rest = (inspect.getdoc(tool) or "").partition("\nArgs:\n")
     section = rest.partition("\n\n")[0].splitlines()
     matches = [match for line in section if (match := ARGUMENT.fullmatch(line))]
@@ -82,7 +81,8 @@ def _documented(tool: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 def _type_schema(hint: Any) -> dict[str, Any]:
     """The JSON schema of a type hint; KeyError for a type that JSON does not have."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin is Literal:
         names = [*dict.fromkeys(TYPE_NAMES[type(each)] for each in arguments)]
         return {"type": names if len(names) > 1 else names[0], "enum": list(arguments)}
@@ -95,7 +95,6 @@ def _type_schema(hint: Any) -> dict[str, Any]:
 
 
 def _union_schema(schemas: list[dict[str, Any]]) -> dict[str, Any]:
-    """The schema of a value that has one of the schemas."""
     null = {"type": TYPE_NAMES[type(None)]}
     others = [schema for schema in schemas if schema != null]
     if all(schema.keys() == {"type"} for schema in schemas):
@@ -133,7 +132,8 @@ def _parsed_call(text: str, *, closed: bool) -> ToolCall:
         return ToolCall("", error=f"the tool call is not valid JSON ({reason}); write {FORMAT}")
     if isinstance(call, dict):
         fields = cast("dict[str, Any]", call)
-        name, arguments = fields.get("name"), fields.get("arguments", fields.get("parameters", {}))
+        name = fields.get("name")
+        arguments = fields.get("arguments", fields.get("parameters", {}))
         if isinstance(name, str) and isinstance(arguments, dict):
             return ToolCall(name, cast("dict[str, Any]", arguments))
     return ToolCall(

@@ -1,9 +1,8 @@
 """Execution of tool calls: each in a child process with limits of the operating system.
 
-The child is a fork of the reward worker, so that it has the tool's module without importing it, and
-belongs to the worker's process group, so that it ends with the worker. It has a temporary directory
-of its own, which is deleted after the call. The limits are for tools
-whose arguments a model chooses; they are no sandbox for hostile code (docs/security.md).
+The child is a fork of the reward worker, so that it has the tool's module without importing it, in
+the worker's process group, so that it ends with the worker, and in a temporary directory. The
+limits are no sandbox for hostile code (docs/security.md).
 """
 
 from __future__ import annotations
@@ -39,12 +38,16 @@ MAX_RESULT_BYTES = 4 * MAX_RESULT_CHARACTERS + 100  # UTF-8, with the note that 
 # Linux's Landlock: system calls, and the access rights that change the content of files. The first
 # version (Linux 5.13) has 13 rights, of which those to execute and read files and to list folders
 # are left to the tool; that to truncate files came with the third version (Linux 6.2).
-LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+LANDLOCK_CREATE = 444
+LANDLOCK_ADD = 445
+LANDLOCK_RESTRICT = 446
 LANDLOCK_WRITES = 0x1FFF & ~(1 << 0 | 1 << 2 | 1 << 3)
 LANDLOCK_TRUNCATE = 1 << 14
 LANDLOCK_VERSION = 1  # flag of LANDLOCK_CREATE
 LANDLOCK_PATH_BENEATH = 1  # type of a rule
-PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 22, 36, 38
+PR_SET_SECCOMP = 22
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
 # For seccomp: architecture; shmget, semget, msgget, mq_open, memfd_create, memfd_secret
 REFUSED_CALLS = {
     "x86_64": (0xC000003E, 29, 64, 68, 240, 319, 447),
@@ -55,10 +58,9 @@ FOLDER = f"peralta-tool-{os.uname().nodename}-"  # machines may share the tempor
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose parent has ended.
+    """Make this process the parent of descendants whose parent has ended, to kill them later.
 
-    They are then among those that are killed after a call. On Linux as root, where a tool can start
-    processes.
+    On Linux as root, where a tool can start processes.
     """
     if sys.platform == "linux" and os.getuid() == 0:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -72,8 +74,8 @@ def tool_messages(
 ) -> list[Message]:
     """Execute calls one after the other; the results are messages of the role `tool`.
 
-    All calls together may take `timeout_seconds`. A call that fails results in a message that
-    begins with 'error: '. Raises OSError if there is no folder or process for a call.
+    All together may take `timeout_seconds`. A call that fails results in a message that begins with
+    'error: '. Raises OSError if there is no folder or process for a call.
     """
     deadline = time.monotonic() + timeout_seconds
     messages: list[Message] = []
@@ -99,7 +101,6 @@ def _result(call: ToolCall, tools: Mapping[str, Callable[..., Any]], deadline: f
 
 
 def _execute(tool: Callable[..., Any], arguments: Mapping[str, Any], deadline: float) -> str:
-    """Call a tool in a child process. Raises TimeoutError at the deadline."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise TimeoutError
@@ -156,10 +157,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder with subfolders of any depth and mode. Ignores errors.
-
-    No process may still change the folder.
-    """
+    """Delete a folder, which no process changes, with subfolders of any depth and mode."""
     folders = [] if folder.is_symlink() else [folder]
     for path in folders:
         with suppress(OSError):
@@ -243,7 +241,6 @@ def _run_child(
 
 
 def _shortened(text: str) -> str:
-    """The text of a result in at most MAX_RESULT_BYTES, without zero bytes."""
     if len(text) > MAX_RESULT_CHARACTERS:
         text = f"{text[:MAX_RESULT_CHARACTERS]}... (cut at {MAX_RESULT_CHARACTERS} characters)"
     return text.replace("\0", " ")
@@ -259,7 +256,6 @@ def _close_files(*, keep: int) -> None:
 
 
 def _limit_resources(seconds: float) -> None:
-    """Limit CPU time, memory, file sizes and the number of processes."""
     memory = psutil.Process().memory_info().vms + MAX_MEMORY_BYTES
     limits = {
         resource.RLIMIT_CPU: int(seconds) + 1,

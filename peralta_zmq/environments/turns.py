@@ -1,10 +1,9 @@
 """Further turns of an episode: the reply of the task, and the results of tools.
 
 A task may define `reply(problem, messages)`, which returns the messages that follow a completion,
-or None to end the episode. `messages` begin with the problem's and end with the completion, which
-is an assistant's message. A task may also have `tools`, a list of functions. A completion that
-calls tools is followed by their results, without a call of `reply`. A task with `tool_schemas`
-instead of `tools` executes the calls itself, in `reply(problem, messages, tool_seconds=...)`.
+the last of `messages`, or None to end the episode. It may also have `tools`, a list of functions: a
+completion that calls tools is followed by their results, without a call of `reply`. A task with
+`tool_schemas` instead executes the calls itself, in `reply(problem, messages, tool_seconds=...)`.
 """
 
 from __future__ import annotations
@@ -36,16 +35,14 @@ class Turns:
     def call(
         self, problem: Problem, messages: Sequence[Message], *, tool_seconds: float
     ) -> ReplyCall | None:
-        """The call for the messages that follow a completion; None if the episode ends.
-
-        All tools that the completion calls may take `tool_seconds` together.
-        """
+        """The call for the messages that follow a completion; None if the episode ends."""
         *earlier, last = messages
         if self.tools and not last.tool_calls:
             last = assistant_message(last.content)
         continued = (*earlier, last)
         if last.tool_calls:
-            functions, tools = tuple(self.tools.values()), tuple(self.tools)
+            functions = tuple(self.tools.values())
+            tools = tuple(self.tools)
             return ReplyCall(functions, problem, continued, tools=tools, tool_seconds=tool_seconds)
         if self.reply:
             seconds = tool_seconds if self.schemas and not self.tools else 0.0
@@ -79,7 +76,6 @@ def turns_of(task: object) -> Turns | None:
 
 
 def _check_own_tools(reply: Callable[..., Any] | None, tools: Sequence[Callable[..., Any]]) -> None:
-    """Raise TaskError unless `reply` of a task with `tool_schemas` executes all calls."""
     if tools:
         raise TaskError("the task has tools and tool_schemas; remove one of them")
     try:
@@ -138,7 +134,6 @@ class ReplyCall:
             return f"raised {described(error)}"
 
     async def call_async(self, *functions: Callable[..., Any]) -> Reply | str:
-        """Like a call, for a coroutine function."""
         (reply,) = functions
         try:
             return _checked(await reply(self.problem, list(self.messages), **self._options))
@@ -150,7 +145,6 @@ class ReplyCall:
         return {"tool_seconds": self.tool_seconds} if self.tool_seconds else {}
 
     def result_of(self, result: Reply | str | RewardError) -> Reply:
-        """The result of the call. Raises RewardError for a failure."""
         if isinstance(result, RewardError):
             raise result
         if isinstance(result, str):

@@ -1,9 +1,7 @@
-"""Client of verifiers: an environment that other machines serve.
+"""Client of verifiers: an environment that other machines serve (bin/verifier).
 
-A verifier (`bin/verifier`, see verifier_service.py) serves the problems without their answers, and
-computes rewards and replies. Several verifiers with equal problems take turns; one that does not
-respond is left out for a while. The client retries while no verifier responds. A failure is an
-error, never a reward.
+Several verifiers with equal problems take turns; one that does not respond is left out for a while.
+The client retries while none responds. A failure is an error, never a reward.
 """
 
 from __future__ import annotations
@@ -30,7 +28,8 @@ from peralta_zmq.rollout import Message, Problem, Score, ToolCall
 
 RETRY_SECONDS = 60.0  # time without a response after which the client raises an error
 REQUEST_TIMEOUT_SECONDS = 30.0  # of a request; for scores, `reward_timeout` is added
-MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 2.0  # between two attempts; doubles each time
+MIN_PAUSE_SECONDS = 0.05
+MAX_PAUSE_SECONDS = 2.0  # between two attempts; doubles each time
 AVOID_SECONDS = 2.0  # in which a verifier that did not respond is left out if there are others
 MAX_RESPONSE_BYTES = 64 << 20
 
@@ -53,9 +52,8 @@ class _OtherProblemsError(TaskError):
 class RemoteEnvironment:
     """The environment `env` of one or more verifiers, with the functions of a task as methods.
 
-    `addresses` are hosts and ports. `token` is the password in `verifier.token_file`; None if the
-    verifiers need none. At most `concurrency` requests are sent at a time; the response to each may
-    take `reward_timeout` seconds per completion longer than other responses.
+    `token` is the password in `verifier.token_file`. At most `concurrency` requests are sent at a
+    time; the response to each may take `reward_timeout` seconds longer per completion.
     """
 
     def __init__(
@@ -68,49 +66,48 @@ class RemoteEnvironment:
         reward_timeout: float = 0.0,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        self._addresses, self._env = tuple(addresses), env
+        self._addresses = tuple(addresses)
+        self._env = env
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._reward_timeout, self._retry_seconds = reward_timeout, retry_seconds
+        self._reward_timeout = reward_timeout
+        self._retry_seconds = retry_seconds
         self._digest = ""  # of the environment's problems and answers, as its verifier computed it
         self.has_turns = False  # whether the task has several turns; set by `problems`
         self.schemas: Sequence[Mapping[str, Any]] = ()  # of its tools; set by `problems`
         self._failed_at: dict[tuple[str, int], float] = {}  # monotonic seconds
         self._turns = count()
-        self._concurrency, self._num_unfinished = concurrency, 0
-        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._concurrency = concurrency
+        self._num_unfinished = 0
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
         # Not a ThreadPoolExecutor: at exit it would wait for requests without a response.
         self._threads: list[threading.Thread] = []
         self._unsent: SimpleQueue[_Unsent | None] = SimpleQueue()
 
     def problems(self, split: str, seed: int, **options: object) -> Iterator[Problem]:
-        """The problems of split 'train' or 'eval'.
+        """The problems of split 'train' or 'eval', with their ids on the verifier as answers.
 
-        `seed` and `options` are unused: the verifier's config determines the problems. The `answer`
-        of a problem is its id on the verifier. Raises TaskError if no verifier responds in time, or
-        one sends an unexpected response.
+        The verifier's config determines the problems: `seed` and `options` are unused. Raises
+        TaskError if no verifier responds in time, or one sends an unexpected response.
         """
         path = f"/problems?env={quote(self._env)}&split={quote(split)}"
         return iter(self._request(path, None, self._problems_from_json))
 
     def _problems_from_json(self, response: Any, body: None) -> list[Problem]:
-        """The problems in a response; also reads what it says about their environment."""
         self._digest = str(response["digest"])
-        self.has_turns, self.schemas = bool(response["has_turns"]), list(response["tools"])
+        self.has_turns = bool(response["has_turns"])
+        self.schemas = list(response["tools"])
         if not all(isinstance(schema, dict) for schema in self.schemas):
             raise TypeError("a tool without a schema")
         return [_problem_from_json(row, self._env) for row in response["problems"]]
 
     @property
     def identity(self) -> str:
-        """Name of the environment and addresses of its verifiers."""
         return f"{self._env} {self._addresses}"
 
     @property
     def has_room(self) -> bool:
-        """Whether fewer groups wait for their rewards than are requested at the same time.
-
-        A reply counts as a group.
-        """
+        """Whether fewer groups and replies wait than are requested at the same time."""
         return self._num_unfinished < 2 * self._concurrency
 
     def score(
@@ -131,10 +128,7 @@ class RemoteEnvironment:
         return self._send("/score", problem, body, _scores_from_json)
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
-        """The messages that follow a completion, computed by a verifier, or a RewardError.
-
-        `messages` begin with those of the problem and end with the completion.
-        """
+        """The messages that follow a completion, computed by a verifier, or a RewardError."""
         # The verifier has the messages of the problem.
         body = {"messages": messages_to_json(messages[len(problem.messages) :])}
         return self._send("/reply", problem, body, _reply_from_json)
@@ -146,7 +140,6 @@ class RemoteEnvironment:
         body: Mapping[str, Any],
         parse: Callable[[Any, Mapping[str, Any]], Result],
     ) -> Future[Result]:
-        """Send a request in a thread; the future has what `parse` makes of the response."""
         while len(self._threads) < self._concurrency:
             self._threads.append(threading.Thread(target=self._send_requests, daemon=True))
             self._threads[-1].start()
@@ -166,7 +159,6 @@ class RemoteEnvironment:
             self._unsent.put(None)
 
     def _send_requests(self) -> None:
-        """Send one request after the other, in a thread."""
         while (unsent := self._unsent.get()) is not None:
             future, path, body, parse = unsent
             if self._closed.is_set():
@@ -188,10 +180,7 @@ class RemoteEnvironment:
         body: Mapping[str, Any],
         parse: Callable[[Any, Mapping[str, Any]], Result],
     ) -> Result:
-        """Send a request until there is a response, and parse it.
-
-        Raises RewardError, or TaskError for a verifier with other problems.
-        """
+        """Send a request until there is a response. Raises RewardError or TaskError."""
         try:
             return self._request(path, body, parse)
         except _OtherProblemsError:
@@ -202,12 +191,13 @@ class RemoteEnvironment:
             raise RewardError(str(error)) from None
 
     def _request(self, path: str, body: Any, parse: Callable[[Any, Any], Result]) -> Result:
-        """Send a request; return what `parse` makes of the JSON response.
+        """What `parse` makes of the JSON response to a POST with `body`, or to a GET without one.
 
-        The request is a POST with `body` as JSON, or a GET without one. Retries while no verifier
-        responds; raises TaskError after `retry_seconds`.
+        Retries while no verifier responds; raises TaskError after `retry_seconds`.
         """
-        started, pause, waiting = time.monotonic(), MIN_PAUSE_SECONDS, False
+        started = time.monotonic()
+        pause = MIN_PAUSE_SECONDS
+        waiting = False
         while True:
             address = self._choose_address()
             try:
@@ -234,22 +224,17 @@ class RemoteEnvironment:
         return result
 
     def _available(self) -> list[tuple[str, int]]:
-        """The addresses that have not failed in the last AVOID_SECONDS."""
         start = time.monotonic() - AVOID_SECONDS
         return [each for each in self._addresses if self._failed_at.get(each, start) <= start]
 
     def _choose_address(self) -> tuple[str, int]:
-        """The next address in turn, if possible one that has not failed just now."""
         addresses = self._available() or self._addresses
         return addresses[next(self._turns) % len(addresses)]
 
     def _request_once(
         self, address: tuple[str, int], path: str, body: Any, parse: Callable[[Any, Any], Result]
     ) -> Result:
-        """Send a request once and parse the response.
-
-        Raises TaskError if a retry would not help, and other exceptions if it may.
-        """
+        """Send a request once; TaskError if a retry would not help, another exception if it may."""
         timeout = REQUEST_TIMEOUT_SECONDS
         if body is not None:  # for one worker that computes all rewards, or a reply
             timeout += self._reward_timeout * len(cast("list[str]", body.get("completions", [""])))
@@ -283,12 +268,10 @@ _Unsent: TypeAlias = "tuple[Future[Any], str, dict[str, Any], Callable[..., Any]
 
 
 def url_of(address: tuple[str, int]) -> str:
-    """The URL of a verifier."""
     return f"http://{with_port(*address)}"
 
 
 def _unexpected(address: tuple[str, int], reason: object) -> TaskError:
-    """The error for a response that no verifier sends."""
     return TaskError(
         f"env.address {url_of(address)} returned an unexpected response ({str(reason)[:80]}); "
         "is this a verifier? Check the address"
@@ -296,8 +279,8 @@ def _unexpected(address: tuple[str, int], reason: object) -> TaskError:
 
 
 def _scores_from_json(response: Any, body: Mapping[str, Any]) -> list[Score]:
-    """The scores in a response. Raises KeyError, TypeError or ValueError."""
-    scores, count = response["scores"], len(body["completions"])
+    scores = response["scores"]
+    count = len(body["completions"])
     if not isinstance(scores, list) or len(scores) != count:
         raise TypeError(f"not {count} scores")
     episodes = map(messages_from_json, body["completion_messages"])
@@ -305,7 +288,6 @@ def _scores_from_json(response: Any, body: Mapping[str, Any]) -> list[Score]:
 
 
 def _score_from_json(row: dict[str, Any], num_turns: int) -> Score:
-    """A score in a verifier's response. Raises KeyError, TypeError or ValueError."""
     score = Score(row["reward"], row["rewards"], row.get("turn_rewards", ()))
     try:
         return cast(Score, checked_reward(score, num_turns=num_turns or 1))
@@ -314,7 +296,6 @@ def _score_from_json(row: dict[str, Any], num_turns: int) -> Score:
 
 
 def _reply_from_json(response: Any, body: Mapping[str, Any]) -> Reply:
-    """The reply in a response. Raises KeyError, TypeError or ValueError."""
     rows = response["messages"]
     if rows is None:
         return None
@@ -325,7 +306,6 @@ def _reply_from_json(response: Any, body: Mapping[str, Any]) -> Reply:
 
 
 def messages_to_json(messages: Sequence[Message]) -> list[list[str]]:
-    """Messages for a request or response: role, content and name of each."""
     return [[message.role, message.content, message.name] for message in messages]
 
 
@@ -343,7 +323,6 @@ def messages_from_json(rows: Any) -> list[Message]:
 
 
 def problem_to_json(problem: Problem) -> dict[str, Any]:
-    """A problem without its answer, for a verifier's response."""
     return {
         "id": problem.id,
         "messages": [
@@ -356,7 +335,6 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
 
 
 def _prompt_message_from_json(row: Any) -> Message:
-    """A message of a problem. Raises TypeError or ValueError."""
     role, content, name, calls = row
     tool_calls = tuple(ToolCall(tool, arguments) for tool, arguments in calls)
     if not all(type(text) is str for text in (role, content, name, *(t.name for t in tool_calls))):
@@ -365,7 +343,6 @@ def _prompt_message_from_json(row: Any) -> Message:
 
 
 def _problem_from_json(row: dict[str, Any], task: str) -> Problem:
-    """The problem in a verifier's response. Raises KeyError, TypeError or ValueError."""
     messages = tuple(map(_prompt_message_from_json, row["messages"]))
     tokens = tuple(row["input_token_ids"])
     if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):

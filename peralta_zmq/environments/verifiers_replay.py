@@ -1,9 +1,9 @@
 """Replay of an episode for an environment of the library verifiers.
 
 Such an environment is a coroutine that awaits the completions of an agent (`Env.run`). Reward
-workers keep no state between two turns. So each call runs the coroutine from its start, with the
-completions so far: until it awaits another completion, or to its end with the rewards. For equal
-completions the coroutine must send equal messages.
+workers keep no state between turns, so each call runs the coroutine from its start, with the
+completions so far: until it awaits another one, or to its end with the rewards. For equal
+completions it must send equal messages.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ async def replay(
 ) -> Agent:
     """Run the episode of a task with `messages`, those after the prompt of the task.
 
-    If `ends`, the episode ends after them and is scored. Returns the agent of the environment.
-    Raises what the environment raises, and TaskError if it does not repeat `messages`.
+    If `ends`, the episode ends after them and is scored. Raises what the environment raises, and
+    TaskError if it does not repeat `messages`.
     """
     agent = Agent(messages, has_tools=has_tools, ends=ends)
 
@@ -58,13 +58,15 @@ class Agent:
     """The agent of an environment, in place of the library's class of the same name.
 
     Afterwards, `inserted` has the messages of the environment after the last completion, `calls`
-    the calls of tools in this completion, and `trace` the library's record of the episode.
+    the calls of tools in it, and `trace` the library's record of the episode.
     """
 
     def __init__(self, messages: Sequence[Message], *, has_tools: bool, ends: bool) -> None:
         self.unread = deque(messages)
-        self.has_tools, self.ends = has_tools, ends
-        self.waits, self.has_ended = asyncio.Event(), False
+        self.has_tools = has_tools
+        self.ends = ends
+        self.waits = asyncio.Event()
+        self.has_ended = False
         self.inserted: list[Message] = []
         self.calls: tuple[ToolCall, ...] = ()
         self.trace: Any = None
@@ -72,7 +74,8 @@ class Agent:
 
     def named(self, name: str, config: Any) -> Agent:
         """This agent; the name and the library's config of an agent are recorded."""
-        self._name, self._config = name, config
+        self._name = name
+        self._config = config
         return self
 
     async def run(self, task: Any) -> Any:
@@ -103,7 +106,6 @@ class Agent:
         await task.score(self.trace)
 
     def record(self, message: Any, *, sampled: bool) -> None:
-        """Add a message to the trace."""
         nodes = self.trace.nodes
         parent = len(nodes) - 1 if nodes else None
         nodes.append(library.MessageNode(parent=parent, message=message, sampled=sampled))
@@ -130,20 +132,17 @@ class Interaction:
     """An exchange between an environment and its agent, as in the library."""
 
     def __init__(self, agent: Agent, task: Any) -> None:
-        self._agent, self._task = agent, task
+        self._agent = agent
+        self._task = task
         self._stops = task.hooks("stop")
         self._has_begun = self._is_over = False
 
     @property
     def trace(self) -> Any:
-        """The library's record of the exchange."""
         return self._agent.trace
 
     async def turn(self, message: Any = None) -> Any:
-        """Send messages to the agent, and return the segment with its completions.
-
-        Without a message, the prompt of the task begins the exchange.
-        """
+        """Send messages, or the prompt of the task, to the agent; returns its completions."""
         if self._is_over:
             raise TaskError("the environment continues an exchange that is over")
         begins_with_prompt = not self._has_begun and self._task.data.prompt is not None
@@ -184,10 +183,7 @@ class Interaction:
                 agent.record(segment[-1], sampled=False)
 
     async def _is_stopped(self) -> bool:
-        """Whether the exchange ends before the next completion.
-
-        Either a @stop function of the task ends it, or the episode has no further completion.
-        """
+        """Whether a @stop function ends the exchange, or there is no further completion."""
         for stop in self._stops:
             if await library.session.call_hook(stop, {library.Trace: self.trace}):
                 self.trace.stop(stop.__name__)
@@ -199,16 +195,12 @@ class Interaction:
 
 
 def prompt_of(data: Any) -> list[Message]:
-    """The prompt of a task: its system prompt, and its messages, if any.
-
-    Raises TaskError for images.
-    """
+    """The prompt of a task. Raises TaskError for images."""
     system = [Message("system", data.system_prompt)] if data.system_prompt else []
     return [*system, *_messages_of(data.prompt)]
 
 
 def _messages_of(content: Any) -> list[Message]:
-    """Messages of the library, or the text of one of the user. Raises TaskError for images."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -224,7 +216,8 @@ def _messages_of(content: Any) -> list[Message]:
             ToolCall(call.name, json.loads(call.arguments))
             for call in getattr(message, "tool_calls", None) or ()
         ]
-        text, name = library.types.content_text(message.content), getattr(message, "name", None)
+        text = library.types.content_text(message.content)
+        name = getattr(message, "name", None)
         messages.append(Message(message.role, text, name or "", tuple(calls)))
     return messages
 

@@ -1,8 +1,7 @@
 """Adapter: the tasksets of the library verifiers as tasks (`verifiers:NAME`).
 
-A taskset yields tasks with a prompt, rewards with weights, and possibly tools. It may come with an
-environment of its own, in which one agent has several turns. A problem carries in `info` what a
-reward worker needs to build its task again.
+A taskset may come with an environment of its own, in which one agent has several turns. A problem
+carries in `info` what a reward worker needs to build its task again.
 """
 
 from __future__ import annotations
@@ -84,11 +83,12 @@ class VerifiersTask:
             raise TaskError(f"taskset {PREFIX}:{self._name} raised {described(error)}") from error
 
     def _tasks(self, env: Any, split: str) -> Iterator[Any]:
-        """The tasks of a split. Raises TaskError if it has none."""
-        has_tasks, num_skipped = False, 0  # skipped: since the last task of the split
+        has_tasks = False
+        num_skipped = 0  # skipped: since the last task of the split
         for task in env.taskset:
             if _is_held_out(task.data) is (split == "eval"):
-                has_tasks, num_skipped = True, 0
+                has_tasks = True
+                num_skipped = 0
                 yield task
                 continue
             num_skipped += 1
@@ -104,10 +104,7 @@ class VerifiersTask:
             )
 
     def _check_task(self, env: Any, task: Any) -> None:
-        """Find the tools of a task, and whether it has several turns.
-
-        Raises ConfigError for a task that needs what a reward worker does not have.
-        """
+        """Find the tools of a task, and whether it has several turns. Raises ConfigError."""
         if reason := _unsupported_task(task):
             raise _unusable(self._name, reason)
         for toolset, _ in _toolsets(env, task):
@@ -149,10 +146,7 @@ def reply(problem: Problem, messages: Sequence[Message], *, tool_seconds: float 
 
 
 def reward(problem: Problem, completion_text: str, messages: Sequence[Message] = ()) -> Score:
-    """The weighted sum of the taskset's rewards; by name, its unweighted rewards and metrics.
-
-    `messages` are those after the prompt; without them, the completion is the whole episode.
-    """
+    """The weighted sum of the taskset's rewards; by name, its unweighted rewards and metrics."""
     env, task = _task_of(problem)
     episode = messages or [Message("assistant", completion_text)]
     agent = asyncio.run(_replay(problem, env, task, [*problem.messages, *episode], ends=True))
@@ -171,7 +165,6 @@ def _replay(
 
 
 def _task_of(problem: Problem) -> tuple[Any, Any]:
-    """The environment and the task of a problem."""
     env = _environment(problem.info["source"])
     task_class = type(env.taskset).task_type()
     data = task_class.data_type().model_validate(problem.info["data"])
@@ -180,12 +173,10 @@ def _task_of(problem: Problem) -> tuple[Any, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _environment(source: str) -> Any:
-    """The environment with the taskset; `source` is a JSON list of its name and its options.
-
-    Raises ConfigError for an unknown or invalid option.
-    """
+    """The environment with the taskset; `source` is a JSON list of its name and its options."""
     name, options = json.loads(source)
-    config_class, taskset_class = library.env_config_type(name), library.taskset_config_type(name)
+    config_class = library.env_config_type(name)
+    taskset_class = library.taskset_config_type(name)
     of_taskset = set(taskset_class.model_fields) - {"id", "system_prompt"}
     of_env = set(config_class.model_fields) - set(library.EnvConfig.model_fields) - {*_agents(name)}
     for option in options:
@@ -220,7 +211,8 @@ class _Tool(NamedTuple):
 
 def _toolsets(env: Any, task: Any) -> list[tuple[Any, bool]]:
     """The toolsets of a task and of its taskset, and whether they are set up for a task."""
-    of_task, taskset = type(task).toolsets(task.config), env.taskset
+    of_task = type(task).toolsets(task.config)
+    taskset = env.taskset
     shared = type(taskset).toolsets(taskset.config)
     return [*((each, True) for each in of_task), *((each, False) for each in shared)]
 
@@ -261,7 +253,6 @@ def _tool_function(env: Any, task: Any, name: str) -> Callable[..., str]:
 
 
 def _check_class(name: str) -> None:
-    """Raise ConfigError for a taskset that does not exist or cannot be used."""
     try:
         reason = _unsupported_class(name, library.utils.loaders.taskset_class(name))
     except ModuleNotFoundError as error:
@@ -282,7 +273,8 @@ def _check_class(name: str) -> None:
 
 def _unsupported_class(name: str, taskset_class: Any) -> str:
     """Why a taskset cannot be used; empty if it can."""
-    env_class, task_class = library.environment_class(name), taskset_class.task_type()
+    env_class = library.environment_class(name)
+    task_class = taskset_class.task_type()
     agents = _agents(name)
     if len(agents) != 1:
         return f"its environment has several agents ({', '.join(agents)})"
@@ -317,7 +309,6 @@ def _unsupported_task(task: Any) -> str:
 
 
 def _agents(name: str) -> list[str]:
-    """The names of the agents of a taskset's environment."""
     fields = library.env_config_type(name).model_fields
     return [each for each in fields if isinstance(fields[each].default, library.AgentConfig)]
 
@@ -330,10 +321,7 @@ def _has_old_environment(name: str) -> bool:
 
 
 def _is_held_out(data: Any) -> bool:
-    """Whether a task is for evaluation; equal for tasks with equal prompts.
-
-    A task without prompt is chosen by its whole content.
-    """
+    """Whether a task is for evaluation: by its prompt, or without one by its whole content."""
     content = data.model_dump(mode="json", exclude={"idx", "id", "name", "description"})
     if data.prompt is not None:
         content = content["prompt"]

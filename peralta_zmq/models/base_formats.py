@@ -48,7 +48,8 @@ INT8_MAX = 127
 MIN_SCALE = 2.0**-126  # divisor for a block of zeros: the smallest normal number
 # Blocks converted at a time: 2 MiB of float32, which the cache of a CPU holds, or 128 MiB on other
 # devices, where many small kernels would take longer.
-CHUNK_BLOCKS, CHUNK_BLOCKS_OFF_CPU = 1 << 13, 1 << 19
+CHUNK_BLOCKS = 1 << 13
+CHUNK_BLOCKS_OFF_CPU = 1 << 19
 CELLS = 32  # parts of [-1, 1], each with at most one of the bounds between the codes of nf4
 
 
@@ -74,7 +75,6 @@ class PackedTensor:
         return result.view(-1)[: math.prod(self.shape)].view(self.shape)
 
     def checksum(self) -> str:
-        """The sha256 of everything that determines the values of the matrix."""
         digest = hashlib.sha256(f"{self.base_dtype} {BLOCK} {list(self.shape)}".encode())
         for tensor in (self.codes, self.scales):
             digest.update(tensor.cpu().view(torch.uint8).numpy().data)
@@ -82,10 +82,7 @@ class PackedTensor:
 
 
 def pack(weight: Tensor, base_dtype: str) -> PackedTensor:
-    """Pack a matrix [out, in] on the CPU into the format `base_dtype`, int8 or nf4.
-
-    Needs memory for the result and for one chunk of blocks.
-    """
+    """Pack a matrix [out, in] on the CPU into the format `base_dtype`, int8 or nf4, in chunks."""
     weights = weight.detach().to("cpu", torch.bfloat16).reshape(-1)
     num_blocks = -(-len(weights) // BLOCK)
     width, dtype = (BLOCK // 2, torch.uint8) if base_dtype == "nf4" else (BLOCK, torch.int8)
@@ -112,7 +109,7 @@ def _encode_nf4(values: Tensor) -> Tensor:
     """Codes uint8 [blocks, BLOCK / 2] of values [blocks, BLOCK] in [-1, 1].
 
     Equal to torch.bucketize, and several times as fast: only the bound of a value's cell is
-    compared with it.
+    compared.
     """
     bounds, lowest = _nf4_cells()
     cells = ((values + 1) * (CELLS / 2)).int().clamp_(0, CELLS).view(-1)
@@ -128,12 +125,10 @@ def _decode_nf4(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _encode_int8(values: Tensor) -> Tensor:
-    """Codes int8 [blocks, BLOCK] of values [blocks, BLOCK] in [-1, 1]."""
     return (values * INT8_MAX).round().to(torch.int8)
 
 
 def _decode_int8(codes: Tensor, scales: Tensor) -> Tensor:
-    """Weights in float32 [blocks, BLOCK]; `scales` is [blocks, 1]."""
     return codes.float() * (scales.float() * (1 / INT8_MAX))
 
 

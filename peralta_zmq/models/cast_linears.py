@@ -1,7 +1,7 @@
 """Linear layers that keep no copy of their weight in autocast's dtype.
 
 autocast casts the fp32 weight of a linear layer, and autograd keeps the cast weight for the
-backward pass: 0.9 GB for Qwen3-0.6B. The layers here keep the fp32 weight and cast it again.
+backward pass: 0.9 GB for Qwen3-0.6B. The layers here cast it again.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.nn.functional import linear
 def replace_linears(model: Any) -> int:
     """Let the linear layers of a transformers model cast twice; returns their number.
 
-    Replaces only layers whose weights are fp32 and not distributed over ranks, without the output
-    head (head.py).
+    Only layers whose weights are fp32 and not distributed over ranks, without the head (head.py).
     """
-    num_replaced, head = 0, model.get_output_embeddings()
+    num_replaced = 0
+    head = model.get_output_embeddings()
     for module in model.modules():
         if type(module) is not nn.Linear or module is head:
             continue

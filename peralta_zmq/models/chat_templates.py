@@ -1,9 +1,9 @@
 """Chat prompts, and their continuation after a completion without tokenizing it again.
 
-Chat templates are functions of all messages, and some render earlier messages differently when
-another one follows: that of Qwen3 drops the reasoning of earlier completions. An episode with
-several turns keeps the sampled tokens instead. What follows a completion is rendered with a
-placeholder in place of the completion, and only the text after the placeholder is tokenized.
+Some templates render earlier messages differently when another one follows: Qwen3's drops the
+reasoning of earlier completions. An episode with several turns keeps the sampled tokens instead.
+What follows a completion is rendered with a placeholder in place of the completion, and only the
+text after the placeholder is tokenized.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from peralta_zmq.models.model_folders import Tokenizer
 from peralta_zmq.rollout import Message, Problem, Role
 
 # For a completion and for a reply; random, so that no message contains them.
-PLACEHOLDER, REPLY = uuid4().hex, uuid4().hex
+PLACEHOLDER = uuid4().hex
+REPLY = uuid4().hex
 TOKEN_CHARACTERS = (16, 128)  # of a token: more than the mean of any text, and the most
 PROMPTS_PER_CALL = 256  # a fast tokenizer distributes the prompts of a call over the cores
 
@@ -35,10 +36,9 @@ def chat_prompt(
 ) -> list[int]:
     """Token ids of a chat up to the assistant's turn.
 
-    `template_kwargs` are variables of the chat template, such as `tools` (schemas); by default,
-    thinking is disabled. Of a chat far above `limit` tokens (0 = none), which would take seconds,
-    the result is only a beginning above `limit`. Raises ConfigError if the template refuses the
-    messages.
+    `template_kwargs` are variables of the chat template, such as `tools`; by default, thinking is
+    disabled. Of a chat far above `limit` tokens (0 = none), which would take seconds, the result is
+    only a beginning above `limit`. Raises ConfigError if the template refuses the messages.
     """
     try:
         text = _rendered(tokenizer, messages, template_kwargs, prompt=True)
@@ -76,11 +76,10 @@ def continuation_ids(
     limit: int = 0,
     chat_template_kwargs: Mapping[str, Any],
 ) -> list[int]:
-    """Token ids between a sampled completion and the next one.
+    """Token ids between a sampled completion, the last of `messages`, and the next one.
 
-    `messages` end with the completion; `new_messages` follow. The ids begin with the end of the
-    assistant's turn (without the end token if the completion has one, `ended`) and end with the
-    prompt of the next turn. `limit` is as for `chat_prompt`. For templates that
+    They begin with the end of the assistant's turn (without the end token if `ended`: the
+    completion has one) and end with the prompt of the next turn. For templates that
     `check_continuations` accepts. Raises RewardError if the template refuses the new messages or
     does not append them.
     """
@@ -123,7 +122,7 @@ def _rendered(
     *,
     prompt: bool,
 ) -> str:
-    """The text of a chat, with the prompt of the assistant's turn if `prompt` is True.
+    """The text of a chat, with the prompt of the assistant's turn if `prompt`.
 
     Raises TemplateError, in one line, for any error in the code of the template.
     """
@@ -139,7 +138,6 @@ def _rendered(
 
 
 def _to_dict(message: Message) -> dict[str, Any]:
-    """A message as chat templates read it, in OpenAI's format."""
     fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         fields["name"] = message.name
@@ -187,10 +185,10 @@ def check_template_kwargs(tokenizer: Tokenizer, problems: Iterable[Problem]) -> 
 def check_continuations(tokenizer: Tokenizer, problems: Iterable[Problem]) -> None:
     """Raise ConfigError if episodes of the problems cannot be continued token by token.
 
-    A template is accepted if messages keep their text when others follow, apart from what precedes
-    a completion within its own turn (an empty reasoning block, as that of Qwen3), and if it writes
-    an end token after a completion. Checks one problem of each task, with replies of the user and,
-    if there are tools, with their results.
+    Messages must keep their text when others follow, apart from what precedes a completion within
+    its own turn (as Qwen3's empty reasoning block), and an end token must follow a completion.
+    Checks one problem of each task, with replies of the user and, if there are tools, with their
+    results.
     """
     for problem in {problem.task: problem for problem in problems}.values():
         roles: tuple[Role, ...] = ("user",)
@@ -208,10 +206,7 @@ def check_continuations(tokenizer: Tokenizer, problems: Iterable[Problem]) -> No
 def _without_end(
     tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]
 ) -> str:
-    """The text of a chat without what depends on the assistant's turn, such as an end of the chat.
-
-    That of Phi-3 writes an end token, unless the prompt of the assistant's turn follows.
-    """
+    """The text of a chat without what depends on the assistant's turn: Phi-3's end token."""
     texts = (_rendered(tokenizer, messages, variables, prompt=prompt) for prompt in (False, True))
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
     return "".join(character for character, _ in pairs)

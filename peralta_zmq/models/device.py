@@ -20,7 +20,8 @@ from peralta_zmq.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIN_BF16_WIDTH = 128  # hidden size from which most CPUs train faster in bfloat16 (at 192: 2x)
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # numbers of options of glibc's mallopt
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4  # numbers of options of glibc's mallopt
 # Files of a cgroup of version 2 and 1 with a limit and its usage, and a key in memory.stat.
 MEMORY_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
@@ -36,7 +37,6 @@ MAX_INFO = 100  # characters kept of a value of worker_info; receivers accept 12
 
 
 def worker_info(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """Versions, device, dtype and threads of this process, in ASCII, for a status."""
     info = {
         "package": _version("peralta_zmq"),
         "python": platform.python_version(),
@@ -97,8 +97,8 @@ def available_cores(root: Path = Path("/")) -> int:
 def _cgroups(root: Path) -> Iterator[Path]:
     """Folders of the process's cgroups, of version 1 and 2, and of those around them.
 
-    `root` is the folder with proc/ and sys/. In a container, proc/ may have the machine's names;
-    the container's own cgroup is then the mounted folder itself.
+    In a container, `root`/proc may have the machine's names; the container's own cgroup is then the
+    mounted folder itself.
     """
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text("utf-8").splitlines():
@@ -110,17 +110,13 @@ def _cgroups(root: Path) -> Iterator[Path]:
 
 
 def _words(file: Path) -> list[str]:
-    """The words in a file of the kernel; none if it does not exist."""
     with suppress(OSError):
         return file.read_text("ascii").split()
     return []
 
 
 def keep_memory() -> None:
-    """Make glibc's malloc keep freed memory instead of returning it to the system.
-
-    Otherwise the page faults of new memory take up to a third of the computing time of a step.
-    """
+    """Make glibc's malloc keep freed memory: page faults would take up to a third of a step."""
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_MAX, 0)  # no mmap: free() would return such blocks
@@ -134,10 +130,7 @@ def release_memory() -> None:
 
 
 def choose_device(device: str = "auto") -> torch.device:
-    """The named device; `auto` is CUDA or MPS if present, else the CPU.
-
-    Raises ConfigError for a device that torch cannot use on this machine.
-    """
+    """The named device; `auto` is CUDA or MPS if present, else the CPU. Raises ConfigError."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cpu" and torch.backends.mps.is_available():
@@ -150,7 +143,6 @@ def choose_device(device: str = "auto") -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """The device with its hardware name: cuda:0 (NVIDIA H200)."""
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     return str(device)
@@ -171,10 +163,7 @@ def choose_dtype(device: torch.device, name: str = "auto") -> tuple[torch.dtype,
 
 
 def native_dtype(kind: str, *, has_bf16: bool) -> tuple[torch.dtype, str]:
-    """Narrowest dtype for which the hardware has matrix products, and the reason.
-
-    `kind` is the device type: cuda, mps or cpu.
-    """
+    """Narrowest dtype in which a device of type `kind` multiplies matrices, and the reason."""
     if kind == "mps":
         return torch.float16, "auto: half the memory of float32 on mps"
     name = "GPU" if kind == "cuda" else "CPU"
@@ -186,17 +175,14 @@ def native_dtype(kind: str, *, has_bf16: bool) -> tuple[torch.dtype, str]:
 
 
 def multiplies_bf16(cpuinfo: str) -> bool:
-    """Whether the CPU flags in /proc/cpuinfo (x86 or ARM) include bfloat16 products."""
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpuinfo.split())
 
 
 def multiplies_bf16_faster(cpuinfo: str | None = None) -> bool:
     """Whether a CPU that multiplies bfloat16 does so faster than float32.
 
-    `cpuinfo` is the text of /proc/cpuinfo, by default this machine's. Intel's processors since
-    Sapphire Rapids (which brought avx512_fp16) are made to multiply bfloat16 with AMX. Where a
-    virtual machine hides AMX, their other instruction for it, vdpbf16ps, has half the speed of
-    float32.
+    Intel's processors since Sapphire Rapids (which brought avx512_fp16) multiply bfloat16 with AMX.
+    Where a virtual machine hides AMX, vdpbf16ps has half the speed of float32.
     """
     words = set((_read_cpuinfo() if cpuinfo is None else cpuinfo).split())
     return not words >= {"GenuineIntel", "avx512_fp16"} or "amx_bf16" in words
@@ -208,7 +194,6 @@ def _read_cpuinfo() -> str:
 
 
 def training_dtype(model: Any, name: str = "auto") -> tuple[torch.dtype, str]:
-    """Dtype of the trainer's matrix products for a transformers model, and the reason."""
     width = int(getattr(model.config, "hidden_size", MIN_BF16_WIDTH))
     return training_dtype_of(model.device, width, name)
 
@@ -216,11 +201,10 @@ def training_dtype(model: Any, name: str = "auto") -> tuple[torch.dtype, str]:
 def training_dtype_of(
     device: torch.device, hidden_size: int, name: str = "auto"
 ) -> tuple[torch.dtype, str]:
-    """As `training_dtype`, for a model that is not loaded.
+    """Dtype of the trainer's matrix products, and the reason.
 
     `auto` depends only on the machine and the model, so a restarted trainer chooses the same dtype.
-    On a CPU, a model with a small hidden size loses more time in casts to bfloat16 than it gains,
-    and some CPUs multiply float32 faster (`multiplies_bf16_faster`).
+    On a CPU, a model with a small hidden size loses more time in casts to bfloat16 than it gains.
     """
     if name != "auto":
         return DTYPES[name], "set by train.dtype"
@@ -275,7 +259,6 @@ def free_bytes(device: torch.device, *, fraction: float | None = None) -> int:
 
 
 def _used_bytes(device: torch.device) -> int:
-    """Bytes that this process has."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     if device.type == "mps":
@@ -297,7 +280,8 @@ def memory_limits(root: Path = Path("/")) -> list[tuple[int, int]]:
     for folder in _cgroups(root):
         stat = _words(folder / "memory.stat")
         for name, current, key in MEMORY_FILES:
-            limit, used = _words(folder / name), _words(folder / current)
+            limit = _words(folder / name)
+            used = _words(folder / current)
             if limit and used and key in stat and limit != ["max"]:
                 # The kernel frees inactive pages of the file cache before it enforces a limit.
                 free = int(limit[0]) - int(used[0]) + int(stat[stat.index(key) + 1])

@@ -1,9 +1,7 @@
 """Frozen models, stored in a format of base_formats.py: bases of LoRA adapters, teachers.
 
-The base model has the weights to which an adapter is added. A trainer holds them once, packed, and
-computes each layer with weights that are unpacked for it alone. A generator unpacks all of them
-when it loads the base model, because it merges each adapter into the unpacked weights. The digest
-of the packed weights shows that both have equal ones.
+A trainer holds the base weights once, packed. A generator unpacks all of them, because it merges
+each adapter into the unpacked weights. The digest shows that both have equal ones.
 """
 
 from __future__ import annotations
@@ -46,10 +44,11 @@ def load_frozen_base(
 ) -> Model:
     """Load the model in `folder` for adapters, with its weights in the format `base_dtype`.
 
-    Weights that are packed need memory for one of them in the dtype of the files at a time. Raises
-    ConfigError as `load_model`, and for a model whose weights cannot be packed.
+    Packing needs memory for one weight at a time. Raises ConfigError as `load_model`, and for a
+    model whose weights cannot be packed.
     """
-    cpu, packed = torch.device("cpu"), dict[str, PackedTensor]()
+    cpu = torch.device("cpu")
+    packed = dict[str, PackedTensor]()
     if base_dtype in PACKED_FORMATS:
         model, packed = _load_packed(folder, base_dtype, trust_remote_code)
     else:
@@ -61,11 +60,10 @@ def load_frozen_base(
 def load_teacher(
     name: str, *, policy: Model, policy_name: str, trust_remote_code: bool = False
 ) -> Model:
-    """Load the model `name`, frozen, as a teacher of `policy`.
+    """Load the model `name`, frozen, as a teacher of `policy`, whose model name is `policy_name`.
 
-    Its weights are stored in bfloat16 if all in the files are, else in float32. `policy_name` is
-    the policy's model name. Raises ConfigError if the vocabularies of the tokenizers differ, or if
-    the teacher has fewer logits than the policy.
+    In bfloat16 if all its files are, else in float32. Raises ConfigError if the vocabularies of the
+    tokenizers differ, or if the teacher has fewer logits than the policy.
     """
     folder = model_folder(name)
     teacher_ids, policy_ids = (
@@ -94,7 +92,6 @@ def load_teacher(
 
 
 def has_only_bfloat16(folder: Path) -> bool:
-    """Whether a model folder has safetensors files, and all tensors in them are bfloat16."""
     dtypes = set[str]()
     for path in folder.glob(WEIGHT_FILES):
         with safe_open(path, framework="pt") as opened:
@@ -120,9 +117,8 @@ def load_base_weights(
 ) -> BaseWeights:
     """Load the weights that a trainer with lora.base_dtype `base_dtype` computes with.
 
-    Those of float32 are loaded in `dtype`; all others have bfloat16 values. The weights have the
-    names of the files if the format packs, else those of the model. Raises ConfigError as
-    `load_frozen_base`.
+    float32 ones are loaded in `dtype`; all others have bfloat16 values. Packed formats have the
+    names of the files, the others those of the model. Raises ConfigError as `load_frozen_base`.
     """
     if base_dtype not in PACKED_FORMATS:
         if base_dtype == "bfloat16":
@@ -132,21 +128,20 @@ def load_base_weights(
             model = load_model(folder, device=device, dtype=dtype, **trust)
         return BaseWeights(weights_of(model), None)
     architecture = _Architecture.of(folder, base_dtype, trust_remote_code)
-    tensors, checksums = dict[str, Tensor](), dict[str, str]()
+    tensors = dict[str, Tensor]()
+    checksums = dict[str, str]()
     for name, tensor in _read_tensors(folder):
         if name in architecture.linears:
             packed = pack(tensor, base_dtype)
-            tensors[name], checksums[name] = packed.unpack().to(device), packed.checksum()
+            tensors[name] = packed.unpack().to(device)
+            checksums[name] = packed.checksum()
         else:
             tensors[name] = tensor.to(device, torch.bfloat16, copy=True)
     return BaseWeights(tensors, digest_of(checksums))
 
 
 def _load_bfloat16(folder: Path, device: torch.device, trust_remote_code: bool) -> Model:
-    """Load a model with all parameters in bfloat16.
-
-    transformers leaves some parameters of some models in float32.
-    """
+    """Load a model with all parameters in bfloat16: transformers leaves some in float32."""
     trust = {"trust_remote_code": trust_remote_code}
     model = load_model(folder, device=device, dtype=torch.bfloat16, **trust)
     for parameter in model.parameters():
@@ -155,7 +150,6 @@ def _load_bfloat16(folder: Path, device: torch.device, trust_remote_code: bool) 
 
 
 def check_base_dtype(base_dtype: str) -> None:
-    """Raise ConfigError for a format that this program does not have."""
     if base_dtype not in BYTES_PER_WEIGHT:
         raise ConfigError(
             f"the base model is stored as {base_dtype:.80}, but this program has only "
@@ -202,12 +196,10 @@ class _Architecture(NamedTuple):
 def _load_packed(
     folder: Path, base_dtype: str, trust_remote_code: bool
 ) -> tuple[Model, dict[str, PackedTensor]]:
-    """Load a model, and pack the weights of its linear layers.
-
-    These layers of the model get zeros of their shape, which need no memory.
-    """
+    """Load a model, and pack the weights of its linear layers, which get zeros without memory."""
     architecture = _Architecture.of(folder, base_dtype, trust_remote_code)
-    packed, state = dict[str, PackedTensor](), dict[str, Tensor]()
+    packed = dict[str, PackedTensor]()
+    state = dict[str, Tensor]()
     for name, tensor in _read_tensors(folder):
         if name in architecture.linears:
             packed[name] = pack(tensor, base_dtype)

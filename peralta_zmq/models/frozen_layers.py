@@ -1,7 +1,7 @@
 """Layers that are not trained, whose weights are stored in a format of base_formats.py.
 
-A layer unpacks its weight in the forward pass and again in the backward pass, and keeps nothing of
-it. Weights are buffers, because the dtype of a transformers model is that of its first parameter.
+Both passes unpack the weight and neither keeps it. Weights are buffers, because the dtype of a
+transformers model is that of its first parameter.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ logger = logging.getLogger(__name__)
 def freeze(model: nn.Module, packed: Mapping[str, PackedTensor], device: torch.device) -> None:
     """Replace linear layers and embeddings by frozen ones on `device`; freeze other parameters.
 
-    Weights that layers share stay shared. Other parameters, also those of subclasses that compute
-    something else, get the dtype float32.
+    Weights that layers share stay shared. Other parameters become float32.
     """
     kept = {
         parameter.data_ptr()
@@ -79,10 +78,15 @@ class FrozenLinear(nn.Linear):
 
     def __init__(self, layer: nn.Linear, weight: Tensor | PackedTensor) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self._base_dtype, codes, scales = "bfloat16", weight, None
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
+        self._base_dtype = "bfloat16"
+        codes = weight
+        scales = None
         if isinstance(weight, PackedTensor):
-            self._base_dtype, codes, scales = weight.base_dtype, weight.codes, weight.scales
+            self._base_dtype = weight.base_dtype
+            codes = weight.codes
+            scales = weight.scales
         self.register_buffer("weight", cast(Tensor, codes))
         self.register_buffer("packed_scales", scales)
         bias = cast("Tensor | None", layer.bias)
@@ -90,7 +94,6 @@ class FrozenLinear(nn.Linear):
 
     @property
     def packed(self) -> PackedTensor | None:
-        """The packed weight, or None if it is not packed."""
         scales = cast("Tensor | None", self.packed_scales)
         if scales is None:
             return None
@@ -98,7 +101,6 @@ class FrozenLinear(nn.Linear):
         return PackedTensor(self._base_dtype, shape, self.weight, scales)
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in]."""
         packed = self.packed
         return self.weight.to(dtype) if packed is None else packed.unpack(dtype)
 
@@ -111,11 +113,10 @@ class FrozenLinear(nn.Linear):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """The output of a frozen layer for rows; both passes unpack the weight and neither keeps it."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layer: FrozenLinear, dtype: torch.dtype) -> Tensor:
-        ctx.layer, ctx.dtype = layer, rows.dtype
+        ctx.layer = layer
+        ctx.dtype = rows.dtype
         bias = cast("Tensor | None", layer.bias)
         return linear(rows.to(dtype), layer.unpack(dtype), None if bias is None else bias.to(dtype))
 
@@ -128,22 +129,20 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 class FrozenEmbedding(nn.Embedding):
-    """An embedding that is not trained, with bfloat16 weights and float32 results.
-
-    The results are multiplied by the `embed_scale` of the replaced layer, if it has one.
-    """
+    """An embedding that is not trained, with bfloat16 weights and float32 results."""
 
     def __init__(self, layer: nn.Embedding, weight: Tensor) -> None:
         nn.Module.__init__(self)
-        self.num_embeddings, self.embedding_dim = layer.num_embeddings, layer.embedding_dim
+        self.num_embeddings = layer.num_embeddings
+        self.embedding_dim = layer.embedding_dim
         self.padding_idx = layer.padding_idx
         self.register_buffer("weight", weight)
         scale = cast("Tensor | None", getattr(layer, "embed_scale", None))
         self.register_buffer("scale", None if scale is None else scale.float(), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Token ids [...] -> [..., embedding_dim]."""
-        rows, scale = embedding(input, self.weight).float(), cast("Tensor | None", self.scale)
+        rows = embedding(input, self.weight).float()
+        scale = cast("Tensor | None", self.scale)
         return rows if scale is None else rows * scale
 
 
@@ -166,10 +165,7 @@ def _original_name(name: str) -> str:
 
 
 def unpacked_weights(model: nn.Module) -> LazyWeights:
-    """Weights of a base model without its adapters, under their original names.
-
-    A packed weight is unpacked when it is read.
-    """
+    """Weights of a base model without its adapters, with original names, unpacked when read."""
     layers = {
         f"{name}.weight": module
         for name, module in model.named_modules()

@@ -1,15 +1,13 @@
 """Logprobs and entropies of tokens from hidden states, without the logits of all tokens.
 
-The head of a language model multiplies the hidden states [N, H] of N tokens by its weight [V, H];
-the products are the logits [N, V]. `head_logprobs` computes them for one chunk of the vocabulary at
-a time, and in the backward pass again. With chunks of the vocabulary each row of the weight is read
-once per pass, and its gradient is complete after one product; with chunks of tokens the whole
-gradient would be added to once per chunk.
+The head multiplies hidden states [N, H] by its weight [V, H] to logits [N, V]. `head_logprobs`
+computes them for one chunk of the vocabulary at a time, and in the backward pass again. With chunks
+of the vocabulary each row of the weight is read once per pass, and its gradient is complete after
+one product; with chunks of tokens the whole gradient would be added to once per chunk.
 
-If the weight is trained, the second computation is a fourth product after one in the forward and
-two in the backward pass. Up to KEPT_BYTES of logits are therefore kept for the backward pass. With
-a frozen weight nothing is computed twice: the gradient of a logprob with respect to the hidden
-state, weight[token] - sum(p weight), is computed in the forward pass.
+If the weight is trained, up to KEPT_BYTES of logits are kept for the backward pass, to save the
+second computation. With a frozen weight the gradient of a logprob with respect to the hidden state,
+weight[token] - sum(p weight), is computed in the forward pass.
 
 Letters in shapes: N tokens, V vocabulary, H hidden size, v tokens of a chunk of the vocabulary.
 """
@@ -50,8 +48,8 @@ def head_logprobs(
     """Return log softmax(hidden @ weight.T / temperature) at `token_ids`, [1, N].
 
     With `with_entropy` the result is [2, N]; the second row has the entropies of the softmax in
-    nats. The dtype of the products is that of autocast if enabled, else that of `hidden`. All sums
-    and the result are fp32, or float64 for a float64 `hidden`. A logit of -inf has probability 0.
+    nats. The dtype of the products is that of autocast if enabled, else that of `hidden`; sums and
+    result are fp32, or float64 for a float64 `hidden`. A logit of -inf has probability 0.
 
     The backward pass adds the gradient of a trained `weight` to `weight.grad`, so it must be
     computed with `backward()`: `torch.autograd.grad` would return none.
@@ -87,7 +85,8 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx.is_direct = has_gradient and not (weight.requires_grad or with_entropy)
         ctx.kept = list[Tensor]()  # logits [N, v] of the first chunks, for the backward pass
         max_kept = KEPT_BYTES if has_gradient and not ctx.is_direct else 0
-        selected, entropy = torch.zeros_like(temperature), torch.zeros_like(temperature)
+        selected = torch.zeros_like(temperature)
+        entropy = torch.zeros_like(temperature)
         total = torch.full_like(temperature, MIN_LOGIT)  # logsumexp of the chunks up to here
         expected_row = torch.zeros_like(hidden, dtype=temperature.dtype) if ctx.is_direct else None
         for number, (start, rows) in enumerate(_chunks(weight, inputs)):
@@ -102,9 +101,11 @@ class _HeadLogprobs(torch.autograd.Function):
             exponentials = scaled.sub_(largest).exp()
             sums = exponentials.sum(1, keepdim=True)
             chunk_total = largest + sums.log()
-            previous_total, total = total, torch.logaddexp(total, chunk_total)
+            previous_total = total
+            total = torch.logaddexp(total, chunk_total)
             # logarithms of the probabilities of the earlier chunks, and of this one
-            log_before, log_share = previous_total - total, chunk_total - total
+            log_before = previous_total - total
+            log_share = chunk_total - total
             if with_entropy:
                 with torch.autocast(hidden.device.type, enabled=False):  # autocast narrows vecdot
                     weighted = torch.linalg.vecdot(exponentials, scaled)[:, None]
@@ -114,7 +115,9 @@ class _HeadLogprobs(torch.autograd.Function):
             if expected_row is not None:
                 expected_row *= log_before.exp()
                 expected_row += (exponentials.to(dtype) @ rows) * (log_share.exp() / sums)
-        ctx.hidden_dtype, ctx.weight, ctx.with_entropy = hidden.dtype, weight, with_entropy
+        ctx.hidden_dtype = hidden.dtype
+        ctx.weight = weight
+        ctx.with_entropy = with_entropy
         if expected_row is not None:
             ctx.save_for_backward((weight[token_ids] - expected_row) / temperature)
         elif has_gradient:
@@ -149,19 +152,19 @@ class _HeadLogprobs(torch.autograd.Function):
             part = part.to(inputs.dtype)  # gradient of the logits
             gradient += part @ rows
             if weight_grad is not None:
-                chunk, added = weight_grad[start : start + len(rows)], part.t() @ inputs
+                chunk = weight_grad[start : start + len(rows)]
+                added = part.t() @ inputs
                 chunk.copy_(added) if is_first else chunk.add_(added)
         return gradient.to(ctx.hidden_dtype), *NO_GRADIENTS
 
 
 @contextlib.contextmanager
 def sparse_embedding_gradient(model: Any) -> Generator[None, None, None]:
-    """Save memory in the gradient of an input embedding that is tied to the head.
+    """Save memory in the gradient of an input embedding that is tied to the head, on a CPU.
 
-    On a CPU only, for forward passes in the block. autograd would allocate two gradients [V, H] of
-    the tied weight and add them: 0.6 GiB more for Qwen3-0.6B. Instead a hook adds the gradients of
-    the batch's tokens to the head's gradient. The gradient must be computed with `backward()`,
-    because `torch.autograd.grad` would return an incomplete one.
+    autograd would allocate two gradients [V, H] of the tied weight and add them: 0.6 GiB more for
+    Qwen3-0.6B. Instead a hook adds the gradients of the batch's tokens to the head's gradient. It
+    must be computed with `backward()`: `torch.autograd.grad` would return an incomplete one.
     """
     embedding = model.get_input_embeddings()
     weight: Any = getattr(embedding, "weight", None)

@@ -1,10 +1,10 @@
 """RMS norm and rotary embedding with faster backward passes, for training on a CPU.
 
-transformers computes RMS norm (arXiv 1910.07467) with six operations, and rotary embedding
-(RoFormer, arXiv 2104.09864) with five; each of them reads and writes whole rows, and autograd
-differentiates each of them. The C code of layer_ops.c makes one pass forward and one backward.
-Without that code, RMS norm takes a few operations of torch, and rotary embedding is transformers'.
-The two ways round differently: `use_operators` chooses the way that a repeated step was taken.
+transformers computes RMS norm (arXiv 1910.07467) with six operations and rotary embedding
+(RoFormer, arXiv 2104.09864) with five, each of which reads and writes whole rows. The C code of
+layer_ops.c makes one pass forward and one backward. Without it, RMS norm takes a few operations of
+torch, and rotary embedding is transformers'. The two ways round differently: `use_operators`
+chooses the way that a repeated step was taken.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ LLAMA_ROTARY = modeling_llama.apply_rotary_pos_emb  # transformers', which `repl
 def replace_norms(model: torch.nn.Module) -> int:
     """Let the RMS norms of a transformers model compute with `rms_norm`; returns their number.
 
-    Replaces only norms on a CPU with the code of Llama's norm (Gemma's, for example, multiply by
-    1 + weight), and whose weights are not distributed over ranks.
+    Only norms on a CPU with the code of Llama's (Gemma's multiply by 1 + weight), whose weights are
+    not distributed over ranks.
     """
     num_replaced = 0
     for module in model.modules():
@@ -70,8 +70,8 @@ def _code_of(code: CodeType) -> tuple[object, ...]:
 def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Each row of `rows` [..., W], divided by sqrt(mean(row^2) + epsilon), times `weight` [W].
 
-    As in transformers, a row is divided in fp32, and rounded to its dtype before it is multiplied.
-    A row in float64 is divided in float64.
+    As in transformers, a row is divided in fp32 (a float64 one in float64), and rounded to its
+    dtype before it is multiplied.
     """
     return _RMSNorm.apply(rows, weight, epsilon)  # pyright: ignore[reportReturnType]
 
@@ -96,7 +96,8 @@ class _RMSNorm(torch.autograd.Function):
             rows, width = rows.contiguous(), rows.shape[-1]
             out = rows.new_empty(rows.shape, dtype=torch.float32)
             factor = out.new_empty((*rows.shape[:-1], 1))
-            addresses, threads = _addresses(rows, weight, out, factor), torch.get_num_threads()
+            addresses = _addresses(rows, weight, out, factor)
+            threads = torch.get_num_threads()
             ctx.library.norm(*addresses, factor.numel(), width, epsilon, threads)
         ctx.save_for_backward(rows, weight, factor)
         return out
@@ -109,8 +110,11 @@ class _RMSNorm(torch.autograd.Function):
         rows, weight, factor = ctx.saved_tensors
         if ctx.library is None:
             return *_norm_gradients(rows, weight, factor, grads[0]), None
-        threads, width, grad = torch.get_num_threads(), rows.shape[-1], grads[0].contiguous()
-        rows_grad, sums = torch.empty_like(rows), grad.new_empty(threads, width)
+        threads = torch.get_num_threads()
+        width = rows.shape[-1]
+        grad = grads[0].contiguous()
+        rows_grad = torch.empty_like(rows)
+        sums = grad.new_empty(threads, width)
         addresses = _addresses(rows, weight, factor, grad, rows_grad, sums)
         ctx.library.norm_backward(*addresses, factor.numel(), width, threads)
         return rows_grad, sums.sum(0), None
@@ -127,7 +131,6 @@ def _norm(rows: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]
 def _norm_gradients(
     rows: Tensor, weight: Tensor, factor: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of rows and weight, by torch's operators."""
     x, g, w = (each.to(compute_dtype(rows)) for each in (rows, grad, weight))
     products = (g * x).reshape(-1, x.shape[-1])
     weight_grad = factor.view(1, -1) @ products
@@ -139,10 +142,9 @@ def _norm_gradients(
 def replace_rotary(model: torch.nn.Module) -> int:
     """Let the attention of a transformers model on a CPU rotate with layer_ops.c.
 
-    Attention calls a function of the module that defines its class: the function is replaced there,
-    for all models of the same family in this process. It is replaced only if it has the code of
-    Llama's, and calls that the C code does not support still go to it. Returns the number of
-    modules whose function was replaced, now or earlier.
+    Attention calls a function of its module: that is replaced, for all models of the family in this
+    process, if it has the code of Llama's. Calls that the C code does not support still go to it.
+    Returns the number of modules whose function was replaced, now or earlier.
     """
     num_replaced = 0
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
@@ -216,9 +218,11 @@ def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     rows = heads.transpose(1, 2).contiguous()
     batch, tokens, num_heads, width = rows.shape
     cosines, sines = (each.expand(batch, -1, -1).contiguous() for each in (cosines, sines))
-    out, library = rows.new_empty(rows.shape, dtype=torch.float32), _library_for(rows)
+    out = rows.new_empty(rows.shape, dtype=torch.float32)
+    library = _library_for(rows)
     assert library is not None
-    addresses, threads = _addresses(rows, cosines, sines, out), torch.get_num_threads()
+    addresses = _addresses(rows, cosines, sines, out)
+    threads = torch.get_num_threads()
     library.rotate(*addresses, batch * tokens, num_heads, width, threads)
     return out.transpose(1, 2)
 
@@ -228,7 +232,6 @@ def _addresses(*tensors: Tensor) -> list[int]:
 
 
 def _library_for(rows: Tensor) -> ctypes.CDLL | None:
-    """The library for rows of this dtype and device; None if there is none."""
     return _loaded[_in_use or operators()].get(rows.dtype) if rows.device.type == "cpu" else None
 
 
@@ -266,13 +269,15 @@ def use_operators(name: str) -> None:
 
 
 def _is_correct(library: ctypes.CDLL, *, dtype: torch.dtype) -> bool:
-    """Whether the library gets the results of torch's operators."""
     random = torch.Generator().manual_seed(0)
     rows = torch.randn(6, 40, generator=random, device="cpu").to(dtype)
     weight, grad, cosines, sines = torch.randn(4, 6, 40, generator=random, device="cpu")
     expected, expected_factor = _norm(rows, weight[0], 1e-3)
-    out, factor, sums = weight.new_empty(6, 40), weight.new_empty(6, 1), weight.new_empty(2, 40)
-    rows_grad, rotated = torch.empty_like(rows), torch.empty_like(out)
+    out = weight.new_empty(6, 40)
+    factor = weight.new_empty(6, 1)
+    sums = weight.new_empty(2, 40)
+    rows_grad = torch.empty_like(rows)
+    rotated = torch.empty_like(out)
     library.norm(*_addresses(rows, weight, out, factor), 6, 40, 1e-3, 2)
     library.norm_backward(*_addresses(rows, weight, factor, grad, rows_grad, sums), 6, 40, 2)
     library.rotate(*_addresses(rows, cosines, sines, rotated), 3, 2, 40, 2)  # two heads per row

@@ -1,7 +1,6 @@
 """Log-probabilities and entropies of tokens from logits, at a temperature.
 
-A logprob is the natural logarithm of a probability. The logits at token t predict token t + 1. This
-module does not shift them: for a token, the caller must pass the logits at the token before it.
+The logits at token t predict token t + 1: for a token, pass the logits at the token before it.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ def selected_logprobs(
     *,
     temperature: Tensor | float = 1.0,  # a scalar, or [...]
 ) -> Tensor:
-    """Return log softmax(logits / temperature) at `token_ids`, shaped as `token_ids`.
-
-    The result is fp32, or float64 for float64 logits.
-    """
+    """log softmax(logits / temperature) at `token_ids`; fp32, or float64 for float64 logits."""
     return cast(
         "tuple[Tensor, None]", _TokenStatistics.apply(logits, token_ids, temperature, False)
     )[0]
@@ -46,10 +42,7 @@ def logprobs_and_entropies(
 
 
 class _TokenStatistics(torch.autograd.Function):
-    """Forward and backward pass of `logprobs_and_entropies`; the entropies are optional.
-
-    To save memory, both convert only a few rows to fp32 at a time.
-    """
+    """Forward and backward pass; both convert only a few rows to fp32 at a time."""
 
     @staticmethod
     def forward(
@@ -84,7 +77,8 @@ class _TokenStatistics(torch.autograd.Function):
         gradient = torch.empty_like(rows)
         for chunk in _chunks(rows):
             scaled = rows[chunk].to(temperatures.dtype) / temperatures[chunk]
-            part, factor = scaled.softmax(1), upstream[chunk]
+            part = scaled.softmax(1)
+            factor = upstream[chunk]
             if of_entropy:
                 every = scaled.log_softmax(1).clamp_(min=MIN_LOGPROB)
                 factor = every.add_(entropies[chunk]).mul_(of_entropy[0][chunk]).add_(factor)
@@ -94,12 +88,10 @@ class _TokenStatistics(torch.autograd.Function):
 
 
 def compute_dtype(values: Tensor) -> torch.dtype:
-    """float64 for float64 values, else float32."""
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
 def _chunks(rows: Tensor) -> list[slice]:
-    """Slices of as many rows as the limit in CHUNK_LOGITS allows, at least one."""
     limit = CHUNK_LOGITS.get(rows.device.type, DEFAULT_CHUNK_LOGITS)
     size = max(1, limit // rows.shape[1])
     return [slice(start, start + size) for start in range(0, len(rows), size)]

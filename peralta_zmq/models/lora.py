@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA): adding, publishing, merging into the base model.
 
 An adapter of a linear layer has two matrices, A [rank, in] and B [out, rank]. The trainer publishes
-adapters with B multiplied by the scale alpha / rank, so generators merge them as W = base + B A.
-Only a trainer needs the package peft.
+B multiplied by the scale alpha / rank, so generators merge W = base + B A. Only a trainer needs the
+package peft.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from peralta_zmq.models.model_folders import Model, check_weights
 from peralta_zmq.models.published_names import LazyWeights, linear_layers, weights_of
 
 ALL_LINEAR = "all-linear"
-PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"  # as peft names them
+PREFIX = "base_model.model."
+A = ".lora_A.weight"
+B = ".lora_B.weight"  # as peft names them
 ADAPTER = "default"  # peft can hold several adapters by name; this one is used
 PEFT_OPTIONS = {"bias": "none", "task_type": "CAUSAL_LM"}
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
 # Types of models with Mamba layers, to whose out_proj peft adds no adapters.
 MAMBA_TYPES = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 logger = logging.getLogger(__name__)
@@ -40,7 +43,6 @@ class DropoutInTraining(nn.Module):
         self._probability = probability
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[..., in] -> [..., in]."""
         return nn.functional.dropout(inputs, self._probability, training=torch.is_grad_enabled())
 
 
@@ -110,16 +112,14 @@ def published_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def apply_published(model: nn.Module, adapters: Mapping[str, Tensor]) -> None:
-    """Set the adapters of `model` to what `published_weights` returned.
-
-    Raises ValueError, with nothing changed, if they do not fit.
-    """
+    """Set the adapters to what `published_weights` returned; ValueError if they do not fit."""
     shapes = {name: tensor.shape for name, tensor in published_weights(model).items()}
     check_weights(shapes, adapters)
     names = linear_layers(model)
     with torch.no_grad():
         for layer_name, layer in _layers(model).items():
-            name, scale = PREFIX + names[layer_name], layer.scaling[ADAPTER]
+            name = PREFIX + names[layer_name]
+            scale = layer.scaling[ADAPTER]
             layer.lora_A[ADAPTER].weight.copy_(adapters[name + A])
             layer.lora_B[ADAPTER].weight.copy_(adapters[name + B].float() / scale)
 
@@ -127,8 +127,7 @@ def apply_published(model: nn.Module, adapters: Mapping[str, Tensor]) -> None:
 def config_file(model: Model, *, base: str) -> bytes:
     """Content of peft's adapter_config.json for `published_weights`.
 
-    `base` is the path or name of the base model. lora_alpha equals r, so that peft scales by 1:
-    the published B is already scaled.
+    `base` is the path or name of the base model. lora_alpha equals r, so that peft scales by 1.
     """
     trained = cast(Any, model).peft_config[ADAPTER]
     config = _peft().LoraConfig(
@@ -161,13 +160,14 @@ def merged_weights(
 ) -> LazyWeights:
     """Weights of `base` with the adapter added, in fp32 where it is; each is computed when read.
 
-    `adapter` has the tensors of `published_weights`. An adapter is added to the result of
-    `base_in_fp32(name, weight)`. Raises ValueError if the adapter does not fit `base`.
+    An adapter is added to the result of `base_in_fp32(name, weight)`. Raises ValueError if the
+    adapter does not fit `base`.
     """
     for name in adapter:
         layer = name.removeprefix(PREFIX).removesuffix(A).removesuffix(B)
         target = f"{layer}.weight"
-        a, b = adapter.get(PREFIX + layer + A), adapter.get(PREFIX + layer + B)
+        a = adapter.get(PREFIX + layer + A)
+        b = adapter.get(PREFIX + layer + B)
         if target not in base or a is None or b is None:
             raise ValueError(f"{name} does not belong to an adapter of this model")
         shape = (b.shape[0], a.shape[-1])
@@ -175,7 +175,8 @@ def merged_weights(
             raise ValueError(f"{name} does not fit {target} {list(base[target].shape)}")
 
     def read(name: str) -> Tensor:
-        weight, stem = base[name], PREFIX + name.removesuffix(".weight")
+        weight = base[name]
+        stem = PREFIX + name.removesuffix(".weight")
         if stem + A not in adapter:
             return weight
         a, b = (adapter[stem + suffix].to(weight.device).float() for suffix in (A, B))
@@ -220,7 +221,6 @@ def _targets(model: Model, names: Sequence[str]) -> list[str]:
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    """Linear layers with an adapter, by the name of the layer in the base."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -229,6 +229,5 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
 
 def _peft() -> Any:
-    """Import peft. Raises ConfigError if it is not installed."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; no kernel is used
     return import_extra("peft", extra="lora", needed_by="lora.rank")

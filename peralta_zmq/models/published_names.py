@@ -1,7 +1,6 @@
-"""Names of tensors in published models.
+"""Names of tensors in published models: those of the Hugging Face hub.
 
 transformers renames tensors when it loads a model, and fuses the experts of a mixture of experts.
-Weight versions have the names of the Hugging Face hub, so that other programs load them as well.
 Of a multimodal model only the text part is loaded and published, under the names of a text model.
 """
 
@@ -51,10 +50,10 @@ class LazyWeights(Mapping[str, Tensor]):
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the model (not copies) by their `save_pretrained` names.
+    """The tensors of the model (not copies) by their `save_pretrained` names, tied ones once.
 
-    Tied tensors are included once. Tensors of experts are views of the model's fused tensor. If
-    an architecture needs copies (HRM, Inkling), all tensors have the names of the modules.
+    Tensors of experts are views of the model's fused tensor. If an architecture needs copies (HRM,
+    Inkling), all tensors have the names of the modules.
     """
     names = dict[int, str]()  # by address
     state = model.state_dict()
@@ -76,7 +75,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 def linear_layers(model: nn.Module) -> dict[str, str]:
     """Linear layers whose weight is published and not tied: name in the model -> published name.
 
-    Those of adapters are not included; a layer with an adapter has its name in the base model.
+    Without those of adapters; a layer with an adapter has its name in the base model.
     """
     names = {each.data_ptr(): _layer(name) for name, each in weights_of(model).items()}
     layers = {
@@ -89,15 +88,11 @@ def linear_layers(model: nn.Module) -> dict[str, str]:
 
 
 def _layer(name: str) -> str:
-    """Name in the base model of the layer with the weight `name`."""
     return name.removesuffix(".weight").removesuffix(BASE_LAYER)
 
 
 def text_names(names: Iterable[str]) -> dict[str, str]:
-    """New names of the text part's tensors in a multimodal folder -> their names in `names`.
-
-    In the folder of a text model, all names are unchanged.
-    """
+    """New names of the text part's tensors in a multimodal folder -> their names in `names`."""
     found = {name: name for name in names}
     for pattern, new in TEXT_NAMES.items():
         found = {re.sub(pattern, new, name): old for name, old in found.items()}

@@ -18,8 +18,7 @@ from peralta_zmq.errors import ConfigError
 def check_length(config: Any, max_length: int) -> None:
     """Raise ConfigError if sequences of `max_length` tokens change their embedding.
 
-    A token that was sampled before that has another logprob in the complete sequence. `config` is
-    that of the model.
+    A token that was sampled before that has another logprob in the complete sequence.
     """
     limit = length_limit(config)
     if limit is not None and min(max_length, config.max_position_embeddings) > limit:
@@ -54,7 +53,6 @@ def split_rotary(model: torch.nn.Module) -> None:
 def _forward_by_row(
     module: Any, hidden: Tensor, position_ids: Tensor, *args: Any, **options: Any
 ) -> tuple[Tensor, ...]:
-    """Cosines and sines [B, T, D] for positions [B, T], computed for each row alone."""
     rows = list[tuple[Tensor, Tensor]]()
     for positions in position_ids:
         _forget_longer_sequences(module)

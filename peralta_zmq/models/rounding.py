@@ -1,9 +1,9 @@
 """Weights between the numbers of bfloat16 or float16, so that small updates survive rounding.
 
-Published models lie on the grid of bfloat16. An update that is smaller than half a grid step and is
-added to such a weight disappears when the sum is rounded. Noise moves each weight to a random place
-of the interval that rounds to it; a share (update / grid step) of the sums then rounds to another
-number, and the rounded weights follow the update in the mean (docs/rounding.md).
+An update smaller than half a grid step disappears when the sum with a weight on the grid is
+rounded. Noise moves each weight to a random place of the interval that rounds to it; a share
+(update / grid step) of the sums then rounds to another number, and the rounded weights follow the
+update in the mean (docs/rounding.md).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def grid_noise(weights: Tensor, dtype: torch.dtype, *, seed: str) -> Tensor:
     """int16 noise for `off_grid`, of the shape of `weights`, which depends on `seed`.
 
     It is 0 for zeros, infinities and NaN, for weights that are not on the grid of `dtype`, and for
-    a `dtype` of 32 bits. It is uniform over the integers that fp32 numbers are in memory. Adjacent
-    numbers have adjacent integers, also across a power of two, below which the grid is finer: so
-    there too, an update has the same mean effect upwards and downwards.
+    a `dtype` of 32 bits. It is uniform over the integers that fp32 numbers are in memory: adjacent
+    numbers have adjacent integers, also across a power of two, below which the grid is finer, so
+    that an update has the same mean effect upwards and downwards.
     """
     noise = torch.zeros(weights.shape, dtype=torch.int16, device=weights.device)
     if dtype in MORE_BITS:

@@ -1,7 +1,6 @@
 """What computes a training step, recorded so that a restart repeats the step bit for bit.
 
-Other instructions, threads or operators add the same numbers in another order, which changes the
-last bits of a sum.
+Other instructions, threads or operators add the same numbers in another order.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ RESTORED = ("threads", "operators")  # `use_arithmetic` can change these
 
 
 def arithmetic(device: torch.device, dtype: str, num_ranks: int) -> dict[str, str]:
-    """What computes the steps of this process, on this machine, as texts by name."""
     features = sorted(name for name in cpu_features().split() if name.startswith(FEATURES))
     limits = [f"{name}={os.environ[name]}" for name in LIMITS if os.environ.get(name)]
     processor = cpu_line("model name").partition(":")[2].strip()
@@ -47,9 +45,9 @@ def arithmetic(device: torch.device, dtype: str, num_ranks: int) -> dict[str, st
 def use_arithmetic(recorded: Mapping[str, str], here: Mapping[str, str]) -> bool:
     """Compute as `recorded` from now on; returns whether the bits are then the same.
 
-    `here` is the `arithmetic` of this process at its start. Without a record, or with another
-    number of ranks, or on a GPU, nothing changes, and other bits are expected. Raises ConfigError
-    if this process cannot compute as recorded.
+    `here` is the `arithmetic` of this process at its start. Without a record, with another number
+    of ranks, or on a GPU, nothing changes. Raises ConfigError if this process cannot compute as
+    recorded.
     """
     is_on_gpu = recorded.get("device") == here["device"] != "cpu"
     if not recorded or is_on_gpu or recorded["ranks"] != here["ranks"]:

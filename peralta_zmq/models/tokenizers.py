@@ -48,7 +48,6 @@ def folder_end_ids(folder: Path, tokenizer: Tokenizer) -> list[int]:
 
 
 def end_token_ids(config: GenerationConfig | None, tokenizer: Tokenizer) -> list[int]:
-    """The end tokens of a loaded model: of its generation config, tokenizer and template."""
     configured = _token_ids(getattr(config, "eos_token_id", None))
     others = *_token_ids(tokenizer.eos_token_id), *_token_ids(end_of_turn(tokenizer))
     return list(dict.fromkeys([*configured, *others]))

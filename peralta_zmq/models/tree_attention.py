@@ -1,17 +1,16 @@
 """Attention within the prefix trees of a packed row, for transformers.
 
-Completions of one problem share their prompt. A `PrefixTree` (rollout.py) stores a shared prefix
-once. Its tokens form spans; a span continues after its parent, which is an earlier token of the
-tree, or starts a sequence (parent -1). A packed row is several trees, one after the other. A token
-attends only to itself and its ancestors in its tree.
+A `PrefixTree` (rollout.py) stores a shared prefix once; its spans continue after an earlier token
+(parent), or start a sequence (parent -1). A packed row is several trees, one after the other. A
+token attends only to itself and its ancestors in its tree.
 
 A small tree is computed as a whole, with a mask. With K long completions this takes about K times
 the work that the sequences need. In larger trees the tokens of each span therefore attend to a copy
-of the keys on their path, the sequence from the root of the tree to the end of the span. Short
-completions after a long prompt would need too many copies: their tree is computed as a whole.
+of the keys on their path, from the root of the tree to the end of the span, unless short
+completions after a long prompt would need too many copies.
 
-A model may mask more tokens, for example those outside a sliding window. transformers describes a
-mask by a function of the indices of query and key; here it gets the positions in the sequence.
+A model may mask more tokens, for example outside a sliding window. transformers describes a mask by
+a function of the indices of query and key; here it gets the positions in the sequence.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ MAX_COPIES = 2.0  # copies per key; with more, a tree is computed as a whole to 
 
 
 def attends_by_span(num_tokens: int, path_tokens: float) -> bool:
-    """Whether the spans of a tree are computed one by one.
-
-    `path_tokens` is the sum of the lengths of all paths, in tokens.
-    """
+    """Whether the spans of a tree, whose paths have `path_tokens`, are computed one by one."""
     return num_tokens > WHOLE_TREE and path_tokens <= MAX_COPIES * num_tokens
 
 
@@ -60,7 +56,9 @@ class TreeLayout:
         self.paths = list[list[slice]]()  # of each span, as slices of the tree; the last is its own
         start = 0
         for index, (parent, size) in enumerate(tree.spans):
-            end, depth, path = start + size, 0, list[slice]()
+            end = start + size
+            depth = 0
+            path = list[slice]()
             if parent >= 0:
                 *path, last = self.paths[self.span[parent]]
                 path.append(slice(last.start, parent + 1))
@@ -100,7 +98,8 @@ class PackedLayout(NamedTuple):
         starts = np.cumsum([0, *(tree.num_tokens for tree in trees[:-1])])
         previous = [layout.previous + start for layout, start in zip(layouts, starts, strict=True)]
         positions = np.concatenate([layout.position for layout in layouts])
-        sizes, parts = list[int](), list[_Part]()
+        sizes = list[int]()
+        parts = list[_Part]()
         for layout in layouts:
             tree_sizes, tree_parts = _parts_of(layout, first_segment=len(sizes), device=device)
             sizes += tree_sizes
@@ -119,7 +118,6 @@ _layout = ContextVar[PackedLayout | None]("_layout", default=None)
 
 @contextmanager
 def packed_row(layout: PackedLayout | None) -> Generator[None]:
-    """Let forward passes in the block compute a packed row; None for any other input."""
     token = _layout.set(layout)
     try:
         yield
@@ -174,7 +172,8 @@ def _mask(*, mask_function: Any, use_vmap: bool = False, **options: Any) -> Any:
     if mask_function is causal_mask_function:
         return layout
     queries = layout.positions.split([len(part.mask) for part in layout.parts])
-    segments, parts = layout.positions.split(layout.segment_sizes), list[_Part]()
+    segments = layout.positions.split(layout.segment_sizes)
+    parts = list[_Part]()
     for part, query in zip(layout.parts, queries, strict=True):
         key = torch.cat([segments[index] for index in part.segments])
         parts.append(part._replace(mask=part.mask & mask_function(0, 0, query[:, None], key)))
@@ -191,8 +190,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Attention of a packed row, as a function for transformers.
 
-    Outside of `packed_row` it is the original attention: an engine may sample from the same model
-    object, without trees. A backward pass may compute a layer again outside of it.
+    Outside of `packed_row` it is the original attention: an engine may sample from the same model.
+    A backward pass may compute a layer again outside of it.
     """
     if not isinstance(attention_mask, PackedLayout):
         if _layout.get() is not None:
@@ -223,7 +222,6 @@ def _in_fp32(tensor: Tensor) -> Tensor:
 
 
 def _joined(segments: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
-    """The segments with these indices as one tensor; a single one is not copied."""
     chosen = [segments[index] for index in indices]
     return chosen[0] if len(chosen) == 1 else torch.cat(chosen, 2)
 
@@ -231,10 +229,7 @@ def _joined(segments: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
 def _part_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float
 ) -> Tensor:
-    """Attention of one part, by SDPA or `_matmul_attention`.
-
-    SDPA in bfloat16 on a CPU is not used, because its backward pass is slow.
-    """
+    """Attention of one part. SDPA in bfloat16 on a CPU is not used: its backward pass is slow."""
     if query.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
         is_grouped = query.shape[1] != key.shape[1]
         return scaled_dot_product_attention(
@@ -254,7 +249,6 @@ def _matmul_attention(
     *,
     scaling: float,
 ) -> Tensor:
-    """Attention as bfloat16 matmuls; query heads that share a key head are stacked."""
     _, heads, _, width = query.shape
     stacked = (query * scaling).reshape(key.shape[1], -1, width)
     bias = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))
