@@ -16,7 +16,6 @@ steps that produced the weights.
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import os
 import pkgutil
 import sys
@@ -29,6 +28,7 @@ from typing import Any, Literal, Protocol, TypeAlias, overload
 from peralta_zmq.errors import ConfigError, described
 from peralta_zmq.imports import add_folder, import_object
 from peralta_zmq.rollout import Completion, Problem, Request, Rollout
+from peralta_zmq.signatures import Signature, call_error
 
 Kind: TypeAlias = Literal[
     "task", "engine", "loss", "advantage", "filter", "reward", "reward_function"
@@ -50,7 +50,7 @@ TABLES: dict[Kind, dict[str, str]] = {
         "native": "peralta_zmq.engines.native.native_engine:NativeEngine",
         "hf": "peralta_zmq.engines.hf_engine:HfEngine",
         "mlx": "peralta_zmq.engines.mlx:MlxEngine",
-        "vllm": "peralta_zmq.engines.vllm:VllmEngine",
+        "vllm": "peralta_zmq.engines.vllm.vllm_engine:VllmEngine",
     },
     "loss": dict.fromkeys(
         (
@@ -426,15 +426,8 @@ def bind_options(
 
 def option_names(kind: Kind, function: Callable[..., Any]) -> list[str]:
     """The names of a function's options, without a catch-all `**options` and values of a step."""
-    parameters = list(inspect.signature(function).parameters.values())[NUM_ARGUMENTS[kind] :]
-    names = [parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
+    names = Signature(function, NUM_ARGUMENTS[kind]).names
     return [name for name in names if name != "step_rewards"]
-
-
-def defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """Option name -> default value; options without a default value are left out."""
-    parameters = inspect.signature(function).parameters.values()
-    return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
 def check_options(
@@ -445,19 +438,15 @@ def check_options(
     The error message tells the user to set the options in the table `kwargs`, which has the options
     of functions that a user wrote.
     """
-    try:
-        inspect.signature(function).bind(*[None] * NUM_ARGUMENTS[kind], **options)
-    except TypeError as error:
+    if error := call_error(function, *[None] * NUM_ARGUMENTS[kind], **options):
         setting = f"filter.custom.'{name}'.kwargs" if kind == "filter" else f"{kind}.kwargs"
         names = ", ".join(option_names(kind, function)) or "none"
         raise ConfigError(
             f"{kind} '{name}': {error}; its options are {names}, set them in {setting}"
-        ) from None
+        )
 
 
 def _accepts(kind: Kind, name: str, option: str) -> bool:
     """True if the function with this name has the option, or takes any (`**options`)."""
     function: Callable[..., Any] = resolve(kind, name)
-    parameters = inspect.signature(function).parameters.values()
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return takes_all or option in option_names(kind, function)
+    return Signature(function).takes_all or option in option_names(kind, function)

@@ -13,7 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "peralta_zmq"
-TYPES = {"rollout", "errors", "atomic_files", "addresses", "compiler", "imports"}
+TYPES = {
+    *("rollout", "errors", "atomic_files", "addresses"),
+    *("compiler", "imports", "signatures"),
+}
 LEAVES = {
     *("config", "registry", "wire", "weights"),
     *("models", "learning", "environments", "observe"),

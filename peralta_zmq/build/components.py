@@ -41,6 +41,7 @@ from peralta_zmq.models import frozen_base, lora
 from peralta_zmq.models.rotary import check_length
 from peralta_zmq.models.rounding import grid_noise, off_grid
 from peralta_zmq.models.scorer import Scorer
+from peralta_zmq.signatures import Signature
 
 logger = logging.getLogger(__name__)
 SHAPING = {"multi_objective_aggregation", "reward_weights", "length_penalty"}
@@ -359,7 +360,7 @@ def reference_models_used(config: Config) -> set[str]:
     if (parts := make_composition(config)) is not None:
         return parts.reference_models
     section = config.loss
-    defaults = registry.defaults(registry.resolve("loss", section.name))
+    defaults = Signature(registry.resolve("loss", section.name)).defaults
     options = {**defaults, **section.model_dump(exclude_none=True), **section.kwargs}
     used = {"reference": options.get("beta"),
             "teacher": options.get("teacher_tau") or config.model.teacher}  # fmt: skip

@@ -32,7 +32,6 @@ from peralta_zmq.environments.dataset import (
 )
 from peralta_zmq.environments.reward_functions import (
     RewardFunction,
-    accepted_arguments,
     completion_arguments,
     group_arguments,
     is_group_function,
@@ -51,6 +50,7 @@ from peralta_zmq.learning.packing import Packing
 from peralta_zmq.models.scorer import Scorer
 from peralta_zmq.observe.terminal import track
 from peralta_zmq.rollout import Message, Problem, Rollout
+from peralta_zmq.signatures import Signature, call_error
 
 logger = logging.getLogger(__name__)
 VERIFIER_QUEUE = 256  # completions that may wait for a reward worker of a verifier
@@ -272,14 +272,12 @@ def _own_function(
                 env.reward, function, options, example,
                 path=path, max_completion_length=max_completion_length,
             )  # fmt: skip
-    columns = accepted_arguments(function, completion_arguments(example), num_positional=2)
-    try:
-        inspect.signature(function).bind(None, None, **{**columns, **options})
-    except TypeError as error:
+    columns = Signature(function, 2).accepted(completion_arguments(example))
+    if error := call_error(function, None, None, **{**columns, **options}):
         raise ConfigError(
             f"task.reward_kwargs do not fit the reward function: {error}; "
             "change task.reward_kwargs or task.reward"
-        ) from None
+        )
     is_bounded = env.reward is None and _is_bounded(task, function)
     return RewardFunction(function, options, is_bounded, path=path)
 
@@ -321,27 +319,19 @@ def _group_options(
     option that the function does not have, and for a parameter that neither the options nor the
     fields of the problem supply.
     """
-    parameters = inspect.signature(function).parameters.values()
-    named = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    signature = Signature(function)
     available = group_arguments(example, ["text"], [()])
     for option in options:
-        if option in available or not (takes_all or option in named):
-            names = [each for each in named if each not in available]
+        if option in available or not signature.accepts(option):
+            names = [each for each in signature.names if each not in available]
             raise ConfigError(
                 f"reward_kwargs: '{option}' is not an option of reward function '{name}'; "
                 f"its options are {', '.join(names) or 'none'}"
             )
     filled = dict(options)
-    if "max_completion_length" in named:
+    if "max_completion_length" in signature.names:
         filled.setdefault("max_completion_length", max_completion_length)
-    missing = [
-        each.name
-        for each in parameters
-        if each.default is each.empty
-        and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-        and each.name not in {*available, *filled}
-    ]
+    missing = [name for name in signature.required if name not in {*available, *filled}]
     if missing:
         raise ConfigError(
             f"reward function '{name}' needs '{missing[0]}', which is neither an option in "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -63,95 +63,89 @@ def choose_engine(
     may run models that vLLM lacks with transformers' code; its start shows whether it can.
     """
     machine = machine or this_machine()
+    config = {} if folder is None else read_config(folder)  # empty: the model is not known
+    merges = config if merges_adapters else {}
+    checks = {
+        "vllm": partial(_check_vllm, machine, settings, samplings, merges),
+        "mlx": partial(_check_mlx, settings, config, merges),
+    }
     chosen = name
     reason = "set by engine.name"
-
-    merges = folder if merges_adapters else None
-    check_vllm = partial(_check_vllm, settings, samplings, machine, merges)
-    check_mlx = partial(_check_mlx, settings, folder, merges)
     if name == AUTO:
-        chosen, reason = _automatic(machine, folder, settings, check_vllm, check_mlx)
-    elif name == "vllm":
-        check_vllm()
-    _check(chosen, settings, f" ({reason})" if name == AUTO else "")
+        chosen, reason = _automatic(machine, settings, config, checks)
+    _check_settings(chosen, settings, f" ({reason})" if name == AUTO else "")
     if name == "mlx":
-        check_mlx()
-    if chosen == "native" and folder is not None:
-        reason += _fallback(folder)
+        import_extra("mlx_lm", extra="mlx", needed_by="engine.name 'mlx'")
+    if name in checks:
+        checks[name]()
+    if chosen == "native" and config:
+        from peralta_zmq.engines.native.decoder import FAMILIES
+
+        if (family := config.get("model_type")) not in FAMILIES:
+            reason += f"; it samples {family} with transformers' code"
     return chosen, reason
-
-
-def _fallback(folder: Path) -> str:
-    """The model in `folder` as part of a reason, if the native engine lacks it."""
-    from peralta_zmq.engines.native.decoder import FAMILIES
-
-    family = read_config(folder).get("model_type")
-    return "" if family in FAMILIES else f"; it samples {family} with transformers' code"
 
 
 def _automatic(
     machine: Machine,
-    folder: Path | None,
     settings: EngineSettings,
-    check_vllm: Callable[[], None],
-    check_mlx: Callable[[], None],
+    config: Mapping[str, Any],
+    checks: Mapping[str, Callable[[], None]],
 ) -> tuple[str, str]:
-    if machine.is_apple:
-        if not machine.has_mlx:
-            return "native", "auto: mlx-lm is not installed; pip install 'peralta_zmq[mlx]'"
-        try:
-            check_mlx()
-        except ConfigError as error:
-            return "native", f"auto: {error}"
-        return "mlx", "auto: Apple silicon with mlx-lm"
-    if machine.has_cuda and settings.device.startswith(("auto", "cuda")):
-        try:
-            check_vllm()
-            if folder is not None:
-                refusals.check_model(read_config(folder))
-        except ConfigError as error:
-            return "native", f"auto: {error}"
+    """The engine for a machine, and the reason."""
+    if machine.is_apple and not machine.has_mlx:
+        return "native", "auto: mlx-lm is not installed; pip install 'peralta_zmq[mlx]'"
+    uses_cuda = machine.has_cuda and settings.device.startswith(("auto", "cuda"))
+    if not (machine.is_apple or uses_cuda):
+        return "native", "auto: neither Apple silicon nor CUDA"
+    try:
+        if machine.is_apple:
+            checks["mlx"]()
+            return "mlx", "auto: Apple silicon with mlx-lm"
+        checks["vllm"]()
+        if config:
+            refusals.check_model(config)
         return "vllm", f"auto: CUDA with vLLM {machine.vllm}"
-    return "native", "auto: neither Apple silicon nor CUDA"
+    except ConfigError as error:
+        return "native", f"auto: {error}"
 
 
 def _check_vllm(
-    settings: EngineSettings, samplings: Sequence[Sampling], machine: Machine, merges: Path | None
+    machine: Machine,
+    settings: EngineSettings,
+    samplings: Sequence[Sampling],
+    merges: Mapping[str, Any],
 ) -> None:
-    """Raise ConfigError if engine vllm cannot run with these settings, or merge adapters."""
+    """Raise ConfigError if engine vllm cannot run so, or merge adapters into `merges`."""
     refusals.check_version(machine.vllm, has_cuda=machine.has_cuda)
     refusals.check_arguments(settings.vllm_args)
     for sampling in samplings:
         refusals.check_sampling(sampling)
-    if merges is not None:
-        _check_merge("vllm", merges)
+    kind = "multimodal" if "text_config" in merges else "quantized"
+    if merges.keys() & {"text_config", "quantization_config"}:
+        raise _unmergeable("vllm", kind)
 
 
-def _check_mlx(settings: EngineSettings, folder: Path | None, merges: Path | None) -> None:
-    """Raise ConfigError if engine mlx cannot serve the model in `folder`, or merge adapters."""
+def _check_mlx(
+    settings: EngineSettings, config: Mapping[str, Any], merges: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError if engine mlx cannot serve a model, or merge adapters into `merges`."""
     from peralta_zmq.engines.mlx.mlx_model import check_config
 
-    if folder is not None:
-        check_config(read_config(folder), max_model_len=settings.max_model_len)
-    if merges is not None:
-        _check_merge("mlx", merges)
+    if config:
+        check_config(config, max_model_len=settings.max_model_len)
+    if "quantization_config" in merges:
+        raise _unmergeable("mlx", "quantized")
 
 
-def _check_merge(name: str, folder: Path) -> None:
-    """Raise ConfigError if engine vllm or mlx cannot merge adapters into the weight files."""
-    config = read_config(folder)
-    kind = "quantized" if "quantization_config" in config else ""
-    if name == "vllm" and "text_config" in config:
-        kind = "multimodal"
-    if kind:
-        raise ConfigError(
-            f"engine '{name}' cannot merge adapters into the {kind} model in {folder}; "
-            "set engine.name to native"
-        )
+def _unmergeable(name: str, kind: str) -> ConfigError:
+    return ConfigError(
+        f"engine '{name}' cannot merge adapters into the {kind} model; set engine.name to native"
+    )
 
 
-def _check(name: str, settings: EngineSettings, why: str) -> None:
-    """Raise ConfigError if an engine, chosen because of `why`, lacks a setting or its library."""
+def _check_settings(name: str, settings: EngineSettings, why: str) -> None:
+    """Raise ConfigError if an engine, chosen because of `why`, lacks a setting."""
     for option, engines in ENGINES_WITH.items():
         value = getattr(settings, option)
         if value and registry.is_shipped("engine", name) and name not in engines:
@@ -159,8 +153,6 @@ def _check(name: str, settings: EngineSettings, why: str) -> None:
                 f"engine.{option} {value} is not an option of engine '{name}'{why}; "
                 f"remove it or set engine.name to {' or '.join(engines)}"
             )
-    if name == "mlx":
-        import_extra("mlx_lm", extra="mlx", needed_by="engine.name 'mlx'")
 
 
 def live_engine(name: str) -> LiveEngineFactory:

@@ -2,63 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from peralta_zmq import models
 from peralta_zmq.errors import ConfigError, EngineError
 from peralta_zmq.rollout import BoolArray, Completion, Request, SampledToken, Sampling
 
 GIB = 2**30
-_decode = models.text_of  # text of generated tokens, for rewards and stop strings
 
 
 def max_new_tokens(request: Request, max_model_len: int) -> int:
     room = max_model_len - len(request.prompt_ids)
     assert 0 < len(request.prompt_ids) < max_model_len, (len(request.prompt_ids), max_model_len)
     return min(request.sampling.max_completion_length, room)
-
-
-def completion_of(
-    tokenizer: models.Tokenizer,
-    request: Request,
-    *,
-    token_ids: NDArray[np.integer],  # [T], the generated tokens
-    logprobs: NDArray[np.floating],  # [T]
-    policy_steps: NDArray[np.integer],  # [T]
-    ended: bool,
-) -> Completion:
-    """The completion of a request; `ended`: the last token is an end token.
-
-    Its text is cut before the first stop string or the end token; its tokens are not cut.
-    """
-    sampling = request.sampling
-    written = token_ids[:-1] if ended else token_ids
-    has_stopped = ended or has_stop(tokenizer, written.tolist(), sampling.stop)
-    text = _decode(tokenizer, written, skip_special_tokens=sampling.skip_special_tokens)
-    stop_at = min((text.find(string) for string in sampling.stop if string in text), default=None)
-    return Completion(
-        index=request.index,
-        prompt_ids=request.prompt_ids,
-        token_ids=token_ids.astype(np.int32),
-        logprobs=logprobs.astype(np.float32),
-        policy_steps=policy_steps.astype(np.int32),
-        finish_reason="stop" if has_stopped else "length",
-        text=text[:stop_at],
-        has_end_token=ended,
-    )
-
-
-def has_stop(tokenizer: models.Tokenizer, token_ids: list[int], stop: Sequence[str]) -> bool:
-    """Whether the text of generated tokens contains one of the `stop` strings."""
-    if not stop:
-        return False
-    text = _decode(tokenizer, token_ids)
-    return any(string in text for string in stop)
 
 
 def check_cache_memory(
@@ -162,10 +122,9 @@ class Rows:
         return row
 
     def by_sampling(self, first_row: int, step: int) -> list[tuple[Sampling, np.ndarray | slice]]:
-        """Divide the rows from `first_row` on by the sampling parameters of their next token at
-        `step`.
+        """Divide the rows from `first_row` on by sampling parameters, those of policy step `step`.
 
-        Returns parameters, with the indices of their rows counted from `first_row`.
+        Returns the parameters with the indices of their rows, counted from `first_row`.
         """
         options = self._options[first_row:]
         if all(each is options[0] for each in options):
@@ -239,22 +198,46 @@ class Rows:
         return np.flatnonzero(ended)[::-1].tolist()
 
     def _has_stopped(self, row: int) -> bool:
+        """Whether a completion of at least min_tokens has a stop string in its text."""
         stop = self.requests[row].sampling.stop
-        length = int(self.num_tokens[row])
+        length = self.num_tokens[row]
         if not stop or length < self._min_tokens[row]:
             return False
-        return has_stop(self._tokenizer, self.tokens[row, :length].tolist(), stop)
+        text = models.text_of(self._tokenizer, self.tokens[row, :length])
+        return any(string in text for string in stop)
 
-    def completion(self, row: int) -> Completion:
+    def completion(self, row: int, *, is_partial: bool = False) -> Completion:
+        """The completion of a row so far.
+
+        Its text is cut before the first stop string or the end token; its tokens are not cut.
+        """
+        request = self.requests[row]
         length = self.num_tokens[row]
-        return completion_of(
+        token_ids = self.tokens[row, :length].astype(np.int32)
+        has_end = bool((token_ids[-1] == self._end_ids).any())
+        text = models.text_of(
             self._tokenizer,
-            self.requests[row],
-            token_ids=self.tokens[row, :length],
-            logprobs=self.logprobs[row, :length],
-            policy_steps=self.steps[row, :length],
-            ended=bool((self.tokens[row, length - 1] == self._end_ids).any()),
+            token_ids[: length - has_end],
+            skip_special_tokens=request.sampling.skip_special_tokens,
         )
+        stops = [text.find(string) for string in request.sampling.stop if string in text]
+        has_stopped = has_end or self._has_stopped(row)
+        return Completion(
+            index=request.index,
+            prompt_ids=request.prompt_ids,
+            token_ids=token_ids,
+            logprobs=self.logprobs[row, :length].copy(),
+            policy_steps=self.steps[row, :length].copy(),
+            finish_reason="stop" if has_stopped else "length",
+            text=text[: min(stops, default=None)],
+            has_end_token=has_end,
+            is_partial=is_partial,
+        )
+
+    def find(self, ids: Collection[int]) -> list[int]:
+        """Rows of the requests with these indices, in descending order, as for `ended`."""
+        found = [row for row, request in enumerate(self.requests) if request.index in ids]
+        return found[::-1]
 
     def remove(self, row: int) -> int:
         """Remove `row`, move the last running row there, return that row's old index."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,32 @@ from peralta_zmq.registry import EngineSettings, WeightUpdate
 logger = logging.getLogger(__name__)
 
 
+def chosen_device(settings: EngineSettings) -> tuple[torch.device, torch.dtype]:
+    """The device and dtype of an engine; logs them. Raises ConfigError."""
+    device = models.choose_device(settings.device)
+    dtype, reason = models.choose_dtype(device, settings.dtype)
+    logger.debug("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
+    return device, dtype
+
+
+class ModelFiles(NamedTuple):
+    """What engines read that have models of their own."""
+
+    tokenizer: models.Tokenizer
+    end_ids: list[int]
+    weights: Mapping[str, Tensor]
+
+
+def open_files(folder: Path, settings: EngineSettings) -> ModelFiles:
+    """Raises StoreError for files that cannot be loaded, and ConfigError for untrusted code."""
+    trust = {"trust_remote_code": settings.trust_remote_code}
+    models.check_code(folder, **trust)
+    with loading_errors(folder):
+        tokenizer = models.load_tokenizer(folder, **trust)
+        end_ids = models.folder_end_ids(folder, tokenizer)
+        return ModelFiles(tokenizer, end_ids, models.folder_weights(folder))
+
+
 def open_model(
     folder: Path, settings: EngineSettings
 ) -> tuple[models.Model, models.Tokenizer, AdapterMerger]:
@@ -30,10 +56,8 @@ def open_model(
     Raises StoreError for files that cannot be loaded, and ConfigError for untrusted code or an
     unusable device.
     """
-    device = models.choose_device(settings.device)
+    device, dtype = chosen_device(settings)
     models.limit_memory(device, settings.gpu_memory_utilization)
-    dtype, reason = models.choose_dtype(device, settings.dtype)
-    logger.debug("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
     trust = {"trust_remote_code": settings.trust_remote_code}
     models.check_code(folder, **trust)
     with loading_errors(folder):

@@ -7,7 +7,6 @@ Running rows keep their keys and values when newer weights are applied between t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -121,9 +120,9 @@ class RowEngine:
     def drop(self, ids: Collection[int]) -> list[Completion]:
         """End requests; returns the partial completions with a token."""
         self._waiting = [request for request in self._waiting if request.index not in ids]
-        rows = [row for row, request in enumerate(self._rows.requests) if request.index in ids]
-        completions = [replace(self._rows.completion(row), is_partial=True) for row in rows]
-        for row in reversed(rows):
+        rows = self._rows.find(ids)
+        completions = [self._rows.completion(row, is_partial=True) for row in rows]
+        for row in rows:
             self._remove(row)
         self._reset_if_idle()
         return completions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,6 +16,7 @@ from peralta_zmq.environments.reward_pool import RewardPool
 from peralta_zmq.environments.turns import Reply
 from peralta_zmq.errors import ConfigError, TaskError
 from peralta_zmq.rollout import Completion, Message, Problem, Score
+from peralta_zmq.signatures import Signature, call_error
 
 MAX_TOKEN_ID = 2**31 - 1  # token ids are stored as int32
 
@@ -171,21 +171,24 @@ def _check_text(problem: Problem, split: str, row: int) -> None:
 def _check_options(
     problems: Callable[..., object], split: str, seed: int, options: Mapping[str, Any]
 ) -> None:
-    parameters = list(inspect.signature(problems).parameters.values())
-    names = [each.name for each in parameters[2:] if each.kind is not each.VAR_KEYWORD]
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    signature = Signature(problems, 2)
     for option in options:
-        if not takes_all and option not in names:
-            similar = get_close_matches(option, names, n=1)
-            hint = f"did you mean {similar[0]}? Its" if similar else "its"
-            raise ConfigError(
-                f"options in [data] do not fit the task: it has no option '{option}'; {hint} "
-                f"options are {', '.join(names) or 'none'} (data.args or env.args)"
+        if not signature.accepts(option):
+            raise unknown_option(
+                "options in [data] do not fit the task: it", option, signature.names
             )
-    try:
-        inspect.signature(problems).bind(split, seed, **options)
-    except TypeError as error:
-        raise ConfigError(f"options in [data] do not fit the task: {error}; correct them") from None
+    if error := call_error(problems, split, seed, **options):
+        raise ConfigError(f"options in [data] do not fit the task: {error}; correct them")
+
+
+def unknown_option(owner: str, option: str, names: Sequence[str]) -> ConfigError:
+    """The error for an option that `owner`, a task, does not have; `names` are its options."""
+    similar = get_close_matches(option, names, n=1)
+    hint = f"did you mean {similar[0]}? Its" if similar else "its"
+    return ConfigError(
+        f"{owner} has no option '{option}'; {hint} options are {', '.join(names) or 'none'} "
+        "(data.args or env.args)"
+    )
 
 
 def problem_id(values: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from typing import Any
 
-from peralta_zmq.environments.dataset import problem_id
+from peralta_zmq.environments.dataset import problem_id, unknown_option
 from peralta_zmq.errors import ConfigError, import_extra
 from peralta_zmq.rollout import Message, Problem
 
@@ -130,12 +130,7 @@ def _check_config(name: str, config: dict[str, Any]) -> None:
     options = [*OWN_OPTIONS, *(each for each in options if each not in ("seed", "size"))]
     for option in config:
         if option not in options:
-            similar = get_close_matches(option, options, n=1)
-            hint = f"did you mean {similar[0]}? Its" if similar else "its"
-            raise ConfigError(
-                f"task {PREFIX}:{name} has no option '{option}'; {hint} options are "
-                f"{', '.join(options)} (data.args or env.args)"
-            )
+            raise unknown_option(f"task {PREFIX}:{name}", option, options)
     try:
         made = make_config(seed=0, size=1, **config)
         if hasattr(made, "validate"):

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias, cast
 
 from peralta_zmq.errors import RewardError, described
 from peralta_zmq.rollout import MAX_REWARD, Message, Problem, Score
+from peralta_zmq.signatures import Signature
 
 # What a function returns for one completion: a dict holds named terms, whose sum is the reward;
 # None = the function does not apply.
@@ -127,7 +128,7 @@ class RewardCall:
         else:
             available = completion_arguments(self.problem, self.messages)
         positional = () if self.takes_group else (self.problem, self.texts[0])
-        arguments = accepted_arguments(function, available, num_positional=len(positional))
+        arguments = Signature(function, len(positional)).accepted(available)
         return function(*positional, **{**arguments, **self.options})
 
     def _checked(self, result: object) -> list[Reward] | str:
@@ -147,7 +148,7 @@ def num_completions(messages: Sequence[Message]) -> int:
 
 def is_group_function(function: Callable[..., Any]) -> bool:
     """Whether a function has TRL's signature: a parameter `completions`."""
-    return "completions" in inspect.signature(function).parameters
+    return "completions" in Signature(function).names
 
 
 def completion_arguments(
@@ -188,18 +189,6 @@ def _as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
         {"role": each.role, "content": each.content} | ({"name": each.name} if each.name else {})
         for each in messages
     ]
-
-
-def accepted_arguments(
-    function: Callable[..., Any], available: Mapping[str, Any], *, num_positional: int
-) -> dict[str, Any]:
-    """The entries of `available` that a function takes after its positional parameters."""
-    parameters = list(inspect.signature(function).parameters.values())
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        taken = {parameter.name for parameter in parameters[:num_positional]}
-        return {name: value for name, value in available.items() if name not in taken}
-    names = {parameter.name for parameter in parameters[num_positional:]}
-    return {name: value for name, value in available.items() if name in names}
 
 
 # Results.

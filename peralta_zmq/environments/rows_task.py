@@ -28,8 +28,6 @@ from peralta_zmq.rollout import Problem
 
 PROMPT_COLUMNS = ("prompt", "problem", "question", "instruction", "messages")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target", "label")
-VERL_COLUMN = "reward_model"
-VERL_ANSWER = "ground_truth"  # a column of objects with the answer
 EVAL_SPLITS = ("eval", "validation", "test")  # of a folder with several, in order of preference
 # Without `data.eval`, one row of HELD_OUT_FRACTION is held out, at most MAX_HELD_OUT.
 HELD_OUT_FRACTION = 10
@@ -124,8 +122,8 @@ def _answer_of(record: Record, column: str) -> str:
         if column not in record.texts:
             raise missing_column(record, column, setting="data.answer_column")
         return _text(record.texts[column], record.values[column])
-    rules = [values.get(VERL_COLUMN) for values in (record.texts, record.values)]
-    text, value = (rule.get(VERL_ANSWER) if isinstance(rule, dict) else None for rule in rules)
+    rules = [values.get("reward_model") for values in (record.texts, record.values)]
+    text, value = (rule.get("ground_truth") if isinstance(rule, dict) else None for rule in rules)
     return _text(text, value)
 
 

@@ -8,7 +8,6 @@ limits are no sandbox for hostile code (docs/security.md).
 from __future__ import annotations
 
 import ctypes
-import inspect
 import json
 import os
 import resource
@@ -29,6 +28,7 @@ from typing import Any, NoReturn
 import psutil
 
 from peralta_zmq.rollout import Message, ToolCall
+from peralta_zmq.signatures import call_error
 
 MAX_MEMORY_BYTES = 512 << 20  # in addition to the memory of the reward worker
 MAX_FILE_BYTES = 16 << 20  # of each file
@@ -93,9 +93,7 @@ def _result(call: ToolCall, tools: Mapping[str, Callable[..., Any]], deadline: f
         return f"error: {call.error}"
     if call.name not in tools:
         return f"error: there is no tool {call.name!r:.80}; choose one of {', '.join(tools)}"
-    try:
-        inspect.signature(tools[call.name]).bind(**call.arguments)
-    except TypeError as error:
+    if error := call_error(tools[call.name], **call.arguments):
         return f"error: {call.name}: {error}"
     return _execute(tools[call.name], call.arguments, deadline)
 

@@ -18,6 +18,7 @@ from peralta_zmq.environments.tool_calls import assistant_message, schema_of
 from peralta_zmq.environments.tool_process import tool_messages
 from peralta_zmq.errors import RewardError, TaskError, described
 from peralta_zmq.rollout import Message, Problem
+from peralta_zmq.signatures import call_error
 
 REPLY_ROLES = ("system", "user", "tool")
 Reply: TypeAlias = "list[Message] | None"
@@ -78,13 +79,11 @@ def turns_of(task: object) -> Turns | None:
 def _check_own_tools(reply: Callable[..., Any] | None, tools: Sequence[Callable[..., Any]]) -> None:
     if tools:
         raise TaskError("the task has tools and tool_schemas; remove one of them")
-    try:
-        inspect.signature(cast(Any, reply)).bind(None, None, tool_seconds=1.0)
-    except TypeError:  # also for None
+    if reply is None or call_error(reply, None, None, tool_seconds=1.0):
         raise TaskError(
             "a task with tool_schemas executes the calls itself; define "
             "reply(problem, messages, *, tool_seconds)"
-        ) from None
+        )
 
 
 def _import_name(function: Callable[..., Any]) -> str:

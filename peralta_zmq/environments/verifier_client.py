@@ -28,8 +28,8 @@ from peralta_zmq.rollout import Message, Problem, Score, ToolCall
 
 RETRY_SECONDS = 60.0  # time without a response after which the client raises an error
 REQUEST_TIMEOUT_SECONDS = 30.0  # of a request; for scores, `reward_timeout` is added
-MIN_PAUSE_SECONDS = 0.05
-MAX_PAUSE_SECONDS = 2.0  # between two attempts; doubles each time
+MIN_PAUSE_SECONDS = 0.05  # pause between two attempts, which doubles each time
+MAX_PAUSE_SECONDS = 2.0
 AVOID_SECONDS = 2.0  # in which a verifier that did not respond is left out if there are others
 MAX_RESPONSE_BYTES = 64 << 20
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-import inspect
 import json
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +16,13 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import Any, NamedTuple
 
-from peralta_zmq.environments.dataset import problem_id
+from peralta_zmq.environments.dataset import problem_id, unknown_option
 from peralta_zmq.environments.tool_process import tool_messages
 from peralta_zmq.environments.turns import Reply
 from peralta_zmq.environments.verifiers_replay import library, prompt_of, replay
 from peralta_zmq.errors import ConfigError, TaskError, described, import_extra
 from peralta_zmq.rollout import Message, Problem, Score
+from peralta_zmq.signatures import Signature
 
 PREFIX = "verifiers"
 _mcp: Any = import_extra("mcp.server.mcpserver", extra=PREFIX, needed_by=f"task {PREFIX}:NAME")
@@ -84,7 +84,7 @@ class VerifiersTask:
 
     def _tasks(self, env: Any, split: str) -> Iterator[Any]:
         has_tasks = False
-        num_skipped = 0  # skipped: since the last task of the split
+        num_skipped = 0  # since the last task of the split
         for task in env.taskset:
             if _is_held_out(task.data) is (split == "eval"):
                 has_tasks = True
@@ -182,12 +182,7 @@ def _environment(source: str) -> Any:
     for option in options:
         if option not in of_taskset | of_env:
             names = sorted({*of_taskset, *of_env, *OWN_OPTIONS})
-            similar = get_close_matches(option, names, n=1)
-            hint = f"did you mean {similar[0]}? Its" if similar else "its"
-            raise ConfigError(
-                f"task {PREFIX}:{name} has no option '{option}'; {hint} options are "
-                f"{', '.join(names)} (data.args or env.args)"
-            )
+            raise unknown_option(f"task {PREFIX}:{name}", option, names)
     taskset = {key: value for key, value in options.items() if key in of_taskset}
     rest = {key: value for key, value in options.items() if key not in of_taskset}
     try:
@@ -294,14 +289,13 @@ def _unsupported_class(name: str, taskset_class: Any) -> str:
 def _unsupported_task(task: Any) -> str:
     """Why a task cannot be used; empty if it can."""
     for function in (*task.hooks("metric"), *task.hooks("reward")):
-        runtime = inspect.signature(function).parameters.get("runtime")
-        if runtime and runtime.default is runtime.empty:
+        if "runtime" in Signature(function).required:
             return f"its function {function.__name__} needs a runtime"
     for function in task.hooks("stop"):
         if library.session.hook_boundary(function, allow_trace=True) is not library.Trace:
             return f"its function {function.__name__} stops requests or responses, not the trace"
     for judge in task.plugged_judges():
-        if "runtime" in inspect.signature(judge.score).parameters:
+        if "runtime" in Signature(judge.score).names:
             return f"its judge {judge.reward_name} needs a runtime"
     if library.utils.decorators.discover_decorated(task, "intercept"):
         return "its tasks intercept requests or responses"

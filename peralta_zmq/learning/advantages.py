@@ -24,7 +24,6 @@ values from the run.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from numpy.typing import NDArray
 
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.rollout import Rollout, RolloutGroup, equal_within_rounding, returns_of
+from peralta_zmq.signatures import Signature
 
 AdvantageFunction = Callable[[Sequence[float], Sequence[int]], list[float]]
 # Advantage of all generated tokens of a rollout, or of those of each of its turns.
@@ -136,13 +136,10 @@ def _rollout_advantages(
         for group, trained in zip(groups, is_trained, strict=True)
         if trained
     ]
-    # `advantage` has its options bound (functools.partial). inspect.signature shows the value of a
-    # bound option as its default, so `option.default` is the configured value.
-    keywords = inspect.signature(advantage).parameters
-    if "step_rewards" in keywords:
+    signature = Signature(advantage)
+    if "step_rewards" in signature.names:
         advantage = partial(cast(Any, advantage), step_rewards=[*chain(*shaped)])
-    option = keywords.get("group_adv_norm")
-    if option is None or option.default:
+    if signature.defaults.get("group_adv_norm", True):
         by_group = map(advantage, rewards, lengths)
     else:
         values = iter(advantage([*chain(*rewards)], [*chain(*lengths)]) if rewards else ())
@@ -200,14 +197,15 @@ def check_turn_rewards(advantage: AdvantageFunction, shaping: RewardShaping) -> 
 
 def step_wide_setting(advantage: AdvantageFunction) -> str:
     """The setting by which advantages depend on the other groups of the step; empty if none."""
-    options = {name: each.default for name, each in inspect.signature(advantage).parameters.items()}
+    signature = Signature(advantage)
+    options = signature.defaults
     if options.get("group_adv_norm") is False:
         return "advantage.group_adv_norm false"
     if options.get("scale_rewards") == "batch":
         return "advantage.scale_rewards batch"
     # These use step_rewards with scale_rewards "batch" only; a user's function may always use it.
     is_by_group = getattr(advantage, "func", advantage) in (group_zscore, leave_one_out)
-    uses_step_rewards = "step_rewards" in options and not is_by_group
+    uses_step_rewards = "step_rewards" in signature.names and not is_by_group
     return "an advantage function with step_rewards" if uses_step_rewards else ""
 
 

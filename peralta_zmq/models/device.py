@@ -20,8 +20,6 @@ from peralta_zmq.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIN_BF16_WIDTH = 128  # hidden size from which most CPUs train faster in bfloat16 (at 192: 2x)
-M_TRIM_THRESHOLD = -1
-M_MMAP_MAX = -4  # numbers of options of glibc's mallopt
 # Files of a cgroup of version 2 and 1 with a limit and its usage, and a key in memory.stat.
 MEMORY_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
@@ -119,8 +117,8 @@ def keep_memory() -> None:
     """Make glibc's malloc keep freed memory: page faults would take up to a third of a step."""
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_MAX, 0)  # no mmap: free() would return such blocks
-        libc.mallopt(M_TRIM_THRESHOLD, -1)  # no trimming of the heap
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no mmap, because free() would return such blocks
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: no trimming of the heap
 
 
 def release_memory() -> None:

@@ -93,12 +93,12 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.library is None:
             out, factor = _norm(rows, weight, epsilon)
         else:
-            rows, width = rows.contiguous(), rows.shape[-1]
+            rows = rows.contiguous()
             out = rows.new_empty(rows.shape, dtype=torch.float32)
             factor = out.new_empty((*rows.shape[:-1], 1))
             addresses = _addresses(rows, weight, out, factor)
             threads = torch.get_num_threads()
-            ctx.library.norm(*addresses, factor.numel(), width, epsilon, threads)
+            ctx.library.norm(*addresses, factor.numel(), rows.shape[-1], epsilon, threads)
         ctx.save_for_backward(rows, weight, factor)
         return out
 

@@ -23,9 +23,10 @@ from peralta_zmq.models.model_folders import Model, check_weights
 from peralta_zmq.models.published_names import LazyWeights, linear_layers, weights_of
 
 ALL_LINEAR = "all-linear"
+# Names of tensors in peft's files.
 PREFIX = "base_model.model."
 A = ".lora_A.weight"
-B = ".lora_B.weight"  # as peft names them
+B = ".lora_B.weight"
 ADAPTER = "default"  # peft can hold several adapters by name; this one is used
 PEFT_OPTIONS = {"bias": "none", "task_type": "CAUSAL_LM"}
 CONFIG_FILE = "adapter_config.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,13 @@ import torch
 
 from peralta_zmq import models
 from peralta_zmq.engines.completion_rows import GIB, Rows, check_cache_memory
-from peralta_zmq.engines.engine_models import loading_errors, merger_of_files, read_config
+from peralta_zmq.engines.engine_models import (
+    chosen_device,
+    loading_errors,
+    merger_of_files,
+    open_files,
+    read_config,
+)
 from peralta_zmq.engines.mlx.mlx_model import OTHERS, MlxModel, check_config
 from peralta_zmq.engines.mlx.mlx_token_sampler import sample
 from peralta_zmq.engines.row_engine import RowEngine
@@ -21,23 +26,12 @@ from peralta_zmq.errors import ConfigError
 from peralta_zmq.registry import EngineSettings
 from peralta_zmq.rollout import BoolArray, Request, Sampling
 
-logger = logging.getLogger(__name__)
-
 
 def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> RowEngine:
     """An engine with the weights in `folder`; errors as in registry.EngineFactory."""
-    device = models.choose_device(settings.device)
+    device, dtype = chosen_device(settings)
     mx.set_default_device(mlx_device(device))
-    dtype, reason = models.choose_dtype(device, settings.dtype)
-    name = str(dtype).removeprefix("torch.")
-    bits = settings.quantize
-    quantized = f" quantize={bits}" if bits else ""
-    logger.debug("device=%s dtype=%s (%s)%s", device, name, reason, quantized)
-    models.check_code(folder, trust_remote_code=settings.trust_remote_code)
-    with loading_errors(folder):
-        tokenizer = models.load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
-        end_ids = models.folder_end_ids(folder, tokenizer)
-        weights = models.folder_weights(folder)
+    tokenizer, end_ids, weights = open_files(folder, settings)
     config = read_config(folder)
     sizes = {**config, **config.get("text_config", {})}
     limit = sizes.get("max_position_embeddings") or settings.max_model_len
@@ -49,8 +43,9 @@ def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> RowEngi
         mx.set_memory_limit(int(fraction * models.total_bytes(device)))
     check_weights_memory(num_parameters, dtype, free_bytes(device, fraction))
     with loading_errors(folder):
-        model = MlxModel(config, weights, dtype=dtype, quantize=bits)
-    rounded_to = torch.float32 if bits else dtype  # quantized weights have another grid
+        model = MlxModel(config, weights, dtype=dtype, quantize=settings.quantize)
+    # Quantized weights have another grid.
+    rounded_to = torch.float32 if settings.quantize else dtype
     trust = settings.trust_remote_code
     merger = merger_of_files(folder, rounded_to, trust_remote_code=trust)
     check_cache_memory(

@@ -108,8 +108,8 @@ class KVCache:
         used: dict[int, int] = {}  # start of each used range -> its end
         for start, end in self.spans[self.spans[:, 1] > 0].tolist():
             used[start] = max(end, used.get(start, 0))
-        offsets = dict[int, int]()
-        total = 0  # start of each used range -> distance it moves
+        offsets = dict[int, int]()  # start of each used range -> distance it moves
+        total = 0
         for start, end in used.items():
             offsets[start] = total - start
             total += end - start

