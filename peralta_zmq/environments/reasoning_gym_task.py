@@ -80,7 +80,7 @@ class ReasoningGymTask:
             {"name": self._name, "seed": item_seed, "size": count, **config}, sort_keys=True
         )
         for index in range(count):
-            item = _dataset(source)[index]
+            item = dataset_of(source)[index]
             question = str(item["question"])
             yield Problem(
                 problem_id((self._name, str(item_seed + index), question)),
@@ -94,19 +94,19 @@ class ReasoningGymTask:
 def reward(problem: Problem, completion_text: str) -> float:
     """The score that the data set gives to the answer in a completion, from 0 to 1."""
     info = problem.info
-    dataset = _dataset(info["source"])
+    dataset = dataset_of(info["source"])
     answer = _answer_in(completion_text, info["answer_tag"])
-    return float(dataset.score_answer(answer=answer, entry=_item(info["source"], info["index"])))
+    return float(dataset.score_answer(answer=answer, entry=item_of(info["source"], info["index"])))
 
 
 @functools.lru_cache(maxsize=64)
-def _dataset(source: str) -> Any:
+def dataset_of(source: str) -> Any:
     return _library.create_dataset(**json.loads(source))
 
 
 @functools.lru_cache(maxsize=1024)
-def _item(source: str, index: int) -> Any:
-    return _dataset(source)[index]
+def item_of(source: str, index: int) -> Any:
+    return dataset_of(source)[index]
 
 
 def _answer_in(text: str, tag: str) -> str | None:

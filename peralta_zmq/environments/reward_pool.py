@@ -37,7 +37,6 @@ from peralta_zmq.rollout import Message, Problem, Score
 
 PROGRAM = f"{FOLDER_LAST}; from {reward_worker.__name__} import main; main(*sys.argv[1:])"
 START_TIMEOUT_SECONDS = 120.0  # for importing a reward function
-GRACE_SECONDS = 5.0  # for a worker that awaits calls, to report a timeout itself
 ENDED = "was ended"  # start of the reply to the other calls of a process that is killed
 
 Result = TypeVar("Result")
@@ -52,14 +51,24 @@ class RewardPool:
     """
 
     def __init__(
-        self, *, num_workers: int, concurrency: int, timeout_seconds: float, queue_limit: int
+        self,
+        *,
+        num_workers: int,
+        concurrency: int,
+        timeout_seconds: float,
+        queue_limit: int,
+        grace_seconds: float = 5.0,  # for a worker that awaits calls, to report a timeout itself
     ) -> None:
         self.num_workers = num_workers
         self._queue_limit = queue_limit
         self._timeout = timeout_seconds
-        ordinary = [_Worker(timeout_seconds, awaits=False) for _ in range(num_workers)]
+        ordinary = [
+            _Worker(timeout_seconds, grace_seconds, awaits=False) for _ in range(num_workers)
+        ]
         self._ordinary = _Workers(ordinary)
-        self._awaiting = _Workers([_Worker(timeout_seconds, awaits=True)] * concurrency)
+        self._awaiting = _Workers(
+            [_Worker(timeout_seconds, grace_seconds, awaits=True)] * concurrency
+        )
         self._lock = threading.Lock()
         self._loop = None
 
@@ -181,7 +190,8 @@ class _Workers:
 class _Worker:
     """A worker process, which is started when it is needed and replaced after it has ended."""
 
-    def __init__(self, timeout_seconds: float, *, awaits: bool) -> None:
+    def __init__(self, timeout_seconds: float, grace_seconds: float, *, awaits: bool) -> None:
+        self._grace = grace_seconds
         self._timeout = timeout_seconds
         self._awaits = awaits
         self._process: subprocess.Popen[bytes] | None = None
@@ -201,7 +211,7 @@ class _Worker:
                     raise TaskError(f"reward function {name} did not start: its worker {reply}")
                 self._loaded.add(name)
         reports_timeout = self._awaits or call.reports_timeout
-        seconds = self._timeout + GRACE_SECONDS if reports_timeout else self._timeout
+        seconds = self._timeout + self._grace if reports_timeout else self._timeout
         result = await self._exchange(call, seconds)
         _check_ended(" or ".join(call.names), result)
         return call.result_of(cast(Any, result))

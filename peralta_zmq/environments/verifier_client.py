@@ -26,11 +26,8 @@ from peralta_zmq.environments.turns import REPLY_ROLES, Reply
 from peralta_zmq.errors import RewardError, RewardUnavailableError, TaskError, program_name
 from peralta_zmq.rollout import Message, Problem, Score, ToolCall
 
-RETRY_SECONDS = 60.0  # time without a response after which the client raises an error
-REQUEST_TIMEOUT_SECONDS = 30.0  # of a request; for scores, `reward_timeout` is added
 MIN_PAUSE_SECONDS = 0.05  # pause between two attempts, which doubles each time
 MAX_PAUSE_SECONDS = 2.0
-AVOID_SECONDS = 2.0  # in which a verifier that did not respond is left out if there are others
 MAX_RESPONSE_BYTES = 64 << 20
 
 Result = TypeVar("Result")
@@ -42,7 +39,7 @@ class _UnavailableError(Exception):
 
 
 class _NoResponseError(TaskError):
-    """No verifier has responded for RETRY_SECONDS."""
+    """No verifier has responded for `retry_seconds`."""
 
 
 class _OtherProblemsError(TaskError):
@@ -53,7 +50,9 @@ class RemoteEnvironment:
     """The environment `env` of one or more verifiers, with the functions of a task as methods.
 
     `token` is the password in `verifier.token_file`. At most `concurrency` requests are sent at a
-    time; the response to each may take `reward_timeout` seconds longer per completion.
+    time; the response to each may take `reward_timeout` seconds longer per completion. After `retry_seconds` without a
+    response, an error is raised. A verifier that did not respond is left out for `avoid_seconds` if
+    there are others.
     """
 
     def __init__(
@@ -64,13 +63,17 @@ class RemoteEnvironment:
         token: str | None = None,
         concurrency: int = 1,
         reward_timeout: float = 0.0,
-        retry_seconds: float = RETRY_SECONDS,
+        retry_seconds: float = 60.0,
+        request_timeout: float = 30.0,
+        avoid_seconds: float = 2.0,
     ) -> None:
         self._addresses = tuple(addresses)
         self._env = env
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._reward_timeout = reward_timeout
         self._retry_seconds = retry_seconds
+        self._request_timeout = request_timeout
+        self._avoid_seconds = avoid_seconds
         self._digest = ""  # of the environment's problems and answers, as its verifier computed it
         self.has_turns = False  # whether the task has several turns; set by `problems`
         self.schemas: Sequence[Mapping[str, Any]] = ()  # of its tools; set by `problems`
@@ -224,7 +227,7 @@ class RemoteEnvironment:
         return result
 
     def _available(self) -> list[tuple[str, int]]:
-        start = time.monotonic() - AVOID_SECONDS
+        start = time.monotonic() - self._avoid_seconds
         return [each for each in self._addresses if self._failed_at.get(each, start) <= start]
 
     def _choose_address(self) -> tuple[str, int]:
@@ -235,7 +238,7 @@ class RemoteEnvironment:
         self, address: tuple[str, int], path: str, body: Any, parse: Callable[[Any, Any], Result]
     ) -> Result:
         """Send a request once; TaskError if a retry would not help, another exception if it may."""
-        timeout = REQUEST_TIMEOUT_SECONDS
+        timeout = self._request_timeout
         if body is not None:  # for one worker that computes all rewards, or a reply
             timeout += self._reward_timeout * len(cast("list[str]", body.get("completions", [""])))
         with closing(http.client.HTTPConnection(*address, timeout=timeout)) as connection:

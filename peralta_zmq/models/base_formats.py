@@ -86,7 +86,7 @@ def pack(weight: Tensor, base_dtype: str) -> PackedTensor:
     weights = weight.detach().to("cpu", torch.bfloat16).reshape(-1)
     num_blocks = -(-len(weights) // BLOCK)
     width, dtype = (BLOCK // 2, torch.uint8) if base_dtype == "nf4" else (BLOCK, torch.int8)
-    encode = _encode_nf4 if base_dtype == "nf4" else _encode_int8
+    encode = encode_nf4 if base_dtype == "nf4" else _encode_int8
     codes = torch.empty(num_blocks, width, dtype=dtype)
     scales = torch.empty(num_blocks, dtype=torch.bfloat16)
     for start in range(0, num_blocks, CHUNK_BLOCKS):
@@ -105,13 +105,13 @@ def digest_of(checksums: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
-def _encode_nf4(values: Tensor) -> Tensor:
+def encode_nf4(values: Tensor) -> Tensor:
     """Codes uint8 [blocks, BLOCK / 2] of values [blocks, BLOCK] in [-1, 1].
 
     Equal to torch.bucketize, and several times as fast: only the bound of a value's cell is
     compared.
     """
-    bounds, lowest = _nf4_cells()
+    bounds, lowest = nf4_cells()
     cells = ((values + 1) * (CELLS / 2)).int().clamp_(0, CELLS).view(-1)
     is_above = values > bounds.index_select(0, cells).view_as(values)
     codes = lowest.index_select(0, cells).view_as(values) + is_above
@@ -133,7 +133,7 @@ def _decode_int8(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 @functools.cache
-def _nf4_cells() -> tuple[Tensor, Tensor]:
+def nf4_cells() -> tuple[Tensor, Tensor]:
     """The bound in each cell, or infinity, float32 [CELLS + 1], and the code below it, uint8.
 
     The bounds are the midpoints between the values of NF4. The last cell has only the value 1.

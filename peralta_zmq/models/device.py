@@ -56,13 +56,13 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def use_threads(num_workers: int = 1) -> int:
+def use_threads(num_workers: int = 1, *, num_cores: int | None = None) -> int:
     """Limit torch to 1 / num_workers of the available cores, or OMP_NUM_THREADS if that is less.
 
     Two torch processes of two threads each on two cores slow each other down tenfold: at each
     barrier a process waits for a thread that has no core. Call before the first torch operation.
     """
-    threads = max(1, available_cores() // max(1, num_workers))
+    threads = max(1, (num_cores or available_cores()) // max(1, num_workers))
     limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     is_default = limit == "1" and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"  # of torchrun
     if limit.isdecimal() and int(limit) > 0 and not is_default:
@@ -146,7 +146,9 @@ def device_name(device: torch.device) -> str:
     return str(device)
 
 
-def choose_dtype(device: torch.device, name: str = "auto") -> tuple[torch.dtype, str]:
+def choose_dtype(
+    device: torch.device, name: str = "auto", *, cpuinfo: str | None = None
+) -> tuple[torch.dtype, str]:
     """Dtype for sampling, and the reason; `auto` is the result of `native_dtype`."""
     if name != "auto":
         return DTYPES[name], "set by model.dtype"
@@ -156,7 +158,7 @@ def choose_dtype(device: torch.device, name: str = "auto") -> tuple[torch.dtype,
             including_emulation=False
         )
     else:
-        has_bf16 = multiplies_bf16(_read_cpuinfo())
+        has_bf16 = multiplies_bf16(_read_cpuinfo() if cpuinfo is None else cpuinfo)
     return native_dtype(device.type, has_bf16=has_bf16)
 
 
@@ -197,7 +199,7 @@ def training_dtype(model: Any, name: str = "auto") -> tuple[torch.dtype, str]:
 
 
 def training_dtype_of(
-    device: torch.device, hidden_size: int, name: str = "auto"
+    device: torch.device, hidden_size: int, name: str = "auto", *, cpuinfo: str | None = None
 ) -> tuple[torch.dtype, str]:
     """Dtype of the trainer's matrix products, and the reason.
 
@@ -206,14 +208,14 @@ def training_dtype_of(
     """
     if name != "auto":
         return DTYPES[name], "set by train.dtype"
-    native, reason = choose_dtype(device)
+    native, reason = choose_dtype(device, cpuinfo=cpuinfo)
     if native == torch.float16:
         return torch.float32, f"auto: no bfloat16 on {device.type}"
     if native == torch.float32:
         return native, reason
     if device.type == "cpu" and hidden_size < MIN_BF16_WIDTH:
         return torch.float32, f"auto: faster on a CPU below hidden size {MIN_BF16_WIDTH}"
-    if device.type == "cpu" and not multiplies_bf16_faster():
+    if device.type == "cpu" and not multiplies_bf16_faster(cpuinfo):
         return torch.float32, "auto: this CPU multiplies float32 faster than bfloat16"
     return native, reason
 

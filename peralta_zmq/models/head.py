@@ -5,7 +5,7 @@ computes them for one chunk of the vocabulary at a time, and in the backward pas
 of the vocabulary each row of the weight is read once per pass, and its gradient is complete after
 one product; with chunks of tokens the whole gradient would be added to once per chunk.
 
-If the weight is trained, up to KEPT_BYTES of logits are kept for the backward pass, to save the
+If the weight is trained, up to `kept_bytes` of logits are kept for the backward pass, to save the
 second computation. With a frozen weight the gradient of a logprob with respect to the hidden state,
 weight[token] - sum(p weight), is computed in the forward pass.
 
@@ -32,7 +32,7 @@ from peralta_zmq.models.logprobs import (
 
 MIN_CHUNK = 512  # tokens of a chunk of the vocabulary; smaller matrix products are slower
 KEPT_BYTES = 256 << 20  # of logits, between the forward and the backward pass
-NO_GRADIENTS = (None,) * 6  # of the inputs after the hidden states
+NO_GRADIENTS = (None,) * 8  # of the inputs after the hidden states
 # Smaller logits, and the logsumexp of none, are this; finite, because inf - inf is not a number.
 MIN_LOGIT = -1e30
 
@@ -44,6 +44,8 @@ def head_logprobs(
     *,
     temperature: Tensor | float = 1.0,  # a scalar, or [N]
     with_entropy: bool = False,
+    chunk_tokens: int | None = None,  # tokens of a chunk of the vocabulary; None: by the device
+    kept_bytes: int = KEPT_BYTES,
 ) -> Tensor:
     """Return log softmax(hidden @ weight.T / temperature) at `token_ids`, [1, N].
 
@@ -59,7 +61,10 @@ def head_logprobs(
     temperatures = torch.as_tensor(temperature, dtype=compute_dtype(hidden), device=hidden.device)
     temperatures = temperatures.expand(len(hidden))[:, None]
     has_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    options = (dtype, with_entropy, has_gradient)
+    if chunk_tokens is None:
+        limit = CHUNK_LOGITS.get(weight.device.type, DEFAULT_CHUNK_LOGITS)
+        chunk_tokens = max(MIN_CHUNK, limit // max(1, len(hidden)) // MIN_CHUNK * MIN_CHUNK)
+    options = (dtype, with_entropy, has_gradient, chunk_tokens, kept_bytes)
     return cast(Tensor, _HeadLogprobs.apply(hidden, weight, token_ids, temperatures, *options))
 
 
@@ -80,16 +85,19 @@ class _HeadLogprobs(torch.autograd.Function):
         dtype: torch.dtype,
         with_entropy: bool,
         has_gradient: bool,
+        chunk_tokens: int,
+        kept_bytes: int,
     ) -> Tensor:
         inputs = hidden.to(dtype)
         ctx.is_direct = has_gradient and not (weight.requires_grad or with_entropy)
+        ctx.chunk_tokens = chunk_tokens
         ctx.kept = list[Tensor]()  # logits [N, v] of the first chunks, for the backward pass
-        max_kept = KEPT_BYTES if has_gradient and not ctx.is_direct else 0
+        max_kept = kept_bytes if has_gradient and not ctx.is_direct else 0
         selected = torch.zeros_like(temperature)
         entropy = torch.zeros_like(temperature)
         total = torch.full_like(temperature, MIN_LOGIT)  # logsumexp of the chunks up to here
         expected_row = torch.zeros_like(hidden, dtype=temperature.dtype) if ctx.is_direct else None
-        for number, (start, rows) in enumerate(_chunks(weight, inputs)):
+        for number, (start, rows) in enumerate(_chunks(weight, inputs, chunk_tokens)):
             logits = inputs @ rows.t()  # [N, v]
             num_bytes = sum(each.nbytes for each in (*ctx.kept, logits))
             if number == len(ctx.kept) and num_bytes <= max_kept:
@@ -138,7 +146,7 @@ class _HeadLogprobs(torch.autograd.Function):
         upstream = upstream / temperature
         gradient = torch.zeros_like(inputs, dtype=temperature.dtype)
         weight_grad, is_first = _allocate_gradient(ctx.weight)
-        for start, rows in _chunks(weight, inputs):
+        for start, rows in _chunks(weight, inputs, ctx.chunk_tokens):
             logits = ctx.kept.pop(0) if ctx.kept else inputs @ rows.t()
             logprobs = (logits.to(temperature.dtype) / temperature).sub_(total)
             part = logprobs.exp()
@@ -199,10 +207,8 @@ def _add_row_gradient(embedding: torch.nn.Embedding, token_ids: Tensor, gradient
     weight.grad.index_add_(0, token_ids, gradient)
 
 
-def _chunks(weight: Tensor, inputs: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _chunks(weight: Tensor, inputs: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
     """First token and rows [v, H] of each chunk of the vocabulary, in the dtype of `inputs`."""
-    limit = CHUNK_LOGITS.get(weight.device.type, DEFAULT_CHUNK_LOGITS)
-    size = max(MIN_CHUNK, limit // max(1, len(inputs)) // MIN_CHUNK * MIN_CHUNK)
     for start in range(0, len(weight), size):
         yield start, weight[start : start + size].to(inputs.dtype)
 

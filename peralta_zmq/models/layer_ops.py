@@ -152,18 +152,18 @@ def replace_rotary(model: torch.nn.Module) -> int:
     for name in sorted({type(module).__module__ for module in model.modules()}):
         module: Any = sys.modules.get(name)
         theirs: Any = getattr(module, ROTARY, None)
-        is_ours = isinstance(theirs, partial) and theirs.func is _rotary
+        is_ours = isinstance(theirs, partial) and theirs.func is rotary_embedding
         is_known = _has_code(theirs, LLAMA_ROTARY) and _has_code(
             getattr(module, "rotate_half", None), modeling_llama.rotate_half
         )
         if is_known and not is_ours:
-            setattr(module, ROTARY, partial(_rotary, theirs))
+            setattr(module, ROTARY, partial(rotary_embedding, theirs))
             is_ours = True
         num_replaced += is_ours
     return num_replaced
 
 
-def _rotary(
+def rotary_embedding(
     theirs: Callable[..., tuple[Tensor, Tensor]],
     q: Tensor,  # [B, heads, T, D]
     k: Tensor,  # [B, key heads, T, D]

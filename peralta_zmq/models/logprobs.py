@@ -10,8 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-# Number of logits to convert to fp32 at a time, by device type. The value for a CPU is small (8 MiB
-# of fp32), so that malloc reuses memory instead of requesting new pages.
+# Logits to convert to fp32 at a time, by device type: on a CPU 8 MiB, so that malloc reuses memory.
 CHUNK_LOGITS = {"cpu": 1 << 21}
 DEFAULT_CHUNK_LOGITS = 1 << 26
 MIN_LOGPROB = -1e4  # limit of log p in p log p: p is 0 there, but 0 * -inf is not a number
@@ -22,23 +21,23 @@ def selected_logprobs(
     token_ids: Tensor,  # [...]
     *,
     temperature: Tensor | float = 1.0,  # a scalar, or [...]
+    chunk_logits: int | None = None,  # logits to convert to fp32 at a time; None: by device
 ) -> Tensor:
     """log softmax(logits / temperature) at `token_ids`; fp32, or float64 for float64 logits."""
-    return cast(
-        "tuple[Tensor, None]", _TokenStatistics.apply(logits, token_ids, temperature, False)
-    )[0]
+    result = _TokenStatistics.apply(logits, token_ids, temperature, False, chunk_logits)
+    return cast("tuple[Tensor, None]", result)[0]
 
 
 def logprobs_and_entropies(
-    logits: Tensor,  # [..., V]
-    token_ids: Tensor,  # [...]
+    logits: Tensor,
+    token_ids: Tensor,
     *,
-    temperature: Tensor | float = 1.0,  # a scalar, or [...]
+    temperature: Tensor | float = 1.0,
+    chunk_logits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `selected_logprobs`, and the entropies of the softmax in nats, shaped alike."""
-    return cast(
-        "tuple[Tensor, Tensor]", _TokenStatistics.apply(logits, token_ids, temperature, True)
-    )
+    result = _TokenStatistics.apply(logits, token_ids, temperature, True, chunk_logits)
+    return cast("tuple[Tensor, Tensor]", result)
 
 
 class _TokenStatistics(torch.autograd.Function):
@@ -46,7 +45,12 @@ class _TokenStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, token_ids: Tensor, temperature: Tensor | float, with_entropy: bool
+        ctx: Any,
+        logits: Tensor,
+        token_ids: Tensor,
+        temperature: Tensor | float,
+        with_entropy: bool,
+        chunk_logits: int | None,
     ) -> tuple[Tensor, Tensor | None]:
         rows = logits.reshape(-1, logits.shape[-1])
         temperatures = torch.as_tensor(
@@ -56,7 +60,7 @@ class _TokenStatistics(torch.autograd.Function):
         ids = token_ids.reshape(-1, 1)
         logprobs = torch.empty_like(temperatures)
         entropies = torch.empty_like(temperatures) if with_entropy else None
-        for chunk in _chunks(rows):
+        for chunk in _chunks(rows, chunk_logits):
             scaled = rows[chunk].to(temperatures.dtype) / temperatures[chunk]
             total = scaled.logsumexp(1, keepdim=True)
             logprobs[chunk] = scaled.gather(1, ids[chunk]) - total
@@ -65,17 +69,18 @@ class _TokenStatistics(torch.autograd.Function):
                 entropies[chunk, 0] = -torch.linalg.vecdot(every.exp(), every)
         ctx.save_for_backward(rows, ids, temperatures, entropies)
         ctx.shape = logits.shape
+        ctx.chunk_logits = chunk_logits
         shape = token_ids.shape
         return logprobs.view(shape), None if entropies is None else entropies.view(shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None, None]:
         rows, ids, temperatures, entropies = ctx.saved_tensors
         upstream, *of_entropy = (
             each.reshape(-1, 1) / temperatures for each in grads if each is not None
         )
         gradient = torch.empty_like(rows)
-        for chunk in _chunks(rows):
+        for chunk in _chunks(rows, ctx.chunk_logits):
             scaled = rows[chunk].to(temperatures.dtype) / temperatures[chunk]
             part = scaled.softmax(1)
             factor = upstream[chunk]
@@ -84,14 +89,14 @@ class _TokenStatistics(torch.autograd.Function):
                 factor = every.add_(entropies[chunk]).mul_(of_entropy[0][chunk]).add_(factor)
             # upstream * (one_hot - p) - of_entropy * p * (log p + entropy)
             gradient[chunk] = part.mul_(-factor).scatter_add_(1, ids[chunk], upstream[chunk])
-        return gradient.view(ctx.shape), None, None, None
+        return gradient.view(ctx.shape), None, None, None, None
 
 
 def compute_dtype(values: Tensor) -> torch.dtype:
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
-def _chunks(rows: Tensor) -> list[slice]:
-    limit = CHUNK_LOGITS.get(rows.device.type, DEFAULT_CHUNK_LOGITS)
+def _chunks(rows: Tensor, limit: int | None) -> list[slice]:
+    limit = limit or CHUNK_LOGITS.get(rows.device.type, DEFAULT_CHUNK_LOGITS)
     size = max(1, limit // rows.shape[1])
     return [slice(start, start + size) for start in range(0, len(rows), size)]

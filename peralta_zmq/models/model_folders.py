@@ -55,7 +55,6 @@ COMPUTED = (
     ".causal_mask",
 )
 CONVERTED_FORMATS = ("fp8", "mxfp4")  # quantized weights that transformers can convert
-SHARD_BYTES = 1 << 30
 CONFIG_FILES = ("config.json", "tokenizer_config.json")  # files that may name custom code
 MAX_CONFIG = 4 << 20  # bytes of a config file
 MAX_REASON = 400  # characters of transformers' error messages, which may list all its models
@@ -252,6 +251,12 @@ def load_tokenizer(
     Raises ConfigError if it has no chat template and `needs_template`, and as `load_model`.
     """
     check_code(folder, trust_remote_code=trust_remote_code)
+    # transformers reads this file, too, and would report it as a damaged tokenizer.
+    with (
+        model_loading_errors(f"model folder {folder} has a damaged config.json"),
+        suppress(OSError),
+    ):
+        read_config_file(folder / "config.json")
     with model_loading_errors(f"model folder {folder} has no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if needs_template and not tokenizer.chat_template:
@@ -349,7 +354,9 @@ def converted_weights(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -
     return LazyWeights(weights, lambda name: weights[name].detach().to("cpu", dtype).contiguous())
 
 
-def save_weights(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+def save_weights(
+    weights: Mapping[str, torch.Tensor], folder: Path, *, shard_bytes: int = 1 << 30
+) -> None:
     """Write model*.safetensors files in `folder`, each with about `shard_bytes` of tensors.
 
     Reads one shard at a time from `weights`, which may be a lazy mapping. Raises OSError.
@@ -360,7 +367,7 @@ def save_weights(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     for number, (name, tensor) in enumerate(weights.items(), start=1):
         shard[name] = tensor.detach().contiguous()
         num_bytes += tensor.nbytes
-        if num_bytes >= SHARD_BYTES or number == len(weights):
+        if num_bytes >= shard_bytes or number == len(weights):
             num_shards += 1
             file = folder / f"model-{num_shards:05}.safetensors"
             try:

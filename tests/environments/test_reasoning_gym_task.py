@@ -46,8 +46,8 @@ def test_answer_without_element_is_the_whole_completion() -> None:
 
 def test_reward_needs_only_what_the_problem_carries() -> None:
     (problem,) = load_problems(task_of("countdown").problems, "train", seed=1, options={"size": 1})
-    reasoning_gym_task._dataset.cache_clear()
-    reasoning_gym_task._item.cache_clear()
+    reasoning_gym_task.dataset_of.cache_clear()
+    reasoning_gym_task.item_of.cache_clear()
     assert task_of("countdown").reward(problem, f"<answer>{problem.answer}</answer>") == 1.0
 
 

@@ -14,7 +14,8 @@ import pytest
 from verifier_servers import PROBLEM, FixedResponse, remote, remote_at, reward_of, serving
 
 from peralta_zmq.config import load_config
-from peralta_zmq.environments import calculator, verifier_client
+from peralta_zmq.environments import calculator
+from peralta_zmq.environments.reward_pool import LocalRewards
 from peralta_zmq.environments.verifier_service import Verifier
 from peralta_zmq.errors import RewardError, RewardUnavailableError, TaskError
 from peralta_zmq.rollout import Message
@@ -101,10 +102,9 @@ def test_verifier_with_other_problems_ends_the_client_also_if_it_was_down_first(
 ) -> None:
     (tmp_path / "x.csv").write_text("python_expression,natural_language\n2,two\n")
     port = free_ports()
-    environment = remote_at(port, verifier.port)
+    environment = remote_at(port, verifier.port, avoid_seconds=0)
     problem = next(environment.problems("train", 0))
     assert reward_of(environment, problem, "no sum") == 0.0
-    environment._failed_at.clear()
     other = load_config(
         "bin/verifier", ["--task.name=calculator", f"--data.train={tmp_path}/x.csv"]
     )
@@ -130,13 +130,12 @@ def test_verifier_with_another_reward_function_is_refused(verifier: Verifier) ->
 def test_slow_verifier_is_replaced_by_the_other(
     monkeypatch: pytest.MonkeyPatch, verifier: Verifier
 ) -> None:
-    monkeypatch.setattr(verifier_client, "REQUEST_TIMEOUT_SECONDS", 0.3)
     ended = threading.Event()
     with serving(load_config("bin/verifier", [])) as slow:
         monkeypatch.setattr(
             slow, "score", lambda *_: [{"reward": float(ended.wait(20)), "rewards": {}}]
         )
-        environment = remote(slow, verifier, retry_seconds=20)
+        environment = remote(slow, verifier, retry_seconds=20, request_timeout=0.3)
         problem = next(environment.problems("train", 0))
         rewards = [reward_of(environment, problem, "no sum") for _ in range(2)]
         ended.set()
@@ -147,8 +146,7 @@ def test_busy_verifier_is_asked_again(monkeypatch: pytest.MonkeyPatch, verifier:
     full = iter([False, False, True])
     environment = remote(verifier)
     problem = next(environment.problems("train", 0))
-    source = verifier._splits["train"].reward_sources["calculator"]
-    monkeypatch.setattr(type(source), "has_room", property(lambda _: next(full)))
+    monkeypatch.setattr(LocalRewards, "has_room", property(lambda _: next(full)))
     assert reward_of(environment, problem, "no sum") == 0.0
 
 

@@ -57,11 +57,11 @@ def test_int8_equals_blocks_of_bitsandbytes(bitsandbytes: Any) -> None:
 
 
 def test_codes_of_nf4_are_those_of_the_nearest_values() -> None:
-    values, bounds = torch.tensor(NF4), base_formats._nf4_cells()[0]
+    values, bounds = torch.tensor(NF4), base_formats.nf4_cells()[0]
     near = [torch.nextafter(bounds[bounds.isfinite()], torch.tensor(end)) for end in (-2.0, 2.0)]
     every = torch.cat([*near, bounds[bounds.isfinite()], torch.linspace(-1, 1, 8003)])
     padded = torch.cat([every, torch.zeros(-len(every) % BLOCK)]).view(-1, BLOCK)
-    codes = base_formats._encode_nf4(padded).view(-1)
+    codes = base_formats.encode_nf4(padded).view(-1)
     found = torch.stack([codes >> 4, codes & 15], 1).view(padded.shape)
     expected = torch.bucketize(padded, (values[:-1] + values[1:]) / 2)
     assert torch.equal(found.long(), expected)

@@ -73,10 +73,11 @@ def test_choose_dtype_reads_this_machine_s_cpuinfo() -> None:
     ],
 )  # fmt: skip
 def test_trainer_on_a_cpu_uses_the_dtype_that_it_multiplies_faster(
-    monkeypatch: pytest.MonkeyPatch, hidden_size: int, flags: str, dtype: torch.dtype, reason: str
+    hidden_size: int, flags: str, dtype: torch.dtype, reason: str
 ) -> None:
-    monkeypatch.setattr(device, "_read_cpuinfo", lambda: f"vendor : GenuineIntel flags : {flags}")
-    assert models.training_dtype_of(CPU, hidden_size) == (dtype, f"auto: {reason}")
+    cpuinfo = f"vendor : GenuineIntel flags : {flags}"
+    chosen = models.training_dtype_of(CPU, hidden_size, cpuinfo=cpuinfo)
+    assert chosen == (dtype, f"auto: {reason}")
 
 
 @pytest.mark.parametrize(
@@ -169,13 +170,12 @@ def test_limit_of_a_container_that_has_the_name_of_the_machine_counts(
 def test_omp_num_threads_lowers_the_threads(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], threads: int
 ) -> None:
-    monkeypatch.setattr(device, "available_cores", lambda: 12)
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     before = torch.get_num_threads()
     try:
-        assert models.use_threads(2) == torch.get_num_threads() == threads
+        assert models.use_threads(2, num_cores=12) == torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)

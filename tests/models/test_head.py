@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,19 +9,15 @@ from exactness import is_as_exact_as_torch
 from peak_memory import PeakMemory
 from torch import Tensor
 
-from peralta_zmq.models import head
 from peralta_zmq.models.head import head_logprobs
-from peralta_zmq.models.logprobs import CHUNK_LOGITS
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE, CHUNK = 7, 16, 100, 32  # three chunks, and one of 4 tokens
 CHUNK_BYTES = 4 * NUM_TOKENS * CHUNK
 TEMPERATURES = torch.linspace(0.5, 1.5, NUM_TOKENS)
 
 
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "MIN_CHUNK", CHUNK)
-    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 1)
+# With chunks of CHUNK tokens.
+in_chunks = partial(head_logprobs, chunk_tokens=CHUNK)
 
 
 def inputs(*, scale: float = 1.0, trained: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,13 +51,13 @@ def assert_near(found: Tensor, expected: Tensor, *, within: float) -> None:
     ("trained", "kept_bytes"), [(True, 0), (True, 2 * CHUNK_BYTES), (True, 1 << 20), (False, 0)]
 )
 def test_head_logprobs_match_float64_softmax_with_gradient(
-    monkeypatch: pytest.MonkeyPatch, trained: bool, kept_bytes: int, *,
+    trained: bool, kept_bytes: int, *,
     with_entropy: bool, scale: float, temperature: Tensor | float,
 ) -> None:  # fmt: skip
     """The limits are those of fp32 sums of 16 products and 100 probabilities."""
-    monkeypatch.setattr(head, "KEPT_BYTES", kept_bytes)
     hidden, weight, token_ids = inputs(scale=scale, trained=trained)
-    assert_exact(hidden, weight, token_ids, temperature, with_entropy=with_entropy)
+    options: dict[str, Any] = {"with_entropy": with_entropy, "kept_bytes": kept_bytes}
+    assert_exact(hidden, weight, token_ids, temperature, **options)
 
 
 def assert_exact(
@@ -70,12 +67,13 @@ def assert_exact(
     temperature: Tensor | float,
     *,
     with_entropy: bool,
+    kept_bytes: int,
 ) -> None:
     """Compare values and gradients with those of `exact`."""
     result, *exact_inputs = exact(hidden, weight, token_ids, temperature)
     result = result[: 1 + with_entropy]
     options = {"temperature": temperature, "with_entropy": with_entropy}
-    found = head_logprobs(hidden, weight, token_ids, **options)
+    found = in_chunks(hidden, weight, token_ids, kept_bytes=kept_bytes, **options)
     assert found.dtype == torch.float32 and found.shape == result.shape
     assert_near(found, result, within=1e-6)
     upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
@@ -91,27 +89,25 @@ def assert_exact(
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("trained", [True, False])
 def test_logit_of_minus_infinity_is_a_probability_of_zero(
-    monkeypatch: pytest.MonkeyPatch, *, trained: bool, with_entropy: bool
+    *, trained: bool, with_entropy: bool
 ) -> None:
     """The products of a chunk and a half overflow in fp32, but not in float64."""
-    monkeypatch.setattr(head, "KEPT_BYTES", CHUNK_BYTES)
+    options: dict[str, Any] = {"with_entropy": with_entropy, "kept_bytes": CHUNK_BYTES}
     hidden, weight, _ = inputs(trained=trained)
     with torch.no_grad():
         hidden[:, 0], weight[:, 0], weight[: CHUNK * 3 // 2, 0] = 1e20, 0, -1e20
     token_ids = torch.tensor([48, 63, 64, 95, 96, 99, 50])
-    assert_exact(hidden, weight, token_ids, 0.7, with_entropy=with_entropy)
-    impossible = head_logprobs(hidden, weight, torch.arange(NUM_TOKENS), with_entropy=with_entropy)
+    assert_exact(hidden, weight, token_ids, 0.7, **options)
+    impossible = in_chunks(hidden, weight, torch.arange(NUM_TOKENS), **options)
     assert impossible[0].eq(-torch.inf).all()
 
 
 @pytest.mark.parametrize("num_chunks", [0, 1, 3, 4])
-def test_kept_logits_are_within_their_limit(
-    monkeypatch: pytest.MonkeyPatch, num_chunks: int
-) -> None:
+def test_kept_logits_are_within_their_limit(num_chunks: int) -> None:
     """The last of the four chunks is smaller than the others."""
-    monkeypatch.setattr(head, "KEPT_BYTES", num_chunks * CHUNK_BYTES)
     hidden, weight, token_ids = inputs()
-    node: Any = head_logprobs(hidden, weight, token_ids).grad_fn
+    kept_bytes = num_chunks * CHUNK_BYTES
+    node: Any = in_chunks(hidden, weight, token_ids, kept_bytes=kept_bytes).grad_fn
     assert len(node.kept) == num_chunks
 
 
@@ -119,7 +115,7 @@ def test_head_adds_to_the_gradient_of_its_weight() -> None:
     hidden, weight, token_ids = inputs()
     gradients = list[Tensor]()
     for _ in range(2):
-        head_logprobs(hidden, weight, token_ids).sum().backward()
+        in_chunks(hidden, weight, token_ids).sum().backward()
         assert weight.grad is not None
         gradients.append(weight.grad.clone())
     assert torch.equal(gradients[1], 2 * gradients[0])
@@ -130,9 +126,9 @@ def test_head_gives_equal_bits_without_gradient(*, with_entropy: bool) -> None:
     """Otherwise the ratio of a policy to itself before its first update would not be 1."""
     for trained in (True, False):
         hidden, weight, token_ids = inputs(trained=trained)
-        found = head_logprobs(hidden, weight, token_ids, with_entropy=with_entropy)
+        found = in_chunks(hidden, weight, token_ids, with_entropy=with_entropy)
         with torch.no_grad():
-            again = head_logprobs(hidden, weight, token_ids, with_entropy=with_entropy)
+            again = in_chunks(hidden, weight, token_ids, with_entropy=with_entropy)
         assert torch.equal(found, again)
 
 
@@ -144,14 +140,14 @@ def by_torch(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("trained", [True, False])
 def test_head_under_autocast_is_as_exact_as_torch(*, trained: bool) -> None:
     results = list[list[Tensor]]()
-    for compute in (head_logprobs, by_torch):
+    for compute in (in_chunks, by_torch):
         hidden, weight, token_ids = inputs(trained=trained)
         with torch.autocast("cpu", torch.bfloat16):
             logprobs = compute(hidden, weight, token_ids)
         logprobs.sum().backward()
         tensors = [logprobs[0], hidden.grad, weight.grad]
         results.append([each for each in tensors if each is not None])
-    assert not torch.equal(results[0][0], head_logprobs(hidden, weight, token_ids)[0])
+    assert not torch.equal(results[0][0], in_chunks(hidden, weight, token_ids)[0])
     (logprobs, _), *exact_inputs = exact(hidden, weight, token_ids, 1.0)
     expected = [logprobs, *torch.autograd.grad(logprobs.sum(), exact_inputs)][: 2 + trained]
     for ours, torchs, reference in zip(*results, expected, strict=True):
@@ -173,13 +169,10 @@ def peak_bytes(*, trained: bool, with_entropy: bool, **sizes: Any) -> int:
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("trained", [True, False])
-def test_head_memory_is_a_few_chunks(
-    monkeypatch: pytest.MonkeyPatch, *, trained: bool, with_entropy: bool
-) -> None:
-    monkeypatch.setattr(head, "MIN_CHUNK", 128)
-    monkeypatch.setattr(head, "KEPT_BYTES", 0)
+def test_head_memory_is_a_few_chunks(*, trained: bool, with_entropy: bool) -> None:
+    options: dict[str, Any] = {"trained": trained, "with_entropy": with_entropy}
+    options["chunk_tokens"] = 128
     chunk, gradients = 4 * 64 * 128, 4 * 4 * 4096  # of the weight; the logits are 32 chunks
-    assert peak_bytes(trained=trained, with_entropy=with_entropy) < 6 * chunk + gradients
-    monkeypatch.setattr(head, "KEPT_BYTES", 8 * chunk)
+    assert peak_bytes(**options, kept_bytes=0) < 6 * chunk + gradients
     kept = 8 * chunk if trained or with_entropy else 0
-    assert peak_bytes(trained=trained, with_entropy=with_entropy) < 6 * chunk + gradients + kept
+    assert peak_bytes(**options, kept_bytes=8 * chunk) < 6 * chunk + gradients + kept

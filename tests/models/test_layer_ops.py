@@ -93,7 +93,7 @@ def test_rotary_embedding_and_its_gradients_are_as_exact_as_transformers(
     theirs = original_of(modeling_qwen3)
     exact = rotated(theirs, dtype, torch.float64)
     reference = rotated(theirs, dtype, dtype)
-    ours = rotated(partial(layer_ops._rotary, theirs), dtype, dtype)
+    ours = rotated(partial(layer_ops.rotary_embedding, theirs), dtype, dtype)
     for our, their, value in zip(ours, reference, exact, strict=True):
         assert our.dtype == their.dtype and our.shape == their.shape
         assert is_as_exact_as_torch(our, their, value)
@@ -177,10 +177,10 @@ def test_rotary_embedding_of_any_shape_has_the_result_of_transformers(
         expected = theirs(*inputs, **options)
     except RuntimeError:
         with pytest.raises(RuntimeError):
-            layer_ops._rotary(theirs, *inputs, **options)
+            layer_ops.rotary_embedding(theirs, *inputs, **options)
         return
     for ours, reference in zip(
-        layer_ops._rotary(theirs, *inputs, **options), expected, strict=True
+        layer_ops.rotary_embedding(theirs, *inputs, **options), expected, strict=True
     ):
         assert ours.dtype == reference.dtype and ours.shape == reference.shape
         # Two products and a sum of values below 20: a few rounding steps of the largest.

@@ -22,7 +22,7 @@ from sample_data import TINY, tiny_model
 
 from peralta_zmq import models
 from peralta_zmq.errors import ConfigError, OutageError
-from peralta_zmq.models import lora, model_folders
+from peralta_zmq.models import lora
 from peralta_zmq.rollout import Message, Problem
 
 CPU = torch.device("cpu")
@@ -254,6 +254,14 @@ def test_deeply_nested_config_is_refused(tmp_path: Path, model: Any) -> None:
     assert "maximum recursion depth exceeded" in refused(tmp_path)
 
 
+def test_damaged_config_is_not_reported_as_a_damaged_tokenizer(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(models.EMBEDDED / name, tmp_path / name)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"has a damaged config\.json: "):
+        models.load_tokenizer(tmp_path)
+
+
 def test_weights_in_bin_files_are_refused_with_a_conversion(tmp_path: Path, model: Any) -> None:
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
@@ -419,12 +427,9 @@ def test_missing_peft_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) ->
         lora.add_adapters(tiny_model(), rank=2, alpha=4)
 
 
-def test_saved_weights_are_divided_into_files_and_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_folders, "SHARD_BYTES", 100)
+def test_saved_weights_are_divided_into_files_and_read_again(tmp_path: Path) -> None:
     weights = {f"w{number}": torch.full((10,), float(number)) for number in range(7)}  # 40 bytes
-    models.save_weights(weights, tmp_path)
+    models.save_weights(weights, tmp_path, shard_bytes=100)
     assert len(list(tmp_path.iterdir())) == 3
     read = models.folder_weights(tmp_path)
     assert {name: read[name].tolist() for name in read} == {

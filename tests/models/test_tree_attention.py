@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from transformers import AttentionInterface
 
 from peralta_zmq.learning.packing import TreeBuilder
 from peralta_zmq.memory.plan import attention_size
-from peralta_zmq.models import tree_attention
-from peralta_zmq.models.tree_attention import PackedLayout
+from peralta_zmq.models.tree_attention import TREE_ATTENTION, PackedLayout
 from peralta_zmq.rollout import PrefixTree, TreeSpan
 
 CPU = torch.device("cpu")
@@ -38,36 +38,31 @@ def attention(layout: PackedLayout, *dtypes: torch.dtype) -> list[Tensor]:
         torch.randn(1, heads, length, 8, generator=random).bfloat16().to(dtype).requires_grad_()
         for heads, dtype in zip((4, 2, 2), dtypes, strict=True)
     )
-    result, _ = tree_attention._attention(None, query, key, value, layout, scaling=0.3)
+    result, _ = AttentionInterface()[TREE_ATTENTION](None, query, key, value, layout, scaling=0.3)
     (result * torch.arange(8)).sum().backward()
     gradients = [each.grad for each in (query, key, value) if each.grad is not None]
     return [result.detach(), *gradients]
 
 
-def whole_and_by_span(
-    trees: list[PrefixTree], monkeypatch: pytest.MonkeyPatch
-) -> tuple[PackedLayout, PackedLayout]:
-    layouts = list[PackedLayout]()
-    for is_by_span in (False, True):
-        monkeypatch.setattr(tree_attention, "attends_by_span", lambda *_, by=is_by_span: by)
-        layouts.append(PackedLayout.of(trees, CPU))
-    whole, by_span = layouts
+def whole_and_by_span(trees: list[PrefixTree]) -> tuple[PackedLayout, PackedLayout]:
+    whole = PackedLayout.of(trees, CPU, is_by_span=lambda *_: False)
+    by_span = PackedLayout.of(trees, CPU, is_by_span=lambda *_: True)
     assert len(whole.parts) == len(trees)
     assert len(by_span.parts) == sum(len(tree.spans) for tree in trees)
     return whole, by_span
 
 
-def test_attention_by_span_is_that_of_whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, by_span = whole_and_by_span(TREES, monkeypatch)
+def test_attention_by_span_is_that_of_whole_trees() -> None:
+    whole, by_span = whole_and_by_span(TREES)
     dtypes = [torch.float64] * 3
     # Sums of some tens of numbers below 100, in float64.
     for ours, expected in zip(attention(by_span, *dtypes), attention(whole, *dtypes), strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
-def test_bfloat16_gradients_of_a_prompt_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_gradients_of_a_prompt_are_rounded_once() -> None:
     """They are sums over 64 completions; rotary embeddings leave queries and keys in float32."""
-    whole, by_span = whole_and_by_span([group(4, num_completions=64, length=3)], monkeypatch)
+    whole, by_span = whole_and_by_span([group(4, num_completions=64, length=3)])
     *_, exact = attention(whole, *[torch.float64] * 3)
     with torch.autocast("cpu", torch.bfloat16):
         *_, ours = attention(by_span, torch.float32, torch.float32, torch.bfloat16)

@@ -336,7 +336,7 @@ def _attention(
     if num_new > 1 and group_size > 1:
         mask = mask.repeat(1, 1, group_size, 1)
     if softcap is not None or (num_new == 1 and not query.is_cuda):
-        out = _attention_in_parts(stacked, key, value, mask, scaling=scaling, softcap=softcap)
+        out = attention_in_parts(stacked, key, value, mask, scaling=scaling, softcap=softcap)
     else:
         # On CUDA, this is a single kernel, for which each row gets a copy of the shared part.
         out = scaled_dot_product_attention(
@@ -345,7 +345,7 @@ def _attention(
     return out.reshape(n, heads, num_new, head_dim).transpose(1, 2), None
 
 
-def _attention_in_parts(
+def attention_in_parts(
     query: Tensor,  # [n, H, G, D], G = query heads of one key head * S
     key: Part,
     value: Part,

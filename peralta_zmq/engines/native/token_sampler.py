@@ -63,7 +63,7 @@ def sample(
     penalties, bans and truncation.
     """
     temperature = sampling.temperature or 1.0
-    blocks = _LogitBlocks(logits, temperature, library) if _LogitBlocks.supports(logits) else None
+    blocks = LogitBlocks(logits, temperature, library) if LogitBlocks.supports(logits) else None
     adjusted = logits
     if seen is not None:
         adjusted = adjusted.float()
@@ -81,7 +81,7 @@ def sample(
     return tokens, _logprobs(logits, tokens, temperature)
 
 
-class _LogitBlocks:
+class LogitBlocks:
     """Logits [n, V] in blocks, computed by `library`, or else by torch.
 
     Has each block's largest logit, and its sum of exp((logit - row's largest) / temperature).
@@ -101,9 +101,9 @@ class _LogitBlocks:
                 ((part.float() - largest[..., None]) / temperature).exp_().sum(-1)
                 for part, largest in zip(parts, maxima, strict=True)
             ])  # fmt: skip
-        self._max = self._largest.amax(-1, keepdim=True)  # [n, 1]
+        self.max = self._largest.amax(-1, keepdim=True)  # [n, 1]
         # Sums of exp((logit - max) / temperature), [n, b].
-        self._sums = sums * ((self._largest - self._max) / temperature).exp()
+        self.sums = sums * ((self._largest - self.max) / temperature).exp()
 
     @staticmethod
     def supports(logits: Tensor) -> bool:
@@ -119,7 +119,7 @@ class _LogitBlocks:
     def logprobs(self, tokens: Tensor) -> Tensor:
         """log softmax(logits / temperature) at `tokens`, [n] in fp32."""
         logits = self._logits.flatten(1).gather(1, tokens[:, None]).float()
-        return ((logits - self._max) / self._temperature - self._sums.sum(-1, True).log())[:, 0]
+        return ((logits - self.max) / self._temperature - self.sums.sum(-1, True).log())[:, 0]
 
     def topk(self, k: int) -> tuple[Tensor, Tensor]:
         """The k largest logits and their tokens, [n, k] each, in descending order.
@@ -132,11 +132,11 @@ class _LogitBlocks:
 
     def sample(self, uniform: Tensor) -> Tensor:
         """Tokens [n] from softmax(logits / temperature)."""
-        sums = pad(self._sums.cumsum(-1), (1, 0))  # [n, b + 1], before each block, and the total
+        sums = pad(self.sums.cumsum(-1), (1, 0))  # [n, b + 1], before each block, and the total
         target = uniform[:, None] * sums[:, -1:]
         block = _first_above(sums[:, 1:], target)[:, None]
         logits = self._block(block)[:, 0].float()
-        in_block = ((logits - self._max) / self._temperature).exp().cumsum(-1)
+        in_block = ((logits - self.max) / self._temperature).exp().cumsum(-1)
         token = _first_above(in_block, target - sums.gather(1, block))
         # The sums in the block round differently from the sums of blocks, so that all may be at or
         # below the target. Then this is the last token that increases them.
@@ -157,7 +157,7 @@ def _logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 
 
 def _sample_tokens(
-    logits: Tensor, sampling: Sampling, uniform: Tensor, blocks: _LogitBlocks | None
+    logits: Tensor, sampling: Sampling, uniform: Tensor, blocks: LogitBlocks | None
 ) -> Tensor:
     """Sample from softmax(logits / temperature), truncated by top_k, top_p, min_p.
 

@@ -32,7 +32,7 @@ def test_attention_in_parts_is_as_exact_as_sdpa(num_shared: int) -> None:
     )
     exact = (each.double() for each in (query, keys, values))
     expected = scaled_dot_product_attention(*exact, attn_mask=mask.double(), scale=0.3)
-    in_parts = decoder._attention_in_parts(query, key, value, mask, scaling=0.3, softcap=None)
+    in_parts = decoder.attention_in_parts(query, key, value, mask, scaling=0.3, softcap=None)
     torchs = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=0.3)
     assert is_as_exact_as_torch(in_parts, torchs, expected)
     assert not torch.allclose(expected[0], expected[1], atol=0.1)

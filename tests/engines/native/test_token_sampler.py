@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from peralta_zmq.engines.native.kernels.decode_layer import BLOCK_SIZE, library_for
-from peralta_zmq.engines.native.token_sampler import MIN_BLOCKS, _LogitBlocks, sample
+from peralta_zmq.engines.native.token_sampler import MIN_BLOCKS, LogitBlocks, sample
 from peralta_zmq.rollout import Sampling
 
 PROBABILITIES = np.array([0.02, 0.4, 0.05, 0.2, 0.1, 0.15, 0.05, 0.03])
@@ -99,9 +99,9 @@ def test_a_target_above_all_sums_in_its_block_selects_the_last_possible_token() 
     logits = torch.full((400, MIN_BLOCKS * BLOCK_SIZE), -torch.inf)
     probs = torch.rand(400, BLOCK_SIZE - 1, generator=torch.Generator().manual_seed(1))
     logits[:, : BLOCK_SIZE - 1] = probs.log()
-    blocks = _LogitBlocks(logits, 1.0, None)
-    total = blocks._sums[:, 0]
-    in_block = (logits[:, :BLOCK_SIZE] - blocks._max).exp().cumsum(-1)[:, -1]
+    blocks = LogitBlocks(logits, 1.0, None)
+    total = blocks.sums[:, 0]
+    in_block = (logits[:, :BLOCK_SIZE] - blocks.max).exp().cumsum(-1)[:, -1]
     assert (in_block < total * (1 - 2**-24)).any()
     assert (blocks.sample(torch.full((400,), 1 - 2**-24)) < BLOCK_SIZE - 1).all()
 
@@ -110,7 +110,7 @@ def test_a_target_above_all_sums_in_its_block_selects_the_last_possible_token() 
 def test_logprobs_of_blocks_are_as_exact_as_torchs(temperature: float, library: Any) -> None:
     logits, tokens = random_logits(), torch.randint(384, 16000, (64,))
     logits[torch.arange(64), tokens] = 1.5
-    ours = _LogitBlocks(logits, temperature, library).logprobs(tokens)
+    ours = LogitBlocks(logits, temperature, library).logprobs(tokens)
     exact, torchs = (
         (logits.to(dtype) / temperature).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
         for dtype in (torch.float64, torch.float32)
@@ -130,7 +130,7 @@ def test_non_finite_logits_give_non_finite_logprobs(library: Any) -> None:
 def test_topk_of_blocks_is_torchs(dtype: torch.dtype) -> None:
     logits = random_logits(5).to(dtype)
     logits[1, 30:70] = 9.0  # all of the largest in few blocks, with ties
-    values, tokens = _LogitBlocks(logits, 1.0, None).topk(40)
+    values, tokens = LogitBlocks(logits, 1.0, None).topk(40)
     assert torch.equal(values, logits.topk(40).values)
     assert torch.equal(logits.gather(1, tokens), values)
     assert all(len(row.unique()) == 40 for row in tokens)
