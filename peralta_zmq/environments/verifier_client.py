@@ -50,9 +50,9 @@ class RemoteEnvironment:
     """The environment `env` of one or more verifiers, with the functions of a task as methods.
 
     `token` is the password in `verifier.token_file`. At most `concurrency` requests are sent at a
-    time; the response to each may take `reward_timeout` seconds longer per completion. After `retry_seconds` without a
-    response, an error is raised. A verifier that did not respond is left out for `avoid_seconds` if
-    there are others.
+    time; each may take `request_timeout`, and `reward_timeout` more per completion. After
+    `retry_seconds` without a response, an error is raised. A verifier that did not respond is left
+    out for `avoid_seconds` if there are others.
     """
 
     def __init__(

@@ -240,11 +240,7 @@ def limit_memory(device: torch.device, fraction: float | None) -> None:
 
 def total_bytes(device: torch.device) -> int:
     """Bytes of a GPU; on a CPU of the machine, or the limit of the process's cgroup."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory()
-    return min([psutil.virtual_memory().total, *(limit for limit, _ in memory_limits())])
+    return _memory(device)[0]
 
 
 def free_bytes(device: torch.device, *, fraction: float | None = None) -> int:
@@ -252,26 +248,24 @@ def free_bytes(device: torch.device, *, fraction: float | None = None) -> int:
 
     With `fraction`, at most what this process has left of this fraction of all bytes.
     """
-    free = _free_bytes(device)
-    if fraction is None:
-        return free
-    return max(0, min(free, int(fraction * total_bytes(device)) - _used_bytes(device)))
+    total, free, used = _memory(device)
+    return free if fraction is None else max(0, min(free, int(fraction * total) - used))
 
 
-def _used_bytes(device: torch.device) -> int:
+def _memory(device: torch.device) -> tuple[int, int, int]:
+    """Bytes in total, free, and used by this process."""
     if device.type == "cuda":
-        return torch.cuda.memory_reserved(device)
+        free, total = torch.cuda.mem_get_info(device)
+        return total, free, torch.cuda.memory_reserved(device)
     if device.type == "mps":
-        return torch.mps.driver_allocated_memory()
-    return psutil.Process().memory_info().rss
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
-    return min([psutil.virtual_memory().available, *(free for _, free in memory_limits())])
+        total = torch.mps.recommended_max_memory()
+        free = total - torch.mps.current_allocated_memory()
+        return total, free, torch.mps.driver_allocated_memory()
+    machine = psutil.virtual_memory()
+    limits = memory_limits()
+    total = min([machine.total, *(limit for limit, _ in limits)])
+    free = min([machine.available, *(free for _, free in limits)])
+    return total, free, psutil.Process().memory_info().rss
 
 
 def memory_limits(root: Path = Path("/")) -> list[tuple[int, int]]:
