@@ -112,7 +112,8 @@ def _records(path: Path, split: str) -> Iterator[Record]:
     if path.is_dir():
         return _folder_records(path / split if folder_splits(str(path)) else path)
     if suffix == PARQUET_SUFFIX:
-        return _parquet_records(path)
+        parquet = import_extra("pyarrow.parquet", extra="parquet", needed_by=f"'{path.name}'")
+        return _table_records(lambda: [parquet.read_table(path)])
     if suffix in JSONL_SUFFIXES:
         return _json_records(_read_text(path))
     return _csv_records(_read_text(path))
@@ -217,11 +218,6 @@ def _whole_number(digits: str) -> int | float:
         return float(digits)
 
 
-def _parquet_records(path: Path) -> Iterator[Record]:
-    parquet = import_extra("pyarrow.parquet", extra="parquet", needed_by=f"'{path.name}'")
-    return _table_records(lambda: [parquet.read_table(path)])
-
-
 def _folder_records(folder: Path) -> Iterator[Record]:
     pyarrow = import_extra("pyarrow", extra="parquet", needed_by=f"'{folder.name}'")
 
@@ -242,19 +238,18 @@ def _table_records(read: Callable[[], list[Any]]) -> Iterator[Record]:
     except Exception as error:  # noqa: BLE001  pyarrow raises many kinds
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"cannot be read as a table ({reason}); write it again") from None
+
+    def as_text(value: object) -> str:  # of bytes, dates and decimal numbers
+        return value.decode() if isinstance(value, bytes) else str(value)
+
     for number, row in enumerate(rows, start=1):
         try:
-            text = json.dumps(row, default=_json_value)
+            text = json.dumps(row, default=as_text)
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"row {number}: bytes that are not UTF-8 text ({error.reason})"
             ) from None
         yield Record(number, json.loads(text), json.loads(text, parse_int=str, parse_float=str))
-
-
-def _json_value(value: object) -> str:
-    """Text of a value that JSON does not have: bytes, a date or a decimal number."""
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def row_of(record: Record, prompt_column: str, answer_column: str | None) -> DataRow:

@@ -69,7 +69,10 @@ class ReasoningGymTask:
         Raises ConfigError for an unknown option.
         """
         if answer_tag and system_prompt is None:
-            system_prompt = _default_prompt(answer_tag)
+            system_prompt = (
+                "Think about the question, then write only the final answer as "
+                f"<{answer_tag}>ANSWER</{answer_tag}>."
+            )
         system = (Message("system", system_prompt),) if system_prompt else ()
         count = size if split == "train" else eval_size
         if not 0 < count <= MAX_SIZE:
@@ -95,7 +98,9 @@ def reward(problem: Problem, completion_text: str) -> float:
     """The score that the data set gives to the answer in a completion, from 0 to 1."""
     info = problem.info
     dataset = dataset_of(info["source"])
-    answer = _answer_in(completion_text, info["answer_tag"])
+    answer: str | None = completion_text.strip()
+    if tag := info["answer_tag"]:
+        answer = _library.utils.extract_answer(completion_text, tag_name=tag)
     return float(dataset.score_answer(answer=answer, entry=item_of(info["source"], info["index"])))
 
 
@@ -107,16 +112,6 @@ def dataset_of(source: str) -> Any:
 @functools.lru_cache(maxsize=1024)
 def item_of(source: str, index: int) -> Any:
     return dataset_of(source)[index]
-
-
-def _answer_in(text: str, tag: str) -> str | None:
-    if not tag:
-        return text.strip()
-    return _library.utils.extract_answer(text, tag_name=tag)
-
-
-def _default_prompt(tag: str) -> str:
-    return f"Think about the question, then write only the final answer as <{tag}>ANSWER</{tag}>."
 
 
 def _datasets() -> dict[str, Any]:

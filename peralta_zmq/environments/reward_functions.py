@@ -136,7 +136,10 @@ class RewardCall:
             if not self.takes_group:
                 num_turns = num_completions(self.messages[0]) if self.messages else 1
                 return [checked_reward(result, num_turns=num_turns)]
-            return _checked_rewards(result, len(self.texts))
+            values = _checked_list(result)
+            if len(values) != len(self.texts):
+                return f"returned {len(values)} rewards for {len(self.texts)} completions"
+            return [None if value is None else checked_reward(value) for value in values]
         except ValueError as error:
             return f"returned {error}"
 
@@ -253,7 +256,10 @@ def checked_reward(result: object, *, num_turns: int = 0) -> float | dict[str, f
         rewards = checked_reward(result.rewards)
         if not (isinstance(total, float) and isinstance(rewards, dict)):
             raise ValueError(f"{_short_repr(result)}, which is not a Score of numbers")
-        return Score(total, rewards, _checked_turn_rewards(result.turn_rewards, num_turns))
+        turns = _checked_list(result.turn_rewards)
+        if len(turns) not in (0, num_turns):
+            raise ValueError(f"{len(turns)} turn_rewards for {num_turns} completions of an episode")
+        return Score(total, rewards, tuple(cast(float, checked_reward(each)) for each in turns))
     is_mapping = isinstance(result, Mapping)
     values = cast("Mapping[object, object]", result if is_mapping else {"": result})
     try:
@@ -267,20 +273,6 @@ def checked_reward(result: object, *, num_turns: int = 0) -> float | dict[str, f
         limits = f"-{MAX_REWARD:g} to {MAX_REWARD:g}"
         raise ValueError(f"{total}, which is not a number from {limits}")
     return terms if is_mapping else total
-
-
-def _checked_turn_rewards(result: object, num_turns: int) -> tuple[float, ...]:
-    values = _checked_list(result)
-    if len(values) not in (0, num_turns):
-        raise ValueError(f"{len(values)} turn_rewards for {num_turns} completions of an episode")
-    return tuple(cast(float, checked_reward(value)) for value in values)
-
-
-def _checked_rewards(result: object, count: int) -> list[Reward]:
-    values = _checked_list(result)
-    if len(values) != count:
-        raise ValueError(f"{len(values)} rewards for {count} completions")
-    return [None if value is None else checked_reward(value) for value in values]
 
 
 def _checked_list(result: object) -> list[object]:

@@ -121,7 +121,8 @@ def _execute(tool: Callable[..., Any], arguments: Mapping[str, Any], deadline: f
     finally:
         _delete(Path(folder))
     if result is None:
-        reason = _exit_reason(os.waitstatus_to_exitcode(status))
+        code = os.waitstatus_to_exitcode(status)
+        reason = signal.strsignal(-code) or f"signal {-code}" if code < 0 else f"exit code {code}"
         return f"error: {tool.__name__} ended without a result ({reason})"
     return result
 
@@ -185,10 +186,6 @@ def _kill(process: int, earlier: set[psutil.Process]) -> int:
                 os.waitpid(each.pid, os.WNOHANG)  # those that this process has adopted
         started = _descendants() - earlier
     return status
-
-
-def _exit_reason(code: int) -> str:
-    return signal.strsignal(-code) or f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def _read(reader: int, deadline: float) -> str | None:

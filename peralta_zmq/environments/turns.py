@@ -60,8 +60,13 @@ def turns_of(task: object) -> Turns | None:
     reply = getattr(task, "reply", None)
     tools = cast("Sequence[Callable[..., Any]]", getattr(task, "tools", ()))
     own_schemas = cast("Sequence[Mapping[str, Any]]", getattr(task, "tool_schemas", ()))
-    if own_schemas:
-        _check_own_tools(reply, tools)
+    if own_schemas and tools:
+        raise TaskError("the task has tools and tool_schemas; remove one of them")
+    if own_schemas and (not reply or call_error(reply, None, None, tool_seconds=1.0)):
+        raise TaskError(
+            "a task with tool_schemas executes the calls itself; define "
+            "reply(problem, messages, *, tool_seconds)"
+        )
     if reply is None and not tools:
         return None
     schemas = (*map(schema_of, tools), *own_schemas)
@@ -74,16 +79,6 @@ def turns_of(task: object) -> Turns | None:
         tools={tool.__name__: _import_name(tool) for tool in tools},
         schemas=schemas,
     )
-
-
-def _check_own_tools(reply: Callable[..., Any] | None, tools: Sequence[Callable[..., Any]]) -> None:
-    if tools:
-        raise TaskError("the task has tools and tool_schemas; remove one of them")
-    if reply is None or call_error(reply, None, None, tool_seconds=1.0):
-        raise TaskError(
-            "a task with tool_schemas executes the calls itself; define "
-            "reply(problem, messages, *, tool_seconds)"
-        )
 
 
 def _import_name(function: Callable[..., Any]) -> str:

@@ -148,8 +148,13 @@ class RemoteEnvironment:
             self._threads[-1].start()
         with self._lock:
             self._num_unfinished += 1
+
+        def count_finished(_: Future[Result]) -> None:
+            with self._lock:
+                self._num_unfinished -= 1
+
         future: Future[Result] = Future()
-        future.add_done_callback(self._count_finished)
+        future.add_done_callback(count_finished)
         # The `answer` of the problem is its id on the verifier: see `problems`.
         body = {"env": self._env, "problem": problem.answer, "digest": self._digest, **body}
         self._unsent.put((future, path, body, parse))
@@ -172,10 +177,6 @@ class RemoteEnvironment:
                 future.set_result(self._result(path, body, parse))
             except Exception as error:  # noqa: BLE001  the caller gets it from the future
                 future.set_exception(error)
-
-    def _count_finished(self, future: Future[Any]) -> None:
-        with self._lock:
-            self._num_unfinished -= 1
 
     def _result(
         self,
@@ -202,7 +203,8 @@ class RemoteEnvironment:
         pause = MIN_PAUSE_SECONDS
         waiting = False
         while True:
-            address = self._choose_address()
+            addresses = self._available() or self._addresses
+            address = addresses[next(self._turns) % len(addresses)]
             try:
                 result = self._request_once(address, path, body, parse)
                 break
@@ -229,10 +231,6 @@ class RemoteEnvironment:
     def _available(self) -> list[tuple[str, int]]:
         start = time.monotonic() - self._avoid_seconds
         return [each for each in self._addresses if self._failed_at.get(each, start) <= start]
-
-    def _choose_address(self) -> tuple[str, int]:
-        addresses = self._available() or self._addresses
-        return addresses[next(self._turns) % len(addresses)]
 
     def _request_once(
         self, address: tuple[str, int], path: str, body: Any, parse: Callable[[Any, Any], Result]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -40,7 +40,9 @@ async def replay(
         await env.run(task, agents)
         if agent.trace is None:
             raise TaskError("the environment ended without a turn of its agent")
-        await env.finalize(task, _episode_of(env, task, agent.trace))
+        information = library.EnvInfo(id=env.config.env_id)
+        traced = {"task": _trace_task(task), "traces": [agent.trace]}
+        await env.finalize(task, library.Episode(env=information, ok=True, **traced))
 
     running = asyncio.ensure_future(run())
     waiting = asyncio.ensure_future(agent.waits.wait())
@@ -227,10 +229,18 @@ def _library_message(message: Message, *, number: int = 0, call_id: str = "") ->
     match message.role:
         case "assistant":
             reasoning, end, content = message.content.rpartition(THINK_END)
+            calls = [
+                library.ToolCall(
+                    id=f"call_{number}_{index}",
+                    name=call.name,
+                    arguments=json.dumps(call.arguments),
+                )
+                for index, call in enumerate(message.tool_calls)
+            ]
             return library.AssistantMessage(
                 content=content.lstrip() if end else content,
                 reasoning_content=reasoning.removeprefix("<think>").strip() if end else None,
-                tool_calls=_library_calls(message.tool_calls, number),
+                tool_calls=calls or None,
             )
         case "tool":
             return library.ToolMessage(
@@ -242,22 +252,8 @@ def _library_message(message: Message, *, number: int = 0, call_id: str = "") ->
             return library.UserMessage(content=message.content)
 
 
-def _library_calls(calls: Iterable[ToolCall], number: int) -> list[Any] | None:
-    return [
-        library.ToolCall(
-            id=f"call_{number}_{index}", name=call.name, arguments=json.dumps(call.arguments)
-        )
-        for index, call in enumerate(calls)
-    ] or None
-
-
 def _trace_task(task: Any) -> Any:
     return library.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-
-
-def _episode_of(env: Any, task: Any, trace: Any) -> Any:
-    information = library.EnvInfo(id=env.config.env_id)
-    return library.Episode(env=information, task=_trace_task(task), traces=[trace], ok=True)
 
 
 def _not_repeated(what: str) -> TaskError:

@@ -145,7 +145,10 @@ class _HeadLogprobs(torch.autograd.Function):
         inputs, weight, token_ids, temperature, total, entropy = ctx.saved_tensors
         upstream = upstream / temperature
         gradient = torch.zeros_like(inputs, dtype=temperature.dtype)
-        weight_grad, is_first = _allocate_gradient(ctx.weight)
+        is_first = ctx.weight.requires_grad and ctx.weight.grad is None
+        if is_first:
+            ctx.weight.grad = torch.empty_like(ctx.weight)
+        weight_grad = ctx.weight.grad if ctx.weight.requires_grad else None
         for start, rows in _chunks(weight, inputs, ctx.chunk_tokens):
             logits = ctx.kept.pop(0) if ctx.kept else inputs @ rows.t()
             logprobs = (logits.to(temperature.dtype) / temperature).sub_(total)
@@ -217,13 +220,3 @@ def _index(token_ids: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
     """Index of each token in a chunk of the vocabulary, and whether it is in it, [N, 1] each."""
     index = token_ids[:, None] - start
     return index.clamp(0, size - 1), (index >= 0) & (index < size)
-
-
-def _allocate_gradient(weight: Tensor) -> tuple[Tensor | None, bool]:
-    """The gradient of a trained weight, and whether it is new, with undefined values."""
-    if not weight.requires_grad:
-        return None, False
-    is_new = weight.grad is None
-    if is_new:
-        weight.grad = torch.empty_like(weight)
-    return weight.grad, is_new

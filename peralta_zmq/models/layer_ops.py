@@ -46,12 +46,16 @@ def replace_norms(model: torch.nn.Module) -> int:
     Only norms on a CPU with the code of Llama's (Gemma's multiply by 1 + weight), whose weights are
     not distributed over ranks.
     """
+
+    def forward(module: Any, rows: Tensor) -> Tensor:
+        return rms_norm(rows, module.weight, module.variance_epsilon)
+
     num_replaced = 0
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
         is_plain = type(weight) is torch.nn.Parameter and weight.device.type == "cpu"
         if is_plain and _has_code(type(module).forward, modeling_llama.LlamaRMSNorm.forward):
-            cast(Any, module).forward = partial(_forward, module)
+            cast(Any, module).forward = partial(forward, module)
             num_replaced += 1
     return num_replaced
 
@@ -74,10 +78,6 @@ def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     dtype before it is multiplied.
     """
     return _RMSNorm.apply(rows, weight, epsilon)  # pyright: ignore[reportReturnType]
-
-
-def _forward(module: Any, rows: Tensor) -> Tensor:
-    return rms_norm(rows, module.weight, module.variance_epsilon)
 
 
 class _RMSNorm(torch.autograd.Function):

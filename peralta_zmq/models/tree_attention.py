@@ -217,7 +217,9 @@ def _attention(
     parts = attention_mask.parts
     queries = query.split([len(part.mask) for part in parts], 2)
     sizes = attention_mask.segment_sizes
-    keys, values = (_in_fp32(each).split(sizes, 2) for each in (key, value))
+    # In float32, or float64, the gradients of a shared prompt add up.
+    wide = torch.promote_types(key.dtype, torch.float32)
+    keys, values = (each.to(wide).split(sizes, 2) for each in (key, value))
     scaling = options.get("scaling") or query.shape[-1] ** -0.5
 
     def attend(query: Tensor, part: _Part) -> Tensor:
@@ -226,11 +228,6 @@ def _attention(
 
     outputs = list(map(attend, queries, parts))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
-
-
-def _in_fp32(tensor: Tensor) -> Tensor:
-    """The tensor in float32 (or float64), in which the gradients of a shared prompt then add up."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _joined(segments: Sequence[Tensor], indices: Sequence[int]) -> Tensor:

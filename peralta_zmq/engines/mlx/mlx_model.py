@@ -68,7 +68,11 @@ class MlxModel:
         self._model = _new_model(config)
         self._dtype = dtype
         if quantize:
-            nn.quantize(self._model, GROUP_SIZE, quantize, class_predicate=_is_quantizable)
+
+            def is_quantizable(path: str, module: Any) -> bool:
+                return hasattr(module, "to_quantized") and not module.weight.shape[-1] % GROUP_SIZE
+
+            nn.quantize(self._model, GROUP_SIZE, quantize, class_predicate=is_quantizable)
         self._shapes = {name: tensor.shape for name, tensor in weights.items()}
         # Some families rename, transpose or stack tensors, which must be repeated for each version.
         # For all others `sanitize` is called once: in some it fails when it is called again.
@@ -170,10 +174,6 @@ def _cache_bytes(cache: Any, max_model_len: int) -> int:
         return cache.nbytes
     length = min(max_model_len, getattr(cache, "max_size", max_model_len))  # sliding window
     return cache.nbytes // cache.keys.shape[2] * length
-
-
-def _is_quantizable(path: str, module: Any) -> bool:
-    return hasattr(module, "to_quantized") and module.weight.shape[-1] % GROUP_SIZE == 0
 
 
 def _array_of(tensor: torch.Tensor) -> Any:

@@ -26,7 +26,7 @@ from peralta_zmq.engines.native.turn_cache import KEPT_FRACTION, TurnCache
 from peralta_zmq.engines.row_engine import RowEngine
 from peralta_zmq.models.rotary import check_length
 from peralta_zmq.registry import EngineSettings
-from peralta_zmq.rollout import BoolArray, Int32Array, Request, Sampling
+from peralta_zmq.rollout import BoolArray, Request, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -136,19 +136,16 @@ class CachedRows:
             row = first_row + len(started)
             prefix = request.prefix_ids
             if request.is_standalone:
-                logits.append(self._prompt_logits(row, prefix))
+                positions = np.arange(len(prefix))[None]
+                tokens = NewTokens(prefix[None].astype(np.int64), positions, first_row=row)
+                (hidden,) = self._decoder.hidden_states([tokens])
+                logits.append(self._decoder.logits(hidden[:, -1])[0])
             elif prefix in self._prefix_cache:
                 logits.append(self._prefix_cache.copy_to(row, prefix))
             else:
                 continue
             started.append(request)
         return started, torch.stack(logits) if logits else None
-
-    def _prompt_logits(self, row: int, prompt: Int32Array) -> Tensor:
-        tokens = prompt[None].astype(np.int64)
-        positions = np.arange(len(prompt))[None]
-        (hidden,) = self._decoder.hidden_states([NewTokens(tokens, positions, first_row=row)])
-        return self._decoder.logits(hidden[:, -1])[0]
 
     def decode(
         self, tokens: np.ndarray, positions: np.ndarray, waiting: Sequence[Request]

@@ -62,7 +62,8 @@ class Core:
 
     def step(self, started: Sequence[NewRequest], dropped: Sequence[int]) -> list[Token]:
         """Start and drop requests, then sample at most one token for each running request."""
-        self._abort(dropped)
+        ids = [self._ids.pop(index) for index in dropped if index in self._ids]
+        self._engine.abort_request(ids, internal=True)
         for request in started:
             # The salt keeps vLLM from using keys and values of earlier weights for a new prompt.
             # reset_prefix_cache() would have no effect while other requests are running.
@@ -99,10 +100,6 @@ class Core:
     def differing_tensor(self, folder: str) -> str | None:
         """Name of a tensor whose value in use is not the one in `folder`, if there is one."""
         return next(filter(None, self._engine.apply_model(Comparison(folder))), None)
-
-    def _abort(self, indices: Sequence[int]) -> None:
-        ids = [self._ids.pop(index) for index in indices if index in self._ids]
-        self._engine.abort_request(ids, internal=True)
 
 
 def pack_shared_head(model: torch.nn.Module) -> None:

@@ -131,7 +131,10 @@ def can_pack(dtype: torch.dtype) -> bool:
 def panel_kernel(dtype: torch.dtype) -> tuple[Variant, ctypes.CDLL] | None:
     """The fastest usable variant for `dtype` and its library; None if none can be used."""
     for variant in variants_for(dtype):
-        check = functools.partial(_reproduces_matmul, variant)
+
+        def check(library: ctypes.CDLL, variant: Variant = variant) -> bool:
+            return _is_correct(functools.partial(PanelWeight, variant, library), variant.dtype)
+
         library = compiler.load(variant.source, ARGUMENTS, variant.defines, check=check)
         if library is not None:
             return variant, library
@@ -147,10 +150,6 @@ def variants_for(dtype: torch.dtype) -> list[Variant]:
         if (each.dtype, each.product_dtype) == (dtype, product_dtype)
         and each.cpu_feature in features
     ]  # fmt: skip
-
-
-def _reproduces_matmul(variant: Variant, library: ctypes.CDLL) -> bool:
-    return _is_correct(functools.partial(PanelWeight, variant, library), variant.dtype)
 
 
 def _is_correct(make: Callable[[Tensor], PackedWeight], dtype: torch.dtype) -> bool:
