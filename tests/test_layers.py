@@ -14,8 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "peralta_zmq"
 TYPES = {
+TYPES = {
     *("rollout", "errors", "atomic_files", "addresses"),
-    *("compiler", "imports", "signatures"),
+    *("compiler", "imports", "malloc", "signatures"),
+}
 }
 LEAVES = {
     *("config", "registry", "wire", "weights"),

@@ -88,10 +88,6 @@ class Rows:
         self.num_prompt = np.zeros(num_rows, np.int64)  # length of the prompt
         self.limits = np.zeros(num_rows, np.int64)  # maximum of num_tokens
         self._min_tokens = np.zeros(num_rows, np.int64)
-        # Whether the request has stop strings, or a list for its tokens: with many rows, a loop
-        # over all of them in each decode step would take long.
-        self._has_stop = np.zeros(num_rows, np.bool_)
-        self._has_list = np.zeros(num_rows, np.bool_)
         self._uniforms = np.zeros(shape, np.float32)  # random numbers for sampling, one per token
 
     def start(self, request: Request) -> int:
@@ -109,8 +105,6 @@ class Rows:
         self.num_prompt[row] = len(request.prompt_ids)
         self.limits[row] = limit = max_new_tokens(request, self.max_model_len)
         self._min_tokens[row] = sampling.min_tokens
-        self._has_stop[row] = bool(sampling.stop)
-        self._has_list[row] = request.sampled is not None
         key = [sampling.seed, 0 if request.is_standalone else request.index]
         generator = np.random.Generator(np.random.Philox(key=key))
         self._uniforms[row, :limit] = generator.random(limit, dtype=np.float32)
@@ -153,10 +147,9 @@ class Rows:
         self.logprobs[rows, columns] = logprobs
         self.steps[rows, columns] = step
         self.num_tokens[rows] = columns + 1
-        for index in np.flatnonzero(self._has_list[rows]).tolist():
-            sampled = self.requests[rows[index]].sampled
-            assert sampled is not None
-            sampled.append(SampledToken(int(tokens[index]), float(logprobs[index]), step))
+        for index, row in enumerate(rows.tolist()):
+            if (sampled := self.requests[row].sampled) is not None:
+                sampled.append(SampledToken(int(tokens[index]), float(logprobs[index]), step))
 
     def seen_tokens(
         self, rows: np.ndarray, sampling: Sampling, vocab_size: int
@@ -193,8 +186,9 @@ class Rows:
         tokens, _ = self.newest()
         ended = (tokens[:, None] == self._end_ids).any(1)
         ended |= (self.num_tokens == self.limits)[: self.count]
-        for row in np.flatnonzero(self._has_stop[: self.count]).tolist():
-            ended[row] |= self._has_stopped(row)
+        for row, request in enumerate(self.requests):
+            if request.sampling.stop:
+                ended[row] |= self._has_stopped(row)
         return np.flatnonzero(ended)[::-1].tolist()
 
     def _has_stopped(self, row: int) -> bool:
@@ -245,7 +239,7 @@ class Rows:
         last = self.count
         tables = self.tokens, self.logprobs, self.steps, self._uniforms
         numbers = self.num_tokens, self.num_prompt, self.limits, self._min_tokens
-        for array in (*tables, *numbers, self._has_stop, self._has_list):
+        for array in (*tables, *numbers):
             array[row] = array[last]
         self.requests[row] = self.requests[last]
         self._options[row] = self._options[last]

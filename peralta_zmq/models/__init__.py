@@ -8,6 +8,7 @@ adapters) as modules.
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
 
+from peralta_zmq.malloc import keep_memory, release_memory
 from peralta_zmq.models.chat_templates import (
     chat_prompt,
     chat_prompts,
@@ -24,10 +25,8 @@ from peralta_zmq.models.device import (
     device_name,
     free_bytes,
     is_out_of_memory,
-    keep_memory,
     limit_memory,
     multiplies_bf16_faster,
-    release_memory,
     total_bytes,
     training_dtype,
     training_dtype_of,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import os
 import platform
@@ -111,20 +110,6 @@ def _words(file: Path) -> list[str]:
     with suppress(OSError):
         return file.read_text("ascii").split()
     return []
-
-
-def keep_memory() -> None:
-    """Make glibc's malloc keep freed memory: page faults would take up to a third of a step."""
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: no mmap, because free() would return such blocks
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: no trimming of the heap
-
-
-def release_memory() -> None:
-    """Return freed memory to the system, also after `keep_memory`."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def choose_device(device: str = "auto") -> torch.device:

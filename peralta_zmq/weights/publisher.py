@@ -10,9 +10,7 @@ gradients of the next step.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
-import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +21,7 @@ import torch
 
 from peralta_zmq.atomic_files import FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY
 from peralta_zmq.errors import OutageError, StoreError, failure_text
+from peralta_zmq.malloc import release_memory
 from peralta_zmq.weights import delta, tensor_set
 from peralta_zmq.weights.pruning import KEEP_LAST_THREE, Pruner, Retention
 from peralta_zmq.weights.store import Base, WeightStore
@@ -194,7 +193,7 @@ class WeightPublisher:
             ).start()
         report = self._writer.write(snapshot)
         if self._moves_snapshots:
-            _release_memory()  # activations of the next step, between its gradients
+            release_memory()  # activations of the next step, between its gradients
         with self._changed:
             self._reports.append(report)
             self._publishing = report.version is None  # a failure is settled by `_back_off`
@@ -213,7 +212,7 @@ class WeightPublisher:
         else:
             snapshot.is_moved = True
             snapshot.tensors.update(copies)  # the writer may be reading the equal tensors in memory
-            _release_memory()  # the copies in memory, and the gradients of the last step
+            release_memory()  # the copies in memory, and the gradients of the last step
         finally:
             with self._changed:
                 self._moving = False
@@ -230,15 +229,6 @@ class WeightPublisher:
                 self._waiting = snapshot
             else:
                 self._waiting.keyframe |= snapshot.keyframe
-
-
-def _release_memory() -> None:
-    """Return freed memory to the system.
-
-    malloc may not find room for gradients in it, because other blocks divide it.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _copy(
