@@ -87,19 +87,6 @@ class RewardCall:
     token_ids: tuple[Sequence[int], ...] = ()
     messages: tuple[Sequence[Message], ...] = ()
 
-    def __call__(self, function: Callable[..., Any]) -> list[Reward] | str:
-        """Call the function with this name; a failure is returned as text."""
-        try:
-            return self._checked(self._call(function))
-        except Exception as error:  # noqa: BLE001  a user's function may raise anything
-            return f"raised {described(error)}"
-
-    async def call_async(self, function: Callable[..., Any]) -> list[Reward] | str:
-        try:
-            return self._checked(await self._call(function))
-        except Exception as error:  # noqa: BLE001  a user's function may raise anything
-            return f"raised {described(error)}"
-
     @property
     def names(self) -> tuple[str]:
         return (self.name,)
@@ -122,7 +109,8 @@ class RewardCall:
             )
         return result
 
-    def _call(self, function: Callable[..., Any]) -> Any:
+    def start(self, function: Callable[..., Any]) -> Any:
+        """Call the function with this name; returns its result, or a coroutine."""
         if self.takes_group:
             available = group_arguments(self.problem, self.texts, self.token_ids, self.messages)
         else:
@@ -131,7 +119,8 @@ class RewardCall:
         arguments = Signature(function, len(positional)).accepted(available)
         return function(*positional, **{**arguments, **self.options})
 
-    def _checked(self, result: object) -> list[Reward] | str:
+    def checked(self, result: object) -> list[Reward] | str:
+        """The rewards in the result of the function; a failure is text."""
         try:
             if not self.takes_group:
                 num_turns = num_completions(self.messages[0]) if self.messages else 1
@@ -142,6 +131,21 @@ class RewardCall:
             return [None if value is None else checked_reward(value) for value in values]
         except ValueError as error:
             return f"returned {error}"
+
+
+def outcome(call: Any, *functions: Callable[..., Any]) -> Any:
+    """The checked result of a RewardCall or a ReplyCall of these functions; a failure is text."""
+    try:
+        return call.checked(call.start(*functions))
+    except Exception as error:  # noqa: BLE001  a user's function may raise anything
+        return f"raised {described(error)}"
+
+
+async def async_outcome(call: Any, *functions: Callable[..., Any]) -> Any:
+    try:
+        return call.checked(await call.start(*functions))
+    except Exception as error:  # noqa: BLE001  a user's function may raise anything
+        return f"raised {described(error)}"
 
 
 def num_completions(messages: Sequence[Message]) -> int:

@@ -26,6 +26,7 @@ from peralta_zmq.environments.reward_functions import (
     Reward,
     RewardCall,
     RewardFunction,
+    outcome,
     score_of,
 )
 from peralta_zmq.environments.reward_worker import WorkerCall
@@ -327,7 +328,9 @@ class LocalRewards:
         try:
             for number, function in enumerate(self._functions):
                 if function.is_bounded:
-                    results = [call.result_of(call(function.function)) for call in calls[number]]
+                    results = [
+                        call.result_of(outcome(call, function.function)) for call in calls[number]
+                    ]
                     rewards[number] = [each for result in results for each in result]
                 else:
                     pooled += calls[number]

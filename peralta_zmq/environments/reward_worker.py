@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from peralta_zmq.environments.reward_functions import RewardCall
+from peralta_zmq.environments.reward_functions import RewardCall, async_outcome, outcome
 from peralta_zmq.environments.tool_process import adopt_orphans, delete_folders, kill_descendants
 from peralta_zmq.environments.turns import ReplyCall
 from peralta_zmq.errors import described, prepare_streams
@@ -57,13 +57,13 @@ class _Functions:
     def call(self, content: str | WorkerCall) -> object:
         if isinstance(content, str):
             return self.load(content)
-        return content(*map(self._functions.__getitem__, content.names))
+        return outcome(content, *map(self._functions.__getitem__, content.names))
 
     async def call_async(self, content: str | WorkerCall, timeout_seconds: float) -> object:
         """The reply to a request for a coroutine function, after at most `timeout_seconds`."""
         if isinstance(content, str):
             return self.load(content)
-        call = content.call_async(*map(self._functions.__getitem__, content.names))
+        call = async_outcome(content, *map(self._functions.__getitem__, content.names))
         try:
             return await asyncio.wait_for(call, timeout_seconds)
         except asyncio.TimeoutError:

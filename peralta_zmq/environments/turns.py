@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, cast
 
 from peralta_zmq.environments.tool_calls import assistant_message, schema_of
 from peralta_zmq.environments.tool_process import tool_messages
-from peralta_zmq.errors import RewardError, TaskError, described
+from peralta_zmq.errors import RewardError, TaskError
 from peralta_zmq.rollout import Message, Problem
 from peralta_zmq.signatures import call_error
 
@@ -109,8 +109,8 @@ class ReplyCall:
         """Whether the result tells that time is up: a tool's process ends without its worker."""
         return self.tool_seconds > 0
 
-    def __call__(self, *functions: Callable[..., Any]) -> Reply | str | RewardError:
-        """Call the functions with the names `names`; a failure of `reply` is returned as text."""
+    def start(self, *functions: Callable[..., Any]) -> Any:
+        """Call the functions with the names `names`."""
         if self.tools:
             tools = dict(zip(self.tools, functions, strict=True))
             calls = self.messages[-1].tool_calls
@@ -122,21 +122,12 @@ class ReplyCall:
                     "disk space in the folder for temporary files, or memory"
                 )
         (reply,) = functions
-        try:
-            return _checked(reply(self.problem, list(self.messages), **self._options))
-        except Exception as error:  # noqa: BLE001  a user's function may raise anything
-            return f"raised {described(error)}"
+        options = {"tool_seconds": self.tool_seconds} if self.tool_seconds else {}
+        return reply(self.problem, list(self.messages), **options)
 
-    async def call_async(self, *functions: Callable[..., Any]) -> Reply | str:
-        (reply,) = functions
-        try:
-            return _checked(await reply(self.problem, list(self.messages), **self._options))
-        except Exception as error:  # noqa: BLE001  a user's function may raise anything
-            return f"raised {described(error)}"
-
-    @property
-    def _options(self) -> dict[str, float]:
-        return {"tool_seconds": self.tool_seconds} if self.tool_seconds else {}
+    def checked(self, result: Any) -> Reply | str | RewardError:
+        """The reply as plain messages; a failure is text."""
+        return result if self.tools else _checked(result)
 
     def result_of(self, result: Reply | str | RewardError) -> Reply:
         if isinstance(result, RewardError):

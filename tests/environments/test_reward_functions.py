@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peralta_zmq.environments.reward_functions import RewardFunction, score_of
+from peralta_zmq.environments.reward_functions import RewardFunction, outcome, score_of
 from peralta_zmq.errors import RewardError
 from peralta_zmq.rollout import Message, Problem, Score
 
@@ -22,7 +22,7 @@ def of_group(result: Any) -> Any:
         return result
 
     (call,) = RewardFunction(function, takes_group=True).calls(PROBLEM, ["a", "b"], [(), ()])
-    return call(function)
+    return outcome(call, function)
 
 
 @pytest.mark.parametrize("result", [
@@ -58,7 +58,7 @@ def test_function_without_columns_gets_only_its_parameters() -> None:
     (call,) = RewardFunction(function, {"bonus": 0.5}, takes_group=True).calls(
         PROBLEM, ["abc"], [()]
     )
-    assert call(function) == [7.5]
+    assert outcome(call, function) == [7.5]
 
 
 def functions(*weights: float) -> list[RewardFunction]:
@@ -84,9 +84,9 @@ def test_reward_of_a_task_gets_the_messages_of_an_episode_if_it_has_the_paramete
         calls = RewardFunction(function, options).calls(
             PROBLEM, ["c", "c"], [(), ()], [episode, episode[:1]]
         )
-        assert [reward for call in calls for reward in call(function)] == expected
+        assert [reward for call in calls for reward in outcome(call, function)] == expected
     (call,) = RewardFunction(with_messages).calls(PROBLEM, ["c"], [()])  # one turn
-    assert call(with_messages) == [0.0]
+    assert outcome(call, with_messages) == [0.0]
 
 
 def test_score_is_the_weighted_sum_with_unweighted_parts() -> None:
@@ -133,7 +133,7 @@ def with_turn_rewards(result: Any, messages: Any = (EPISODE,)) -> Any:
         return Score(1.0, {}, result)
 
     (call,) = RewardFunction(function).calls(PROBLEM, ["b"], [()], messages)
-    return call(function)
+    return outcome(call, function)
 
 
 def test_score_has_a_reward_for_each_completion_of_an_episode() -> None:

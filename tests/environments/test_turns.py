@@ -19,7 +19,7 @@ from real_programs import until
 from user_modules import UserModules
 
 from peralta_zmq.environments.dataset import Environments
-from peralta_zmq.environments.reward_functions import RewardFunction
+from peralta_zmq.environments.reward_functions import RewardFunction, outcome
 from peralta_zmq.environments.reward_pool import LocalReplies, LocalRewards, RewardPool
 from peralta_zmq.environments.turns import Turns, turns_of
 from peralta_zmq.errors import RewardError, TaskError
@@ -248,7 +248,7 @@ def test_tools_without_a_folder_are_a_failed_reward(
     call = turns.call(PROBLEM, messages, tool_seconds=5)
     assert call is not None
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
-    failure = call(task.add, task.hang)
+    failure = outcome(call, task.add, task.hang)
     with pytest.raises(RewardError, match=r"problem 7 cannot be executed: .* No such file .*/miss"):
         call.result_of(failure)
 
