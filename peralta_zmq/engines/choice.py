@@ -28,8 +28,6 @@ ENGINES_WITH = {
 
 
 class Machine(NamedTuple):
-    """What the automatic choice depends on."""
-
     is_apple: bool  # Apple silicon
     has_mlx: bool  # mlx-lm is installed
     has_cuda: bool = False  # torch can use a CUDA device
@@ -92,7 +90,6 @@ def _automatic(
     config: Mapping[str, Any],
     checks: Mapping[str, Callable[[], None]],
 ) -> tuple[str, str]:
-    """The engine for a machine, and the reason."""
     if machine.is_apple and not machine.has_mlx:
         return "native", "auto: mlx-lm is not installed; pip install 'peralta_zmq[mlx]'"
     uses_cuda = machine.has_cuda and settings.device.startswith(("auto", "cuda"))

@@ -253,5 +253,4 @@ class Rows:
         self._options.clear()
 
     def length(self, row: int) -> int:
-        """Number of tokens of prompt and completion."""
         return int(self.num_prompt[row] + self.num_tokens[row])

@@ -31,8 +31,6 @@ def chosen_device(settings: EngineSettings) -> tuple[torch.device, torch.dtype]:
 
 
 class ModelFiles(NamedTuple):
-    """What engines read that have models of their own."""
-
     tokenizer: models.Tokenizer
     end_ids: list[int]
     weights: Mapping[str, Tensor]

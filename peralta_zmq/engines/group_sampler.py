@@ -36,11 +36,7 @@ TURN_STRIDE = 1 << 40
 
 
 class Replies(Protocol):
-    """Replies of the tasks to completions."""
-
-    def has_turns(self, problem: Problem) -> bool:
-        """Whether the task of the problem replies to completions."""
-        ...
+    def has_turns(self, problem: Problem) -> bool: ...
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[list[Message] | None]:
         """The messages that follow `messages`, which begin with the prompt; None ends the episode.
@@ -73,8 +69,6 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """An episode in flight."""
-
     group: Group
     index: int  # Request.index of the first turn
     request: Request  # of the last turn
@@ -106,7 +100,6 @@ class Sampler:
 
     @property
     def has_room(self) -> bool:
-        """Whether the engine could start another group now."""
         return self._engine.num_free() > len(self._queue)
 
     def start(
@@ -117,7 +110,6 @@ class Sampler:
         *,
         replies: Replies | None = None,
     ) -> Group:
-        """Start a group of `num_generations` completions."""
         tokens = problem.input_token_ids or models.chat_prompt(
             self._tokenizer, problem.messages, **problem.chat_template_kwargs
         )
@@ -199,7 +191,6 @@ class Sampler:
         self._answered = [each for each in self._answered if each.group not in groups]
 
     def _leave_engine(self) -> list[Completion]:
-        """Remove the requests of interrupted groups; returns their partial completions."""
         indices = [index for index, each in self._sampled.items() if each.group.is_interrupted]
         return self._engine.drop(indices) if indices else []
 

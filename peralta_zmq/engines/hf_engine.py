@@ -33,7 +33,6 @@ class HfEngine:
 
     @staticmethod
     def open(folder: Path, settings: EngineSettings, *, step: int = 0) -> RowEngine:
-        """Open the model and tokenizer in `folder`."""
         model, tokenizer, merger = open_model(folder, settings)
         return hf_engine(model, tokenizer, settings, step=step, merger=merger)
 
@@ -92,7 +91,6 @@ class HfRows:
     def decode(
         self, tokens: np.ndarray, positions: np.ndarray, waiting: Sequence[Request]
     ) -> Tensor | None:
-        """Compute the newest tokens of all rows."""
         if not len(tokens):
             return None
         newest = self._ids.new_zeros(len(self._ids), 1)
@@ -132,23 +130,19 @@ class HfRows:
         seen: BoolArray | None,
         banned: BoolArray | None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Sample a token for each row of `part`."""
         return sample_rows(logits[part], sampling, uniforms, seen=seen, banned=banned)
 
     def keep(self, request: Request, row: int, length: int) -> None:
         """Turns are not kept."""
 
     def remove(self, row: int, last: int, last_length: int) -> None:
-        """Let `row` use the entry of row `last`."""
         self._entries[row] = self._entries[last]
         self._entries = self._entries[:-1]
 
     def reset(self, *, is_damaged: bool = False) -> None:
-        """Drop the cache."""
         self._cache = {}
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy the weights into the model."""
         models.apply_weights(self._model, weights)
 
 

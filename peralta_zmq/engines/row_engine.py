@@ -84,11 +84,9 @@ class RowEngine:
         self._waiting: list[Request] = []
 
     def num_free(self) -> int:
-        """Number of requests that can be submitted now."""
         return self._rows.num_rows - self._rows.count - len(self._waiting)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Start requests at the next `advance`."""
         self._waiting += requests
 
     @torch.inference_mode()
@@ -136,7 +134,6 @@ class RowEngine:
         self.step = update.step
 
     def _start(self) -> None:
-        """Give waiting requests a row, and sample their first tokens."""
         if not self._waiting:
             return
         first_row = self._rows.count
@@ -166,7 +163,6 @@ class RowEngine:
         self._rows.append(rows, tokens, logprobs, step=self.step)
 
     def _pop_ended(self) -> list[Completion]:
-        """Remove and return the completions that have ended."""
         ended = self._rows.ended()
         completions = [self._rows.completion(row) for row in ended]
         for row in ended:

@@ -123,7 +123,6 @@ def _value_of(match: re.Match[str]) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
-    """Text with ASCII minus signs, and fractions of LaTeX as 1/2."""
     text = text.replace("\N{MINUS SIGN}", "-").replace("\\$", "$").replace("\\%", "%")
     return FRACTION.sub(lambda match: f"{match[1] or match[3]}/{match[2] or match[4]}", text)
 

@@ -45,5 +45,4 @@ tools = [calculate]
 
 
 def reward(problem: Problem, completion_text: str) -> float:
-    """1 if the last completion is the result, else 0."""
     return float(completion_text.strip() == problem.answer)

@@ -30,8 +30,6 @@ csv.field_size_limit((1 << 31) - 1)  # characters; a memory limit, 131,072 by de
 
 
 class Record(NamedTuple):
-    """A row of a data set as it is in the file."""
-
     line_number: int  # of the row's first line in the file
     values: Mapping[str, Any]  # by column
     texts: Mapping[str, Any]  # the same with numbers as text, so that 0.1 stays exact

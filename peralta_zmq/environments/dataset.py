@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 
 class RewardSource(Protocol):
-    """Computes rewards, on this machine or on another one."""
-
     @property
     def identity(self) -> str:
         """Text that is equal for equal reward functions."""
@@ -59,8 +57,6 @@ class RewardSource(Protocol):
 
 
 class ReplySource(Protocol):
-    """Computes the replies of a task with several turns, on this machine or on another one."""
-
     @property
     def identity(self) -> str:
         """Text that is equal for equal functions."""
@@ -72,9 +68,7 @@ class ReplySource(Protocol):
         ...
 
     @property
-    def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """The schemas of the tools."""
-        ...
+    def schemas(self) -> Sequence[Mapping[str, Any]]: ...
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
         """The messages that follow a completion, the last of `messages`; None ends the episode.
@@ -299,8 +293,6 @@ def parsed_answer(problem: Problem, parse: Callable[[str], Parsed]) -> Parsed:
 
 
 class _RowProblems:
-    """Iterator over problems; the number of unread rows is its length hint."""
-
     def __init__(self, problems: Iterator[Problem], unread: Iterator[DataRow]) -> None:
         self._problems = problems
         self._unread = unread

@@ -42,5 +42,4 @@ def feedback(guess: str, number: int) -> str:
 
 
 def reward(problem: Problem, completion_text: str) -> float:
-    """1 if the last completion is the number, else 0."""
     return float(completion_text.strip() == problem.answer)

@@ -54,7 +54,6 @@ def boxed_answer(completions: Completions, answer: Sequence[str], **columns: Any
 
 
 def last_box(text: str) -> str:
-    r"""Content of the last complete \boxed{...}; empty if there is none."""
     for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
         depth = 1
         for end, char in enumerate(text[start:], start):

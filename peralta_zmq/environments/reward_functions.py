@@ -101,7 +101,6 @@ class RewardCall:
         return len(self.texts)
 
     def result_of(self, result: list[Reward] | str) -> list[Reward]:
-        """The result of the call. Raises RewardError for the text of a failure."""
         if isinstance(result, str):
             raise RewardError(
                 f"reward function {self.name} {result}, for a completion of problem "
@@ -120,7 +119,6 @@ class RewardCall:
         return function(*positional, **{**arguments, **self.options})
 
     def checked(self, result: object) -> list[Reward] | str:
-        """The rewards in the result of the function; a failure is text."""
         try:
             if not self.takes_group:
                 num_turns = num_completions(self.messages[0]) if self.messages else 1
@@ -154,7 +152,6 @@ def num_completions(messages: Sequence[Message]) -> int:
 
 
 def is_group_function(function: Callable[..., Any]) -> bool:
-    """Whether a function has TRL's signature: a parameter `completions`."""
     return "completions" in Signature(function).names
 
 

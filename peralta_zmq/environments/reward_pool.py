@@ -108,7 +108,6 @@ class RewardPool:
         return future
 
     def has_room(self, *, is_async: bool) -> bool:
-        """Whether fewer than `queue_limit` completions wait for a worker."""
         return self._workers(is_async).num_waiting < self._queue_limit
 
     @property
@@ -290,8 +289,6 @@ def _check_ended(name: str, reply: object) -> None:
 
 
 class LocalRewards:
-    """Rewards by functions on this machine: in a pool, or in this process if bounded."""
-
     def __init__(self, functions: Sequence[RewardFunction], pool: RewardPool) -> None:
         self._functions = tuple(functions)
         self._pool = pool
@@ -345,8 +342,6 @@ class LocalRewards:
 
 
 class LocalReplies:
-    """Replies by functions on this machine, in a pool."""
-
     def __init__(self, turns: Turns, pool: RewardPool) -> None:
         self._turns = turns
         self._pool = pool

@@ -42,8 +42,6 @@ async def read_frame(reader: asyncio.StreamReader) -> tuple[int, Any]:
 
 
 class _Functions:
-    """The imported functions by name."""
-
     def __init__(self) -> None:
         self._functions: dict[str, Callable[..., Any]] = {}
 
@@ -60,7 +58,6 @@ class _Functions:
         return outcome(content, *map(self._functions.__getitem__, content.names))
 
     async def call_async(self, content: str | WorkerCall, timeout_seconds: float) -> object:
-        """The reply to a request for a coroutine function, after at most `timeout_seconds`."""
         if isinstance(content, str):
             return self.load(content)
         call = async_outcome(content, *map(self._functions.__getitem__, content.names))

@@ -66,7 +66,6 @@ def problems(
 
 
 def reward(problem: Problem, completion_text: str) -> float:
-    """1 if the completion gives the row's answer, else 0: see answer_match."""
     return match_reward(completion_text, problem.answer)
 
 
@@ -117,7 +116,6 @@ def _rows(records: Sequence[Record], prompt_column: str, answer_column: str) -> 
 
 
 def _answer_of(record: Record, column: str) -> str:
-    """The answer of a row as text; empty if it has none."""
     if column:
         if column not in record.texts:
             raise missing_column(record, column, setting="data.answer_column")

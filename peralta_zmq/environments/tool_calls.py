@@ -123,7 +123,6 @@ def assistant_message(text: str) -> Message:
 
 
 def _parsed_call(text: str, *, closed: bool) -> ToolCall:
-    """The call that `text` describes, with an error if it is not valid."""
     try:
         call = parse_json(text)
         json.dumps(call, ensure_ascii=False).encode()  # raises for an unpaired surrogate

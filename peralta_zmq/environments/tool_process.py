@@ -210,7 +210,6 @@ def _read(reader: int, deadline: float) -> str | None:
 def _run_child(
     tool: Callable[..., Any], arguments: Mapping[str, Any], folder: str, writer: int, seconds: float
 ) -> NoReturn:
-    """Call the tool, write its result as text to the pipe, and exit."""
     process = os.getpid()
     try:
         _close_files(keep=writer)
@@ -284,7 +283,6 @@ def _forbid_other_memory() -> None:
 
 
 def _forbid_writes_outside(folder: str) -> None:
-    """Let this process change files in `folder` only, where the kernel has Landlock."""
     libc = ctypes.CDLL(None, use_errno=True)
     version = libc.syscall(LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION)
     if version < 1:

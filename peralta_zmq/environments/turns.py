@@ -110,7 +110,6 @@ class ReplyCall:
         return self.tool_seconds > 0
 
     def start(self, *functions: Callable[..., Any]) -> Any:
-        """Call the functions with the names `names`."""
         if self.tools:
             tools = dict(zip(self.tools, functions, strict=True))
             calls = self.messages[-1].tool_calls
@@ -126,7 +125,6 @@ class ReplyCall:
         return reply(self.problem, list(self.messages), **options)
 
     def checked(self, result: Any) -> Reply | str | RewardError:
-        """The reply as plain messages; a failure is text."""
         return result if self.tools else _checked(result)
 
     def result_of(self, result: Reply | str | RewardError) -> Reply:

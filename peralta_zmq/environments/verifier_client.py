@@ -120,7 +120,6 @@ class RemoteEnvironment:
         token_ids: Sequence[Sequence[int]],
         messages: Sequence[Sequence[Message]] = (),
     ) -> Future[list[Score]]:
-        """The scores of completions, computed by a verifier, or a RewardError."""
         body = {
             "completions": list(texts),
             "completion_ids": list(map(list, token_ids)),
@@ -131,7 +130,6 @@ class RemoteEnvironment:
         return self._send("/score", problem, body, _scores_from_json)
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
-        """The messages that follow a completion, computed by a verifier, or a RewardError."""
         # The verifier has the messages of the problem.
         body = {"messages": messages_to_json(messages[len(problem.messages) :])}
         return self._send("/reply", problem, body, _reply_from_json)
@@ -184,7 +182,6 @@ class RemoteEnvironment:
         body: Mapping[str, Any],
         parse: Callable[[Any, Mapping[str, Any]], Result],
     ) -> Result:
-        """Send a request until there is a response. Raises RewardError or TaskError."""
         try:
             return self._request(path, body, parse)
         except _OtherProblemsError:

@@ -89,7 +89,6 @@ class Agent:
 
     @asynccontextmanager
     async def interaction(self, task: Any) -> AsyncGenerator[Interaction, None]:
-        """An exchange of several turns, which is scored at its end."""
         if self.trace is not None:
             raise TaskError("the environment lets its agent start a second episode")
         information = library.AgentInfo(config=self._config, name=self._name)
@@ -131,8 +130,6 @@ class Agent:
 
 
 class Interaction:
-    """An exchange between an environment and its agent, as in the library."""
-
     def __init__(self, agent: Agent, task: Any) -> None:
         self._agent = agent
         self._task = task
@@ -225,7 +222,6 @@ def _messages_of(content: Any) -> list[Message]:
 
 
 def _library_message(message: Message, *, number: int = 0, call_id: str = "") -> Any:
-    """A message as one of the library; reasoning is separated from the content."""
     match message.role:
         case "assistant":
             reasoning, end, content = message.content.rpartition(THINK_END)

@@ -213,7 +213,6 @@ def _toolsets(env: Any, task: Any) -> list[tuple[Any, bool]]:
 
 
 async def _tools(env: Any, task: Any) -> dict[str, _Tool]:
-    """The tools of a task by the names that the model uses."""
     tools: dict[str, _Tool] = {}
     for toolset, is_of_task in _toolsets(env, task):
         await toolset.setup()
@@ -230,7 +229,6 @@ async def _tools(env: Any, task: Any) -> dict[str, _Tool]:
 
 
 def _tool_function(env: Any, task: Any, name: str) -> Callable[..., str]:
-    """A function that calls a tool, for a process of its own."""
 
     async def result(arguments: dict[str, Any]) -> str:
         tool = (await _tools(env, task))[name]
@@ -267,7 +265,6 @@ def _check_class(name: str) -> None:
 
 
 def _unsupported_class(name: str, taskset_class: Any) -> str:
-    """Why a taskset cannot be used; empty if it can."""
     env_class = library.environment_class(name)
     task_class = taskset_class.task_type()
     agents = _agents(name)
@@ -287,7 +284,6 @@ def _unsupported_class(name: str, taskset_class: Any) -> str:
 
 
 def _unsupported_task(task: Any) -> str:
-    """Why a task cannot be used; empty if it can."""
     for function in (*task.hooks("metric"), *task.hooks("reward")):
         if "runtime" in Signature(function).required:
             return f"its function {function.__name__} needs a runtime"

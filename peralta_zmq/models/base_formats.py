@@ -55,15 +55,12 @@ CELLS = 32  # parts of [-1, 1], each with at most one of the bounds between the 
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A matrix in the format int8 or nf4."""
-
     base_dtype: str
     shape: tuple[int, ...]
     codes: Tensor  # int8 [weights], or uint8 [weights / 2] with two codes of nf4, the first high
     scales: Tensor  # bfloat16 [blocks]
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The matrix, with bfloat16 values in `dtype`."""
         num_blocks = len(self.scales)
         result = torch.empty(num_blocks, BLOCK, dtype=dtype, device=self.codes.device)
         codes = self.codes.view(num_blocks, -1)
@@ -119,7 +116,6 @@ def encode_nf4(values: Tensor) -> Tensor:
 
 
 def _decode_nf4(codes: Tensor, scales: Tensor) -> Tensor:
-    """Weights in float32 [blocks, BLOCK]; `scales` is [blocks, 1]."""
     pairs = _nf4_pairs(codes.device).index_select(0, codes.reshape(-1).int())
     return pairs.view(torch.float32).view(-1, BLOCK) * scales.float()
 

@@ -238,7 +238,6 @@ def free_bytes(device: torch.device, *, fraction: float | None = None) -> int:
 
 
 def _memory(device: torch.device) -> tuple[int, int, int]:
-    """Bytes in total, free, and used by this process."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total, free, torch.cuda.memory_reserved(device)

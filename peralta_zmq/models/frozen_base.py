@@ -101,8 +101,6 @@ def has_only_bfloat16(folder: Path) -> bool:
 
 
 class BaseWeights(NamedTuple):
-    """The weights of a base model by name, unpacked."""
-
     tensors: Mapping[str, Tensor]
     digest: str | None  # of the packed weights; None if the format packs none
 
@@ -161,8 +159,6 @@ def check_base_dtype(base_dtype: str) -> None:
 
 
 class _Architecture(NamedTuple):
-    """A model without weights."""
-
     model_class: type[Any]
     config: Any
     linears: frozenset[str]  # names of the weights of linear layers in the blocks

@@ -105,7 +105,6 @@ class FrozenLinear(nn.Linear):
         return self.weight.to(dtype) if packed is None else packed.unpack(dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
         device = input.device.type
         autocasts = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocasts else input.dtype
@@ -129,8 +128,6 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 class FrozenEmbedding(nn.Embedding):
-    """An embedding that is not trained, with bfloat16 weights and float32 results."""
-
     def __init__(self, layer: nn.Embedding, weight: Tensor) -> None:
         nn.Module.__init__(self)
         self.num_embeddings = layer.num_embeddings

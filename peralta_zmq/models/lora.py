@@ -88,7 +88,6 @@ def add_adapters(
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether `add_adapters` has added adapters to the model."""
     return bool(_layers(model))
 
 

@@ -308,8 +308,6 @@ class Scorer:
 
 
 class _Trial(NamedTuple):
-    """Random sequences in a packed row, and their logprobs."""
-
     trees: tuple[PrefixTree, ...]
     token_ids: Tensor  # int64 [M]
     scored: Tensor  # int64 [N], indices in the row
@@ -321,8 +319,6 @@ def _first_line(error: Exception) -> str:
 
 
 class _Inputs(NamedTuple):
-    """Inputs of a forward pass."""
-
     token_ids: Tensor  # int64 [B, T]
     mask: Tensor  # attention mask
     options: dict[str, Any]  # other options of the model

@@ -71,20 +71,15 @@ class TreeLayout:
             start = end
 
     def path(self, span: int) -> Int64Array:
-        """Indices of the sequence that ends with the last token of a span."""
         return np.concatenate([np.arange(each.start, each.stop) for each in self.paths[span]])
 
 
 class _Part(NamedTuple):
-    """Consecutive tokens of a packed row, and the keys that some of them attend to."""
-
     segments: list[int]  # indices of the segments with the keys
     mask: Tensor  # bool [tokens, keys], True where row attends to column
 
 
 class PackedLayout(NamedTuple):
-    """Positions, predecessors and attention of a packed row."""
-
     positions: Tensor  # int64 [M], of each token in its sequence
     previous: Tensor  # int64 [M], index in the row of each token's predecessor
     segment_sizes: list[int]  # the row is cut into segments, so that each path is a list of them
@@ -99,7 +94,6 @@ class PackedLayout(NamedTuple):
         *,
         is_by_span: Callable[[int, float], bool] = attends_by_span,
     ) -> PackedLayout:
-        """The layout of trees that follow each other in a row."""
         layouts = [TreeLayout(tree) for tree in trees]
         starts = np.cumsum([0, *(tree.num_tokens for tree in trees[:-1])])
         previous = [layout.previous + start for layout, start in zip(layouts, starts, strict=True)]

@@ -136,7 +136,6 @@ class CachedRows:
         """Turns are not kept."""
 
     def remove(self, row: int, last: int, last_length: int) -> None:
-        """Let `row` use the entry of row `last`."""
         self._entries[row] = self._entries[last]
         self._entries.pop()
         self._is_scattered = True

@@ -115,7 +115,6 @@ class MlxModel:
         return self.logits(np.array([prompt[-1] for prompt in prompts]), cache), cache
 
     def row_bytes(self, max_model_len: int) -> int:
-        """Bytes of the cache of one row with `max_model_len` tokens."""
         _, cache = self.prefill([np.zeros(1, np.int32)])
         return sum(_cache_bytes(each, max_model_len) for each in cache)
 
@@ -128,7 +127,6 @@ class MlxModel:
         return self._model.sanitize(dict(arrays))
 
     def _load(self, arrays: dict[str, Any]) -> None:
-        """Replace all parameters and quantize those of quantized layers."""
         for path, module in self._model.named_modules():
             if hasattr(module, "bits") and f"{path}.weight" in arrays:
                 quantized = mx.quantize(arrays[f"{path}.weight"], GROUP_SIZE, module.bits)

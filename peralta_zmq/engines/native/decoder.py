@@ -117,7 +117,6 @@ class Decoder:
         ]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, V] of hidden states [n, hidden_size]."""
         logits = self._model.lm_head(hidden)
         if self._softcap is None:
             return logits
@@ -183,7 +182,6 @@ class Decoder:
             self._config._attn_implementation = previous
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [..., D] of positions [...]."""
         assert self._rotary_table is not None
         return self._rotary_table[0][positions], self._rotary_table[1][positions]
 
@@ -217,7 +215,6 @@ class Decoder:
 
 
 def _rotary(model: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [..., D] of positions [...]."""
     dtype_and_device = torch.empty(0, dtype=model.dtype, device=model.device)
     rotary = model.model.rotary_emb(dtype_and_device, positions.reshape(1, -1))
     cosines, sines = (each.view(*positions.shape, -1) for each in rotary)
@@ -276,7 +273,6 @@ class RotaryEmbedding:
         self._sin = torch.cat([-low, high], -1)[:, None]
 
     def rotate(self, heads: Tensor) -> Tensor:
-        """Rotate queries or keys [n, heads, S, D]."""
         swapped = heads.roll(heads.shape[-1] // 2, -1)  # both halves of each head exchanged
         return torch.addcmul(heads * self._cos, swapped, self._sin)
 
@@ -289,11 +285,9 @@ class TorchLayerOps(NamedTuple):
     masks: Mapping[str, Tensor]  # by layer type
 
     def norm(self, norm: Any, hidden: Tensor) -> Tensor:
-        """RMS norm of [n, S, hidden_size]."""
         return rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
     def gate(self, mlp: Any, gates: Tensor, ups: Tensor) -> Tensor:
-        """Gated activation; gates and ups are [n, S, intermediate_size]."""
         return mlp.act_fn(gates) * ups
 
     def attend(

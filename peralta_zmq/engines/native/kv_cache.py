@@ -145,7 +145,6 @@ class KVCache:
         return torch.cat([torch.stack(shared), own], dim=3)
 
     def write(self, row: int, sequence: Tensor) -> None:
-        """Store a sequence that `read` returned in the own part of a row."""
         length = sequence.shape[3]
         self.widen(length)
         self.spans[row] = EMPTY_SPAN

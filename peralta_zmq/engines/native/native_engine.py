@@ -39,7 +39,6 @@ class NativeEngine:
 
     @staticmethod
     def open(folder: Path, settings: EngineSettings, *, step: int = 0) -> RowEngine:
-        """Open the model and tokenizer in `folder`."""
         model, tokenizer, merger = open_model(folder, settings)
         if _is_supported(model):
             return native_engine(model, tokenizer, settings, step=step, merger=merger)
@@ -114,7 +113,6 @@ class CachedRows:
         self.invalidate()
 
     def invalidate(self) -> None:
-        """Compute prompts and turns again."""
         self._prefix_cache.invalidate()
         self._turn_cache.clear()
 
@@ -150,7 +148,6 @@ class CachedRows:
     def decode(
         self, tokens: np.ndarray, positions: np.ndarray, waiting: Sequence[Request]
     ) -> Tensor:
-        """Compute the newest tokens of all rows, and prompts in the same pass."""
         newest = NewTokens(tokens[:, None], positions[:, None], first_row=0)
         running = [newest] if len(tokens) else []
         if waiting:

@@ -72,8 +72,6 @@ class FusedLinear:
 
 
 class PackedLinear(nn.Module):
-    """Replaces an nn.Linear of the model: layer `index` of `fused`."""
-
     def __init__(self, fused: FusedLinear, index: int) -> None:
         super().__init__()
         self.fused = fused
@@ -145,7 +143,6 @@ def panels_of(*linears: nn.Module) -> PanelWeight | None:
 
 
 def _layer_groups(parent: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Attribute names of the linear layers of `parent`, grouped into layers to fuse."""
     linears = {name: child for name, child in parent.named_children() if type(child) is nn.Linear}
     for names in FUSED_LAYERS:
         group = [linears[name] for name in names if name in linears]

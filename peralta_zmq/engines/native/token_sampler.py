@@ -117,7 +117,6 @@ class LogitBlocks:
         )
 
     def logprobs(self, tokens: Tensor) -> Tensor:
-        """log softmax(logits / temperature) at `tokens`, [n] in fp32."""
         logits = self._logits.flatten(1).gather(1, tokens[:, None]).float()
         return ((logits - self.max) / self._temperature - self.sums.sum(-1, True).log())[:, 0]
 

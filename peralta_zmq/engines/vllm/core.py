@@ -27,8 +27,6 @@ COMPILING = "compiling"  # torch begins to compile a function, which takes longe
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A completion to be started."""
-
     index: int
     prompt_ids: list[int]
     max_tokens: int
@@ -39,8 +37,6 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A sampled token of the request with this index."""
-
     index: int
     token_id: int
     logprob: float

@@ -84,7 +84,6 @@ def check_model(config: Mapping[str, Any]) -> None:
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise ConfigError for a temperature, or options without exact logprobs, of vLLM."""
     if sampling.temperature and not MIN_TEMPERATURE <= sampling.temperature <= MAX_TEMPERATURE:
         raise ConfigError(
             f"engine 'vllm' has no temperature {sampling.temperature:g}; set sampling.temperature "

@@ -146,7 +146,6 @@ class VllmEngine:
             self.close()
 
     def num_free(self) -> int:
-        """Number of requests that can be submitted now."""
         return self._slots - self._rows.count - len(self._waiting)
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -158,7 +157,6 @@ class VllmEngine:
         self._submitted += requests
 
     def advance(self) -> list[Completion]:
-        """Take a step of vLLM; see registry.Engine."""
         if not (self._waiting or self._rows.count):
             return []
         core = self._running_core()

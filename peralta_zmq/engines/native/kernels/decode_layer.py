@@ -55,14 +55,10 @@ class AttentionStruct(ctypes.Structure):
 
 
 class LinearStruct(ctypes.Structure):
-    """The struct `Linear` of decode_layer.c."""
-
     _fields_ = (("packed", POINTER), ("bias", POINTER), ("inputs", INT64), ("outputs", INT64))
 
 
 class LayerStruct(ctypes.Structure):
-    """The struct `Layer` of decode_layer.c."""
-
     _fields_ = (
         *_fields("attention_norm mlp_norm query_norm key_norm", POINTER),
         *_fields("shared_keys shared_values keys values", POINTER),
@@ -71,8 +67,6 @@ class LayerStruct(ctypes.Structure):
 
 
 class DecodeStruct(ctypes.Structure):
-    """The struct `Decode` of decode_layer.c."""
-
     _fields_ = (
         ("attention", ctypes.POINTER(AttentionStruct)),
         ("layers", ctypes.POINTER(LayerStruct)),
@@ -125,7 +119,6 @@ class CompiledLayerOps:
         self._set_pointers(cosine=cosine, sine=sine, row=row, column=column, start=start, end=end)
 
     def norm(self, norm: Any, hidden: Tensor) -> Tensor:
-        """RMS norm of [T, hidden_size]."""
         out = torch.empty_like(hidden)
         addresses = hidden.data_ptr(), norm.weight.data_ptr(), out.data_ptr()
         num_tokens = hidden.shape[:-1].numel()
