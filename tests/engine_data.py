@@ -180,11 +180,12 @@ def tokens(completions: list[Completion]) -> list[list[int]]:
     return [completion.token_ids.tolist() for completion in completions]
 
 
-def plain_greedy(model: Any, prompt: Sequence[int], length: int) -> list[int]:
+def plain_greedy(model: Any, prompt: Sequence[int], length: int, **options: Any) -> list[int]:
+    """Greedy tokens of transformers' `generate` with these options."""
     alone = torch.tensor([prompt])
+    options = {"eos_token_id": END, "pad_token_id": 0, "max_new_tokens": length, **options}
     return model.generate(
-        alone, attention_mask=torch.ones_like(alone), do_sample=False, max_new_tokens=length,
-        eos_token_id=END, pad_token_id=0,
+        alone, attention_mask=torch.ones_like(alone), do_sample=False, **options
     )[0, len(prompt) :].tolist()  # fmt: skip
 
 

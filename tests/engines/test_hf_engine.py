@@ -41,7 +41,7 @@ def test_padding_of_a_batch_changes_no_token(settings: dict[str, Any], tokenizer
 
 def test_rows_that_have_ended_take_no_positions(tokenizer: Any) -> None:
     """A short prompt is continued beyond the end of the context of a long one."""
-    model = tiny_model(model_type="gpt2", n_positions=24)
+    model = tiny_model(model_type="gpt2", max_position_embeddings=24)
     engine = hf_engine(model, tokenizer, EngineSettings())
     sampling = Sampling(max_completion_length=20, min_tokens=20)
     long, short = sampled(engine, sampling, requests([[5] * 22, [7]]))

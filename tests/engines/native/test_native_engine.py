@@ -36,7 +36,6 @@ from sample_data import tiny_model
 
 from peralta_zmq import models
 from peralta_zmq.compiler import INSTRUCTION_SET
-from peralta_zmq.engines.hf_engine import hf_engine
 from peralta_zmq.engines.native.compiled_layers import can_compile
 from peralta_zmq.engines.native.decoder import Decoder, NewTokens
 from peralta_zmq.engines.native.kernels import gemm
@@ -187,21 +186,26 @@ def test_engine_without_packing_matches_transformers(
     assert tokens(sampled(engine, GREEDY)) == [plain_greedy(sharp_model(), p, 12) for p in PROMPTS]
 
 
-@pytest.mark.parametrize("options", [{"repetition_penalty": 1.8}, {"min_tokens": 5}], ids=str)
-def test_penalties_match_transformers(options: dict[str, Any], tokenizer: Any) -> None:
+@pytest.mark.parametrize(
+    ("options", "options_of_generate"),
+    [({"repetition_penalty": 1.8}, {"repetition_penalty": 1.8}),
+     ({"min_tokens": 5}, {"min_new_tokens": 5})],
+    ids=["repetition_penalty", "min_tokens"],
+)  # fmt: skip
+def test_penalties_match_transformers(
+    options: dict[str, Any], options_of_generate: dict[str, Any], tokenizer: Any
+) -> None:
     sampling = Sampling(temperature=0.0, max_completion_length=12, **options)
     ours = tokens(sampled(engine_of(ending_soon(), tokenizer), sampling))
-    hf = hf_engine(ending_soon(), tokenizer, EngineSettings(max_model_len=64))
-    reference = tokens(sampled(hf, sampling))
+    model = ending_soon()
+    options_of_generate["eos_token_id"] = model.generation_config.eos_token_id
+    expected = [plain_greedy(model, each, 12, **options_of_generate) for each in PROMPTS]
     without = tokens(sampled(engine_of(ending_soon(), tokenizer), GREEDY))
-    assert ours == reference != without
+    assert ours == expected != without
 
 
 def ending_soon(head_dim: int = 8) -> Any:
-    """A model whose most frequent token ends a completion.
-
-    It never samples the pad token, which transformers penalizes as a part of padded prompts.
-    """
+    """A model whose most frequent token ends a completion."""
     model = sharp_model(head_dim=head_dim)
     frequent = plain_greedy(model, PROMPTS[0], 2)[1]
     model.generation_config.eos_token_id = [END, frequent]
