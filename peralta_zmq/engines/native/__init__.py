@@ -5,7 +5,6 @@ prefix_cache     keys and values of prompts, and of their common prefix, compute
 turn_cache       keys and values of completions that may be continued
 token_sampler    from logits to a token and its logprob
 decoder          forward pass over the KV cache
-compiled_layers  the layers of a decode step in one C call
 kv_cache         keys and values of every row, allocated once
 packed_linears   weights in the memory order in which this machine multiplies fastest
 graphs           CUDA graphs of a decode step

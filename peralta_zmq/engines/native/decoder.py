@@ -21,9 +21,13 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from peralta_zmq import models
-from peralta_zmq.engines.native.compiled_layers import CompiledLayers, can_compile
 from peralta_zmq.engines.native.graphs import Capture, GraphCache, capture_for
-from peralta_zmq.engines.native.kernels.decode_layer import CompiledLayerOps, library_for
+from peralta_zmq.engines.native.kernels.decode_layer import (
+    CompiledLayerOps,
+    CompiledLayers,
+    can_compile,
+    library_for,
+)
 from peralta_zmq.engines.native.kv_cache import KVCache, Part, RowWindow, cache_shape
 from peralta_zmq.engines.native.packed_linears import ModelWeights
 

@@ -36,9 +36,9 @@ from sample_data import tiny_model
 
 from peralta_zmq import models
 from peralta_zmq.compiler import INSTRUCTION_SET
-from peralta_zmq.engines.native.compiled_layers import can_compile
 from peralta_zmq.engines.native.decoder import Decoder, NewTokens
 from peralta_zmq.engines.native.kernels import gemm
+from peralta_zmq.engines.native.kernels.decode_layer import can_compile
 from peralta_zmq.engines.native.native_engine import NativeEngine, native_engine
 from peralta_zmq.engines.native.packed_linears import PackedLinear
 from peralta_zmq.engines.row_engine import RowEngine
