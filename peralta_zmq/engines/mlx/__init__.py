@@ -1,8 +1,7 @@
 """Engine on MLX: decode loop with mlx-lm's models, for Macs.
 
-mlx_engine         requests in, completions out; newer weights between two decode steps
-mlx_model          an mlx-lm model of a folder, and published weights as MLX arrays
-mlx_token_sampler  from logits to a token and its logprob
+mlx_engine  rows of mlx-lm's caches; from logits to a token and its logprob
+mlx_model   an mlx-lm model of a folder, and published weights as MLX arrays
 
 MLX is imported when an engine is opened, so that a trainer without MLX can read the same config.
 MLX also runs on a Linux CPU (`make test-mlx`).
