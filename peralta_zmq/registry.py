@@ -248,7 +248,8 @@ class LiveEngineFactory(EngineFactory, Protocol):
     def open_live(self, model: Any, tokenizer: Any, settings: EngineSettings) -> Engine:
         """An engine that samples with the weights of a torch model without copying them.
 
-        The trainer opens it for each evaluation of the model that it trains.
+        The trainer opens it for each evaluation of the model that it trains, whose weights do not
+        change meanwhile.
         """
         ...
 

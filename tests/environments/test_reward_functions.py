@@ -110,14 +110,14 @@ def test_task_may_return_a_score_whose_parts_are_not_its_sum() -> None:
         }[text]
 
     good, bad = RewardFunction(function).calls(PROBLEM, ["good", "bad"], [(), ()])
-    (score,) = good(function)
+    (score,) = outcome(good, function)
     assert score_of(PROBLEM, [RewardFunction(function)], [score]) == Score(1.5, {"right": 3.0})
     named = RewardFunction(function, label="task", weight=2.0)
     other = RewardFunction(of_group, label="other")
     assert score_of(PROBLEM, [named, other], [score, 1.0]) == Score(
         4.0, {"task": 1.5, "other": 1.0}
     )
-    assert "returned nan, which is not a number from" in bad(function)
+    assert "returned nan, which is not a number from" in outcome(bad, function)
     assert "which is not a number" in of_group([Score(1.0), 1.0])
 
 

@@ -6,11 +6,14 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from engine_data import GREEDY, sampled, scored
+from engine_data import requests as prompts
 from generators import BAD_STEP, FakeEngine, apply_until, publish
 from sample_data import tiny_model
 
@@ -195,12 +198,12 @@ def test_engine_opens_on_keyframe_and_deltas_and_shares_no_memory(tmp_path: Path
             config, subscriber, announcements, wire.TrainerAddress(ABSENT), requests.append
         )
         assert (requests, version.step, engine.step) == ([], 6, 6)
-        served = cast(Any, engine)._model.state_dict()
-        before = served[norm].clone()
-        assert torch.equal(before, weights[norm])
+        (before,) = sampled(engine, GREEDY, prompts([[5, 9]]))
+        assert np.allclose(before.logprobs, scored(model, before, 1.0), atol=0.1)  # bfloat16
         publish_delta(7, slice(None))
         assert subscriber.poll(timeout=20) is not None  # the replica has changed
-        assert torch.equal(served[norm], before)
+        (after,) = sampled(engine, GREEDY, prompts([[5, 9]]))
+        assert after.logprobs.tolist() == before.logprobs.tolist()
 
 
 @pytest.mark.parametrize("config_file", [b"[" * 100_000, b"{}", b'{"dtype": []}'])

@@ -220,10 +220,10 @@ def test_generator_merges_versions_and_matches_trainer(
 def test_engine_over_live_model_uses_its_adapters(engine: str, base_dtype: str) -> None:
     config, model = trained("--lora.base-dtype", base_dtype)
     tokenizer = models.load_tokenizer(models.EMBEDDED)
-    live = live_engine(engine).open_live(model, tokenizer, EngineSettings(slots=4))
-    before = sampled(live)
+    settings = EngineSettings(slots=4)
+    before = sampled(live_engine(engine).open_live(model, tokenizer, settings))
     build.make_learner(config, model).learn(some_groups(1))
-    group = sampled(live)
+    group = sampled(live_engine(engine).open_live(model, tokenizer, settings))
     assert has_exact_logprobs(group, model)
     assert not np.array_equal(group.rollouts[0].logprobs, before.rollouts[0].logprobs)
 
