@@ -14,10 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "peralta_zmq"
 TYPES = {
-TYPES = {
     *("rollout", "errors", "atomic_files", "addresses"),
     *("compiler", "imports", "malloc", "signatures"),
-}
 }
 LEAVES = {
     *("config", "registry", "wire", "weights"),
