@@ -21,7 +21,7 @@ import pytest
 from real_programs import has_ended, until
 from user_modules import UserModules
 
-from peralta_zmq.environments import calculator, reward_pool
+from peralta_zmq.environments import calculator, reward_pool, reward_worker
 from peralta_zmq.environments.reward_functions import RewardFunction
 from peralta_zmq.environments.reward_pool import LocalRewards, RewardPool
 from peralta_zmq.errors import RewardError, TaskError
@@ -312,8 +312,14 @@ def test_worker_ends_with_its_parent(task: ModuleType, tmp_path: Path, name: str
     until(lambda: has_ended(pid_of(task)))
 
 
+REQUEST = reward_worker.frame_of(0, "no_such_task:reward")
+
+
 @pytest.mark.parametrize("arguments", [[], ["9"]])
-def test_worker_ends_with_its_connection_without_a_traceback(arguments: list[str]) -> None:
+@pytest.mark.parametrize("num_bytes", [0, 20, len(REQUEST)])
+def test_worker_ends_with_its_connection_without_a_traceback(
+    arguments: list[str], num_bytes: int
+) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         worker = subprocess.Popen(
@@ -321,6 +327,7 @@ def test_worker_ends_with_its_connection_without_a_traceback(arguments: list[str
             pass_fds=[theirs.fileno()], start_new_session=True, env={**os.environ,
             "PYTHONPATH": os.getcwd()}, stdin=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
+        ours.sendall(REQUEST[:num_bytes])
         ours.shutdown(socket.SHUT_RDWR)
         with worker:
             assert worker.stderr is not None and worker.stderr.read() == b""
