@@ -20,6 +20,7 @@ from peralta_zmq.config import Config
 from peralta_zmq.config.hosts import Host, Hosts
 from peralta_zmq.config.resolved import toml_text
 from peralta_zmq.operate import ssh
+from peralta_zmq.operate.process_group import generator_options
 from peralta_zmq.operate.ssh import Command, Result, on_host
 from peralta_zmq.operate.supervisor import COPY_MARKER, FOLDER, Job, job_text
 
@@ -213,7 +214,6 @@ def jobs_of(host: Host, hosts: Hosts, config: Config) -> list[Job]:
     env = {"HF_HUB_OFFLINE": "1", **host.env}
     options = settings_options(host, config)
     # The workers of the host share its cores; all generators of the run share the problems.
-    count = str(len(hosts.generators))
     num_workers = len(host.workers)
     jobs: list[Job] = []
     if host.role == "trainer":
@@ -221,11 +221,9 @@ def jobs_of(host: Host, hosts: Hosts, config: Config) -> list[Job]:
         words = (PYTHON, "bin/trainer", *options, "--train.num-workers", share)
         jobs.append(Job(f"{host.name}-trainer", words, env, str(config.run_folder)))
     for name in host.generators:
-        index = str(hosts.generators.index(name))
-        identity = ("--generator.name", name, "--generator.index", index)
-        share = str(max(num_workers, config.generator.num_workers))
-        sharing = ("--generator.count", count, "--generator.num-workers", share)
-        words = (PYTHON, "bin/generator", *options, *identity, *sharing)
+        identity = generator_options(name, hosts.generators.index(name), len(hosts.generators))
+        share = ("--generator.num-workers", str(max(num_workers, config.generator.num_workers)))
+        words = (PYTHON, "bin/generator", *options, *identity, *share)
         jobs.append(Job(name, words, env))
     return jobs
 

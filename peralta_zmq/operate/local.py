@@ -16,6 +16,7 @@ from peralta_zmq.operate.process_group import (
     ProcessGroup,
     RestartPolicy,
     Worker,
+    generator_options,
     recorder,
     supervise,
 )
@@ -88,10 +89,10 @@ def local_workers(config: Config, arguments: Sequence[str]) -> list[Worker]:
     command = (*program_command("trainer"), *arguments, "--train.num-workers", num_workers)
     workers = [Worker("trainer", command)]
     num_workers = str(max(count + 1, config.generator.num_workers))
-    share = ("--generator.count", str(count), "--generator.num-workers", num_workers)
     for index in range(count):
-        identity = ("--generator.index", str(index), "--generator.name", f"local-{index}")
-        command = (*program_command("generator"), *arguments, *share, *identity)
+        options = generator_options(f"local-{index}", index, count)
+        options += ("--generator.num-workers", num_workers)
+        command = (*program_command("generator"), *arguments, *options)
         log = config.run_folder / "logs" / f"generator-{index}.log"
         workers.append(Worker(f"generator-{index}", command, log))
     return workers

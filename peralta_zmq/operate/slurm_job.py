@@ -27,7 +27,7 @@ from types import FrameType
 from peralta_zmq.config.programs import program_command
 from peralta_zmq.errors import EXIT_ERROR, prepare_streams, printable
 from peralta_zmq.operate import supervisor
-from peralta_zmq.operate.process_group import ProcessGroup, Worker
+from peralta_zmq.operate.process_group import ProcessGroup, Worker, generator_options
 from peralta_zmq.operate.supervisor import State, Supervisor
 from peralta_zmq.operate.worker_logs import write_output
 
@@ -127,10 +127,9 @@ def trainer_command(
 def generator_command(
     config_file: str, count: int, environment: Mapping[str, str]
 ) -> tuple[str, ...]:
-    index = environment["SLURM_ARRAY_TASK_ID"]
-    identity = ("--generator.name", generator_name(index), "--generator.index", index)
-    sharing = ("--generator.count", str(count))
-    return (*program_command("generator"), "@", config_file, *identity, *sharing)
+    index = int(environment["SLURM_ARRAY_TASK_ID"])
+    options = generator_options(generator_name(index), index, count)
+    return (*program_command("generator"), "@", config_file, *options)
 
 
 class Job:

@@ -86,11 +86,9 @@ class _Fields:
         self, name: str, default: float, *, least: float, most: float, or_zero: bool = False
     ) -> float:
         """A number from `least` to `most`, or 0 if `or_zero`."""
-        value = self.take(name)
+        value = self._take(name, (int, float), "a number")
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ApiError(f"{self._prefix}{name} must be a number", param=name)
         if not (least <= value <= most or (or_zero and value == 0)):
             zero = "0, or " if or_zero else ""
             raise ApiError(f"{name} {value} must be {zero}from {least:g} to {most:g}", param=name)
@@ -98,21 +96,20 @@ class _Fields:
 
     def integer(self, name: str, *, least: int | None = None) -> int | None:
         """An integer of at least `least`."""
-        value = self.take(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ApiError(f"{name} must be an integer", param=name)
-        if least is not None and value < least:
+        value = self._take(name, (int,), "an integer")
+        if value is not None and least is not None and value < least:
             raise ApiError(f"{name} {value} must be at least {least}", param=name)
         return value
 
     def flag(self, name: str) -> bool:
         """A boolean; False if absent."""
+        return bool(self._take(name, (bool,), "true or false"))
+
+    def _take(self, name: str, kinds: tuple[type, ...], expected: str) -> Any:
         value = self.take(name)
-        if value is not None and not isinstance(value, bool):
-            raise ApiError(f"{self._prefix}{name} must be true or false", param=name)
-        return bool(value)
+        if value is not None and type(value) not in kinds:  # a bool is no number
+            raise ApiError(f"{self._prefix}{name} must be {expected}", param=name)
+        return value
 
     def finish(self) -> None:
         """Refuse fields that were not read, unless they ask for nothing."""
