@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from real_programs import REPO
 from slurm_commands import SlurmCommands
 
 from peralta_zmq.atomic_files import replace_file
@@ -86,6 +87,20 @@ def test_jobs_have_the_resources_of_the_hosts_file(tmp_path: Path) -> None:
     assert command.endswith(".toml trainer 4")
     assert run.scripts["generators"].endswith(".toml generator 3\n")
     assert "srun" not in run.scripts["generators"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs PYTHONSAFEPATH")
+def test_files_of_the_start_folder_hide_no_module_from_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise ImportError('hidden')")
+    monkeypatch.chdir(tmp_path)
+    config = cluster_config(load_config("bin/lan", ["--run.dir", str(tmp_path)]))
+    (tmp_path / "demo" / "slurm").mkdir(parents=True)
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "SLURMD_NODENAME": "node7"}
+    script = plan_run(Slurm(), config).scripts["trainer"]
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and " is missing on " in done.stderr, done.stderr
 
 
 def test_trainer_of_several_processes_starts_with_torchrun() -> None:
