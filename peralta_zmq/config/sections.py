@@ -62,7 +62,7 @@ def _check_plain_name(name: str) -> str:
     return name
 
 
-def _check_folder(text: str) -> str:
+def check_folder(text: str) -> str:
     """Reject a share of a NAS, and what only a shell expands: a new folder would get that name."""
     if NO_FOLDER.match(text) or os.path.expanduser(text).startswith("~"):
         raise ValueError("should be a path on this machine (mount it), without $NAME or ~user")
@@ -70,12 +70,12 @@ def _check_folder(text: str) -> str:
 
 
 def _check_store(text: str) -> str:
-    return text if text.startswith(("http://", "s3://")) else _check_folder(text)
+    return text if text.startswith(("http://", "s3://")) else check_folder(text)
 
 
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
 Host: TypeAlias = Annotated[Text, AfterValidator(host_of)]
-LocalPath: TypeAlias = Annotated[Text, AfterValidator(_check_folder)]
+LocalPath: TypeAlias = Annotated[Text, AfterValidator(check_folder)]
 Store: TypeAlias = Annotated[Text, AfterValidator(_check_store)]
 PlainName: TypeAlias = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_check_plain_name)]
 Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]

@@ -23,6 +23,7 @@ from peralta_zmq import build, models, wire
 from peralta_zmq.atomic_files import MANIFEST
 from peralta_zmq.config import RESOLVED, Config, load_resolved
 from peralta_zmq.config.programs import replay_options
+from peralta_zmq.config.sections import check_folder
 from peralta_zmq.errors import (
     ConfigError,
     JournalError,
@@ -227,6 +228,10 @@ def export(run: Path, step: int | None, target: Path) -> Version:
     step, if the version cannot be read, or if the folder exists or cannot be written.
     """
     config = _load_config(run)
+    try:
+        check_folder(str(target))
+    except ValueError as error:
+        raise StoreError(f"{target} {error}") from None
     if target.exists():
         raise StoreError(f"{target} exists; choose a new folder")
     store = WeightStore.open(config.weights_address)

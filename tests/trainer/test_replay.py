@@ -221,6 +221,8 @@ def test_export_writes_a_published_step_to_a_new_folder(store: WeightStore, tmp_
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="file/below cannot be written: Not a directory"):
         export(0, "file/below")
+    with pytest.raises(StoreError, match=r"^nas:/out should be a path on this machine \(mount it"):
+        replay.main(["export", str(tmp_path / "run"), "0", "nas:/out"])
 
 
 def published(folder: Path, *more: str) -> list[str | None]:
