@@ -60,11 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: Config) -> None:
-    """Serve until SIGINT or SIGTERM.
-
-    Raises ConfigError or TaskError for environments that cannot be opened, and ConfigError for a
-    port that cannot be used.
-    """
+    """Serve until SIGINT or SIGTERM. Raises ConfigError or TaskError if it cannot start."""
     with suppress(ConfigError):  # without the model the defaults stay
         config = fitted_settings.fit_settings(config, local=True).config
     section = config.verifier
@@ -83,7 +79,7 @@ class Verifier:
     """HTTP server of the environments, in background threads. Use with `closing`.
 
     Clients must send `token` as a password; None = no password. Raises ConfigError if the port is
-    in use, or if the port is reachable from other machines and `token` is None.
+    in use, or reachable from other machines without a `token`.
     """
 
     def __init__(
